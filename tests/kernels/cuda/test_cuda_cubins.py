@@ -174,7 +174,7 @@ def test_heads_of_512_spill_next_to_nothing_within_a_loop_and_fit_the_card(sm: i
 def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -> None:
     compiled = cached(variants_of(LLAMA, sm)[DECODE], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, "mma.sync")
-    assert compiled.spilled_bytes <= (16 if sm == 100 else 0)  # outside its loops: `benchmarks/gpu/machine_code.py`
+    assert compiled.spilled_bytes == 0
     assert compiled.registers * compiled.threads * 3 <= 65536
     assert compiled.shared_bytes * (2 if sm == 80 else 3) <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
 
@@ -182,8 +182,8 @@ def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -
 QUANTISED_DECODES = [
     pytest.param(sm, kv_dtype, head_dim, most, marks=[] if (sm, head_dim) == (90, 128) else pytest.mark.soak)
     for kv_dtype, head_dim, most in (
-        ("int8", 64, 410), ("int8", 128, 590), ("float8_e4m3fn", 64, 355), ("float8_e4m3fn", 128, 495),
-        ("int4", 64, 345), ("int4", 128, 520),
+        ("int8", 64, 415), ("int8", 128, 595), ("float8_e4m3fn", 64, 355), ("float8_e4m3fn", 128, 495),
+        ("int4", 64, 345), ("int4", 128, 525),
     )
     for sm in (80, 90, 100)
     if (sm, kv_dtype) != (80, "float8_e4m3fn")
@@ -194,7 +194,7 @@ QUANTISED_DECODES = [
 def test_decode_over_few_bits_moves_them_16_bytes_at_once_and_takes_few_instructions(
     sm: int, kv_dtype: str, head_dim: int, most: int
 ) -> None:
-    """For a tile of 64 keys and values; one of bfloat16 takes 261 at head size 64, 364 at 128."""
+    """For a tile of 64 keys and values; one of bfloat16 takes 264 at head size 64, 387 at 128."""
     shape = AttentionShape(share=4, head_dim=head_dim, block_size=64, q_dtype="bfloat16", kv_dtype=kv_dtype)
     compiled = compile_variant(variants_of(shape, sm)[DECODE], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, "mma.sync")
