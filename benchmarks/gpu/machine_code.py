@@ -31,8 +31,8 @@ from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.precompile import LatentModel, add_weight_options, codes_of
 from headwise.kernels.experts import Routing
 
-LATENT_KERNELS = ("prefill", "decode", "", "gathered", "expanded", "scores", "chosen")
-"""Names of `LatentModel.variants`, merges left out."""
+LATENT_KERNELS = ("prefill", "decode", "gathered", "expanded", "scores", "chosen")
+"""Names of `LatentModel.variants`."""
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
 _MULTIPLIES = re.compile(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA|IMMA|QGMMA)\b")
@@ -113,7 +113,7 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
         latents = LatentShape(heads, 512, 64, options.block_size, "bfloat16", options.kv_dtype)
         index = IndexShape(64, 128, options.block_size, "bfloat16") if options.kv_dtype == "bfloat16" else None
         named = zip(LATENT_KERNELS, LatentModel(latents, index=index).variants(options.sm), strict=False)
-        yield from ((heads, name, variant) for name, variant in named if name)
+        yield from ((heads, name, variant) for name, variant in named)
     for head_dim in () if options.latents else options.head_dim:
         shape = AttentionShape(options.share, head_dim, options.block_size, "bfloat16", options.kv_dtype)
         for name, variant in zip(("prefill", "decode"), variants_of(shape, options.sm), strict=False):

@@ -15,6 +15,7 @@ from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile
+from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
 from headwise.kernels.nibbles import INT4
 
@@ -104,11 +105,10 @@ class Tuning:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The three kernels of one shape on one card."""
+    """The two kernels of one shape on one card."""
 
     prefill: Variant
     decode: Variant
-    merge: Variant
     tokens: int
     """Query tokens per prefill tile."""
     parts: int
@@ -116,7 +116,7 @@ class _Plan:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        return self.prefill, self.decode, self.merge
+        return self.prefill, self.decode
 
 
 def variants_of(shape: AttentionShape, sm: int) -> tuple[Variant, ...]:
@@ -142,7 +142,9 @@ class TritonAttention:
 
     def __post_init__(self) -> None:
         self._plans: dict[AttentionShape, _Plan] = {}
-        self._workspace: Array | None = None
+        # Of all KV heads together, two for a unit: see `attention_jit.attend`.
+        self._splits = 2 * max(self._programs, MOST_KV_HEADS)
+        self._workspace = PartsWorkspace(self.allocate, self._splits)
 
     def prepare(self, shapes: Iterable[AttentionShape]) -> None:
         """Compile and load all that ``shapes`` need, and make their workspace: no call does either later.
@@ -185,13 +187,12 @@ class TritonAttention:
         plan = self._plan_of(shape)
         useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
         units = max(1, min(self._programs // kv_heads, sequences * useful))
-        partial, partial_lse = self._partials(shape)
+        parts = self._workspace.arguments(self._splits * shape.share, shape.head_dim)
         arguments = {
             "query": np.uint64(address_of(query)),
             "out": np.uint64(address_of(out)),
-            "partial": np.uint64(partial),
-            "partial_lse": np.uint64(partial_lse),
-            "sink_logits": np.uint64(partial if sink_logits is None else address_of(sink_logits)),
+            **parts,
+            "sink_logits": parts["partial"] if sink_logits is None else np.uint64(address_of(sink_logits)),
             **_arena_arguments(arena, layout),
             **_batch_arguments(batch, heads),
             "query_stride": np.int32(query.strides[0] // query.itemsize),
@@ -211,8 +212,6 @@ class TritonAttention:
             launch(plan.prefill, (kv_heads * tiles * plan.parts, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
         if decodes:
             launch(plan.decode, (units + sequences, kv_heads, 1), fewest_queries=np.int32(1))
-            if useful > 1:
-                launch(plan.merge, (q_heads, sequences, 1))
 
     @property
     def _programs(self) -> int:
@@ -222,22 +221,9 @@ class TritonAttention:
     def _plan_of(self, shape: AttentionShape) -> _Plan:
         if shape not in self._plans:
             check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self.launcher.sm, shape.block_size)
-            self._reserve(shape)
+            self._workspace.reserve(self._splits * shape.share, shape.head_dim)
             self._plans[shape] = _plan(shape, self.launcher.sm, self.tuning)
         return self._plans[shape]
-
-    def _most_parts(self, shape: AttentionShape) -> int:
-        # Of each KV head, two for a unit: see `attention_jit.attend`.
-        return 2 * max(self._programs, MOST_KV_HEADS) * shape.share
-
-    def _reserve(self, shape: AttentionShape) -> None:
-        needed = self._most_parts(shape) * (shape.head_dim + 1) * 4
-        if self._workspace is None or self._workspace.nbytes < needed:
-            self._workspace = self.allocate(needed)
-
-    def _partials(self, shape: AttentionShape) -> tuple[int, int]:
-        start = address_of(self._workspace)
-        return start, start + self._most_parts(shape) * shape.head_dim * 4
 
 
 def _check_arrays(query: Array, out: Array, shape: AttentionShape, scale: float) -> None:
@@ -304,15 +290,11 @@ def _score_arguments(scale: float, softcap: float) -> dict[str, np.generic]:
 
 
 ATTEND_SIGNATURE = (
-    "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "key:kv", "value:kv",
-    "key_scale:scale", "value_scale:scale", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
+    "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "key:kv",
+    "value:kv", "key_scale:scale", "value_scale:scale", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
     "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "kv_heads:i32",
     "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "out_stride:i32",
     "score_scale:fp32", "cap:fp32", "units:i32", "fewest_queries:i32",
-)  # fmt: skip
-MERGE_SIGNATURE = (
-    "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "out:q", "cu_seqlens_q:*i32", "seq_lens:*i32",
-    "head_window:*i32", "head_sink:*i32", "batch:i32", "out_stride:i32", "units:i32",
 )  # fmt: skip
 MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
 PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
@@ -323,13 +305,9 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
-    merge = {
-        "SHARE": shape.share, **_head_constants(shape), **split, "SINKS": shape.sink_logits, "CHUNKED": shape.chunked,
-    }  # fmt: skip
     return _Plan(
         prefill=_attend_variant(shape, prefill, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
         decode=_attend_variant(shape, decode, 1, DECODE=True, **split),
-        merge=Variant("merge_splits", _typed(MERGE_SIGNATURE, shape), tuple(merge.items()), ("out", "partial"), 4, 2),
         tokens=tokens,
         parts=prefill.parts,
     )
@@ -338,6 +316,7 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
 def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants: Any) -> Variant:
     constants |= {
         "SHARE": shape.share,
+        "HEADS": _power_of_two(shape.share),
         **_head_constants(shape),
         "BLOCK_SIZE": shape.block_size,
         "TOKENS": tokens,

@@ -1,4 +1,4 @@
-"""Attention over group block tables in Triton: one kernel for prefill chunks and decode, one that merges splits.
+"""Attention over group block tables in Triton: one kernel for prefill chunks and decode.
 
 **Rows.** A program serves one KV head of one sequence. The ``SHARE`` query heads of that KV head and ``TOKENS``
 consecutive query tokens make the ``BLOCK_M`` rows of its tile, token by token: row ``r`` is token ``r // SHARE`` and
@@ -12,7 +12,7 @@ where they are loaded, keys and values alike. No pointer is made from a block id
 rows see whole have a loop of their own, in which nothing is masked.
 
 The softmax is the online one (Milakov and Gimelshein, arXiv 1805.02867), in base 2; splits of one sequence are merged
-by their log-sum-exps (FlashDecoding).
+by the last of them, see `merge_jit`.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM102
@@ -21,23 +21,17 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from headwise.kernels.cuda.cached_jit import UNIT, as_exponents, as_float16, load_packed, load_tile, widened
+from headwise.kernels.cuda.merge_jit import merge_parts, store_mean, store_part, with_sink
 from headwise.kernels.cuda.walk_jit import (
-    MAX_SPLITS,
     NEVER,
     SEARCHED,
     find_tile,
     find_unit,
     split_of,
-    splits_before,
     unseen_before,
     walk_of,
     window_of,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
-MERGED = tl.constexpr(16)
-"""Splits merged at once."""
 
 
 @JITFunction
@@ -147,18 +141,12 @@ def attend_tile(
 
 
 @JITFunction
-def with_sink(total, highest, sink_logit):
-    """The softmax's sum with the sink's share: a key of this score, whose value is 0."""
-    return total + tl.exp2(sink_logit * LOG2E - highest)
-
-
-@JITFunction
 def attend(
-    query, out, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
+    query, out, counters, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
     score_scale, cap, units, fewest_queries,
-    SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SHARE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
@@ -175,6 +163,7 @@ def attend(
     among short ones has as many programs as it needs. A sequence that is one split goes straight to ``out``. Of others
     each split writes its normalised ``partial [q_heads, 2 * units, HEAD_DIM]`` and ``partial_lse [q_heads, 2 *
     units]``, in base 2. There are no more: what has several splits is longer than one, so twice its length holds them.
+    ``counters [KV heads, 2 * units]`` are 0, and are again at the end.
     """
     if DECODE:
         unit, kv_head = tl.program_id(0), tl.program_id(1)
@@ -238,8 +227,6 @@ def attend(
         if PACKED:
             value_scale += part * (VALUE_D // 32)
         out += part * VALUE_D
-        dims = tl.arange(0, VALUE_D)
-        real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
     accumulator = tl.zeros([BLOCK_M, VALUE_D], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -276,66 +263,18 @@ def attend(
         accumulator /= UNIT
     if DECODE:
         if used > 1:
-            mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
-            at_split = (head * (2 * units) + unit).to(tl.int64)
-            tl.store(partial + at_split[:, None] * HEAD_DIM + dims[None, :], mixed, mask=real)
-            lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
-            tl.store(partial_lse + at_split, lse, mask=real_row)
+            place = head.to(tl.int64) * (2 * units) + unit
+            store_part(partial, partial_lse, place, accumulator, highest, total, real_row, HEAD_DIM, BLOCK_D)
+            first_head = kv_head * SHARE
+            first_place = first_head.to(tl.int64) * (2 * units) + unit - split
+            merge_parts(
+                counters + kv_head * (2 * units) + unit - split,
+                partial + first_place * HEAD_DIM, partial_lse + first_place, 2 * units, split, used,
+                out + query_begin.to(tl.int64) * out_stride + first_head * HEAD_DIM, sink_logits + first_head, SHARE,
+                HEADS, HEAD_DIM, BLOCK_D, SINKS,
+            )  # fmt: skip
             return
-    if SINKS:  # once for a sequence: of splits, where they are merged
+    if SINKS:  # once for a sequence: of splits by the last
         total = with_sink(total, highest, tl.load(sink_logits + head, mask=real_row, other=0.0))
-    mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     at_out = (query_begin + token).to(tl.int64) * out_stride + head * HEAD_DIM
-    tl.store(out + at_out[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
-
-
-@JITFunction
-def sum_of_parts(partial, partial_lse, first, used, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(weighted sum ``[BLOCK_D]``, sum of weights, highest log-sum-exp) of ``used`` parts from ``first`` on."""
-    every = tl.arange(0, MAX_SPLITS)
-    lse = tl.load(partial_lse + first + every, mask=every < used, other=float("-inf"))
-    highest = tl.max(lse, 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(lse - highest), 0)
-    dims = tl.arange(0, BLOCK_D)
-    mixed = tl.zeros([BLOCK_D], tl.float32)
-    for at in range(0, used, MERGED):
-        split = at + tl.arange(0, MERGED)
-        part_lse = tl.load(partial_lse + first + split, mask=split < used, other=float("-inf"))
-        some = (split < used)[:, None] & (dims < HEAD_DIM)[None, :]
-        parts = tl.load(partial + (first + split)[:, None] * HEAD_DIM + dims[None, :], mask=some, other=0.0)
-        mixed += tl.sum(tl.exp2(part_lse - highest)[:, None] * parts, 0)
-    return mixed, total, highest
-
-
-@JITFunction
-def merge_splits(
-    partial, partial_lse, sink_logits, out, cu_seqlens_q, seq_lens, head_window, head_sink, batch, out_stride, units,
-    SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT_TILES: tl.constexpr, SINKS: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
-    """The splits of one query head of one sequence, grid (query heads, batch), into ``out``."""
-    head, sequence = tl.program_id(0), tl.program_id(1)
-    query_begin = tl.load(cu_seqlens_q + sequence)
-    if tl.load(cu_seqlens_q + sequence + 1) - query_begin != 1:
-        return
-    window = window_of(head_window, head // SHARE)
-    sink = tl.load(head_sink + head // SHARE)
-    position = tl.load(seq_lens + sequence) - 1
-    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N, CHUNKED)
-    if tiles <= MIN_SPLIT_TILES:
-        return
-    per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES, CHUNKED)
-    used = (tiles + per_split - 1) // per_split
-    if used <= 1:
-        return
-
-    before = splits_before(sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N, CHUNKED)
-    first = (head * (2 * units) + before).to(tl.int64)
-    mixed, total, highest = sum_of_parts(partial, partial_lse, first, used, HEAD_DIM, BLOCK_D)
-    if SINKS:
-        total = with_sink(total, highest, tl.load(sink_logits + head))
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)
-    at_out = query_begin.to(tl.int64) * out_stride + head * HEAD_DIM
-    dims = tl.arange(0, BLOCK_D)
-    tl.store(out + at_out + dims, mixed.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    store_mean(out, at_out, accumulator, total, real_row, HEAD_DIM, VALUE_D)

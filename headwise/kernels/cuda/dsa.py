@@ -45,11 +45,10 @@ SCORE_SIGNATURE = (
     "chunks:i32",
 )  # fmt: skip
 CHOSEN_SIGNATURE = (
-    "absorbed:q", "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "latent:q", "places:*i32", "counts:*i32",
-    "head_slot:*i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "heads:i32", "head_dim:i32",
-    "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
+    "absorbed:q", "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "latent:q",
+    "places:*i32", "counts:*i32", "head_slot:*i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32",
+    "heads:i32", "head_dim:i32", "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
 )  # fmt: skip
-MERGE_SIGNATURE = ("partial:*fp32", "partial_lse:*fp32", "out:q", "heads:i32", "splits:i32", "tokens:i32")
 MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "key", "block_bytes", "slot_bytes")
 
 
@@ -83,7 +82,7 @@ def check_index(shape: IndexShape) -> None:
 
 def variants_of(shape: LatentShape, index: IndexShape, sm: int) -> tuple[Variant, ...]:
     """All that is launched besides the kernels of latent attention, on a card of compute capability ``sm``."""
-    return _score(index, sm), _attend(shape, sm), _merge(shape)
+    return _score(index, sm), _attend(shape, sm)
 
 
 class TritonIndexed:
@@ -104,7 +103,6 @@ class TritonIndexed:
         """Compile and load what attention to chosen tokens needs."""
         for shape in shapes:
             self._launcher.prepare(_attend(shape, self._launcher.sm))
-            self._launcher.prepare(_merge(shape))
 
     def score(
         self,
@@ -170,8 +168,6 @@ class TritonIndexed:
             "tokens": np.int32(tokens),
         }
         self._launch(variant, (tokens * splits * pieces, 1, 1), arguments)
-        if splits > 1:
-            self._launch(_merge(shape), (count, tokens, 1), arguments)
 
     def _launch(self, variant: Variant, grid: tuple[int, int, int], arguments: dict[str, np.generic]) -> None:
         self._launcher.launch(variant, grid, [arguments[name] for name, _ in variant.signature])
@@ -196,12 +192,6 @@ def _attend(shape: LatentShape, sm: int) -> Variant:
         "HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
     }  # fmt: skip
     return _variant("attend_chosen", CHOSEN_SIGNATURE, shape, constants, tile.warps, tile.stages)
-
-
-@lru_cache
-def _merge(shape: LatentShape) -> Variant:
-    constants = {"RANK": shape.rank, "BLOCK_R": power_of_two(shape.rank)}
-    return _variant("merge_chosen", MERGE_SIGNATURE, shape, constants, 4, 2)
 
 
 def _variant(

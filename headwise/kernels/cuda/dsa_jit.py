@@ -10,7 +10,6 @@ of one query, for which it reads the chosen latents one by one from where they l
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda.attention_jit import sum_of_parts
 from headwise.kernels.cuda.mla_jit import latent_step, load_queries, store_mixed
 from headwise.kernels.cuda.walk_jit import window_of
 
@@ -77,7 +76,7 @@ def score_tokens(
 
 @JITFunction
 def attend_chosen(
-    absorbed, query, out, partial, partial_lse, latent, places, counts, head_slot, block_bytes, slot_bytes,
+    absorbed, query, out, counters, partial, partial_lse, latent, places, counts, head_slot, block_bytes, slot_bytes,
     query_stride, heads, head_dim, score_scale, top, splits, tokens,
     WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -88,7 +87,8 @@ def attend_chosen(
     places: ``[tokens, top]``, of which the first ``counts [tokens]`` are there; see `indexer.cu`
 
     The grid is tokens times ``splits`` times as many programs as heads take. With several splits each writes
-    ``partial [heads, tokens, splits, RANK]`` and ``partial_lse``.
+    ``partial [heads, tokens, splits, RANK]`` and ``partial_lse``; ``counters [tokens, programs of a split, splits]``
+    are 0, and are again at the end.
     """
     pieces = (heads + HEADS - 1) // HEADS
     piece, split = tl.program_id(0) % pieces, tl.program_id(0) // pieces % splits
@@ -121,22 +121,9 @@ def attend_chosen(
             base, latent, within, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, QUANTISED,
         )  # fmt: skip
     total = tl.where(lowest == BROKEN, float("nan"), total)
-    at_part = (head.to(tl.int64) * tokens + token) * splits + split
+    first_head = piece * HEADS
     store_mixed(
-        out, partial, partial_lse, accumulator, highest, total, token + row * 0, head, at_part, splits > 1, real, heads,
-        RANK, BLOCK_R,
+        out, counters + (token * pieces + piece) * splits, partial, partial_lse, accumulator, highest, total,
+        token, first_head, heads, real, (first_head.to(tl.int64) * tokens + token) * splits, tokens * splits,
+        split, splits, HEADS, BLOCK_M, RANK, BLOCK_R,
     )  # fmt: skip
-
-
-@JITFunction
-def merge_chosen(
-    partial, partial_lse, out, heads, splits, tokens, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """The splits of one head of one query, grid (heads, tokens), into ``out [tokens, heads, RANK]``."""
-    head, token = tl.program_id(0), tl.program_id(1)
-    first = (head.to(tl.int64) * tokens + token) * splits
-    mixed, total, _ = sum_of_parts(partial, partial_lse, first, splits, RANK, BLOCK_R)
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)
-    dims = tl.arange(0, BLOCK_R)
-    at = (token.to(tl.int64) * heads + head) * RANK
-    tl.store(out + at + dims, mixed.to(out.dtype.element_ty), mask=dims < RANK)

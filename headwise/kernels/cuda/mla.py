@@ -17,13 +17,13 @@ from headwise.kernels.cuda.attention import (
     ALIGNMENT,
     FLOATS,
     LOG2E,
-    MERGE_SIGNATURE,
     OLDEST_SM,
     TRITON_TYPES,
     Tuning,
 )
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.tiles import Tile, latent_tile
+from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.mla import LATENT_SCALE, has_scales, latent_width
 
 MODULE = "mla_jit"
@@ -107,14 +107,13 @@ class LatentPlan:
 
     prefill: Variant
     decode: Variant
-    merge: Variant
     tokens: int
     heads: int
     decode_heads: int
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        return self.prefill, self.decode, self.merge
+        return self.prefill, self.decode
 
 
 def variants_of(shape: LatentShape, sm: int) -> tuple[Variant, ...]:
@@ -134,7 +133,7 @@ class TritonLatents:
     tuning: Tuning = field(default_factory=lambda: TUNING)
 
     def __post_init__(self) -> None:
-        self._workspace: Array | None = None
+        self._workspace = PartsWorkspace(self.allocate, 2 * self.programs)
         self._prepared: set[LatentShape] = set()
 
     def prepare(self, shapes: Iterable[LatentShape]) -> None:
@@ -151,9 +150,7 @@ class TritonLatents:
         """The kernels of a shape, for which there is memory from now on."""
         if shape not in self._prepared:
             check_latents(shape, self.launcher.sm)
-            needed = 2 * self.programs * shape.heads * (shape.rank + 1) * 4
-            if self._workspace is None or self._workspace.nbytes < needed:
-                self._workspace = self.allocate(needed)
+            self._workspace.reserve(2 * self.programs * shape.heads, shape.rank)
             self._prepared.add(shape)
         return plan_of(shape, self.launcher.sm, self.tuning)
 
@@ -163,10 +160,8 @@ class TritonLatents:
         return self.launcher.sms * self.tuning.split_programs
 
     def partials(self, shape: LatentShape) -> dict[str, np.generic]:
-        """Where partial results go; see `programs` for how many of each head there may be."""
-        start = address_of(self._workspace)
-        lse = start + 2 * self.programs * shape.heads * shape.rank * 4
-        return {"partial": np.uint64(start), "partial_lse": np.uint64(lse)}
+        """Where partial results go, and their counters; see `programs` for how many of each head there may be."""
+        return self._workspace.arguments(2 * self.programs * shape.heads, shape.rank)
 
     def attend(
         self,
@@ -200,8 +195,6 @@ class TritonLatents:
             **latent_arguments(arena, layout),
             **self.partials(shape),
             **batch_arguments(batch, heads),
-            "sink_logits": np.uint64(address_of(self._workspace)),
-            "out_stride": np.int32(count * shape.rank),
             "units": np.int32(units),
         }
 
@@ -216,8 +209,6 @@ class TritonLatents:
             launch(plan.prefill, (tiles, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
         if decodes:
             launch(plan.decode, ((units + sequences) * pieces, 1, 1), fewest_queries=np.int32(1))
-            if useful > 1:
-                launch(plan.merge, (count, sequences, 1))
 
 
 def query_arguments(absorbed: Array, query: Array, out: Array, scale: float) -> dict[str, np.generic]:
@@ -273,10 +264,11 @@ def batch_arguments(batch: AttentionBatch, heads: HeadTable) -> dict[str, np.gen
 
 
 ATTEND_SIGNATURE = (
-    "absorbed:q", "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "latent:kv", "latent_scale:*fp32",
-    "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32", "head_group:*i32", "head_slot:*i32", "head_window:*i32",
-    "head_sink:*i32", "batch:i32", "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64",
-    "query_stride:i32", "heads:i32", "head_dim:i32", "score_scale:fp32", "units:i32", "fewest_queries:i32",
+    "absorbed:q", "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "latent:kv",
+    "latent_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32", "head_group:*i32",
+    "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "groups:i32", "max_blocks:i32",
+    "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "heads:i32", "head_dim:i32", "score_scale:fp32",
+    "units:i32", "fewest_queries:i32",
 )  # fmt: skip
 MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "block_bytes", "slot_bytes")
 
@@ -289,14 +281,9 @@ def plan_of(shape: LatentShape, sm: int, tuning: Tuning) -> LatentPlan:
     heads = min(shape.heads, prefill.rows)
     tokens = prefill.rows // heads
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
-    merge = {
-        "SHARE": shape.heads, "HEAD_DIM": shape.rank, "BLOCK_D": power_of_two(shape.rank), **split, "SINKS": False,
-        "CHUNKED": False,
-    }  # fmt: skip
     return LatentPlan(
         prefill=_variant(shape, prefill, heads, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
         decode=_variant(shape, decode, min(shape.heads, decode.rows), 1, DECODE=True, **split),
-        merge=Variant("merge_splits", typed(MERGE_SIGNATURE, shape), tuple(merge.items()), ("out", "partial"), 4, 2),
         tokens=tokens,
         heads=heads,
         decode_heads=min(shape.heads, decode.rows),

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from headwise.kernels.cuda.cached_jit import converted
+from headwise.kernels.cuda.merge_jit import merge_parts, store_mean, store_part
 from headwise.kernels.cuda.walk_jit import NEVER, find_tile, find_unit, split_of, walk_of, window_of
 
 COARSE = tl.constexpr(16.0)
@@ -86,25 +87,32 @@ def load_queries(
 
 @JITFunction
 def store_mixed(
-    out, partial, partial_lse, accumulator, highest, total, token, head, place, is_part, real, heads,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    out, counters, partial, partial_lse, accumulator, highest, total, token, first_head, heads, real,
+    place, apart, split, used,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The weighted mean of latents of each row, to ``out [tokens, heads, RANK]``, or as one part of several."""
-    dims = tl.arange(0, BLOCK_R)
-    some = real[:, None] & (dims < RANK)[None, :]
-    mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
-    if is_part:
-        tl.store(partial + (place * RANK)[:, None] + dims[None, :], mixed, mask=some)
-        lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
-        tl.store(partial_lse + place, lse, mask=real)
+    """The weighted mean of latents of each row, to ``out [tokens, heads, RANK]``, or as part ``split`` of ``used``.
+
+    ``token`` and ``first_head`` are the first row's, ``place`` that of its first part, those of other heads ``apart``;
+    ``counters`` are those of these parts, see `merge_jit.merge_parts`.
+    """
+    row = tl.arange(0, BLOCK_M)
+    if used > 1:
+        at = place + (row % HEADS).to(tl.int64) * apart + split
+        store_part(partial, partial_lse, at, accumulator, highest, total, real, RANK, BLOCK_R)
+        merge_parts(
+            counters, partial + place * RANK, partial_lse + place, apart, split, used,
+            out + (token.to(tl.int64) * heads + first_head) * RANK, partial_lse, tl.minimum(heads - first_head, HEADS),
+            BLOCK_M, RANK, BLOCK_R, False,
+        )  # fmt: skip
         return
-    at = (token.to(tl.int64) * heads + head) * RANK
-    tl.store(out + at[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=some)
+    at = ((token + row // HEADS).to(tl.int64) * heads + first_head + row % HEADS) * RANK
+    store_mean(out, at, accumulator, total, real, RANK, BLOCK_R)
 
 
 @JITFunction
 def attend_latents(
-    absorbed, query, out, partial, partial_lse, latent, latent_scale,
+    absorbed, query, out, counters, partial, partial_lse, latent, latent_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, groups, max_blocks, block_bytes, slot_bytes, query_stride, heads, head_dim, score_scale, units,
     fewest_queries,
@@ -116,8 +124,8 @@ def attend_latents(
 
     The grid is as many programs for each ``HEADS`` of the heads, side by side, since they read the same latents: with
     ``DECODE`` there are ``units + batch`` of these, for sequences with exactly one query; without, tiles of the batch,
-    for those with at least ``fewest_queries``. Splits, ``partial [heads, 2 * units, RANK]`` and ``partial_lse`` are as
-    of `attention_jit.attend`. ``score_scale`` is ``scale * log2(e)``.
+    for those with at least ``fewest_queries``. Splits, ``partial [heads, 2 * units, RANK]``, ``partial_lse`` and
+    counters, here for each ``HEADS``, are as of `attention_jit.attend`. ``score_scale`` is ``scale * log2(e)``.
     """
     pieces = (heads + HEADS - 1) // HEADS
     piece, program = tl.program_id(0) % pieces, tl.program_id(0) // pieces
@@ -191,8 +199,10 @@ def attend_latents(
             accumulator, highest, total, compressed_query, rotated_query, visible, rows, there, base, latent_scale,
             scales_at, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, QUANTISED,
         )  # fmt: skip
-    place = head.to(tl.int64) * (2 * units) + unit
+    first_unit, first_head = unit - split, piece * HEADS
     store_mixed(
-        out, partial, partial_lse, accumulator, highest, total, query_begin + token, head, place, used > 1, real, heads,
-        RANK, BLOCK_R,
+        out, counters + piece * (2 * units) + first_unit, partial, partial_lse, accumulator, highest, total,
+        query_begin + first, first_head, heads, real,
+        first_head.to(tl.int64) * (2 * units) + first_unit, 2 * units, split, used,
+        HEADS, BLOCK_M, RANK, BLOCK_R,
     )  # fmt: skip

@@ -107,20 +107,6 @@ def find_unit(
 
 
 @JITFunction
-def splits_before(
-    sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr
-):  # fmt: skip
-    """Splits of the sequences before this one that have several: where its own begin."""
-    before = 0
-    for at in range(0, sequence, SEARCHED):
-        index = at + tl.arange(0, SEARCHED)
-        tiles = tiles_of(index, cu_seqlens_q, seq_lens, sequence, window, sink, BLOCK_N, CHUNKED)
-        splits = (tiles + per_split - 1) // per_split
-        before += tl.sum(tl.where(splits > 1, splits, 0), 0)
-    return before
-
-
-@JITFunction
 def find_tile(cu_seqlens_q, batch, tile, TOKENS: tl.constexpr):
     """(sequence, its query token) that the ``tile``-th tile of the batch begins at.
 

@@ -162,14 +162,22 @@ def test_splits_are_merged_whatever_each_head_sees() -> None:
     assert_right(case, attention=attention)
     kernels = dict(attention.launcher.launched)
     assert kernels["attend"] == (26 + 3, 3, 1)  # 80 programs of 3 heads, and one of each sequence
-    assert kernels["merge_splits"] == (9, 3, 1)
 
 
-def test_contexts_within_one_split_are_not_merged() -> None:
-    case = Case((1, 1), (14, 9), ((0, 0),), head_dim=64, block_size=16)
-    attention = triton_attention(sms=2)
-    assert_right(case, attention=attention)
-    assert "merge_splits" not in dict(attention.launcher.launched)
+def test_whichever_split_ends_last_merges_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one workspace, batch after batch, as graphs are replayed: with two levels of merges, one, none; padding."""
+    batches = (((1, 0, 1), (300, 9, 40)), ((0, 1, 0), (9, 60, 9)), ((1, 1, 1), (9, 14, 16)))
+    cases = [Case(*batch, ((0, 0),), share=3, head_dim=32, block_size=16, has_sink_logits=True) for batch in batches]
+    scenes = [TypedScene(case, Dtypes()) for case in cases]
+    attention = triton_attention(replace(SMALL, min_split_tokens=16))
+    in_order = [scene.answer(attention) for scene in scenes]
+    for scene, result in zip(scenes, in_order, strict=True):
+        np.testing.assert_allclose(result, scene.answer(ReferenceKernels()), rtol=0, atol=2e-5)
+    set_index = interpreter_builder.set_grid_idx
+    backwards = lambda x, y, z: set_index(interpreter_builder.grid_dim[0] - 1 - x, y, z)  # noqa: E731
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backwards)
+    for scene, result in zip(scenes, in_order, strict=True):
+        np.testing.assert_array_equal(scene.answer(attention), result)
 
 
 def test_no_more_splits_are_launched_than_the_longest_sequence_could_have() -> None:
@@ -229,7 +237,7 @@ def test_decode_alone_launches_no_prefill() -> None:
     scene.batch = replace(scene.batch, max_query_len=1)
     attention = triton_attention()
     np.testing.assert_allclose(scene.answer(attention), scene.answer(ReferenceKernels()), rtol=0, atol=2e-5)
-    assert [kernel for kernel, _ in attention.launcher.launched] == ["attend", "merge_splits"]
+    assert [kernel for kernel, _ in attention.launcher.launched] == ["attend"]
 
 
 def test_what_is_launched_depends_on_shapes_alone() -> None:

@@ -79,14 +79,16 @@ def test_any_batch_matches_dense_attention_to_the_best_tokens(case: IndexedCase,
 @pytest.mark.parametrize("make", [LatentCase, IndexedCase])
 def test_splits_of_unlike_lengths_are_merged(make: Callable[..., LatentCase]) -> None:
     case = make((1, 0, 1), (200, 9, 33), heads=18)
+    kernels: Any
     if isinstance(case, IndexedCase):
-        kernels: Any = indexed_kernels(sms=10)
-        assert_right(replace(case, top=150), kernels)
+        case, kernels = replace(case, top=150), indexed_kernels(sms=10)
     else:
         kernels = latent_kernels(sms=10)
+    for _ in range(2):  # the second time with what the first one left
         assert_right(case, kernels)
-    launched = dict(kernels._latents.launcher.launched)
-    assert launched.keys() & {"merge_splits", "merge_chosen"}
+    workspace = kernels._latents._workspace
+    assert not workspace._memory[: workspace._counters_bytes].any()
+    assert np.isfinite(workspace._memory[workspace._counters_bytes :].view(np.float32)).any(), "there were splits"
 
 
 def attend_knowing(scene: LatentScene, kernels: CudaLatentKernels) -> np.ndarray:
@@ -304,7 +306,7 @@ INDEX = IndexShape(heads=64, dim=128, block_size=64, dtype="bfloat16")
 @pytest.mark.parametrize(
     ("sm", "heads", "kv_dtype", "some"),
     [
-        (90, 16, "bfloat16", slice(1, 5, 3)),  # of one token, of latents and of chosen ones
+        (90, 16, "bfloat16", slice(1, 4, 2)),  # of one token, of latents and of chosen ones
         *(
             pytest.param(sm, heads, kv_dtype, slice(None), marks=pytest.mark.soak)
             for sm in (80, 90, 100)
@@ -321,8 +323,7 @@ def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_
         compiled = compile_variant(variant, Target(sm, cuda=12))
         assert compiled.spilled_bytes == 0
         assert not compiled.is_serialised
-        if "merge" not in variant.kernel:
-            assert "cp.async.c" in compiled.ptx
+        assert "cp.async.c" in compiled.ptx
         if variant.kernel == "attend_latents" and heads == 16 and sm == 90 and variant.num_stages == 2:
             assert compiled.shared_bytes <= 113 << 10, "two programs of a decode share a multiprocessor"
 
