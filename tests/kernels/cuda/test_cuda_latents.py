@@ -321,7 +321,7 @@ def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_
         variants += dsa.variants_of(shape, INDEX, sm)
     for variant in variants[some]:
         compiled = compile_variant(variant, Target(sm, cuda=12))
-        assert compiled.spilled_bytes <= (8 if (sm, heads, kv_dtype) == (100, 128, "int8") else 0)  # outside its loops
+        assert compiled.spilled_bytes <= (8 if (sm, heads, kv_dtype) == (100, 128, "int8") else 0)  # one instruction
         assert not compiled.is_serialised
         assert "cp.async.c" in compiled.ptx
         if variant.kernel == "attend_latents" and heads == 16 and sm == 90 and variant.num_stages == 2:
