@@ -44,7 +44,7 @@ class OwnerWatch:
     def _silent(self) -> None:
         self._silences = 1 if self._calls != self._calls_then else self._silences + 1
         self._calls_then = self._calls
-        if self._silences & (self._silences - 1):  # not after 1, 2, 4, 8, ... times the timeout
+        if self._silences & (self._silences + 1):  # not after 1, 3, 7, 15, ... times the timeout
             return
         try:
             owner: Any = ray.get_actor(self._owner, namespace=NAMESPACE)

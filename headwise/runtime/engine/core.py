@@ -31,7 +31,7 @@ from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.loader.tokenizer import Tokenizer
-from headwise.runtime.protocol.batch import StepResult
+from headwise.runtime.protocol.batch import SLEEP, StepResult
 from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.messages import AskLease, EngineLoad, Offer
 from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
@@ -290,6 +290,8 @@ class EngineCore:
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
         if step.batch.command:
             self._operations.obeyed(step.batch.command, result)
+            if step.batch.command == SLEEP and self._lending is not None:
+                self._lending.slept()
         else:
             self._counts["steps"] += 1
             self._compute_s += result.compute_s

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from headwise.errors import first_line
 from headwise.kernels.select import make_run_copy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
@@ -13,6 +16,8 @@ from headwise.transfer.base import Stream
 from headwise.transfer.connectors.base import DeviceExport, Export
 from headwise.transfer.connectors.select import Memories, PeerAccess, open_exports, open_readers
 from headwise.transfer.peer_reads import PeerBlocks, PeerReads
+
+log = logging.getLogger(__name__)
 
 COPY_THREADS = 1
 """Threads that copy what comes: the forward pass wants the cores."""
@@ -55,10 +60,21 @@ class PeerParts:
         """Let another device arena be read; None: that there was is about to be freed."""
         for export in self.exports:
             if isinstance(export, DeviceExport):
-                export.attach(arena)
+                with _and_the_others_go_on(export):
+                    export.attach(arena)
 
     def close(self, timeout_s: float) -> None:
         """Read no more, and be read no more. The last call."""
         for export in self.exports:
-            export.close()
+            with _and_the_others_go_on(export):
+                export.close()
         self.reads.close(timeout_s)
+
+
+@contextmanager
+def _and_the_others_go_on(export: Export) -> Iterator[None]:
+    """Whatever one export raises: memory that is about to be freed must be let go of by all."""
+    try:
+        yield
+    except Exception as error:  # of kinds that only its library knows
+        log.error("peers may still read this worker by %s: %s", export.address.transport, first_line(error))

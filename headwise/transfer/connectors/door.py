@@ -19,6 +19,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 
 from headwise.transfer.connectors.base import MAX_ADDRESS_BYTES, PeerLostError
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_READERS = 256
 """Connections at a time; whoever comes beyond is turned away."""
+PAUSE_S = 0.2
+"""Before the next one is let in where one could not be: this process may have no descriptor left, for now."""
 
 _NAME = re.compile(r"headwise-[0-9a-f]{32}")
 _CREDENTIALS = struct.Struct("iII")  # `struct ucred`: process, user, group
@@ -70,6 +73,8 @@ class Door:
         self._is_open = False
         os.write(self._wake_write, b"-")
         self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def _serve(self) -> None:
         try:
@@ -79,7 +84,7 @@ class Door:
                     poll.register(fd, select.POLLIN)
                 for fd, _ in poll.poll():
                     if fd == self._listener.fileno():
-                        self._let_in(self._listener.accept()[0])
+                        self._answer()
                     elif fd in self._readers:  # readers say nothing: this one has gone
                         self._let_out(fd)
         except Exception:
@@ -88,8 +93,15 @@ class Door:
             for fd in list(self._readers):
                 self._let_out(fd)
             self._listener.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+
+    def _answer(self) -> None:
+        try:
+            reader = self._listener.accept()[0]
+        except OSError as error:
+            log.warning("a peer that comes to this worker's device memory is not let in yet: %s", error.strerror)
+            time.sleep(PAUSE_S)
+        else:
+            self._let_in(reader)
 
     def _let_in(self, reader: socket.socket) -> None:
         with self._changed:

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.errors import first_line
 from headwise.kernels.block_copy import RunCopy
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs
 from headwise.transfer.connectors.parts import parts_of
@@ -136,7 +137,10 @@ class StagedReader:
         if self._num_stagings == MAX_STAGINGS:
             raise PeerLostError(f"{self._transport} has {len(self._late)} transfers that are late, and waits for them")
         staging = np.zeros(STAGING_BYTES, dtype=np.uint8)
-        self._library.register(staging)
+        try:
+            self._library.register(staging)
+        except Exception as error:  # of kinds that only the library knows
+            raise PeerLostError(f"{self._transport} cannot register memory: {first_line(error)}") from None
         self._num_stagings += 1
         return staging
 

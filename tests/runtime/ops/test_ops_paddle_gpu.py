@@ -264,7 +264,7 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
         "CudaStepTokens",
         "DeviceSampler",
     ):
-        monkeypatch.setattr(cuda_device, other, lambda *arguments: SimpleNamespace(get=None))
+        monkeypatch.setattr(cuda_device, other, lambda *arguments: SimpleNamespace(get=None, sms=1))
     monkeypatch.setattr(cuda_device, "driver_cuda", lambda: 12)
     monkeypatch.setattr(cuda_device, "open_card", lambda gpu: CARD)
     monkeypatch.setattr(cuda_device, "open_paddle", lambda gpu: 0x7F00)

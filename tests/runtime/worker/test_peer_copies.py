@@ -149,3 +149,30 @@ def test_a_number_of_ranks_that_the_model_does_not_have_is_said() -> None:
     with pytest.raises(Exception, match="engines have 1 ranks each, got 5"):
         exchange_with(EngineConfig(), CARD, 5)
     assert exchange_with(EngineConfig(), CARD, 1).needs.tolist() == [[True, False], [False, True]]
+
+
+class ScriptedExport:
+    """A `DeviceExport` that notes what is asked of it, and then may raise."""
+
+    address = ExportAddress("scripted", "", b"", b"", 0)
+
+    def __init__(self, does_raise: bool) -> None:
+        self.does_raise, self.asked = does_raise, list[str]()
+
+    def attach(self, arena: object) -> None:
+        self.asked.append("attach")
+        if self.does_raise:
+            raise RuntimeError("the driver is gone")
+
+    def close(self) -> None:
+        self.attach(None)
+
+
+def test_memory_that_is_freed_is_let_go_of_by_all_exports_whatever_one_of_them_raises(caplog) -> None:
+    rank = Rank(1)
+    ours = [ScriptedExport(does_raise) for does_raise in (False, True, False)]
+    rank.copies._peers.exports[:0] = ours
+    rank.copies.attach_device(None)
+    rank.close()
+    assert [export.asked for export in ours] == [["attach"] * 2] * 3
+    assert caplog.text.count("peers may still read this worker by scripted: the driver is gone") == 2

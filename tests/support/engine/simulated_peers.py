@@ -66,7 +66,9 @@ class ReadingExecutor:
         nodes = network.nodes_of_devices
         self.exports = tuple(
             tuple(
-                ExportAddress("simulated", nodes.get(name[0], name), f"{name}/{rank}".encode(), b"", 1, memory).encode()
+                ExportAddress(
+                    network.transport, nodes.get(name[0], name), f"{name}/{rank}".encode(), b"", 1, memory
+                ).encode()
                 for memory in ((HOST, DEVICE) if name[0] in nodes else (HOST,))
             )
             for rank in range(card.plan.tp_size)
@@ -252,18 +254,21 @@ class Node:
 class Network:
     """Some engines, their wire and their time: a tick for each `turn`.
 
-    ranks:    of each engine; of those with more than one, heads are grouped by ``grouping``
-    nodes:    where workers read each other's devices, by engine; others' devices nobody reads
+    ranks:     of each engine; of those with more than one, heads are grouped by ``grouping``
+    nodes:     where workers read each other's devices, by engine; others' devices nobody reads
+    transport: its name
     """
 
     def __init__(
         self, names: Sequence[str], policies: Sequence[HeadPolicy], *, seed: int = 0, faults: WireFaults | None = None,
-        ranks: Sequence[int] = (), grouping: str = "auto", nodes: dict[str, str] | None = None, **options: Any,
+        ranks: Sequence[int] = (), grouping: str = "auto", nodes: dict[str, str] | None = None,
+        transport: str = "simulated", **options: Any,
     ) -> None:  # fmt: skip
         self.random = Random(seed)
         self.faults = faults or WireFaults()
         self.ticks = 0
         self.nodes_of_devices = nodes or {}
+        self.transport = transport
         self.sent: list[Any] = []
         self.arenas: dict[bytes, Callable[[], Any]] = {}  # by address; asleep there is none
         self.arrangements: dict[int, Arrangement] = {}  # by ranks

@@ -397,6 +397,19 @@ def test_memory_of_a_transfer_is_used_again_once_it_can_write_no_more(ends_on_er
     assert not arena.any()
 
 
+def test_memory_that_a_library_does_not_register_is_a_way_that_leads_nowhere() -> None:
+    library = Scripted(ends_on_errors=True)
+
+    def refuse(memory: np.ndarray) -> None:
+        raise RuntimeError("no more of it")
+
+    library.register = refuse
+    reader = StagedReader("nixl", lambda: library, make_run_copy("reference", 1))
+    address, arena = ExportAddress("nixl", "", b"", IDENTITY, NUM_BYTES), np.zeros(64, np.uint8)
+    with pytest.raises(PeerLostError, match="nixl cannot register memory: no more of it"):
+        reader.read(address, runs((0, 0, 9)), arena, 0.0)
+
+
 # ---- shared memory ----
 
 

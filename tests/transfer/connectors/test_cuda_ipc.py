@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgpack
 import numpy as np
@@ -155,3 +157,35 @@ def test_memory_that_cannot_be_shared_has_no_export_and_one_that_comes_later_is_
         read(reader, export.address)
     with pytest.raises(OSError, match="the driver knows no allocation"):
         CudaIpcExport(HostGpu().empty(64), b"id", host_sharing(gpu))
+
+
+def test_whoever_comes_while_no_descriptor_is_left_is_let_in_once_there_is_one(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(door, "PAUSE_S", 0.01)
+    own = Door()
+    own.open(b"an offer")
+    listener, refusals = own._listener, iter(range(3))
+
+    class Exhausted:
+        def accept(self) -> object:
+            if next(refusals, None) is not None:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return listener.accept()
+
+        fileno, close = listener.fileno, listener.close
+
+    own._listener = Exhausted()
+    connection, offer = knock(own.name, PATIENCE_S)
+    os.close(connection)
+    assert offer == b"an offer"
+    assert caplog.text.count("Too many open files") == 3
+    own.close()
+
+
+def test_a_door_whose_thread_has_ended_is_closed_all_the_same(caplog) -> None:
+    own = Door()
+    own._readers = {1 << 30: None}  # what no poll accepts
+    with suppress(PeerLostError):
+        os.close(knock(own.name, PATIENCE_S)[0])
+    own._thread.join(PATIENCE_S)
+    assert "no peer can come" in caplog.text
+    own.close()

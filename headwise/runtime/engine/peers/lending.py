@@ -15,6 +15,7 @@ from headwise.runtime.engine.peers.base import LeaseAsk, Peers
 from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 from headwise.storage.index.messages import HASH_BYTES
 from headwise.transfer.connectors.base import ways_to_devices
+from headwise.transfer.connectors.names import OF_FAR_DEVICES
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,12 @@ class Lending:
                 len(path), wanted.shape, self._num_groups, self._max_blocks,
             )  # fmt: skip
         return fits
+
+    def slept(self) -> None:
+        """The device's memory was freed, and another registration of it is told to nobody: far readers of devices are
+        lent what is on the host from now on. Those of this node find the memory that comes next.
+        """
+        self._ways -= set(OF_FAR_DEVICES)
 
     def is_known(self, name: bytes) -> bool:
         """Whether there is such a lease."""

@@ -162,3 +162,17 @@ def test_after_a_sleep_what_is_on_the_device_then_is_lent() -> None:
     serve(network, "a", request("again", PROMPT, 3))
     assert serve(network, "b", hinted(network, "second", PROMPT, 5)) == continuation(PROMPT, 5)
     assert (cached(network, "second"), lent(network)) == (28, 7)
+
+
+def test_after_a_sleep_far_readers_whose_keys_are_of_the_memory_before_it_get_blocks_by_the_host() -> None:
+    network = network_of((FULL,), nodes={"a": "one", "b": "another"}, transport="nixl")
+    serve(network, "a", request("first", LONG[3:], 3))
+    assert serve(network, "b", hinted(network, "before", LONG[3:], 5)) == continuation(LONG[3:], 5)
+    before = lent(network)
+    assert before > 0
+    for action in ("sleep", "wake"):
+        network.nodes["a"].core.operate(action)
+        settle(network)
+    serve(network, "a", request("again", PROMPT, 3))
+    assert serve(network, "b", hinted(network, "second", PROMPT, 5)) == continuation(PROMPT, 5)
+    assert (cached(network, "second"), lent(network)) == (28, before)
