@@ -99,9 +99,9 @@ def test_generates_streams_and_chats(client: Client) -> None:
 
 
 def test_tokens_are_the_reference_s_whole_and_from_the_cache(client: Client) -> None:
-    wanted = [answer.first(12) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 200]
+    wanted = [answer.first(8) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 200]
     for _ in range(2):
-        results = client.generate([answer.prompt_ids for answer in wanted], GREEDY, max_tokens=12, ignore_eos=True)
+        results = client.generate([answer.prompt_ids for answer in wanted], GREEDY, ignore_eos=True)
         for answer, result in zip(wanted, results, strict=True):
             assert_same(answer, result.token_ids)
 
@@ -230,6 +230,7 @@ def test_a_stream_whose_only_engine_loses_a_worker_goes_on_once_there_are_new_on
     assert any("TP rank 1" in fault for _, fault in client.stats()["faults"])
 
 
+@pytest.mark.soak
 def test_a_stream_whose_engine_and_store_are_killed_goes_on_when_they_are_back_and_the_store_knows_what_it_knew(
     deployment: Deployment, client: Client
 ) -> None:

@@ -67,8 +67,9 @@ def serve(
 
 
 def wanted(name: str) -> list[Answer]:
-    """References' prompts of medium length."""
-    return [answer.first(16) for answer in answers(name) if 100 <= len(answer.prompt_ids) <= 800][:3]
+    """References' two shortest prompts of 100 tokens and more."""
+    longer = [answer.first(12) for answer in answers(name) if len(answer.prompt_ids) >= 100]
+    return sorted(longer, key=lambda answer: len(answer.prompt_ids))[:2]
 
 
 def cuts_of(answer: Answer) -> tuple[int, ...]:

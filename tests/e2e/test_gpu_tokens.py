@@ -23,7 +23,7 @@ SHOWN_BY_OTHERS = (
     "gemma2", "gemma4", "gemma4-moe", "qwen2", "mixtral", "phi3",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
-PROMPTS = {"qwen3.5": 2, "llama4": 4}
+PROMPTS = {"qwen3.5": 1, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 
 

@@ -1,4 +1,4 @@
-"""Three engines on Ray: requests go where their prefix is, and streams survive whatever is killed."""
+"""Two engines on Ray: requests go where their prefix is, and streams survive whatever is killed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from headwise.runtime.protocol.request import GenerationResult
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 API_KEY = "sk-of-these-tests"
-ENGINES = ("engine-0", "engine-1", "engine-2")
+ENGINES = ("engine-0", "engine-1")
 CONFIG = EngineConfig(
     port=0,
-    replicas=3,
+    replicas=len(ENGINES),
     max_model_len=512,
     kv_cache="64MiB",
     block_size=16,
@@ -92,7 +92,7 @@ def test_requests_go_where_their_prefix_is(deployment: Deployment, client: Clien
 
 
 def index_agrees(deployment: Deployment, client: Client) -> bool:
-    """Whether the index holds what the engines say they hold, and all three serve."""
+    """Whether the index holds what the engines say they hold, and all serve."""
     try:
         nodes, stats = deployment.store_stats()["nodes"], client.stats()
     except HeadwiseError:  # who is asked is being started again
@@ -232,13 +232,9 @@ def sent(number: int, pid: int) -> list[int]:
     return [pid]
 
 
-AS_OTHERS = (kill_store, kill_worker, stop_engine, hang_frontend, hang_engine)
-"""Much as in `test_cluster` and `test_failover`."""
-FAULTS = [
-    kill_scheduler,
-    kill_engine,
-    *(pytest.param(fault, marks=pytest.mark.soak) for fault in AS_OTHERS),
-]
+AS_OTHERS = (kill_scheduler, kill_store, kill_worker, stop_engine, hang_frontend, hang_engine)
+"""Much as in `test_cluster` and `test_failover`, and below."""
+FAULTS = [kill_engine, *(pytest.param(fault, marks=pytest.mark.soak) for fault in AS_OTHERS)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

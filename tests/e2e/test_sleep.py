@@ -83,7 +83,13 @@ def test_weights_and_arena_are_given_up(tensor_ops: str) -> None:
         assert engine.generate(["The sky is"], few)[0].token_ids == before
 
 
-@pytest.mark.parametrize("host", [{}, {"host_cache": "128MiB", "write_policy": "write_back"}], ids=["device", "host"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        pytest.param({}, id="device", marks=pytest.mark.soak),
+        pytest.param({"host_cache": "128MiB", "write_policy": "write_back"}, id="host"),
+    ],
+)
 def test_tokens_are_the_same_with_sleep_in_the_middle(loaded: LoadedModel, host: dict[str, str]) -> None:
     engine, executor = loaded.engine(
         **{"kv_cache": "128MiB", "max_model_len": 1024, "max_batched_tokens": 64, "block_size": 16, **host},

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel, all_but, serve
+from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel, all_but, cache_kinds_but, serve
 from support.reference import CLOSE, Answer, answers, assert_same
 
 from headwise.cache_controller.windows import GroupWindows
@@ -95,7 +95,7 @@ def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
     return {answer.name: replace(GREEDY, max_tokens=tokens) for answer in wanted}
 
 
-@all_but("smollm2-135m")
+@cache_kinds_but("smollm2-135m")
 @pytest.mark.parametrize(("tokens", "longest"), [(20, 800), pytest.param(64, 1400, marks=pytest.mark.soak)])
 def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int, longest: int) -> None:
     tokens = loaded.tokens(tokens)
@@ -108,7 +108,7 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@all_but("gemma3-270m")
+@cache_kinds_but("gemma3-270m")
 @tokens_of_each(6, 24)
 def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
     tokens = loaded.tokens(tokens)
@@ -131,7 +131,7 @@ def scarce(loaded: LoadedModel, wanted: list[Answer], max_tokens: int) -> dict[s
     return {"kv_cache": f"{blocks * card.layout.block_bytes}B", **settings}
 
 
-@all_but("smollm2-135m")
+@cache_kinds_but("smollm2-135m")
 @pytest.mark.parametrize(("tokens", "longest_first"), [(20, True), pytest.param(64, False, marks=pytest.mark.soak)])
 def test_a_pool_so_small_that_requests_are_preempted(loaded: LoadedModel, tokens: int, longest_first: bool) -> None:
     tokens = loaded.tokens(tokens)
@@ -238,7 +238,7 @@ def test_plain_greedy_requests_pay_nothing_for_what_others_may_ask_for(
     assert not loaded.worker._tokens._editor._rows
 
 
-@all_but("smollm2-135m")
+@cache_kinds_but("smollm2-135m")
 def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> None:
     if loaded.preprocessor.card.config.layer_heads or loaded.preprocessor.card.has_states:
         pytest.skip("layers of unlike members have no index in common")

@@ -95,7 +95,11 @@ def watch(graphs: StepGraphs, found: list[tuple[int, list[int]]]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "weights_dtype", "scheme"),
-    [("qwen3", "int4", (INT4, in_int4)), ("qwen3-moe", "int4", (INT4, in_int4)), ("deepseek-v3", "fp8", (FP8, in_fp8))],
+    [
+        pytest.param("qwen3", "int4", (INT4, in_int4), marks=pytest.mark.soak),
+        ("qwen3-moe", "int4", (INT4, in_int4)),
+        ("deepseek-v3", "fp8", (FP8, in_fp8)),
+    ],
 )
 def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
     name: str, weights_dtype: str, scheme: Any, tmp_path: Path, libraries: Path
@@ -193,8 +197,8 @@ def test_a_decode_step_sends_numbers_of_its_sequences_and_of_new_blocks_however_
     gpu.ops.step_upload = counting  # type: ignore[method-assign]
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
-        engine.generate([PROMPT * 3], greedy)
-    assert 210 // 8 * 2 > 50, "block ids that this context has"
+        engine.generate([PROMPT * 2], greedy)
+    assert 140 // 8 * 2 > 30, "block ids that this context has"
     assert set(sent[-16:]) == {6, 1, 12}, "numbers of the sequence; its row; two new blocks, one that left the window"
 
 

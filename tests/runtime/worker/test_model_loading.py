@@ -174,7 +174,7 @@ def _file_name(config: EngineConfig, rank: int = 0, **changes: Any) -> str:
     return packed_key(card, config, ops, Shard(rank, config.tp_size, card.plan.kv_heads(rank))).file_name
 
 
-@pytest.mark.parametrize("weights_dtype", ["bfloat16", "gguf"])
+@pytest.mark.parametrize("weights_dtype", [pytest.param("bfloat16", marks=pytest.mark.soak), "gguf"])
 def test_a_real_model_says_the_same_with_weights_from_disk(
     tmp_path: Path, weights_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
