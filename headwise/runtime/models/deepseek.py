@@ -232,7 +232,7 @@ class Deepseek(MoeDecoder):
         queries = queries.reshape([tokens, -1, mla.plain + mla.rotated])
         latents = self.ops.rms_norm(compressed, weights.latent_norm, _NORM_EPS)
         heads = attention(index, queries, latents, shared, weights.up, rotation, *choosing)
-        return self.reduce(self._linear(heads.reshape([tokens, -1]), weights.out))
+        return self._linear(heads.reshape([tokens, -1]), weights.out)
 
     def choosing(self, weights: Any, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
         """What tokens are chosen by, for attention that sees only some: of ``x``, and of what queries are made of."""

@@ -25,6 +25,7 @@ from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
+from headwise.runtime.ops.one_shot import connect_one_shot
 from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
@@ -80,13 +81,17 @@ class CudaDevice:
         return self._compute.current()
 
     def collectives(self, comm: Communicator) -> Collectives:
-        """See `Device.collectives`: over NCCL, where it can serve, for tensors of CuPy's."""
+        """See `Device.collectives`: over NCCL, where it can serve, for tensors of CuPy's, and for what is small by
+        kernels that read the other ranks' memory, where they can."""
         if comm.size > 1 and self.ops.name == "cupy":
             from headwise.runtime.ops.nccl import connect_gpus
 
             connected = connect_gpus(comm)
             if connected is not None:
-                return connected
+                sharing = self.sharing() if self._config.one_shot_all_reduce else None
+                if sharing is None:
+                    return connected
+                return connect_one_shot(connected, comm, self.ops, sharing, self.parts.programs)
         return host_collectives(self.ops, comm)
 
     def spare_bytes(self) -> int:

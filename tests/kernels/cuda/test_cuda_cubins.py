@@ -347,6 +347,9 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *delta, "2"])
     nets = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
     assert sorted(set(nets) - set(sources)) == ["carry", "convolve", "finish", "solve", "step"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, "--tp-size", "4", "--hidden-size", "4096"])
+    summed = {Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()}
+    assert summed - set(sources) == {"all_reduce"}
     with pytest.raises(SystemExit, match="32 value heads cannot share 16 key heads on 3 ranks"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *delta, "3"])
     weights = ["--weight-bits", "4", "--weight-group", "128"]
