@@ -314,8 +314,9 @@ def test_a_triton_that_serialises_is_told_of_at_start(
     monkeypatch.setattr(cubins, "_triton_version", lambda: version)
     CubinCache(tmp_path, Target(90, 12))
     assert [record.message for record in caplog.records] == is_told * [
-        "Triton 3.6.0 is older than 3.9: some of the kernels that it compiles are slower; `pip install 'triton>=3.9,<4'`, "
-        f"or fill {tmp_path} by `python -m headwise.kernels.cuda.precompile` where that is"
+        "Triton 3.6.0 is older than 3.9: some of the kernels that it compiles are slower; "
+        f"`pip install 'triton>=3.9,<4'`, or fill {tmp_path} by `python -m "
+        "headwise.kernels.cuda.precompile` where that is"
     ]
 
 
