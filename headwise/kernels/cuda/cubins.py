@@ -94,10 +94,8 @@ class CubinCache:
         Raises:
             ConfigError: no file has it and Triton is not installed, or cannot compile it.
         """
-        stem = f"{variant.kernel}-sm{self._target.sm}-cuda{self._target.cuda}-{_digest(variant)}"
-        version = _triton_version()
-        made = {_version_of(path): path for path in self._directory.glob(f"{stem}-triton*.json")}
-        newest = max(made, default=())
+        stem, made = self._made(variant)
+        version, newest = _triton_version(), max(made, default=())
         if version is None and not made:
             raise ConfigError(
                 f"{self._directory} has no machine code of kernel {stem}: `pip install triton`, or fill it by "
@@ -109,6 +107,16 @@ class CubinCache:
             notes = self._directory / f"{stem}-triton{version}.json"
             _write(notes, compile_variant(variant, self._target))
         return _read(notes, variant)
+
+    def find(self, variant: Variant) -> CubinFile | None:
+        """The newest machine code of ``variant`` that is there."""
+        _, made = self._made(variant)
+        return _read(made[max(made)], variant) if made else None
+
+    def _made(self, variant: Variant) -> tuple[str, dict[tuple[int, ...], Path]]:
+        """How files of ``variant`` begin, and those that are there, by the Triton that made them."""
+        stem = f"{variant.kernel}-sm{self._target.sm}-cuda{self._target.cuda}-{_digest(variant)}"
+        return stem, {_version_of(path): path for path in self._directory.glob(f"{stem}-triton*.json")}
 
 
 def compile_variant(variant: Variant, target: Target) -> Compiled:
@@ -233,6 +241,8 @@ def _write(notes: Path, compiled: Compiled) -> None:
         "threads": compiled.threads,
         "shared_bytes": compiled.shared_bytes,
         "parameters": compiled.parameters,
+        "registers": compiled.registers,
+        "spilled_bytes": compiled.spilled_bytes,
         "is_serialised": compiled.is_serialised,
     }
     for path, content in ((notes.with_suffix(".cubin"), compiled.cubin), (notes, json.dumps(described).encode())):
@@ -241,7 +251,7 @@ def _write(notes: Path, compiled: Compiled) -> None:
 
 def _read(notes: Path, variant: Variant) -> CubinFile:
     described = json.loads(notes.read_text())
-    if described.pop("is_serialised"):
+    if described["is_serialised"]:
         log.warning(
             f"kernel %s %s is slower than it could be: the assembler serialises its matrix products; {_REMEDY}",
             variant.kernel, dict(variant.constants), notes.parent,
