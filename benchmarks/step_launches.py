@@ -142,8 +142,9 @@ class CountedOps(EmulatedOps):
         self._counted = counted
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
-        upload: StepUpload = self._counted.steps.PinnedUpload(capacity, lambda size: np.empty(size, np.int32).view(Addressed))
-        return upload
+        upload = self._counted.steps.PinnedUpload
+        made: StepUpload = upload(capacity, lambda size: np.empty(size, np.int32).view(Addressed))
+        return made
 
     def fetch(self, array: KernelArray) -> Fetch:
         fetch: Fetch = self._counted.fetches.PinnedFetch(np.asarray(array).view(Addressed))
