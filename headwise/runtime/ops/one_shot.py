@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import first_line
-from headwise.kernels.cuda.all_reduce import MOST_RANKS, CudaAllReduce, memory_bytes
+from headwise.errors import ConfigError, first_line
+from headwise.kernels.cuda.all_reduce import MOST_RANKS, SOURCE, CudaAllReduce, RankSums, memory_bytes
 from headwise.kernels.cuda.launch import address_of
 from headwise.kernels.cuda.programs import Programs
 from headwise.runtime.ops.base import Tensor, TensorOps
@@ -67,11 +67,16 @@ class OneShotCollectives:
 
 
 def connect_one_shot(
-    large: Collectives, comm: Communicator, ops: TensorOps, sharing: DeviceSharing, programs: Programs
+    large: Collectives,
+    comm: Communicator,
+    ops: TensorOps,
+    sharing: DeviceSharing,
+    programs: Programs,
+    sums: RankSums,
 ) -> Collectives:
     """``large``, with small sums in one launch where ranks can read each other's memory. All ranks call it together.
 
-    Where one cannot, ``large`` as it is, on all; a line of the log says why.
+    Where one cannot, or has no kernel for ``sums``, ``large`` as it is, on all; a line of the log says why.
 
     Raises:
         EngineDiedError: another rank did not call this in time.
@@ -81,21 +86,29 @@ def connect_one_shot(
     memory = ops.empty_bytes(memory_bytes(comm.size))
     memory[...] = 0
     ops.host(memory[-1:])  # the zeros are there before another rank can write
-    addresses = _map(comm, sharing, memory)
+    try:
+        programs(SOURCE, sums.defines())
+        why = ""
+    except ConfigError as error:
+        why = f"there is no kernel for them ({first_line(error)})"
+    addresses = _map(comm, sharing, memory, why)
     if addresses is None:
         return large
     return OneShotCollectives(large, CudaAllReduce(programs, comm.rank, addresses), ops, memory)
 
 
-def _map(comm: Communicator, sharing: DeviceSharing, memory: Any) -> list[int] | None:
-    """Where each rank's memory is in this process; None, on all ranks, where one cannot map another's."""
-    why, own = "", address_of(memory)
+def _map(comm: Communicator, sharing: DeviceSharing, memory: Any, why: str) -> list[int] | None:
+    """Where each rank's memory is in this process; None, on all ranks, where one cannot map another's.
+
+    why: this one is to go without, if there is a reason
+    """
+    own = address_of(memory)
     mine = np.zeros(HANDLE_BYTES + _OFFSET_BYTES, np.uint8)
     try:
         part = sharing.share(memory)
         mine[:] = np.frombuffer(part.handle + part.offset.to_bytes(_OFFSET_BYTES, "little"), np.uint8)
     except Exception as error:  # CuPy's own kinds: memory of a pool that cannot be shared, a container that forbids it
-        why = f"the memory of its GPU cannot be shared ({first_line(error)})"
+        why = why or f"the memory of its GPU cannot be shared ({first_line(error)})"
     told = _told(comm, mine)
     opened: list[int] = []
     addresses = []

@@ -9,6 +9,7 @@ from typing import Any
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.dtypes import dtype_bytes, numpy_dtype
+from headwise.kernels.cuda.all_reduce import RankSums
 from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
@@ -44,6 +45,7 @@ class CudaDevice:
     Paddle's current one. Copies have others.
 
     parts: what kernels are made with
+    sums:  of the model's ranks, once `check` has seen it
 
     Raises:
         ConfigError: the GPU, its driver or CuPy cannot be used, or Paddle, where that is chosen.
@@ -70,6 +72,7 @@ class CudaDevice:
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """See `Device.check`."""
         config, layout = self._config, card.layout
+        self.sums = RankSums(config.dtype_name, config.tp_size, card.config.hidden_size)
         weights = _weight_bytes(config, card, model_dir) // config.tp_size
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
@@ -91,7 +94,7 @@ class CudaDevice:
                 sharing = self.sharing() if self._config.one_shot_all_reduce else None
                 if sharing is None:
                     return connected
-                return connect_one_shot(connected, comm, self.ops, sharing, self.parts.programs)
+                return connect_one_shot(connected, comm, self.ops, sharing, self.parts.programs, self.sums)
         return host_collectives(self.ops, comm)
 
     def spare_bytes(self) -> int:

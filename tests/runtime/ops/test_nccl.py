@@ -29,8 +29,9 @@ from support.waiting import PATIENCE_S
 
 from headwise import EngineConfig, LocalEngine
 from headwise.cache_controller.dtypes import numpy_dtype
-from headwise.errors import DeploymentError, EngineDiedError
+from headwise.errors import ConfigError, DeploymentError, EngineDiedError
 from headwise.kernels.cuda import all_reduce
+from headwise.kernels.cuda.all_reduce import RankSums
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.kernels.cuda.programs import Defines
@@ -286,6 +287,7 @@ class RankGpu(EmulatedGpu):
         self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=programs)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
+        self.sums = RankSums(self._config.dtype_name, 2, card.config.hidden_size)
         with self._building:
             super().check(card, model_dir)
 
@@ -462,27 +464,40 @@ def test_ranks_that_share_memory_sum_and_norm_decodes_in_one_launch(
     assert (nccl.log[0].count(("graph", "all_reduce_norm")) > 0) is graphs
 
 
+def no_compiler(source: str, defines: Defines) -> None:
+    raise ConfigError("no NVRTC")
+
+
+CANNOT_READ = "it cannot read the memory of another rank's GPU (cudaErrorDeviceUninitialized: invalid device context)"
+
+
 @pytest.mark.parametrize("unable", [0, 1])
-def test_where_one_rank_cannot_be_read_all_sums_go_by_nccl(
-    nccl: HostNccl, module: ModuleType, caplog: pytest.LogCaptureFixture, unable: int
+@pytest.mark.parametrize("why", [CANNOT_READ, "there is no kernel for them (no NVRTC)"])
+def test_where_one_rank_cannot_all_sums_go_by_nccl(
+    nccl: HostNccl, module: ModuleType, caplog: pytest.LogCaptureFixture, unable: int, why: str
 ) -> None:
-    gpus = [HostGpu(may_open_own=rank != unable) for rank in range(2)]
+    gpus = [HostGpu(may_open_own=rank != unable or why != CANNOT_READ) for rank in range(2)]
+    programs = [no_compiler if rank == unable and why != CANNOT_READ else ShimPrograms() for rank in range(2)]
     ops = NumpyOps(np.dtype(np.float32))
     sharings = [host_sharing(gpu) for gpu in gpus]
     ops_of = [SimpleNamespace(empty_bytes=gpu.empty, host=ops.host) for gpu in gpus]
     ranks = Ranks(nccl, 2)
     larges = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
     connected = ranks.each(
-        lambda rank: connect_one_shot(larges[rank], ranks.comms[rank], ops_of[rank], sharings[rank], ShimPrograms())  # type: ignore[arg-type]
+        lambda rank: connect_one_shot(
+            larges[rank],
+            ranks.comms[rank],
+            ops_of[rank],
+            sharings[rank],
+            programs[rank],
+            RankSums("float32", 2, 64),  # type: ignore[arg-type]
+        )
     )
     assert connected == larges
     assert not gpus[0].opened, "what was mapped is not, any more"
     assert not gpus[1].opened
     (record,) = caplog.records
-    assert record.message == (
-        f"small sums between tensor-parallel ranks go by NCCL, too: rank {unable}: it cannot read the memory of "
-        "another rank's GPU (cudaErrorDeviceUninitialized: invalid device context)"
-    )
+    assert record.message == f"small sums between tensor-parallel ranks go by NCCL, too: rank {unable}: {why}"
 
 
 def test_ranks_are_told_to_leave_all_sums_to_nccl(nccl: HostNccl, model: Path, libraries: Path) -> None:
