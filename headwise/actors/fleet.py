@@ -310,20 +310,24 @@ class Fleet:
             return
         timeout_s = self._drain_s(role)
         role.leave_by = now + timeout_s + self._config.engine_timeout_s
-        leaving = [each.name for each in self.engines if each.is_leaving and each is not role]
+        ordered = () if self._decision is None else self._decision.drain
+        leaving = [each.name for each in self.engines if (each.is_leaving or each.name in ordered) and each is not role]
         takers = self._takers(role, leaving)
         sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage or takers else b""
         log.info("%s is drained: it ends in %g s at the latest", role, timeout_s)
         role.handle.drain.remote(timeout_s, sole_blocks, takers)
 
     def _takers(self, role: Role, leaving: Sequence[str]) -> dict[str, int]:
-        """The engines that may take what only this one has cached, and what they may evict for it. Where there is
-        storage nobody does: what is there and in a host, too, takes the room of two (`benchmarks/autoscaling.py`)."""
-        if self._config.storage or self._config.without_peer_loads or self._is_closing:
+        """The engines that may take what only this one has cached, and what they may evict for it. Where one of them
+        shares its storage nobody does: what is there and in a host, too, takes the room of two
+        (`benchmarks/autoscaling.py`). Storage of the engine's own node may go with that node."""
+        if self._config.without_peer_loads or self._is_closing:
             return {}
-        going = {*leaving, *(() if self._decision is None else self._decision.drain), role.name}
+        going = {*leaving, role.name}
         names = [each.name for each in self.engines if each.life.phase is Phase.RUNNING and each.name not in going]
-        return dict(self._store.allowances(role.name, names, leaving)) if names else {}
+        if not names or (self._config.storage and self._store.shares_storage(role.name, leaving)):
+            return {}
+        return dict(self._store.allowances(role.name, names, leaving))
 
 
 def drain_time(timeout_s: float, left_s: float) -> float:
