@@ -171,6 +171,7 @@ class Fleet:
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
             is_awaited=self._controller.may_grow_from_nothing,
+            is_on_demand=self._controller.is_on_demand and not self._is_closing,
             is_closing=self._is_closing,
             wish=self._wishes.last,
             refusal=self._wishes.refusal,

@@ -69,6 +69,11 @@ class ReplicaSet:
         """Whether a request that finds no engine will get one."""
         return self.number > 0 or (self.policy.follows_load and self._by_hand is None)
 
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether there are no engines while there are no requests."""
+        return self.policy.min_replicas == 0 and self.policy.follows_load and self._by_hand is None
+
     def drain(self, name: str, epoch: int) -> None:
         """This engine has to go, as its node is about to: another takes its place. A second time changes nothing."""
         self._leaving[name] = epoch

@@ -312,11 +312,15 @@ def test_without_a_target_the_number_changes_by_hand_only() -> None:
 def test_from_nothing_it_grows_where_there_is_a_target_and_no_number_set_by_hand() -> None:
     one = deployment(0, policy=ScalingPolicy(0, 8, target_ttft_s=2.0))
     assert one.controller.may_grow_from_nothing
+    assert one.controller.is_on_demand
     one.controller.set_by_hand(0)
     one.tick()
     assert not one.controller.may_grow_from_nothing
+    assert not one.controller.is_on_demand
     one.controller.set_by_hand(None)
     assert one.controller.may_grow_from_nothing
+    assert not deployment(1, policy=ScalingPolicy(1, 8, target_ttft_s=2.0)).controller.is_on_demand
+    assert not deployment(1, policy=ScalingPolicy(0, 8)).controller.is_on_demand
 
 
 def test_all_engines_are_replaced_one_after_the_other() -> None:
