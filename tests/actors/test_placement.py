@@ -49,6 +49,26 @@ def test_an_engine_asks_for_the_node_that_its_placement_prefers_among_those_with
     assert site.node == target
 
 
+def test_nodes_of_equal_host_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's id of a node is what counts: for room, for how many engines it has, and for whether it is about to go."""
+    free = {"id-1": {"CPU": 1.0}, "id-2": {"CPU": 1.0}, "id-3": {"CPU": 1.0}}
+    nodes = [
+        {"NodeID": each, "Alive": True, "NodeManagerHostname": "node", "NodeManagerAddress": each} for each in free
+    ]
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(placement.state, "get_draining_nodes", lambda: {"id-2": 0})
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name: asked.append(node))
+    assert placement.nodes_with_room(EngineConfig()) == {"id-1", "id-3"}
+    site = placement.EngineSite(EngineConfig(), lambda: ["id-1"])
+    site.choose(Life())
+    assert asked == ["id-3"]
+    nodes[2]["Alive"] = False
+    site.node = "id-3"
+    assert not site.is_alive()
+
+
 def node(name: str, alive: bool = True, head: bool = False) -> dict[str, Any]:
     resources = {"node:__internal_head__": 1.0} if head else {}
     return {"NodeID": f"id-{name}", "NodeManagerAddress": name, "Alive": alive, "Resources": resources}
