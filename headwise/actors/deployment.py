@@ -317,7 +317,7 @@ class Deployment:
         """Have all engines end what they do, put into storage what only they have cached, and go. Returns when they
         have, or a few seconds after ``drain_timeout_s``; then `stop`. Requests that come meanwhile are refused.
         """
-        from headwise.actors.fleet import FAREWELL_S
+        from headwise.actors.notice import FAREWELL_S
 
         if self._fleet is None:
             return

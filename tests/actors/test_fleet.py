@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headwise.actors import placement
-from headwise.actors.fleet import Fleet, drain_time
+from headwise.actors.fleet import Fleet
+from headwise.actors.notice import at_its_node, drain_time
 from headwise.actors.restarts import Life
 from headwise.actors.role import Role
 from headwise.actors.supervisor import Supervisor
@@ -26,13 +27,26 @@ from headwise.runtime.frontend.scaling import Observation
         (60.0, 62.0, 57.0),
         (60.0, 30.0, 27.0),
         (60.0, 1.0, 0.9),
-        (60.0, 0.0, 0.0),
-        (60.0, -10.0, 0.0),
         (0.0, 90.0, 0.0),
     ],
 )
 def test_an_engine_is_gone_before_its_node_is(timeout_s: float, left_s: float, drain_s: float) -> None:
     assert drain_time(timeout_s, left_s) == pytest.approx(drain_s)
+
+
+def test_a_clock_that_is_ahead_leaves_an_engine_time_to_go() -> None:
+    assert drain_time(60.0, -3600.0) == drain_time(60.0, 0.0) == 27.0
+    assert drain_time(10.0, -3600.0) == 10.0
+    assert at_its_node(20.0, until=1000.0, now=4600.0) == 20.0
+
+
+def test_a_clock_that_is_behind_keeps_no_engine_beyond_its_node_s_end_as_the_node_sees_it() -> None:
+    """The node is told to go in 30 s, by its own clock; the owner's is an hour behind."""
+    until, now = 100_030.0, 100_000.0
+    by_owner = drain_time(60.0, until - (now - 3600.0))
+    assert by_owner == 60.0, "no longer than drain_timeout_s, however wrong the clock"
+    assert at_its_node(by_owner, until, now) == 27.0
+    assert at_its_node(by_owner, math.inf, now) == 60.0
 
 
 def test_a_node_that_is_drained_without_a_deadline_is_not_taken_away_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +62,7 @@ class Handle:
     """An engine that is told to go."""
 
     def __init__(self) -> None:
-        self.drained: list[tuple[float, bytes, dict[str, int]]] = []
+        self.drained: list[tuple[float, bytes, dict[str, int], float]] = []
 
     def __getattr__(self, method: str) -> Any:
         return self
@@ -93,7 +107,7 @@ def drained(fleet: Fleet, name: str) -> tuple[bytes, dict[str, int]]:
     """What this engine is told to hand over, and to whom."""
     (role,) = (each for each in fleet.engines if each.name == name)
     fleet._drain(role, 0.0)
-    ((_, sole_blocks, takers),) = role.handle.drained
+    ((_, sole_blocks, takers, _),) = role.handle.drained
     return sole_blocks, takers
 
 
@@ -114,4 +128,4 @@ def test_storage_that_only_engines_share_that_go_too_does_not_stay(fleet: Fleet)
     fleet._decide(Observation((), Arrivals()), 1.0)
     told = {role.name: role.handle.drained for role in fleet.engines if role.is_leaving}
     assert told.keys() == {"engine-0", "engine-1"}
-    assert all(takers == {"engine-2": 7} for ((_, _, takers),) in told.values())
+    assert all(takers == {"engine-2": 7} for ((_, _, takers, _),) in told.values())
