@@ -268,18 +268,26 @@ class Fleet:
         self._leave_draining_nodes()
         self._rebalance(observed, now)
         before = self._decision
-        decision = self._controller.decide(observed, self._replicas(), now, self._store)
+        decision = self._controller.decide(observed, self._replicas(), now, self._store, self._has_room)
         if before is None or (before.number, before.overdue) != (decision.number, decision.overdue):
             log.info("replicas: %s", decision.reason)
         self._decision = decision
         roles = self._supervisor.roles
-        self._start([name for name in decision.start if name not in roles], {*decision.cancel, *decision.drain})
+        going = {*decision.cancel, *decision.drain, *decision.replaced}
+        self._start([name for name in decision.start if name not in roles], going)
         for name in decision.cancel:
             self._supervisor.retire(roles[name], "it is not needed any more")
         for name in decision.drain:
             self._drain(roles[name], now)
         self._balance_roles(observed, now)
         self._resize(observed)
+
+    def _has_room(self) -> bool:
+        """Whether one more engine would find a node now."""
+        has_room = bool(placement.nodes_with_room(self._config))
+        if not has_room:
+            log.warning("no node has room for one more engine: one is drained before another takes its place")
+        return has_room
 
     def _start(self, names: Sequence[str], going: Collection[str]) -> None:
         """Start engines, with the ranks that are lacking once others have gone."""

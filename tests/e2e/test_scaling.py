@@ -174,6 +174,7 @@ def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_
 def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
     deployment: Deployment, client: Client
 ) -> None:
+    eventually(lambda: len(serving(client)) == 1, otherwise=client.stats)
     (before,) = serving(client)
     pid = deployment.actor_pids()[before]
     load = EndlessLoad(client, STREAMS, TOKENS)
@@ -181,6 +182,34 @@ def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
     eventually(lambda: len(fleet(client)) == 1 and serving(client) not in ([], [before]), otherwise=client.stats)
     assert load.end() > 0
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.soak
+def test_a_roll_without_storage_loses_no_hit_where_there_is_room_for_one_more_engine(
+    deployment: Deployment, client: Client
+) -> None:
+    """The engine that takes the place of the only one serves first, and then takes what that one has cached."""
+    client.scale(1)
+    eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
+    prompts = [[1000 + 100 * prompt + 7 * number for number in range(160)] for prompt in range(8)]
+    config = replace(CONFIG, name="second", host_cache="96MiB", min_replicas=1)
+    with Deployment.start(config, address="auto") as second, Client(second.client_address) as its:
+
+        def hits() -> list[int]:
+            """Cached tokens of each prompt."""
+            results = [its.stream(prompt, max_tokens=2, temperature=0.0).read() for prompt in prompts]
+            return [result.usage.cached_tokens for result in results if result.usage is not None]
+
+        assert hits() == [0] * len(prompts)
+        before = hits()
+        (engine,) = serving(its)
+        load = EndlessLoad(its, STREAMS, TOKENS)
+        its.roll()
+        eventually(lambda: len(fleet(its)) == 1 and serving(its) not in ([], [engine]), otherwise=its.stats)
+        assert load.end() > 0
+        after = hits()
+        assert sum(after) >= 0.95 * sum(before), (before, after)
+        assert min(before) >= 144
 
 
 @pytest.mark.soak
