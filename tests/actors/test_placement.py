@@ -75,6 +75,27 @@ def node(name: str, alive: bool = True, head: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("host", "is_detached", "others", "chosen"),
+    [
+        ("0.0.0.0", True, [node("b"), node("head", head=True)], "id-head"),
+        ("0.0.0.0", True, [node("leaving", head=True)], ""),
+        ("0.0.0.0", False, [node("b")], ""),
+        ("a", True, [node("b")], ""),
+    ],
+)
+def test_a_front_leaves_a_node_that_lives_if_it_can_listen_elsewhere_and_does_not_end_with_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, is_detached: bool, others: list[dict[str, Any]], chosen: str
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [node("a"), *others])
+    monkeypatch.setattr(placement, "draining_nodes", lambda: {"id-a": 0.0, "id-leaving": 0.0})
+    monkeypatch.setattr(placement, "this_node", lambda: "id-a")
+    monkeypatch.setattr(placement, "node_address", lambda: "a")
+    site = placement.FrontendSite(host, is_detached)
+    assert site.leave() is bool(chosen)
+    assert site.node == (chosen or "id-a")
+
+
+@pytest.mark.parametrize(
     ("host", "others", "chosen"),
     [
         ("0.0.0.0", [node("b"), node("head", head=True)], "id-head"),
