@@ -307,6 +307,7 @@ def test_a_deployment_serves_with_the_engines_that_have_room_and_the_others_join
     with Deployment.start(config, address="auto") as second, Client(second.client_address) as its:
         assert generate(its, STREAMS[0]).token_ids == STREAMS[0].output_ids
         eventually(lambda: sorted(fleet(its)) == ["engine-0", "engine-1"])
+        eventually(lambda: len(serving(its)) == 1, otherwise=its.stats)  # its owner tells once a second
         (waiting,) = (state for state in fleet(its).values() if not state.startswith("serves"))
         assert waiting == "waits for a node with 0.3 CPUs"
         assert its.reset_cache("device")  # of the engines that there are
