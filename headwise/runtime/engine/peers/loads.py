@@ -391,6 +391,7 @@ class PeerLoads:
     def _finish(self, load: Load, came: Items[Arrival], missed: Items[Arrival]) -> None:
         there, lacking = self._arrivals.end(came, missed)
         self._count(there, lacking)
+        load.is_over = True
         del self._loads[load.name]
 
     def _miss(self, arrivals: Items[Arrival]) -> None:
