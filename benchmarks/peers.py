@@ -193,7 +193,8 @@ def measure_long(python: Path, only: Sequence[str], engine: Mapping[str, Any], r
         found = measure({**specs, **peers(python, only, files, most, slots=1)}, todo, rounds)
     show(f"{MODELS[0]}, {LONG_TOKENS:,} tokens; headwise_half: half of the heads see {HALF['window']}", todo, found)
     over = {name: ratios(found["headwise_half"], measured) for name, measured in found.items()}
-    return {"tokens": LONG_TOKENS, "rates": {n: m.medians for n, m in found.items()}, "half_over": over}
+    rates = {name: measured.medians for name, measured in found.items()}
+    return {"tokens": LONG_TOKENS, "rounds": rounds, "rates": rates, "half_over": over}
 
 
 # ---- showing ----
@@ -242,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         models[model] = report(found)
     result = {**next(iter(models.values())), "models": models, "rounds": rounds, "cores": THREADS}
     if not small and not args.no_long:
-        result["long_context"] = measure_long(args.peers_python, only, engine, min(rounds, 2))
+        result["long_context"] = measure_long(args.peers_python, only, engine, rounds)
     print(json.dumps(result))
 
 

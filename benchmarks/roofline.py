@@ -3,8 +3,8 @@
     python benchmarks/roofline.py [--quick] [--model gemma3-270m] [--dtype bfloat16] [--rounds 5]
 
 `decode_fraction` is the bytes that a decode step of one sequence has to read, over the time of a step, over the rate at
-which all cores read memory (the sum of a large float32 array). Those bytes are every weight that takes part, as it is
-stored, and the keys and values of the visible context; of the embedding it is one row, unless it is the LM head, too.
+which all cores read memory (the sum of a large float32 array). Those bytes are what `headwise info` says: the matrices
+of the layers and the LM head as they are kept in `weights_dtype`, and the keys and values of the visible context.
 
 `prefill_fraction` is the FLOP/s until the first token of a prompt, over the best rate of a matrix product of any size
 and implementation that is measured here. With T tokens, P weights in the layers' matrices, and heads of size D:
@@ -39,13 +39,13 @@ from runtimes.scenarios import Scenario, decode_rate, prefill_rate
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.cpu.matmul import matmul, pack_float
 from headwise.runtime.cli.terminal import progress
+from headwise.runtime.config.decode_reads import cache_reads, decode_reads
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.worker.device import resolve_device
 
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of a weight, by the engine's dtype."""
 SETTLE_S = 0.2
 """Idle threads of a BLAS look for work for so long before they sleep."""
 
@@ -132,31 +132,29 @@ def _gemm_rates(m: int, k: int, n: int, repeats: int) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a forward pass takes. ``matrices``: weights in the layers' matrices; ``others``: in all else that is read"""
+    """What a forward pass takes.
+
+    matrices:     weights in the layers' matrices
+    weight_bytes: that a decode step reads
+    """
 
     card: ModelCard
     matrices: int
-    others: int
+    weight_bytes: int
 
     @classmethod
-    def of(cls, card: ModelCard, directory: Path) -> Work:
+    def of(cls, config: EngineConfig, directory: Path) -> Work:
+        card = read_model_card(config, directory, identify=False)
         if card.config.moe is not None:
             raise SystemExit(f"{card.model} is a mixture of experts: which weights take part depends on the tokens")
-        shapes = {name: weights.shape(name) for weights in [Checkpoint(directory)] for name in weights.names}
-        in_layers = {name: shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2}
-        rest = {
-            name: shape
-            for name, shape in shapes.items()
-            if name not in in_layers and (card.config.tie_embeddings or not name.endswith("embed_tokens.weight"))
-        }
-        return cls(card, sum(map(prod, in_layers.values())), sum(map(prod, rest.values())))
+        weights = Checkpoint(directory)
+        shapes = [weights.shape(name) for name in weights.names if ".layers." in name]
+        matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
+        return cls(card, matrices, decode_reads(config, card, directory).weights)
 
-    def decode_bytes(self, weight_bytes: float, context: float) -> float:
+    def decode_bytes(self, context: int) -> int:
         """Read by a step of one sequence with ``context`` tokens."""
-        layout = self.card.layout
-        kv_bytes = layout.block_bytes / (layout.block_size * layout.slots)
-        seen = sum(min(context, _reach(policy, context)) for layer in self.card.config.policies for policy in layer)
-        return (self.matrices + self.others) * weight_bytes + seen * kv_bytes
+        return self.weight_bytes + cache_reads(self.card, context)
 
     def prefill_flops(self, tokens: int) -> float:
         """Of a prompt, and its first token."""
@@ -209,8 +207,8 @@ def measure(process: Process, work: Work, size: Size) -> list[Round]:
     return found
 
 
-def report(rounds: Sequence[Round], work: Work, size: Size, weight_bytes: float) -> dict[str, Any]:
-    bytes_ = work.decode_bytes(weight_bytes, size.context + size.steps / 2)
+def report(rounds: Sequence[Round], work: Work, size: Size) -> dict[str, Any]:
+    bytes_ = work.decode_bytes(size.context + size.steps // 2)
     flops = work.prefill_flops(size.prompt) / size.prompt
     return {
         "decode_fraction": statistics.median(bytes_ * one.decode / one.read for one in rounds),
@@ -252,18 +250,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = SMOKE if args.smoke else QUICK if args.quick else FULL
     size = Size(**{**vars(size), **({"rounds": args.rounds} if args.rounds else {})})
     fields = {"model": args.model, "max_model_len": 2048, "kv_cache": "1GiB", **engine_fields(args)}
-    config = EngineConfig.from_dict(fields)
+    config = resolve_device(EngineConfig.from_dict(fields), 0)
     with progress() as bar:
         directory = resolve_model(config.model, config.cache_path, bar)
-    work = Work.of(read_model_card(config, directory, identify=False), directory)
+    work = Work.of(config, directory)
     tell("loading headwise")
     with Process("headwise", headwise_spec(**fields)) as process:
         tell(f"loaded: {process.about['chosen']}")
-        dtype = process.about["dtype"]
-        found = report(measure(process, work, size), work, size, WEIGHT_BYTES[dtype])
+        found = report(measure(process, work, size), work, size)
     show(found, size)
     cores = len(os.sched_getaffinity(0))
-    print(json.dumps({**found, "model": args.model, "dtype": dtype, "rounds": size.rounds, "cores": cores}))
+    dtypes = {"dtype": config.dtype_name, "weights_dtype": config.weights_dtype_name}
+    print(json.dumps({**found, "model": args.model, **dtypes, "rounds": size.rounds, "cores": cores}))
 
 
 if __name__ == "__main__":

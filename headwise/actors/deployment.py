@@ -230,16 +230,17 @@ class Deployment:
         return Role(self.config.name, name, Engine, arguments, site, life)
 
     def _wait_for_engines(self, progress: Progress) -> None:
-        """Wait until the deployment serves; raises what keeps it from it."""
+        """Wait until the deployment serves; raises what keeps it from it. What engines log meanwhile is logged here."""
         from headwise.actors import placement
         from headwise.actors.first_start import has_room, is_served
+        from headwise.actors.start_lines import StartLines
 
         assert self._fleet is not None
         progress.stage("waiting for the cluster's resources")
         ranks = " or ".join(map(str, self.config.tp_sizes))
         can_fit = not self._cluster.owned or placement.could_fit(self.config)
         room_timeout_s = self.config.start_timeout_s if can_fit else LOCAL_RESOURCES_TIMEOUT_S
-        deadline, is_loading = time.monotonic() + room_timeout_s, False
+        deadline, is_loading, lines = time.monotonic() + room_timeout_s, False, StartLines(log)
         while (engines := self._fleet.starts()) is None or not is_served(engines):
             if self._failure is not None:
                 raise self._failure
@@ -250,7 +251,11 @@ class Deployment:
                 progress.update(sum(engine.phase is Phase.RUNNING for engine in engines), len(engines))
             elif time.monotonic() > deadline:
                 raise placement.no_room(self.config, room_timeout_s)
+            for role in self._fleet.engines:
+                if role.handle is not None:
+                    lines.look(role.name, role.handle)
             time.sleep(_LOOK_S)
+        lines.finish()
 
     # ---- while it runs ----
 

@@ -100,24 +100,41 @@ def _start(config: EngineConfig, progress: Progress) -> str:
 
 
 def _wait_until_it_serves(name: str, owner: Any, progress: Progress) -> str:
-    """The deployment's address; tells of its stages meanwhile. Raises what keeps it from serving."""
-    serving, told = owner.serves.remote(), 0
+    """The deployment's address; tells of its stages and log lines meanwhile. Raises what keeps it from serving."""
+    serving, news = owner.serves.remote(), _News(owner, progress)
     while True:
         if not ray.wait([serving], timeout=_ASK_S)[0]:
-            with contextlib.suppress(ray.exceptions.RayError):
-                stages = ray.get(owner.state.remote(), timeout=_ANSWER_S).stages
-                for stage in stages[told:]:
-                    progress.stage(stage)
-                told = len(stages)
+            news.tell()
             continue
         try:
             address: str = ray.get(serving)
+            news.tell()
             return address
         except ray.exceptions.RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError) or find_actor(name, OWNER) is None:
                 raise error_of(error) from None
         time.sleep(_ASK_S)  # its process has died, and is started again
-        serving, told = owner.serves.remote(), 0
+        serving, news = owner.serves.remote(), _News(owner, progress)
+
+
+class _News:
+    """What an owner says of the start, told here as it comes: stages, and log lines that are not stages."""
+
+    def __init__(self, owner: Any, progress: Progress) -> None:
+        self._owner, self._progress = owner, progress
+        self._stages = self._lines = 0
+
+    def tell(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            # Lines first: each stage is in the state before it is a line.
+            count, lines = ray.get(self._owner.log_lines.remote(self._lines), timeout=_ANSWER_S)
+            stages = ray.get(self._owner.state.remote(), timeout=_ANSWER_S).stages
+            for stage in stages[self._stages :]:
+                self._progress.stage(stage)
+            for level, text in lines:
+                if text not in stages:
+                    log.log(level, "%s", text)
+            self._lines, self._stages = count, len(stages)
 
 
 def _running(config: EngineConfig, owner: Any) -> str:

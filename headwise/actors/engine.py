@@ -30,6 +30,7 @@ from headwise.actors.scratch import sweep
 from headwise.actors.watchdog import Watchdog
 from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
+from headwise.log_lines import LatestLines, show_log_lines
 from headwise.runtime.config.addresses import is_loopback, parse_ports
 from headwise.runtime.config.block_storage import check_agrees, open_lookup
 from headwise.runtime.config.engine_config import EngineConfig
@@ -74,6 +75,8 @@ class Engine:
         front: where scheduler and store are; the index's namespace must be this engine's, too
         start: how many times this engine was started before
         """
+        show_log_lines()
+        self._lines = LatestLines.kept()
         self._config = config
         self._name = name
         self._placement = ray.util.get_current_placement_group()
@@ -122,6 +125,10 @@ class Engine:
         self._front = front
         if self._server is not None:
             self._server.follow(self._scheduler_endpoint, front.store_endpoint)
+
+    def log_lines(self, since: int) -> tuple[int, list[tuple[int, str]]]:
+        """See `LatestLines.since`; what its first worker logs while it starts is among them."""
+        return self._lines.since(since)
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, by rank; empty while they are being started."""

@@ -10,6 +10,7 @@ from headwise.actors.addresses import check_free
 from headwise.actors.ending import Ending
 from headwise.actors.front import About
 from headwise.actors.remote import remote
+from headwise.log_lines import show_log_lines
 from headwise.runtime.config.addresses import is_loopback
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.http import check_otel
@@ -36,6 +37,7 @@ class HttpServerActor:
     def __init__(
         self, config: EngineConfig, name: str, scheduler: str, keys: ClientKeys | None, start: int = 0
     ) -> None:
+        show_log_lines()
         self._config = config
         self._name = name
         self._scheduler = scheduler

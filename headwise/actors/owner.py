@@ -18,7 +18,7 @@ from headwise.actors.front import Keys
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
 from headwise.errors import DeploymentError, HeadwiseError
-from headwise.log_lines import show_log_lines
+from headwise.log_lines import LatestLines, show_log_lines
 from headwise.runtime.config.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Owner:
 
     def __init__(self, given: EngineConfig, config: EngineConfig, keys: Keys) -> None:
         show_log_lines()
+        self._lines = LatestLines.kept()
         self._given = given
         self._config = config
         self._keys = keys
@@ -80,6 +81,10 @@ class Owner:
         is_serving = self._settled.is_set() and self._failure is None
         address = self._deployment.client_address if is_serving else ""
         return OwnerState(self._given, address, tuple(self._progress.stages))
+
+    def log_lines(self, since: int) -> tuple[int, list[tuple[int, str]]]:
+        """See `LatestLines.since`. Stages are among them, and are in `state` before."""
+        return self._lines.since(since)
 
     def stop(self, drain: bool) -> None:
         """End the deployment, with `drain` as `Deployment.drain` does. Returns when all its actors have ended, but for

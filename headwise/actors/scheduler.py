@@ -13,6 +13,7 @@ from headwise.actors.placement import node_address
 from headwise.actors.ray_metrics import RayMetrics
 from headwise.actors.remote import remote
 from headwise.errors import DeploymentError
+from headwise.log_lines import show_log_lines
 from headwise.runtime.client.client import Client
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.preprocessor import Preprocessor
@@ -44,6 +45,7 @@ class GlobalScheduler:
         store_endpoint: str,
         start: int = 0,
     ) -> None:
+        show_log_lines()
         self._config = config
         self._keys = keys
         self._port = port

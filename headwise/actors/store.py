@@ -9,6 +9,7 @@ from typing import Any
 from headwise.actors.ending import Ending
 from headwise.actors.front import About
 from headwise.actors.remote import remote
+from headwise.log_lines import show_log_lines
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.sockets.curve import ServerKeys
 from headwise.storage.index.store_server import StoreServer
@@ -28,6 +29,7 @@ class AttentionStore:
     def __init__(
         self, config: EngineConfig, endpoint: str, namespace: str, keys: ServerKeys | None, start: int = 0
     ) -> None:
+        show_log_lines()
         options = {"max_blocks": config.index_blocks, "keys": keys}
         self._ending = Ending()
         self._server = _bind(endpoint, namespace, options)

@@ -11,6 +11,7 @@ from headwise.actors.addresses import engine_host
 from headwise.actors.front import Keys
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
+from headwise.log_lines import LatestLines, show_log_lines
 from headwise.runtime.config.addresses import parse_ports
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.ops.comm import Communicator, SingleRank
@@ -27,6 +28,8 @@ class Worker:
     """Holds a `ModelWorker`; `serve` keeps one thread, so that the other methods stay responsive."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, rank: int, keys: Keys) -> None:
+        show_log_lines()
+        self._lines = LatestLines.kept()
         self._config = config
         self._keys = keys
         self._model_dir = model_dir
@@ -39,7 +42,7 @@ class Worker:
         try:
             worker = ModelWorker(self._config, self._model_dir, self._rank, comm, peers=self._peers())
             worker.initialize_cache()
-            log.info("headwise: %s", worker.describe())
+            log.info(worker.describe())
             serve_steps(worker, endpoint, self._rank, self._stopping.is_set)
             worker.close()
         finally:
@@ -60,3 +63,7 @@ class Worker:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def log_lines(self, since: int) -> tuple[int, list[tuple[int, str]]]:
+        """See `LatestLines.since`."""
+        return self._lines.since(since)

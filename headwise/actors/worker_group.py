@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import uuid
 from contextlib import suppress
@@ -14,11 +15,14 @@ from ray.util.placement_group import PlacementGroup
 from headwise.actors.front import Keys
 from headwise.actors.placement import in_bundle
 from headwise.actors.scratch import ScratchDirectory
+from headwise.actors.start_lines import StartLines
 from headwise.actors.worker import Worker
 from headwise.errors import EngineDiedError, HeadwiseError, first_line
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.protocol.step_channel import ZmqExecutor
+
+log = logging.getLogger(__name__)
 
 COMM_BUFFER_BYTES = 4 << 20
 """Size of each of a rank's two buffers in shared memory. Containers have little of it; larger payloads are split."""
@@ -60,9 +64,19 @@ class WorkerGroup:
         ]
 
     def wait_ready(self) -> None:
-        """Wait until all ranks are loaded and take steps; raises what the first failing one raised."""
+        """Wait until all ranks are loaded and take steps; raises what the first failing one raised.
+
+        What the first rank logs meanwhile is logged here, too: the others' lines are like its.
+        """
         pids = [worker.pid.remote() for worker in self._workers]
-        self.executor.wait_ready(self._config.start_timeout_s, lambda: self.watch(0.0))
+        lines = StartLines(log, lambda who: "")
+
+        def check() -> None:
+            self.watch(0.0)
+            lines.look("rank 0", self._workers[0])
+
+        self.executor.wait_ready(self._config.start_timeout_s, check)
+        lines.finish()
         try:
             self.pids = ray.get(pids)
         except ray.exceptions.RayError as error:

@@ -24,6 +24,15 @@ def resolve_kernels_name(name: str, on_gpu: bool = False) -> str:
     return "cuda" if on_gpu else "numba"
 
 
+def instructions() -> str:
+    """Those that compiled kernels use on this machine, for people."""
+    try:
+        from headwise.kernels.cpu.simd import INSTRUCTIONS
+    except ImportError:
+        return "no compiled kernels"
+    return INSTRUCTIONS
+
+
 def make_kernels(name: str, threads: int, kv_dtype: str | None = None) -> AttentionKernels:
     """The kernels called ``name``; ``auto`` takes the fastest for host memory (``numba``).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -32,6 +33,8 @@ from headwise.errors import (
     ModelError,
 )
 from headwise.kernels.cpu import machine_code
+from headwise.kernels.cpu.simd import INSTRUCTIONS
+from headwise.log_lines import LatestLines
 from headwise.runtime.protocol.request import FinishReason
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -68,7 +71,21 @@ def authentication(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def deployment(authentication: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def lines() -> Iterator[LatestLines]:
+    """What this process logs from before the deployment's start on."""
+    logger, lines = logging.getLogger("headwise"), LatestLines()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    yield lines
+    logger.removeHandler(lines)
+    logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    authentication: None, lines: LatestLines, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
     """With all tiers, so that copies are under way whatever a test does."""
     storage = f"file://{tmp_path_factory.mktemp('storage')}?capacity=256MiB"
     config = replace(CONFIG, host_cache="32MiB", write_policy="write_through", storage=storage)
@@ -85,6 +102,18 @@ def client(deployment: Deployment) -> Iterator[Client]:
 def engine(client: Client) -> dict[str, Any]:
     stats: dict[str, Any] = client.stats()["engines"]["engine-0"]
     return stats
+
+
+def test_who_starts_it_is_told_what_its_workers_chose_and_ray_keeps_their_lines(
+    deployment: Deployment, lines: LatestLines
+) -> None:
+    told = next(text for _, text in lines.since(0)[1] if text.startswith("engine-0: rank 0: "))
+    assert f"device=cpu ({CONFIG.cpu_threads} threads, {INSTRUCTIONS}) tensors=numba gemm=headwise" in told
+    assert "dtype=float32 weights_dtype=float32 kv_dtype=float32" in told
+    context = ray.get_runtime_context()
+    logs = Path(context.get_temp_dir()) / context.get_session_name() / "logs"
+    kept = [path for path in logs.glob("worker-*.err") if told.removeprefix("engine-0: ") in path.read_text()]
+    assert len(kept) == 2, "the worker's and the engine's"
 
 
 def test_generates_streams_and_chats(client: Client) -> None:

@@ -48,10 +48,14 @@ STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answe
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
+def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headwise", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE_S)
+
+
 def run(*arguments: str) -> tuple[int, str, str]:
     """Exit code, output and last error line of a command."""
-    command = [sys.executable, "-m", "headwise", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE_S)
+    done = ran(*arguments)
     return done.returncode, done.stdout.strip(), (done.stderr.strip().splitlines() or [""])[-1]
 
 
@@ -62,9 +66,11 @@ def serve(cluster: str, config: EngineConfig) -> tuple[int, str, str]:
 @pytest.fixture(scope="module")
 def address(cluster: str) -> str:
     """Of a deployment whose command has ended."""
-    code, out, error = serve(cluster, CONFIG)
-    assert code == 0, error
-    return re.fullmatch(rf"serving {CONFIG.model} at (tcp://\S+)", out)[1]
+    done = ran("serve", "--detach", "--address", cluster, *as_flags(CONFIG))
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"engine-0: rank 0: device=cpu \(.* tensors=numba gemm=headwise", done.stderr)) == 1
+    assert len(re.findall("starting the scheduler", done.stderr)) == 1, "a stage, and no log line besides"
+    return re.fullmatch(rf"serving {CONFIG.model} at (tcp://\S+)", done.stdout.strip())[1]
 
 
 @pytest.fixture(scope="module")

@@ -58,12 +58,14 @@ def test_what_peers_are_compared_with_is_measured_without_them(capsys: pytest.Ca
     assert set(found["rates"]) <= {"headwise", "headwise_gguf"}
 
 
-def test_the_roofline_counts_every_weight_that_a_step_reads(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures_of("roofline", capsys, "--smoke", "--dtype", "float32")
+def test_the_roofline_counts_the_weights_that_a_step_reads_as_they_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--smoke", "--dtype", "bfloat16", "--engine", "weights_dtype=int8"
+    found = figures_of("roofline", capsys, *options)
     assert found["decode_fraction"] > 0
     assert found["prefill_fraction"] > 0
-    context, kv_bytes = 16 + 4 / 2, 30 * 3 * 2 * 64 * 4
-    assert found["decode_mb"] == pytest.approx((134_515_008 * 4 + context * kv_bytes) / 1e6)
+    context, kv_bytes, norms = 16 + 4 / 2, 30 * 3 * 2 * 64 * 2, 61 * 576
+    assert found["decode_mb"] == pytest.approx(((134_515_008 - norms) * (1 + 2 / 32) + context * kv_bytes) / 1e6)
+    assert (found["dtype"], found["weights_dtype"]) == ("bfloat16", "int8")
 
 
 @pytest.mark.ray

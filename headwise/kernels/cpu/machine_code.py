@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import tempfile
 import threading
@@ -20,14 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import event
 from numba.misc import appdirs
 
 from headwise.errors import ConfigError
 
 PACKAGE = Path(__file__).parent
 
+log = logging.getLogger(__name__)
+
+_SHORT_S = 1.0
+"""A shorter wait for another process is not worth a line: machine code that is there already is loaded in less."""
+
 _numba: Any = numba
 _appdirs: Any = appdirs
+_event: Any = event
 _one_thread_at_a_time = threading.Lock()
 
 
@@ -37,13 +45,13 @@ def unit(function: Callable[..., Any], integers: int, **options: Any) -> Any:
     Compiled code that calls it by that address is not compiled again for each of its variants.
     """
     signature = _numba.types.void(*[_numba.types.int64] * integers)
-    with kept_on_disk(), one_process_at_a_time(_name(function)):
+    with kept_on_disk(), one_process_at_a_time(_name(function)), told():
         return _numba.cfunc(signature, cache=True, **options)(function)
 
 
 def callable_from_python(function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> Any:
     """``function`` compiled, or loaded, now for arguments of these types of Numba's, and for others when they come."""
-    with kept_on_disk(), one_process_at_a_time(_name(function)):
+    with kept_on_disk(), one_process_at_a_time(_name(function)), told():
         compiled = _numba.njit(cache=True, **options)(function)
         compiled.compile(arguments)
     return compiled
@@ -106,8 +114,49 @@ def one_process_at_a_time(name: str) -> Iterator[None]:
     that of a new machine takes a minute, and processes that start together share it out.
     """
     with (_directory() / f"{name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        _lock(file.fileno())  # until it is closed
         yield
+
+
+def _lock(file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        teller = threading.Timer(_SHORT_S, _say, ["kernels are being compiled by another process: waiting for it"])
+        teller.daemon = True
+        teller.start()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        teller.cancel()
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Whoever waits meanwhile is told, by one line in the log, once there is anything to compile."""
+    compiling = _Compiling()
+    _event.register("numba:run_pass", compiling)
+    try:
+        yield
+    finally:
+        _event.unregister("numba:run_pass", compiling)
+
+
+class _Compiling(event.Listener):
+    """Hears of each pass of Numba's compiler, of which machine code from the disk needs none."""
+
+    def on_start(self, event: Any) -> None:
+        _say(
+            f"compiling kernels for this machine's CPU, once: some twenty seconds for each dtype. They are kept in "
+            f"{_directory()}"
+        )
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+@cache
+def _say(text: str) -> None:
+    """Log a line, once."""
+    log.info(text)
 
 
 def directory(package: Path = PACKAGE) -> Path:

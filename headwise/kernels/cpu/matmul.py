@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cores import usable_cores
+from headwise.kernels.code_bytes import CPU_SCALES
 from headwise.kernels.cpu import matmul_jit, packing_jit, records
 from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
 from headwise.kernels.cpu.memory import CACHE_LINE, Slabs
@@ -145,7 +146,7 @@ def repacked(
     fits = (
         packed.dtype == element
         and packed.shape == (panels, depth // step, PANEL, *pair)
-        and all(numbers.dtype == np.float16 and numbers.shape == (panels, groups, PANEL) for numbers in halves)
+        and all(numbers.dtype == CPU_SCALES and numbers.shape == (panels, groups, PANEL) for numbers in halves)
         and inputs <= depth
         and bool(groups) == dtype.startswith("int")
         and not depth % max(groups, 1)
@@ -175,7 +176,7 @@ def _packed(dtype: str, numbers: NDArray[Any], order: NDArray[np.int64], depth: 
 
 def _halves(numbers: NDArray[np.float32], order: NDArray[np.int64], groups: int) -> NDArray[np.float16]:
     packed = _packed("float32", numbers.astype(np.float32, copy=False), order, groups)
-    halves = _weights.empty(packed.shape, np.float16)
+    halves = _weights.empty(packed.shape, CPU_SCALES)
     halves[...] = packed
     return halves
 
@@ -193,7 +194,7 @@ def _packed_weight(
     group: int = 0,
     offset: int = 0,
 ) -> PackedWeight:
-    nothing = np.zeros((len(packed), 0, PANEL), np.float16)
+    nothing = np.zeros((len(packed), 0, PANEL), CPU_SCALES)
     scales, minima = nothing if scales is None else scales, nothing if minima is None else minima
     columns, turns = len(packed) * PANEL if gated else outputs, packed.shape[1]
     numbers = (columns, depth, turns, group * turns // depth if group else 1, int(minima.size > 0), offset)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,18 +26,30 @@ class Isa:
     f16c: bool
 
 
-def _compiled_for() -> Isa:
+def _features() -> dict[str, bool]:
     if numba.config.CPU_FEATURES is not None:  # Numba was told to compile for another CPU than this one
-        features = {item[1:]: item[0] == "+" for item in numba.config.CPU_FEATURES.split(",") if item}
-    else:
-        features = dict(llvmlite.binding.get_host_cpu_features())
+        return {item[1:]: item[0] == "+" for item in numba.config.CPU_FEATURES.split(",") if item}
+    return dict(llvmlite.binding.get_host_cpu_features())
+
+
+def _compiled_for() -> Isa:
+    features = _features()
     if llvmlite.binding.llvm_version_info[0] < 20:  # whose intrinsics for bfloat16 had other types
         features["avx512bf16"] = False
     return Isa(**{name: bool(features.get(name)) for name in ("avx512f", "avx512bw", "avx512bf16", "f16c")})
 
 
 ISA = _compiled_for()
-INSTRUCTIONS = "avx512-bf16" if ISA.avx512bf16 else "avx512" if ISA.avx512f else "256-bit vectors"
+
+
+def _named(isa: Isa, features: Mapping[str, bool], machine: str) -> str:
+    if isa.avx512bf16:
+        return "avx512-bf16"
+    known = ("avx512f", "avx2", "avx", "sse2", "neon")
+    return f"{next((name for name in known if features.get(name)), machine)}, bfloat16 widened to float32"
+
+
+INSTRUCTIONS = _named(ISA, _features(), platform.machine())
 """For people."""
 
 LANES = 16 if ISA.avx512f else 8

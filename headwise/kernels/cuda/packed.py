@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
+from headwise.kernels.code_bytes import GPU_SCALES
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
 
 MODULE = "packed_jit"
@@ -129,8 +130,8 @@ def pack(matrix: Grouped, dtype: str, send: Callable[[NDArray[Any]], Array]) -> 
         form_of(dtype, bits, group, minimum is not None, depth, matrix.is_float),
         (width, depth),
         send(np.ascontiguousarray(codes)),
-        send(np.ascontiguousarray(scale.T)),
-        None if minimum is None else send(np.ascontiguousarray(minimum.T)),
+        send(np.ascontiguousarray(scale.T, GPU_SCALES)),
+        None if minimum is None else send(np.ascontiguousarray(minimum.T, GPU_SCALES)),
     )
 
 

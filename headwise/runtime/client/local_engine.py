@@ -46,7 +46,7 @@ class LocalEngine:
         self._worker.initialize_cache()
         card = self._worker.card  # with the pool's size, which may have been measured
         self.preprocessor = Preprocessor(card, tokenizer)
-        logger.info("headwise: %s", self._worker.describe())
+        logger.info(self._worker.describe())
         self._executor = LocalExecutor(self._worker)
         self.core = EngineCore(config, card, tokenizer, self._executor, lookup=self._lookup)
         self._calls = LocalCalls(self.core)

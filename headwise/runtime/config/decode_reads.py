@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from headwise.cache_controller.dtypes import dtype_bytes
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.kernels.code_bytes import code_bytes
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
@@ -17,12 +18,13 @@ from headwise.runtime.loader.gguf_blocks import FORMATS
 from headwise.runtime.loader.quantisation import scheme_of
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig
-from headwise.runtime.ops.quantised import INT8_GROUP
+from headwise.runtime.ops.quantised import INT8_GROUP, common_form
 
 _THOUSAND = 1000
-_SCALE_BYTES = 4
 _EXPANDED_BYTES = 2
 """Of a number that is not computed from as a file has it: bfloat16."""
+_TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""Matrices that are one in memory, and so of one form."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,22 @@ class DecodeReads:
 
 def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> DecodeReads:
     """What a decode step of the model in ``directory`` reads; loads no weights."""
-    thousand = _bytes_of_thousand(card)
+    thousand = cache_reads(card, _THOUSAND)
     if config.computes_from_blocks:
-        return DecodeReads(*_block_bytes(card.config, directory), thousand)
-    model, size = card.config, _element_bytes(config.weights_dtype_name, directory)
+        return DecodeReads(*_block_bytes(card.config, directory, config.on_gpu), thousand)
+    model, size = card.config, _element_bytes(config, directory)
     is_own = config.weights_dtype in ("int4", "fp8")
     head_size = _EXPANDED_BYTES if is_own else size  # hardly a checkpoint quantises that
     head = int(model.vocab_size * model.hidden_size * head_size)
     return DecodeReads(int(_layer_elements(model) * size), head, thousand)
+
+
+def cache_reads(card: ModelCard, tokens: int) -> int:
+    """Bytes of the cache that a sequence's last of ``tokens`` tokens reads: what its heads see; of states, all."""
+    model, total = card.config, 0
+    for row, layout in zip(model.by_cache_layer(model.policies), card.layouts, strict=True):
+        total += sum(_tokens_seen(policy, tokens, layout.block_size) for policy in row) * layout.slot_bytes
+    return total // card.layout.block_size
 
 
 def codes_in_memory(config: EngineConfig, card: ModelCard, directory: Path) -> int:
@@ -62,7 +72,7 @@ def codes_in_memory(config: EngineConfig, card: ModelCard, directory: Path) -> i
     reads = decode_reads(config, card, directory)
     if config.computes_from_blocks:
         return reads.weights + table
-    layers = _layer_elements(model, every_expert=True) * _element_bytes(config.weights_dtype_name, directory)
+    layers = _layer_elements(model, every_expert=True) * _element_bytes(config, directory)
     return int(layers) + reads.lm_head + table
 
 
@@ -76,12 +86,13 @@ def kinds_of_blocks(directory: Path) -> str:
     return "; ".join(part for part in (kept, others and f"{others} as bfloat16") if part)
 
 
-def _element_bytes(dtype: str, directory: Path) -> float:
+def _element_bytes(config: EngineConfig, directory: Path) -> float:
+    dtype = config.weights_dtype_name
     if dtype in ("int4", "fp8"):
         scheme = scheme_of(read_json(directory / "config.json"))
         assert scheme is not None, "as the model's card has it"
-        return scheme.code_bytes
-    return 1 + _SCALE_BYTES / INT8_GROUP if dtype == "int8" else dtype_bytes(dtype)
+        return code_bytes(scheme.bits, scheme.group, scheme.has_minimum, config.on_gpu)
+    return code_bytes(8, INT8_GROUP, False, config.on_gpu) if dtype == "int8" else dtype_bytes(dtype)
 
 
 def _layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
@@ -99,29 +110,36 @@ def _layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
     return attention + dense + routed
 
 
-def _block_bytes(model: ModelConfig, directory: Path) -> tuple[int, int]:
-    """Bytes of the layers and of the LM head as a GGUF file's blocks."""
-    blocks, checkpoint, layers, head = BlockFile(directory / BLOCKS), Checkpoint(directory), 0, 0
+def _block_bytes(model: ModelConfig, directory: Path, on_gpu: bool) -> tuple[int, int]:
+    """Bytes of the layers and of the LM head, computed from a GGUF file's blocks."""
+    blocks, checkpoint, layers, head = BlockFile(directory / BLOCKS), Checkpoint(directory), 0.0, 0.0
     head_name = "embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
+    together: dict[str, list[str]] = defaultdict(list)
     for name in blocks.kinds:
-        num_bytes = blocks.num_bytes(name) or _EXPANDED_BYTES * prod(checkpoint.shape(name))
-        if ".layers." in name:
+        together[_matrix_of(name)].append(name)
+    for names in together.values():
+        found = [blocks.code_form(name) for name in names]
+        forms = [form for form in found if form is not None]
+        size: float = _EXPANDED_BYTES
+        if len(forms) == len(found):
+            _, bits, group, has_minimum = common_form(forms)
+            size = code_bytes(bits, group, has_minimum, on_gpu)
+        num_bytes = size * sum(prod(checkpoint.shape(name)) for name in names)
+        if ".layers." in names[0]:
             layers += num_bytes
-        elif name.endswith(head_name):
+        elif names[0].endswith(head_name):
             head += num_bytes
-    return layers, head
+    return int(layers), int(head)
 
 
-def _bytes_of_thousand(card: ModelCard) -> int:
-    """Of the cache of 1,000 tokens, what its last token's heads see: of states, all."""
-    model, total = card.config, 0
-    for row, layout in zip(model.by_cache_layer(model.policies), card.layouts, strict=True):
-        total += sum(_tokens_seen(policy, layout.block_size) for policy in row) * layout.slot_bytes
-    return total // card.layout.block_size
+def _matrix_of(name: str) -> str:
+    """What a matrix is part of in memory; itself if it is alone."""
+    at, _, last = name.removesuffix(".weight").rpartition(".")
+    return next((f"{at}.{'+'.join(parts)}" for parts in _TOGETHER if last in parts), name)
 
 
-def _tokens_seen(policy: HeadPolicy, block_size: int) -> int:
+def _tokens_seen(policy: HeadPolicy, tokens: int, block_size: int) -> int:
     """Those whose bytes a head reads; a state is as large as a slot."""
     if policy.is_state:
         return block_size
-    return _THOUSAND if policy.is_full else min(_THOUSAND, policy.window + policy.sink)
+    return tokens if policy.is_full else min(tokens, policy.window + policy.sink)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader.gguf_blocks import FORMATS, BlockFormat
 from headwise.runtime.loader.safetensors_file import INTEGERS, SafetensorsFile, TensorForm, write_safetensors
-from headwise.runtime.ops.quantised import GroupQuantised
+from headwise.runtime.ops.quantised import CodeForm, GroupQuantised
 
 BLOCKS = "model.gguf-blocks"
 """The block file's name in a model's directory."""
@@ -68,12 +68,12 @@ class BlockFile:
             )
         return self._part(name, slice(None), slice(start, stop))
 
-    def num_bytes(self, name: str) -> int | None:
-        """Bytes that a matrix takes in the file, with its scales and minima; None if the file does not have it."""
-        if self._form(name) is None:
+    def code_form(self, name: str) -> CodeForm | None:
+        """That of a matrix; None if the file does not have it."""
+        form = self._form(name)
+        if form is None:
             return None
-        parts = (f"{name}.{part}" for part in ("codes", "scale", "minimum"))
-        return sum(self._file.stored(part).nbytes for part in parts if part in self._file.names)
+        return CodeForm("int8" if form.signed else "uint8", form.bits, form.group, form.has_minimum)
 
     def _form(self, name: str) -> BlockFormat | None:
         return FORMATS.get(self.kinds.get(name, ""))

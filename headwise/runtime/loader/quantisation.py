@@ -42,7 +42,8 @@ class Scheme(Protocol):
     is_int4: whether codes have 4 bits
     is_fp8:  whether they are floats of 8
     group:   neighbours in a row that share a scale; 0: all do
-    code_bytes: of a number that is computed from as it is, with its share of a scale and a minimum in float16
+    bits:    of a code
+    has_minimum: whether a group may have a minimum, too, where it is computed from as it is
     """
 
     @property
@@ -61,7 +62,10 @@ class Scheme(Protocol):
     def group(self) -> int: ...
 
     @property
-    def code_bytes(self) -> float: ...
+    def bits(self) -> int: ...
+
+    @property
+    def has_minimum(self) -> bool: ...
 
     def matrix(self, tensors: StoredTensors, at: str) -> StoredMatrix | None:
         """The matrix ``at + "weight"``; None if it is stored as floats. Raises ModelError if it is corrupt."""
@@ -78,16 +82,14 @@ class ScaledScheme:
     is_fp8: bool
     suffix: str = "weight"
     is_int4: bool = False
+    bits: int = 8
+    has_minimum: bool = False
 
     _SCALES = ("weight_scale_inv", "weight_scale")
 
     @property
     def group(self) -> int:
         return self.tile[1] if self.tile else 0
-
-    @property
-    def code_bytes(self) -> float:
-        return 1 + (4 / self.group if self.group else 0.0)
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -106,14 +108,11 @@ class _GroupScheme:
     group: int
 
     is_fp8: ClassVar[bool] = False
+    has_minimum: ClassVar[bool] = True
 
     @property
     def is_int4(self) -> bool:
         return self.bits == 4
-
-    @property
-    def code_bytes(self) -> float:
-        return self.bits / 8 + (4 / self.group if self.group else 0.0)
 
     @property
     def each(self) -> int:

@@ -25,6 +25,7 @@ class ArrayOps(UnfusedOps):
     """
 
     name: str
+    products: str
 
     def __init__(self, xp: Any, dtype: np.dtype[Any]) -> None:
         self.xp = xp

@@ -103,10 +103,12 @@ class TensorOps(Protocol):
     """The contract of a framework's operations.
 
     name:     for logs
+    products: whose matrix products they are, for logs
     itemsize: bytes of an element of weights; on a GPU of activations, too
     """
 
     name: str
+    products: str
     itemsize: int
 
     def tensor(self, array: NDArray[Any]) -> Tensor:

@@ -35,7 +35,7 @@ class CupyOps(GpuOps):
         ConfigError: there are no kernels for ``dtype``.
     """
 
-    name = "cupy"
+    name, products = "cupy", "cuBLAS"
 
     def __init__(self, dtype: str, programs: Programs, launcher: TritonLauncher, weights_dtype: str = "auto") -> None:
         super().__init__(cupy, numpy_dtype(dtype), programs, launcher, weights_dtype)

@@ -19,7 +19,6 @@ from headwise.kernels.cpu.experts import PackedExperts
 from headwise.kernels.cpu.matmul import PackedWeight
 from headwise.kernels.cpu.memory import present
 from headwise.kernels.cpu.pool import check_threads
-from headwise.kernels.cpu.simd import INSTRUCTIONS
 from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape
 from headwise.runtime.ops.base import GatedWeights, Mixture, PackedParts
 from headwise.runtime.ops.numpy_ops import NumpyOps
@@ -38,7 +37,8 @@ class NumbaOps(NumpyOps):
         ConfigError: this process may not use so many cores.
     """
 
-    name = f"numba ({INSTRUCTIONS})"
+    name = "numba"
+    products = "headwise"
     packed_format = f"numba {packed.PACKED_VERSION}"
 
     def __init__(self, threads: int, weights_dtype: str = "float32") -> None:

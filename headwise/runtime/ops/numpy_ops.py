@@ -20,6 +20,7 @@ class NumpyOps(ArrayOps):
     """
 
     name = "numpy"
+    products = f"NumPy ({np.show_config(mode='dicts')['Build Dependencies']['blas']['name']})"
 
     def __init__(self, dtype: str = "float32") -> None:
         super().__init__(np, numpy_dtype(dtype))

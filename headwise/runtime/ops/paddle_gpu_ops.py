@@ -36,7 +36,7 @@ class PaddleGpuOps(UnfusedOps):
     dtype: of weights and activations: float32, float16 or bfloat16. Sums and exponentials are computed in float32
     """
 
-    name = "paddle"
+    name = products = "paddle"
 
     def __init__(self, dtype: str) -> None:
         paddle.set_grad_enabled(False)

@@ -53,7 +53,7 @@ class _Memory:
 class PaddleOps(UnfusedOps):
     """`TensorOps` whose tensors are float32 Paddle tensors in host memory. Paddle gets ``threads`` threads."""
 
-    name = "paddle"
+    name = products = "paddle"
     itemsize = 4
 
     def __init__(self, threads: int = 1) -> None:

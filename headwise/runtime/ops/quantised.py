@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,32 @@ INT8_GROUP = 32
 """Neighbouring numbers of a row that share a scale in int8 weights."""
 
 _LARGEST = np.float32(127)
+_FLOAT = "float8_e4m3fn"
 _BLOCK_ELEMENTS = 1 << 20
 """Numbers that are quantised at a time, so that temporary arrays stay in a core's cache, or near it."""
 
 
 _Index: TypeAlias = tuple[slice | NDArray[np.int64], slice]
+
+
+class CodeForm(NamedTuple):
+    """What a kernel must know to read a matrix of codes: their dtype, bits and group, and whether there are minima."""
+
+    dtype: str
+    bits: int
+    group: int
+    has_minimum: bool
+
+
+def common_form(forms: Sequence[CodeForm]) -> CodeForm:
+    """The form of matrices of these forms together, which have no other one by then: a group that divides all, int8
+    codes of 8 bits, or float8_e4m3fn if all are that, and minima if one has some.
+    """
+    if len(set(forms)) == 1:
+        return forms[0]
+    is_float = all(form.dtype == _FLOAT for form in forms)
+    group = gcd(*(form.group for form in forms))
+    return CodeForm(_FLOAT if is_float else "int8", 8, group, any(form.has_minimum for form in forms))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +83,9 @@ class GroupQuantised:
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
-    def form(self) -> tuple[str, int, int, bool]:
-        """What a kernel must know to read it: the codes' dtype, bits and group, and whether there are minima."""
-        name = "float8_e4m3fn" if self.is_float else self.codes.dtype.name
-        return name, self.bits, self.group, self.minimum is not None
+    def form(self) -> CodeForm:
+        dtype = _FLOAT if self.is_float else self.codes.dtype.name
+        return CodeForm(dtype, self.bits, self.group, self.minimum is not None)
 
     def rows(self, start: int, stop: int) -> GroupQuantised:
         """``[start:stop]``, sharing memory."""
@@ -100,8 +120,7 @@ class GroupQuantised:
     def concatenate(parts: Sequence[GroupQuantised], axis: int) -> GroupQuantised:
         """Parts one below the other (axis 0) or side by side (axis 1), without loss.
 
-        Parts of different forms get a common one: a group that divides all, int8 codes of 8 bits, or float8_e4m3fn if
-        all are that, and, if one part has minima, minima of 0 for the others.
+        Parts of different forms get the `common_form`, with minima of 0 where there were none.
 
         Raises:
             ValueError: a part does not fit the common form: one of several is float8_e4m3fn, or a code is above 127.
@@ -109,10 +128,8 @@ class GroupQuantised:
         if len(parts) == 1:
             return parts[0]
         if len({part.form for part in parts}) > 1:
-            group = gcd(*(part.group for part in parts))
-            has_minimum = any(part.minimum is not None for part in parts)
-            is_float = all(part.is_float for part in parts)
-            parts = [part._widened(group, has_minimum, is_float) for part in parts]
+            form = common_form([part.form for part in parts])
+            parts = [part._widened(form.group, form.has_minimum, form.dtype == _FLOAT) for part in parts]
         minima = [part.minimum for part in parts if part.minimum is not None]
         return GroupQuantised(
             np.concatenate([part.codes for part in parts], axis),

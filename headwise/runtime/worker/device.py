@@ -11,7 +11,7 @@ from headwise.cache_controller.block_tables import BlockTables, HostBlockTables,
 from headwise.errors import ConfigError
 from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.native_dtypes import multiplies_bfloat16
-from headwise.kernels.select import make_block_copy
+from headwise.kernels.select import instructions, make_block_copy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.attention.base import Kernels
@@ -93,7 +93,7 @@ class CpuDevice:
 
     def __init__(self, config: EngineConfig, threads: int) -> None:
         self._kernels_name, self._threads = config.kernels, threads
-        self.name = f"cpu ({threads} threads)"
+        self.name = f"cpu ({threads} threads, {instructions()})"
         self.ops = make_ops(config.tensor_ops, threads, config.dtype_name, config.weights_dtype_name)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:

@@ -176,7 +176,8 @@ class ModelWorker:
         """What was chosen at start, for the log."""
         plan, spec = self.card.plan, self.card.spec
         return (
-            f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} kernels={self._kernels.name} "
+            f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} gemm={self._ops.products} "
+            f"kernels={self._kernels.name} "
             f"dtype={self._config.dtype_name} weights_dtype={self._config.weights_dtype_name} "
             f"kv_dtype={self._config.kv_dtype_name} collectives={self._collectives.name} "
             f"groups={len(plan.groups)} slots={plan.slots_text} "

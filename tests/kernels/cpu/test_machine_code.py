@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numba
 import pytest
+from support.waiting import eventually
 
 from headwise.errors import ConfigError
 from headwise.kernels.cpu import attention_plan, machine_code
+from headwise.log_lines import LatestLines
 
-COMPILES = "from headwise.kernels.cpu import attention_plan as of; of.plan(); print(of.__file__)"
+COMPILES = (
+    "from headwise.log_lines import show_log_lines; show_log_lines(); "
+    "from headwise.kernels.cpu import attention_plan as of; of.plan(); print(of.__file__)"
+)
 
 
 @pytest.fixture
@@ -87,8 +94,28 @@ def test_a_process_waits_for_those_that_compile_the_same_and_for_no_others() -> 
             lock.unlink()
 
 
+def test_who_waits_for_another_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, lines = logging.getLogger("headwise"), LatestLines()
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "handlers", [lines])
+    monkeypatch.setattr(machine_code, "_SHORT_S", 0.0)
+    machine_code._say.cache_clear()
+
+    def compile_it() -> None:
+        with machine_code.one_process_at_a_time("of_this_test"):
+            pass
+
+    with machine_code.one_process_at_a_time("of_this_test"):
+        other = threading.Thread(target=compile_it)
+        other.start()
+        eventually(lambda: lines.since(0)[0] == 1)
+    other.join()
+    assert "another process: waiting for it" in lines.since(0)[1][0][1]
+    (machine_code.directory() / "of_this_test.lock").unlink()
+
+
 def test_a_copy_of_the_sources_elsewhere_finds_the_machine_code_again(tmp_path: Path) -> None:
-    compiled = {}
+    compiled, lines = {}, []
     for place in ("one", "two"):
         copy = tmp_path / place / "headwise"
         shutil.copytree(Path(machine_code.__file__).parents[2], copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -96,9 +123,12 @@ def test_a_copy_of_the_sources_elsewhere_finds_the_machine_code_again(tmp_path: 
         environment = {**os.environ, "PYTHONPATH": str(copy.parent), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
         told = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert str(copy) in told.stdout
+        lines.append(told.stderr)
         compiled[place] = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb[ci]")}
     assert compiled["one"] == compiled["two"]
     assert compiled["one"]
+    assert "compiling kernels for this machine's CPU" in lines[0], "who waits is told why"
+    assert not lines[1]
 
 
 def test_compiled_functions_are_kept_in_the_directory_of_these_sources() -> None:

@@ -10,6 +10,7 @@ from support.other_cpus import OTHER_CPUS, assert_passes
 from support.packed_weights import FORMS, RandomWeight, random_weight
 from support.thread_pools import NoCoreForOthers
 
+from headwise.kernels.code_bytes import code_bytes
 from headwise.kernels.cpu import matmul as module
 from headwise.kernels.cpu.matmul import (
     PackedWeight,
@@ -199,6 +200,8 @@ def test_packed_weights_have_the_bytes_that_their_dtype_promises() -> None:
 
     sizes = [bits(form) for form in FORMS]
     assert sizes == [32, 16, 8.5, 9, 9, 4.5, 5, 5]
+    codes = [(8, False), (8, True), (8, True), (4, False), (4, True), (4, True)]
+    assert sizes[2:] == [8 * code_bytes(bits, 32, has_minimum, on_gpu=False) for bits, has_minimum in codes]
 
 
 # --- other CPUs ---------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def elements(weights: dict[str, np.ndarray], *parts: str) -> int:
         ({}, 4.0),
         ({"dtype": "bfloat16"}, 2.0),
         ({"weights_dtype": "bfloat16"}, 2.0),
-        ({"weights_dtype": "int8"}, 1.125),
+        ({"weights_dtype": "int8"}, 1 + 2 / 32),
     ],
 )
 def test_weights_are_the_matrices_of_all_layers_and_of_the_lm_head(llama: Path, given: dict, size: float) -> None:
@@ -65,10 +65,11 @@ def test_weights_are_the_matrices_of_all_layers_and_of_the_lm_head(llama: Path, 
 
 
 def test_of_a_gguf_file_its_own_blocks_are_read_and_the_rest_as_bfloat16(llama: Path) -> None:
-    found, q8_0, q4_1 = reads(llama, weights_dtype="gguf"), 1 + 4 / 32, 0.5 + 2 * 4 / 32
+    found, q8_0, mixed = reads(llama, weights_dtype="gguf"), 1 + 2 / 32, 1 + 2 * 2 / 32
     weights = llama_tensors()
-    odd = elements(weights, "blk.0.ffn_up")
-    assert found.layers == (elements(weights, "blk.") - 2 * odd) * q8_0 + odd * q4_1 + odd * 2
+    odd = elements(weights, "blk.0.ffn_up", "blk.0.ffn_gate")
+    expected = (elements(weights, "blk.") - 2 * odd) * q8_0 + odd * mixed + odd * 2
+    assert found.layers == expected, "gate and up are one matrix, of one form"
     assert found.lm_head == elements(weights, "token_embd") * q8_0
 
 
@@ -76,7 +77,7 @@ def test_an_lm_head_of_its_own_is_read_in_the_embeddings_place(tmp_path: Path) -
     tensors = llama_tensors()
     tensors["output.weight"] = tensors["token_embd.weight"]
     source = write_llama_gguf(tmp_path / "untied.gguf", tensors, quantized={"output.weight": KINDS.Q8_0})
-    assert reads(convert(source), weights_dtype="gguf").lm_head == tensors["output.weight"].size * 1.125
+    assert reads(convert(source), weights_dtype="gguf").lm_head == tensors["output.weight"].size * 1.0625
 
 
 @pytest.mark.parametrize("config", [DENSE, MOE])

@@ -89,8 +89,9 @@ def test_without_being_asked_for_nothing_is_quantised(mixed: Checkpoint) -> None
 def test_codes_of_four_bits_lie_two_a_byte(mixed: Checkpoint) -> None:
     blocks = BlockFile(mixed.directory / BLOCKS)
     rows, columns = mixed.shape(DOWN)
-    assert blocks.num_bytes(DOWN) == rows * columns // 2 + 2 * 4 * rows * columns // 32
-    assert blocks.num_bytes("model.layers.0.mlp.up_proj.weight") is None
+    assert blocks._file.stored(f"{DOWN}.codes").nbytes == rows * columns // 2
+    assert blocks.code_form(DOWN) == ("uint8", 4, 32, True)
+    assert blocks.code_form("model.layers.0.mlp.up_proj.weight") is None
 
 
 def test_codes_of_eight_bits_are_mapped_and_not_read(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class EmulatedOps(GpuOps):
     """On NumPy arrays. Does what NumPy does not need: keeps memory of its own, and steps' arrays at fixed places in it,
     and graphs, which do again what was recorded. As with CuPy, nothing of that may come from the host or go there."""
 
-    name = "emulated"
+    name, products = "emulated", "NumPy"
     give_back_memory = NumpyOps.give_back_memory
 
     def __init__(self, dtype: str, programs: Programs, weights_dtype: str = "auto") -> None:

@@ -1,0 +1,27 @@
+"""What the log says of the instructions that kernels are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headwise.kernels.cpu.simd import Isa, _named
+
+NOTHING = Isa(avx512f=False, avx512bw=False, avx512bf16=False, f16c=False)
+
+
+@pytest.mark.parametrize(
+    ("isa", "features", "says"),
+    [
+        (replace(NOTHING, avx512f=True, avx512bf16=True), {"avx512f": True, "avx2": True}, "avx512-bf16"),
+        (replace(NOTHING, avx512f=True), {"avx512f": True, "avx2": True}, "avx512f, bfloat16 widened to float32"),
+        (NOTHING, {"avx512f": False, "avx2": True, "avx": True}, "avx2, bfloat16 widened to float32"),
+        (NOTHING, {"neon": True, "bf16": True}, "neon, bfloat16 widened to float32"),
+        (NOTHING, {}, "riscv64, bfloat16 widened to float32"),
+    ],
+)
+def test_instructions_are_named_and_it_is_said_where_bfloat16_is_not_multiplied(
+    isa: Isa, features: dict[str, bool], says: str
+) -> None:
+    assert _named(isa, features, "riscv64") == says
