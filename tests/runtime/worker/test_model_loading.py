@@ -72,7 +72,7 @@ def load(config: EngineConfig) -> np.ndarray:
     """The logits of a model that is loaded as a worker does."""
     directory = resolve_model(config.model, config.cache_path, weights=False)
     card = read_model_card(config, directory)
-    shard = Shard(0, 1, card.plan.kv_heads(0))
+    shard = Shard.of(card.config, card.plan, 0)
     ops = make_ops("numba", 1, config.dtype_name, config.weights_dtype_name)
     model = load_model(card, config, directory, ops, SingleRank(), shard, KEEP_ALL)
     attention = DenseAttention(model.config, shard, ops)
@@ -131,7 +131,7 @@ def test_nothing_is_kept_or_used_where_it_is_off(tmp_path: Path, model: Path) ->
 def test_operations_that_do_not_pack_keep_nothing(tmp_path: Path, model: Path) -> None:
     config = config_of(tmp_path, model, dtype="float32", tensor_ops="numpy")
     card = read_model_card(config, model)
-    load_model(card, config, model, make_ops("numpy"), SingleRank(), Shard(0, 1, card.plan.kv_heads(0)), KEEP_ALL)
+    load_model(card, config, model, make_ops("numpy"), SingleRank(), Shard.of(card.config, card.plan, 0), KEEP_ALL)
     assert kept(config) == []
 
 
@@ -142,7 +142,7 @@ def test_a_model_that_changes_while_it_is_loaded_is_not_kept(tmp_path: Path, mod
         file.seek(-1, 2)
         file.write(b"?")
     with pytest.raises(ModelError, match="is no longer the one"):
-        load_model(card, config, model, ops, SingleRank(), Shard(0, 1, card.plan.kv_heads(0)), KEEP_ALL)
+        load_model(card, config, model, ops, SingleRank(), Shard.of(card.config, card.plan, 0), KEEP_ALL)
     assert kept(config) == []
 
 
@@ -171,7 +171,7 @@ def _file_name(config: EngineConfig, rank: int = 0, **changes: Any) -> str:
     card = replace(read_model_card(config, directory), **changes)
     ops = make_ops("numba", 1, config.dtype_name, config.weights_dtype_name)
     assert isinstance(ops, PackingOps)
-    return packed_key(card, config, ops, Shard(rank, config.tp_size, card.plan.kv_heads(rank))).file_name
+    return packed_key(card, config, ops, Shard.of(card.config, card.plan, rank)).file_name
 
 
 @pytest.mark.parametrize("weights_dtype", [pytest.param("bfloat16", marks=pytest.mark.soak), "gguf"])
