@@ -23,6 +23,7 @@ from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 
@@ -88,6 +89,21 @@ def test_ranks_that_share_a_head_have_all_of_it_each() -> None:
     for rank in (1, 3):
         np.testing.assert_allclose(arenas[rank], arenas[rank - 1], rtol=0, atol=1e-5)
     assert not np.allclose(arenas[0], arenas[2], rtol=0, atol=1e-2, equal_nan=True)
+
+
+@pytest.mark.soak
+@pytest.mark.model
+def test_four_ranks_that_share_the_one_head_of_a_real_model_say_the_reference_tokens() -> None:
+    """And cut the blocks of its GGUF file."""
+    config = replace(BASE, model="gemma3-270m", tp_size=4, weights_dtype="gguf", packed_cache=False, cpu_threads=1)
+    ranks = Ranks(config, resolve_model(config.model, config.cache_path))
+    preprocessor, executor = Preprocessor.open(config), LocalExecutor(ranks)
+    engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
+    wanted = [answer.first(16) for answer in answers(config.model) if len(answer.prompt_ids) <= 200]
+    results = serve(engine, preprocessor, wanted, {answer.name: replace(GREEDY, max_tokens=16) for answer in wanted})
+    for answer in wanted:
+        assert_same(answer, results[answer.name].token_ids)
+    executor.close()
 
 
 def one_kv_head_and_four_key_heads(directory: Path) -> Path:

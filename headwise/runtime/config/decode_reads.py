@@ -29,6 +29,8 @@ _EXPANDED_BYTES = 2
 class DecodeReads:
     """Bytes that a decode step reads, over all ranks. Norms, biases and the embedding's rows are too small to count.
 
+    The few weights that several ranks have are counted once, and the cache as often as ranks read it.
+
     layers:   of the layers' matrices; of a mixture of experts, those that one token goes through
     lm_head:  of the output matrix, which may be that of the embedding
     thousand: of the cache of a sequence of 1,000 tokens
@@ -115,8 +117,10 @@ def _block_bytes(model: ModelConfig, directory: Path) -> tuple[int, int]:
 def _bytes_of_thousand(card: ModelCard) -> int:
     """Of the cache of 1,000 tokens, what its last token's heads see: of states, all."""
     model, total = card.config, 0
-    for row, layout in zip(model.by_cache_layer(model.policies), card.layouts, strict=True):
-        total += sum(_tokens_seen(policy, layout.block_size) for policy in row) * layout.slot_bytes
+    kept = zip(model.policies, card.plan.sharing(0), strict=True)
+    layers = model.by_cache_layer([(row, sharing.ranks) for row, sharing in kept])
+    for (row, ranks), layout in zip(layers, card.layouts, strict=True):
+        total += ranks * sum(_tokens_seen(policy, layout.block_size) for policy in row) * layout.slot_bytes
     return total // card.layout.block_size
 
 

@@ -15,6 +15,7 @@ from headwise.runtime.models.attention.base import Serving
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.registry import model_config
+from headwise.units import format_bytes
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "support" / "published").glob("*.json"))
 
@@ -110,6 +111,28 @@ def test_info_of_latents(tmp_path: Path, name: str, layers: int, geometry: str, 
     assert rows["head groups"] == f"1 x {layers} slots per rank (auto, padding 0.0%)"
     assert rows["  group 0"].startswith(f"full attention, {layers} layers' latents, ")
     assert card.bytes_per_token == layers * (512 + 64) * 2 * tp_size  # every rank keeps all of them
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "kept"),
+    [
+        ("qwen3-next-80b-a3b", 2, None),
+        ("qwen3-next-80b-a3b", 8, "each member by 4 of 8; a token takes 4 times the bytes that it would on one rank"),
+        ("gemma-4-31b", 8, "each member by 1 or 2 of 8; a token takes 1.09 times the bytes that it would on one rank"),
+        ("deepseek-v3", 4, "each member by 4 of 4; a token takes 4 times the bytes that it would on one rank"),
+    ],
+)
+def test_info_says_what_ranks_that_keep_the_same_cost(
+    tmp_path: Path, name: str, tp_size: int, kept: str | None
+) -> None:
+    source = next(path for path in PUBLISHED if path.stem == name)
+    (tmp_path / "config.json").write_bytes(source.read_bytes())
+    config = EngineConfig(model=str(tmp_path), kv_cache="64GiB", device="cuda", dtype="bfloat16", tp_size=tp_size)
+    card = read_model_card(config, tmp_path, identify=False)
+    rows = dict(describe(config, card, tmp_path, [8192]))
+    assert rows.get("kept by several ranks") == kept
+    each = format_bytes(1000 * card.bytes_per_token / tp_size)
+    assert f" over all ranks, {each} each" in rows["cache of 1,000 tokens"]
 
 
 def test_windows_of_every_other_layer_are_those_that_are_published() -> None:

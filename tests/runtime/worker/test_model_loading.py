@@ -160,18 +160,23 @@ def test_whatever_decides_the_bytes_is_in_the_key(tmp_path: Path, model: Path, q
     ]
     names = [_file_name(config_of(tmp_path, model, **change)) for change in changes]
     names += [_file_name(config_of(tmp_path, model, tp_size=2), rank=1)]
+    names += [_file_name(config_of(tmp_path, model, tp_size=8), part=part) for part in (0, 1)]
     blocks = config_of(tmp_path, quantised_model, weights_dtype="gguf")
     names += [_file_name(blocks), _file_name(replace(blocks, weights_dtype="bfloat16"))]
     names += [_file_name(blocks, weights="others"), _file_name(blocks, blocks="others")]
     assert len(set(names)) == len(names)
 
 
-def _file_name(config: EngineConfig, rank: int = 0, **changes: Any) -> str:
+def _file_name(config: EngineConfig, rank: int = 0, part: int | None = None, **changes: Any) -> str:
+    """part: of the query heads of its KV heads, which as many ranks keep; None: the one that it is dealt"""
     directory = resolve_model(config.model, config.cache_path, weights=False)
     card = replace(read_model_card(config, directory), **changes)
     ops = make_ops("numba", 1, config.dtype_name, config.weights_dtype_name)
     assert isinstance(ops, PackingOps)
-    return packed_key(card, config, ops, Shard.of(card.config, card.plan, rank)).file_name
+    shard = Shard.of(card.config, card.plan, rank)
+    if part is not None:
+        shard = replace(shard, sharing=tuple(sharing._replace(part=part) for sharing in shard.sharing))
+    return packed_key(card, config, ops, shard).file_name
 
 
 @pytest.mark.parametrize("weights_dtype", [pytest.param("bfloat16", marks=pytest.mark.soak), "gguf"])
