@@ -250,10 +250,11 @@ def _check_deals(policies: Policies, tp_size: int) -> None:
     kinds = sorted({(len(row), row[0].is_state) for row in policies if row})
     if all(can_be_dealt(count, tp_size, is_state=is_state) for count, is_state in kinds):
         return
-    most = lcm(*(count for count, _ in kinds))
-    fits = [n for n in range(1, most + 1) if all(can_be_dealt(count, n, is_state=state) for count, state in kinds)]
-    more = "" if any(is_state for _, is_state in kinds) else f", and multiples of {most}"
-    heads = " or ".join(str(count) for count in sorted({count for count, _ in kinds}))
+    counts = sorted({count for count, _ in kinds})
+    sizes = range(1, counts[-1] + 1)
+    fits = [size for size in sizes if all(can_be_dealt(count, size, is_state=state) for count, state in kinds)]
+    more = "" if any(is_state for _, is_state in kinds) else f", and multiples of {lcm(*counts)}"
+    heads = " or ".join(map(str, counts))
     raise ValueError(f"tp_size {tp_size} does not divide the model's {heads} KV heads; sizes that fit: {fits}{more}")
 
 

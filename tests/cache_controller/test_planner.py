@@ -63,7 +63,7 @@ def test_sizes_must_fit_layers_of_every_number_of_heads() -> None:
     policies = [[FULL] * 6, [WINDOW] * 4]
     assert plan_head_groups(policies, 12).copies == (2 * 6 + 3 * 4) / 10
     with pytest.raises(
-        ValueError, match=r"tp_size 6 .* 4 or 6 KV heads; sizes that fit: \[1, 2, 12\], and mult.* of 12"
+        ValueError, match=r"tp_size 6 .* 4 or 6 KV heads; sizes that fit: \[1, 2\], and multiples of 12"
     ):
         plan_head_groups(policies, 6)
 
