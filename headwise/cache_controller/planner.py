@@ -4,7 +4,7 @@ A member is what one layer keeps of a sequence: keys and values of one KV head, 
 one head. Where members differ in size, groups differ in how many of them a block holds. States and what is kept for
 every token never share a group.
 
-Where there are more ranks than KV heads in a layer, as many ranks keep each of its heads, and share its query heads:
+Where there are more ranks than KV heads in a layer, equally many of them keep each head, and share its query heads:
 
     8 query heads, 2 KV heads, 4 ranks    rank 0: KV head 0, query heads 0 1    rank 2: KV head 1, query heads 4 5
                                           rank 1: KV head 0, query heads 2 3    rank 3: KV head 1, query heads 6 7
@@ -57,10 +57,10 @@ class Member(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """A rank among those that keep the same KV heads of a layer, of whose query heads each has an equal part.
+    """What a rank has of the query heads of its KV heads of a layer: one of equal parts.
 
-    part:  which of the parts is the rank's, in order
-    ranks: how many they are; 1: nobody else keeps these heads
+    part:  which, from 0 on
+    ranks: that keep the same KV heads, and have a part each; 1: nobody else keeps them
     """
 
     part: int
@@ -146,7 +146,7 @@ class HeadGroupPlan:
         return tuple(map(tuple, heads))
 
     def sharing(self, rank: int) -> tuple[Sharing, ...]:
-        """``[num_layers]``: ``rank`` among those that keep its KV heads of a layer, or none there as it does."""
+        """``[num_layers]``, of ``rank``; parts are in the order of ranks."""
         found = []
         for layer, heads in enumerate(self.kv_heads(rank)):
             ranks = [r for r, places in enumerate(self._places) if heads and Member(layer, heads[0]) in places]
@@ -176,8 +176,8 @@ def plan_head_groups(
 
     sizes:         ``[num_layers]``, bytes of a slot of each layer's members; None: all are equal
     is_replicated: every rank keeps all members, as of MLA, whose one latent serves all query heads; else each rank
-                   has an equal share of every layer's, or one that as many other ranks keep, too, as any other (but of
-                   states, which are not shared)
+                   has equally many of every layer's, or one, where equally many ranks keep each (but of states, which
+                   are not shared)
 
     Raises ValueError if the members of a layer cannot be so dealt to ``tp_size`` ranks, the policies or sizes are not
     a full table, or ``per_head_index`` is asked of layers that differ.
@@ -239,7 +239,7 @@ def _check_table(policies: Policies, sizes: Sequence[int] | None) -> None:
 
 
 def can_be_dealt(heads: int, tp_size: int, *, is_state: bool = False) -> bool:
-    """Whether so many ranks can have equally many of a layer's ``heads``, or keep one each that equally many keep.
+    """Whether ranks can have equally many of a layer's ``heads`` each, or equally many ranks can keep each head.
 
     A state is of all value heads of its key head: those would have to be split, not shared.
     """

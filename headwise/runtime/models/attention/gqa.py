@@ -35,8 +35,7 @@ class GroupedQueryAttention:
         return gqa_layout(block_size, slots, self.config.heads_of(layer).head_dim, kv_dtype)
 
     def check(self, serving: Serving) -> None:
-        """See `AttentionVariant.check`: ranks have equal shares, and there is no quantised cache for some kernels and
-        sizes of heads."""
+        """See `AttentionVariant.check`: ranks may not fit the heads, or kernels have no quantised cache of them."""
         check_heads_dealt(self.config, serving.tp_size)
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
