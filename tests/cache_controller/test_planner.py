@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from headwise.cache_controller.planner import (
     MAX_PADDING,
+    HeadGroup,
     HeadGroupPlan,
     Member,
     agreed_policies,
@@ -226,3 +227,14 @@ def test_policies_that_engines_of_all_ranks_agree_on_keep_each_member_alike(poli
             for layer, head in (member for rank in group.members for member in rank):
                 assert agreed[layer][head] == group.policy
                 assert loosest([policies[layer][head], group.policy]) == group.policy
+
+
+def test_policies_are_agreed_on_for_all_copies_of_a_member() -> None:
+    """Of two ranks that keep it, one may have it in a looser group."""
+    member = (Member(0, 0),)
+
+    def plans(given) -> list[HeadGroupPlan]:
+        groups = (HeadGroup(FULL, (member, ()), 1), HeadGroup(given[0][0], ((), member), 1))
+        return [HeadGroupPlan((1,), 1, 2, groups)]
+
+    assert agreed_policies([[WINDOW]], plans) == ((FULL,),)
