@@ -212,6 +212,11 @@ class EngineConfig:
     cuda_graphs: bool = _option(
         True, "Record steps on a GPU as CUDA graphs at start: a decode step as one, prefill as one for each layer."
     )
+    one_shot_all_reduce: bool = _option(
+        True,
+        "Sum small tensors of ranks on GPUs in one launch, by memory that they share, where they can: else all go by "
+        "NCCL.",
+    )
     prefill_graphs: int = _option(
         1024,
         "Most tokens of a step that runs by prefill's graphs, padded to one of a few sizes: of larger ones the GPU "

@@ -99,12 +99,16 @@ class GptOssWeights(WeightView):
         match = self._EXPERT.fullmatch(name)
         return super().columns(name, start, stop) if match is None else self._part(match)[:, start:stop]
 
-    def kept_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        if self._EXPERT.fullmatch(name) is None:
+            return super().kept_rows(name, start, stop)
         matrix = self._quantised(name)
         return None if matrix is None else matrix.rows(start, stop)
 
-    def kept_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
         """None where the range cuts through a group."""
+        if self._EXPERT.fullmatch(name) is None:
+            return super().kept_columns(name, start, stop)
         matrix = None if start % _GROUP or stop % _GROUP else self._quantised(name)
         return None if matrix is None else matrix.columns(start, stop)
 

@@ -213,11 +213,11 @@ class Qwen3_5(Qwen3):  # noqa: N801
         query, key, value = self.query_key_value(index, layer, x)
         seen = attention(index, query, key, value, rotation).reshape([x.shape[0], -1])
         heads = self.ops.sigmoid_mul(seen, self._linear(x, layer.attention.gate))
-        return self.reduce(self._linear(heads, layer.attention.out))
+        return self._linear(heads, layer.attention.out)
 
     def _attend_delta(self, index: int, weights: DeltaProjections, x: Tensor, attention: AttentionLayer) -> Tensor:
         numbers = self.ops.kernel_array(self._linear(x, weights.into))
-        return self.reduce(self._linear(attention(index, DeltaProjected(numbers, weights.between)), weights.out))
+        return self._linear(attention(index, DeltaProjected(numbers, weights.between)), weights.out)
 
 
 class Qwen3Next(MoeDecoder, Qwen3_5):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,7 +11,7 @@ from headwise.errors import ModelError
 from headwise.runtime.models.base import DeltaConfig, ModelConfig
 from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.rope import pairs_first
-from headwise.runtime.models.weight_view import WeightView
+from headwise.runtime.models.weight_view import Reader, WeightView
 
 Floats = NDArray[np.float32]
 
@@ -30,18 +32,18 @@ class GatedHeadWeights(WeightView):
         found = super().tensor(name)
         return found[self._order] if name.endswith(("q_norm.weight", "k_norm.weight")) else found
 
-    def rows(self, name: str, start: int, stop: int) -> Floats:
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
         at, _, part = name.removesuffix(".weight").rpartition(".")
         if part == "k_proj":
-            return self._paired(super().rows(name, start, stop))
+            return self._paired(super().read_rows(source, name, start, stop))
         if part not in ("q_proj", "q_gate"):
-            return super().rows(name, start, stop)
-        both = super().rows(f"{at}.q_proj.weight", 2 * start, 2 * stop)
+            return super().read_rows(source, name, start, stop)
+        both = super().read_rows(source, f"{at}.q_proj.weight", 2 * start, 2 * stop)
         query, gate = np.split(both.reshape(-1, 2 * self._dim, both.shape[1]), 2, axis=1)
         chosen = (query if part == "q_proj" else gate).reshape(-1, both.shape[1])
         return self._paired(chosen) if part == "q_proj" else np.ascontiguousarray(chosen)
 
-    def _paired(self, rows: Floats) -> Floats:
+    def _paired(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows.reshape(-1, self._dim, rows.shape[1])[:, self._order].reshape(rows.shape)
 
 
@@ -66,16 +68,16 @@ class JoinedDeltaWeights(WeightView):
             "in_proj_ba": [("in_proj_b", 0, sizes.share), ("in_proj_a", 0, sizes.share)],
         }
 
-    def rows(self, name: str, start: int, stop: int) -> Floats:
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
         at, _, joined = name.removesuffix(".weight").rpartition(".")
         parts = self._parts.get(joined)
         if parts is None:
-            return super().rows(name, start, stop)
+            return super().read_rows(source, name, start, stop)
         each = sum(count for _, _, count in parts)
         first, last = start // each, stop // each
         found = []
         for part, behind, count in parts:
-            rows = super().rows(f"{at}.{part}.weight", behind + first * count, behind + last * count)
+            rows = super().read_rows(source, f"{at}.{part}.weight", behind + first * count, behind + last * count)
             if len(rows) != (last - first) * count:
                 raise ModelError(f"{at}.{part}.weight has too few rows: weights and config.json do not belong together")
             found.append(rows.reshape(last - first, count, rows.shape[1]))

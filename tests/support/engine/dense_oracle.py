@@ -184,6 +184,9 @@ class ThreadComm:
     def all_reduce(self, x: np.ndarray) -> np.ndarray:
         return np.sum(self._exchange(x), axis=0)
 
+    def add_rms_norm(self, *arguments: object) -> None:
+        return None
+
     def gather(self, x: np.ndarray) -> np.ndarray | None:
         everyone = self._exchange(x)
         return np.concatenate(everyone, axis=-1) if self.rank == 0 else None
