@@ -31,6 +31,8 @@ _TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 class DecodeReads:
     """Bytes that a decode step reads, over all ranks. Norms, biases and the embedding's rows are too small to count.
 
+    The few weights that several ranks have are counted once, and the cache as often as ranks read it.
+
     layers:   of the layers' matrices; of a mixture of experts, those that one token goes through
     lm_head:  of the output matrix, which may be that of the embedding
     thousand: of the cache of a sequence of 1,000 tokens
@@ -58,10 +60,14 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
 
 
 def cache_reads(card: ModelCard, tokens: int) -> int:
-    """Bytes of the cache that a sequence's last of ``tokens`` tokens reads: what its heads see; of states, all."""
+    """Bytes of the cache that a sequence's last of ``tokens`` tokens reads, over all ranks: what its heads see; of states,
+    all."""
     model, total = card.config, 0
-    for row, layout in zip(model.by_cache_layer(model.policies), card.layouts, strict=True):
-        total += sum(_tokens_seen(policy, tokens, layout.block_size) for policy in row) * layout.slot_bytes
+    kept = zip(model.policies, card.plan.sharing(0), strict=True)
+    layers = model.by_cache_layer([(row, sharing.ranks) for row, sharing in kept])
+    for (row, ranks), layout in zip(layers, card.layouts, strict=True):
+        seen = sum(_tokens_seen(policy, tokens, layout.block_size) for policy in row)
+        total += ranks * seen * layout.slot_bytes
     return total // card.layout.block_size
 
 

@@ -204,9 +204,9 @@ class Decoder(Model):
     def load_attention(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` of a layer's attention."""
         config, shard, heads = self.config, self._shard, self.config.heads_of(layer)
-        dim, share, has_bias = heads.head_dim, config.num_heads // heads.kv_heads, config.attention_bias
+        dim, has_bias = heads.head_dim, config.attention_bias
         kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
-        q = [(start * share, stop * share) for start, stop in kv]
+        q = [(start * dim, stop * dim) for start, stop in shard.query_heads(config, layer)]
         query, *others = self.projections(layer)
         return QkvProjections(
             qkv=self._split_rows([(at + query, q), *((at + name, kv) for name in others)], has_bias),
@@ -219,11 +219,11 @@ class Decoder(Model):
         return "q_proj", "k_proj", "v_proj"
 
     def _sink_logits(self, at: str, layer: int) -> KernelArray:
-        share, every = self.config.num_heads // self.config.num_kv_heads, self._weights.tensor(f"{at}sinks")
+        every = self._weights.tensor(f"{at}sinks")
         if every.shape != (self.config.num_heads,):
             raise ModelError(f"{at}sinks has the shape {every.shape}, config.json says {self.config.num_heads} heads")
-        own = every.reshape(-1, share)[list(self._shard.kv_heads[layer])]
-        return self.ops.upload(np.ascontiguousarray(own.reshape(-1), np.float32))
+        own = [every[start:stop] for start, stop in self._shard.query_heads(self.config, layer)]
+        return self.ops.upload(np.concatenate(own, dtype=np.float32))
 
     def load_mlp(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` that stand for a layer's MLP."""

@@ -165,8 +165,7 @@ class Qwen3_5(Qwen3):  # noqa: N801
         if layer in self._delta.layers:
             return self._load_delta(self._shard.kv_heads[layer], at.replace("self_attn", "linear_attn"))
         found, dim = super().load_attention(layer, at), self.config.head_dim
-        share = self.config.num_heads // self.config.num_kv_heads
-        q = [(head * share * dim, (head + 1) * share * dim) for head in self._shard.kv_heads[layer]]
+        q = [(start * dim, stop * dim) for start, stop in self._shard.query_heads(self.config, layer)]
         return GatedProjections(found.qkv, found.out, gate=self._split_rows([(f"{at}q_gate", q)], has_bias=False))
 
     def _load_delta(self, heads: tuple[int, ...], at: str) -> DeltaProjections:

@@ -151,8 +151,7 @@ class ModelWorker:
         self._ended = 0.0
 
     def _load_model(self) -> Model:
-        heads = self.card.config.by_cache_layer(self.card.plan.kv_heads(self.rank))
-        shard = Shard(self.rank, self._config.tp_size, heads)
+        shard = Shard.of(self.card.config, self.card.plan, self.rank)
         where = self.card, self._config, self._model_dir
         return self._parts.load_model(*where, self._ops, self._collectives, shard)
 

@@ -108,6 +108,8 @@ def test_the_cache_of_a_thousand_tokens_is_read_as_far_as_its_heads_see(
     full, sliding = convert(write_llama_gguf(tmp_path / "l.gguf")), convert(write_gemma3_gguf(tmp_path / "g.gguf"))
     assert reads(full, kv_dtype=kv_dtype).thousand == 1000 * members * 2 * row
     assert reads(sliding, kv_dtype=kv_dtype).thousand == windows * members * 2 * row
+    assert reads(full, kv_dtype=kv_dtype, tp_size=2).thousand == reads(full, kv_dtype=kv_dtype).thousand
+    assert reads(full, kv_dtype=kv_dtype, tp_size=4).thousand == 2 * reads(full, kv_dtype=kv_dtype).thousand
 
 
 def test_info_says_what_a_step_reads_and_takes_at_least(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

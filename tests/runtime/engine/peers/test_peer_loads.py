@@ -78,6 +78,16 @@ def test_a_prefix_that_only_another_engine_has_comes_from_there(policies, owner_
     assert peers(network, "a")["lent"]["leases"] == 0
 
 
+@pytest.mark.parametrize("ranks", [(1, 4), (4, 1), (2, 4), (4, 2), (8, 4)])
+def test_ranks_that_keep_the_same_of_two_heads_fetch_and_lend_them_like_any(ranks) -> None:
+    network = Network("ab", (FULL, FULL), ranks=ranks)
+    serve(network, "a", request("first", PROMPT, 3))
+    assert serve(network, "b", hinted(network, "second", PROMPT, 3, "a")) == continuation(PROMPT, 3)
+    settle(network)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 28
+    assert peers(network, "b")["fetched_blocks"] == peers(network, "a")["lent"]["leased_blocks"] > 0
+
+
 def test_only_what_a_hit_needs_is_asked_for() -> None:
     network = Network("ab", (FULL, HeadPolicy(window=5)))
     serve(network, "a", request("first", PROMPT, 3))
