@@ -60,7 +60,7 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
 
 
 def cache_reads(card: ModelCard, tokens: int) -> int:
-    """Bytes of the cache that a sequence's last of ``tokens`` tokens reads, over all ranks: what its heads see; of states,
+    """Bytes of the cache that a sequence's last of ``tokens`` tokens reads, on all ranks: what its heads see; of states,
     all."""
     model, total = card.config, 0
     kept = zip(model.policies, card.plan.sharing(0), strict=True)
