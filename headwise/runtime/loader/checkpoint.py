@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
 from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
-from headwise.runtime.ops.quantised import Matrix
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {**FLOATS, "U8": INTEGERS["U8"]}
@@ -55,23 +55,42 @@ class Checkpoint:
         self._files: dict[str, SafetensorsFile] = {}
 
     @cached_property
+    def _sole(self) -> BlockFile | None:
+        """The file with matrices that are kept as blocks alone; None if there are no blocks."""
+        if self._blocks is not None:
+            return self._blocks
+        path = self.directory / BLOCKS
+        return BlockFile(path) if path.exists() else None
+
+    def _is_sole(self, name: str) -> bool:
+        """Whether a matrix is kept as blocks alone."""
+        return name not in self._file_of and self._sole is not None and name in self._sole.sole
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Every tensor's name."""
-        return tuple(self._file_of)
+        return (*self._file_of, *(sorted(self._sole.sole) if self._sole else ()))
 
     @property
     def num_elements(self) -> int:
         """Number of elements in all tensors together; bytes count as two numbers each."""
-        return sum(prod(self.shape(name)) * (2 if self._open(name).is_bytes(name) else 1) for name in self.names)
+        return sum(prod(self.shape(name)) * (2 if self._is_bytes(name) else 1) for name in self.names)
+
+    def _is_bytes(self, name: str) -> bool:
+        return not self._is_sole(name) and self._open(name).is_bytes(name)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or self._is_sole(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if self._sole is not None and self._is_sole(name):
+            return self._sole.shape(name)
         return self._open(name).shape(name)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """The whole tensor, as float32."""
+        if self._is_sole(name):
+            return self.rows(name, 0, self.shape(name)[0])
         return self._open(name).read(name)
 
     def stored(self, name: str) -> NDArray[Any]:
@@ -81,11 +100,15 @@ class Checkpoint:
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """``tensor(name)[start:stop]``, reading no more than that."""
         self._check_range(name, 0, start, stop)
+        if self._sole is not None and self._is_sole(name):
+            return _expanded(self._sole.rows(name, start, stop))
         return self._open(name).read(name, slice(start, stop))
 
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """``tensor(name)[:, start:stop]`` of a matrix, reading no more than that."""
         self._check_range(name, 1, start, stop)
+        if self._sole is not None and self._is_sole(name):
+            return _expanded(self._sole.columns_within(name, start, stop))
         return self._open(name).read(name, columns=slice(start, stop))
 
     def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
@@ -121,7 +144,7 @@ class Checkpoint:
 
     def _kept(self, name: str, axis: int, part: slice) -> NDArray[Any] | None:
         """A part of a matrix along an axis, as a view of the mapped file, if it has the dtype that is kept."""
-        if self._keeps is None or self._open(name).dtype(name) != self._keeps.name:
+        if self._keeps is None or self._is_sole(name) or self._open(name).dtype(name) != self._keeps.name:
             return None
         self._check_range(name, axis, part.start, part.stop)
         stored = self._open(name).stored(name).view(self._keeps)
@@ -166,13 +189,21 @@ class Checkpoint:
         return self._files[file_name]
 
 
+def _expanded(matrix: GroupQuantised | NDArray[np.float32] | None) -> NDArray[np.float32]:
+    assert matrix is not None, "it is kept as blocks alone"
+    return as_float32(matrix)
+
+
 def weight_files(directory: Path, *, blocks: bool = False) -> list[Path]:
     """The files of ``directory`` that a `Checkpoint` reads tensors from and, for shards, their index.
 
     An empty list if there are no weights. Raises `ModelError` if the index is corrupt or a shard is missing.
+
+    blocks: as for `Checkpoint`; the file of blocks is read without being asked for, too, if it has what no other has
     """
     if (directory / SINGLE).exists():
-        return [directory / SINGLE, *([directory / BLOCKS] if blocks else [])]
+        has_sole = not blocks and (directory / BLOCKS).exists() and bool(BlockFile(directory / BLOCKS).sole)
+        return [directory / SINGLE, *([directory / BLOCKS] if blocks or has_sole else [])]
     if not (directory / INDEX).exists():
         return []
     return [directory / name for name in (INDEX, *sorted(set(_weight_map(directory).values())))]
