@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,17 @@ class TinyGguf:
 
     architecture: by its name in GGUF
     checkpoint:   whose config and weights it has
-    changes:      to the config: what GGUF cannot say, so that a file means something else. None: transformers has computed
-                  this very model
-    like:         layer -> another one, whose weights' names and shapes it gets
+    changes:      to the config: what GGUF cannot say, so that a file means something else. None: transformers has
+                  computed this very model
+    like:         layer -> another one of the checkpoint, whose weights' names and shapes it gets
+    sizes:        a part of weights' names -> their sizes, and the ones that they have instead
     """
 
     architecture: str
     checkpoint: str
     changes: Mapping[str, Any] | None = None
     like: Mapping[int, int] | None = None
+    sizes: Mapping[str, Mapping[int, int]] | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -48,12 +50,14 @@ class TinyGguf:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = dict(reference(self.checkpoint)["shapes"])
+        known: dict[str, list[int]] = reference(self.checkpoint)["shapes"]
+        found = dict(known)
         for layer, other in (self.like or {}).items():
             at, theirs = f"model.layers.{layer}.", f"model.layers.{other}."
-            kept = {name: shape for name, shape in found.items() if not name.startswith(at)}
-            copied = {name.replace(theirs, at): shape for name, shape in found.items() if name.startswith(theirs)}
-            found = kept | copied
+            found = {name: shape for name, shape in found.items() if not name.startswith(at)}
+            found |= {name.replace(theirs, at): shape for name, shape in known.items() if name.startswith(theirs)}
+        for part, sizes in (self.sizes or {}).items():
+            found |= {name: [sizes.get(size, size) for size in found[name]] for name in found if part in name}
         return found
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -67,6 +71,10 @@ _EVERY_LAYER = {"mlp_only_layers": []}
 _WORDS = {"vocab_size": 263}
 _YARN = dict(TINY_CONFIGS["deepseek-v3"]["rope_scaling"], mscale=0.8, mscale_all_dim=0.8)
 _LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+_SQUARE = {"linear_value_head_dim": 32}
+_SQUARE_SIZES = {"linear_attn": {48: 32, 192: 128, 320: 256, 512: 384}}
+_KINDS = TINY_CONFIGS["gemma4-shared"]["layer_types"]
+_LITE_LAYERS = 27
 
 TINY_GGUFS: Mapping[str, TinyGguf] = {
     "mixtral": TinyGguf("llama", "mixtral"),
@@ -87,6 +95,36 @@ TINY_GGUFS: Mapping[str, TinyGguf] = {
     "llama4": TinyGguf("llama4", "llama4", _LLAMA4),
 }
 
+JUDGED_GGUFS: Mapping[str, TinyGguf] = {
+    **{
+        name: tiny
+        for name, tiny in TINY_GGUFS.items()
+        if not name.startswith(("deepseek-v2", "deepseek-v3.2", "qwen3.5"))
+    },
+    # llama.cpp knows a model without a rank of queries by its layers,
+    "deepseek-v2": replace(
+        TINY_GGUFS["deepseek-v2"],
+        changes={"num_hidden_layers": _LITE_LAYERS},
+        like=dict.fromkeys(range(3, _LITE_LAYERS), 2),
+    ),
+    # has an indexer's heads turned by a matrix of at least 64,
+    "deepseek-v3.2": replace(
+        TINY_GGUFS["deepseek-v3.2"],
+        changes={"index_head_dim": 128},
+        sizes={"indexer.k_norm": {32: 128}, "indexer.wk": {32: 128}, "indexer.wq_b": {512: 2048}},
+    ),
+    # has layers share the caches of the last two of the others,
+    "gemma4-shared": replace(
+        TINY_GGUFS["gemma4-shared"],
+        changes={"layer_types": [_KINDS[at] for at in (0, 1, 1, 2, 5, 5, 6)]},
+        like={2: 1, 3: 2, 4: 5},
+    ),
+    # and keys and values of a delta-net have one size.
+    "qwen3-next": replace(TINY_GGUFS["qwen3-next"], changes={**_EVERY_LAYER, **_SQUARE}, sizes=_SQUARE_SIZES),
+    **{name: replace(TINY_GGUFS[name], changes=_SQUARE, sizes=_SQUARE_SIZES) for name in ("qwen3.5", "qwen3.5-moe")},
+}
+"""Those that llama.cpp can load, too."""
+
 
 def _config_of(checkpoint: str) -> dict[str, Any]:
     return dict(_ERNIE[checkpoint] if checkpoint in _ERNIE else TINY_CONFIGS[checkpoint])
@@ -103,16 +141,27 @@ def floats(name: str, values: np.ndarray) -> Kind:
 
 
 def write_tiny_gguf(
-    path: Path, tiny: TinyGguf, choose: Choose = floats, but: tuple[str, ...] = (), **changes: Any
+    path: Path,
+    tiny: TinyGguf,
+    choose: Choose = floats,
+    but: tuple[str, ...] = (),
+    keys: Mapping[str, Any] | None = None,
+    is_split: bool = True,
+    joins_gate_up: bool = False,
 ) -> Path:
-    """but: names of tensors that the file lacks; changes: of keys, with ``__`` for a dot; None removes one."""
+    """
+    but:           names of tensors that the file lacks
+    keys:          that have other values, None for those that the file lacks
+    is_split:      whether keys and values of latents are apart, as newer converters have them
+    joins_gate_up: whether experts' gates and ups are one tensor, as they may be
+    """
     config, architecture = tiny.config, tiny.architecture
     writer = gguf.GGUFWriter(path, architecture)
-    keys = {f"{architecture}.{key}": value for key, value in _keys(config, architecture).items()}
-    keys |= _tokenizer(config["vocab_size"])
-    for key, value in (keys | {name.replace("__", "."): value for name, value in changes.items()}).items():
+    found = {f"{architecture}.{key}": value for key, value in _keys(config, architecture).items()}
+    for key, value in {**found, **_tokenizer(config["vocab_size"]), **(keys or {})}.items():
         _add_key(writer, key, value)
-    for name, values, kind in _tensors(tiny):
+    tensors = _tensors(tiny, is_split)
+    for name, values, kind in _joined(tensors) if joins_gate_up else tensors:
         if name in but:
             continue
         if kind is None and values.ndim > 1 and values.shape[-1] > 1:
@@ -306,13 +355,26 @@ _Tensor = tuple[str, np.ndarray, Kind | None]
 """Name in GGUF, values, and their type, where that is not chosen."""
 
 
-def _tensors(tiny: TinyGguf) -> Iterator[_Tensor]:
+def _joined(tensors: Iterator[_Tensor]) -> Iterator[_Tensor]:
+    gates: dict[str, np.ndarray] = {}
+    for name, values, kind in tensors:
+        layer, _, part = name.partition(".ffn_")
+        if part in ("gate_exps.weight", "up_exps.weight"):
+            gates[name] = values
+            both = [gates.get(f"{layer}.ffn_{each}_exps.weight") for each in ("gate", "up")]
+            if all(each is not None for each in both):
+                yield f"{layer}.ffn_gate_up_exps.weight", np.concatenate(both, axis=1), None
+        else:
+            yield name, values, kind
+
+
+def _tensors(tiny: TinyGguf, is_split: bool) -> Iterator[_Tensor]:
     config = tiny.config
     known = gguf.MODEL_ARCH_NAMES.items()
     # The package has no name for DeepSeek-V3.2; GLM's model has the same tensors.
     architecture = next((a for a, name in known if name == tiny.architecture), gguf.MODEL_ARCH.GLM_DSA)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for hf, values in _changed(_stacked(tiny.weights()), config):
+    for hf, values in _changed(_stacked(tiny.weights()), config, is_split):
         kind = None
         if values.dtype == np.uint8:
             kind = Kind.MXFP4
@@ -347,7 +409,7 @@ def _stacked(weights: Weights) -> dict[str, np.ndarray]:
     return found | {name: np.stack([each[at] for at in range(len(each))]) for name, each in experts.items()}
 
 
-def _changed(weights: Weights, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple[str, np.ndarray]]:
     """What a converter makes of each tensor."""
     kind = config["model_type"]
     for name, values in weights.items():
@@ -357,7 +419,7 @@ def _changed(weights: Weights, config: Config) -> Iterator[tuple[str, np.ndarray
             yield name, halves.swapaxes(1, 2).reshape(values.shape)
         elif kind == "gpt_oss":
             yield from _gpt_oss_tensor(name, values, weights)
-        elif name.endswith("kv_b_proj.weight"):
+        elif name.endswith("kv_b_proj.weight") and is_split:
             yield from _split_latents(name, values, config)
         elif name.endswith("e_score_correction_bias"):
             yield name.replace("_bias", ".bias"), values.reshape(-1)

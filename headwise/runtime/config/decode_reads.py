@@ -11,7 +11,7 @@ from headwise.cache_controller.dtypes import dtype_bytes
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.loader.block_file import BLOCKS, BlockFile
+from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
 from headwise.runtime.loader.checkpoint import Checkpoint, read_json
 from headwise.runtime.loader.gguf_blocks import FORMATS
 from headwise.runtime.loader.quantisation import scheme_of
@@ -59,21 +59,25 @@ def codes_in_memory(config: EngineConfig, card: ModelCard, directory: Path) -> i
     """Bytes of all weights, over all ranks, where matrices are kept as codes; the embedding is of ``dtype``."""
     model = card.config
     table = model.vocab_size * model.hidden_size * dtype_bytes(config.dtype_name)
-    reads = decode_reads(config, card, directory)
     if config.computes_from_blocks:
-        return reads.weights + table
+        return sum(_block_bytes(model, directory, every_expert=True)) + table
+    reads = decode_reads(config, card, directory)
     layers = _layer_elements(model, every_expert=True) * _element_bytes(config.weights_dtype_name, directory)
     return int(layers) + reads.lm_head + table
 
 
 def kinds_of_blocks(directory: Path) -> str:
     """In words, of which GGUF types a model's matrices are, how many, and which are kept in bfloat16."""
-    counts = Counter(BlockFile(directory / BLOCKS).kinds.values())
+    counts = Counter(kind for blocks in _block_files(directory) for kind in blocks.kinds.values())
     kept, others = (
         ", ".join(f"{count} {kind}" for kind, count in counts.most_common() if (kind in FORMATS) is wanted)
         for wanted in (True, False)
     )
     return "; ".join(part for part in (kept, others and f"{others} as bfloat16") if part)
+
+
+def _block_files(directory: Path) -> list[BlockFile]:
+    return [BlockFile(directory / name) for name in (BLOCKS, EXPERTS) if (directory / name).exists()]
 
 
 def _element_bytes(dtype: str, directory: Path) -> float:
@@ -99,17 +103,22 @@ def _layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
     return attention + dense + routed
 
 
-def _block_bytes(model: ModelConfig, directory: Path) -> tuple[int, int]:
-    """Bytes of the layers and of the LM head as a GGUF file's blocks."""
-    blocks, checkpoint, layers, head = BlockFile(directory / BLOCKS), Checkpoint(directory), 0, 0
+def _block_bytes(model: ModelConfig, directory: Path, every_expert: bool = False) -> tuple[int, int]:
+    """Bytes of the layers and of the LM head as a GGUF file's blocks; see `_layer_elements`."""
+    checkpoint, layers, experts, head = Checkpoint(directory), 0, 0, 0
     head_name = "embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
-    for name in blocks.kinds:
-        num_bytes = blocks.num_bytes(name) or _EXPANDED_BYTES * prod(checkpoint.shape(name))
-        if ".layers." in name:
-            layers += num_bytes
-        elif name.endswith(head_name):
-            head += num_bytes
-    return layers, head
+    for blocks in _block_files(directory):
+        for name in blocks.kinds:
+            num_bytes = blocks.num_bytes(name) or _EXPANDED_BYTES * prod(checkpoint.shape(name))
+            if ".experts." in name:
+                experts += num_bytes
+            elif ".layers." in name:
+                layers += num_bytes
+            elif name.endswith(head_name):
+                head += num_bytes
+    if model.moe is not None and not every_expert:
+        experts = experts * model.moe.experts_per_token // model.moe.num_experts
+    return layers + experts, head
 
 
 def _bytes_of_thousand(card: ModelCard) -> int:

@@ -5,7 +5,8 @@ It is a safetensors file with a suffix of its own, so that no loader takes it fo
 `GroupQuantised`). Codes of 4 bits are packed two to a byte, the first of a pair in the low half. Signed ones, -8..7,
 are stored with 8 added; where a type has no more than 16 codes (`BlockFormat.numbers`), each by its place among them.
 
-Experts are in this file alone: as float32 they would take up to eight times a GGUF file's size.
+Experts have a file of their own, of the same kind, and no copy as float32: that would take up to eight times a GGUF
+file's size.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from headwise.runtime.loader.gguf_blocks import FORMATS, BlockFormat
 from headwise.runtime.loader.safetensors_file import INTEGERS, SafetensorsFile, TensorForm, write_safetensors
 from headwise.runtime.ops.quantised import GroupQuantised
 
-BLOCKS = "model.gguf-blocks"
-"""The block file's name in a model's directory."""
+BLOCKS, EXPERTS = "model.gguf-blocks", "model.gguf-experts"
+"""The block files' names in a model's directory; there is none of experts where none are kept as blocks."""
 
 _DTYPES = {"F32": np.dtype("<f4"), **INTEGERS}
 _NIBBLE_ZERO = 8
@@ -36,7 +37,6 @@ class BlockFile:
 
     kinds: Hugging Face name -> GGUF type, such as ``Q4_K``, of every matrix of the model. The file has those matrices
            whose type is in `FORMATS`. Of one that was made of several, or changed, the type says so in words
-    sole:  names of those that no other file has
 
     Raises `ModelError` if the file cannot be read, is truncated or corrupt.
     """
@@ -45,8 +45,7 @@ class BlockFile:
         self._file = SafetensorsFile(path, _DTYPES)
         try:
             self.kinds: Mapping[str, str] = json.loads(self._file.metadata["kinds"])
-            self.sole = frozenset(json.loads(self._file.metadata.get("sole", "[]")))
-        except (KeyError, ValueError, TypeError):
+        except (KeyError, ValueError):
             raise ModelError(
                 f"{path} is corrupt: it does not say what is in it; delete {path.parent}, and it is made again"
             ) from None
@@ -116,22 +115,20 @@ def write_blocks(
     kinds: Mapping[str, str],
     shapes: Mapping[str, tuple[int, int]],
     matrices: Iterable[GroupQuantised],
-    sole: Iterable[str] = (),
 ) -> None:
     """Write a file for `BlockFile`, holding one matrix at a time in memory.
 
     kinds:    Hugging Face name -> GGUF type, of every matrix of the model
     shapes:   Hugging Face name -> ``(rows, columns)``, of every matrix
     matrices: those whose type is in `FORMATS`, in the order of ``kinds``
-    sole:     see `BlockFile`
     """
     forms: dict[str, TensorForm] = {}
     for name, kind in kinds.items():
         if kind in FORMATS:
             forms |= _tensor_forms(name, shapes[name], FORMATS[kind])
-    facts = {"kinds": dict(kinds), "sole": list(sole)}
-    metadata = {name: json.dumps(fact, separators=(",", ":")) for name, fact in facts.items()}
-    write_safetensors(path, forms, _tensors(matrices, [FORMATS[kind] for kind in kinds.values() if kind in FORMATS]), metadata)
+    kept = [FORMATS[kind] for kind in kinds.values() if kind in FORMATS]
+    metadata = {"kinds": json.dumps(dict(kinds), separators=(",", ":"))}
+    write_safetensors(path, forms, _tensors(matrices, kept), metadata)
 
 
 def _tensor_forms(name: str, shape: tuple[int, int], form: BlockFormat) -> dict[str, TensorForm]:

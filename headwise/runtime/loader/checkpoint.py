@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.loader.block_file import BLOCKS, BlockFile
+from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
 from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
@@ -31,7 +31,7 @@ class Checkpoint:
     """A directory with ``config.json`` and safetensors weights, in one file or in shards.
 
     A file is mapped when one of its tensors is first asked for. What is stored as F32 is returned as a read-only view
-    of the mapped file; F16 and BF16 are converted to float32. All methods raise `ModelError`, which names the file at
+    of the mapped file; F16 and BF16 are converted to float32, and experts of a GGUF file expanded. All methods raise `ModelError`, which names the file at
     fault, if a file or tensor is missing or corrupt, or a range lies outside a tensor.
 
     blocks: whether `kept_rows` and `kept_columns` give matrices as a GGUF file has them. The directory must
@@ -55,21 +55,19 @@ class Checkpoint:
         self._files: dict[str, SafetensorsFile] = {}
 
     @cached_property
-    def _sole(self) -> BlockFile | None:
-        """The file with matrices that are kept as blocks alone; None if there are no blocks."""
-        if self._blocks is not None:
-            return self._blocks
-        path = self.directory / BLOCKS
+    def _experts(self) -> BlockFile | None:
+        """The experts that a GGUF model has as blocks alone; None if there are none."""
+        path = self.directory / EXPERTS
         return BlockFile(path) if path.exists() else None
 
-    def _is_sole(self, name: str) -> bool:
-        """Whether a matrix is kept as blocks alone."""
-        return name not in self._file_of and self._sole is not None and name in self._sole.sole
+    def _home(self, name: str) -> BlockFile | None:
+        """The file of experts, if a matrix is there."""
+        return self._experts if self._experts is not None and name in self._experts.kinds else None
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Every tensor's name."""
-        return (*self._file_of, *(sorted(self._sole.sole) if self._sole else ()))
+        return (*self._file_of, *(self._experts.kinds if self._experts else ()))
 
     @property
     def num_elements(self) -> int:
@@ -77,19 +75,18 @@ class Checkpoint:
         return sum(prod(self.shape(name)) * (2 if self._is_bytes(name) else 1) for name in self.names)
 
     def _is_bytes(self, name: str) -> bool:
-        return not self._is_sole(name) and self._open(name).is_bytes(name)
+        return not self._home(name) and self._open(name).is_bytes(name)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of or self._is_sole(name)
+        return name in self._file_of or self._home(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if self._sole is not None and self._is_sole(name):
-            return self._sole.shape(name)
-        return self._open(name).shape(name)
+        experts = self._home(name)
+        return self._open(name).shape(name) if experts is None else experts.shape(name)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """The whole tensor, as float32."""
-        if self._is_sole(name):
+        if self._home(name) is not None:
             return self.rows(name, 0, self.shape(name)[0])
         return self._open(name).read(name)
 
@@ -100,15 +97,17 @@ class Checkpoint:
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """``tensor(name)[start:stop]``, reading no more than that."""
         self._check_range(name, 0, start, stop)
-        if self._sole is not None and self._is_sole(name):
-            return _expanded(self._sole.rows(name, start, stop))
+        experts = self._home(name)
+        if experts is not None:
+            return _expanded(experts.rows(name, start, stop))
         return self._open(name).read(name, slice(start, stop))
 
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """``tensor(name)[:, start:stop]`` of a matrix, reading no more than that."""
         self._check_range(name, 1, start, stop)
-        if self._sole is not None and self._is_sole(name):
-            return _expanded(self._sole.columns_within(name, start, stop))
+        experts = self._home(name)
+        if experts is not None:
+            return _expanded(experts.columns_within(name, start, stop))
         return self._open(name).read(name, columns=slice(start, stop))
 
     def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
@@ -129,7 +128,7 @@ class Checkpoint:
         if self._blocks is None:
             return self._kept(name, 0, slice(start, stop))
         self._check_range(name, 0, start, stop)
-        return self._blocks.rows(name, start, stop)
+        return (self._home(name) or self._blocks).rows(name, start, stop)
 
     def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
         """``columns(name, start, stop)`` of a matrix, otherwise as `kept_rows`.
@@ -140,11 +139,11 @@ class Checkpoint:
         if self._blocks is None:
             return self._kept(name, 1, slice(start, stop))
         self._check_range(name, 1, start, stop)
-        return self._blocks.columns(name, start, stop)
+        return (self._home(name) or self._blocks).columns(name, start, stop)
 
     def _kept(self, name: str, axis: int, part: slice) -> NDArray[Any] | None:
         """A part of a matrix along an axis, as a view of the mapped file, if it has the dtype that is kept."""
-        if self._keeps is None or self._is_sole(name) or self._open(name).dtype(name) != self._keeps.name:
+        if self._keeps is None or self._home(name) or self._open(name).dtype(name) != self._keeps.name:
             return None
         self._check_range(name, axis, part.start, part.stop)
         stored = self._open(name).stored(name).view(self._keeps)
@@ -199,11 +198,11 @@ def weight_files(directory: Path, *, blocks: bool = False) -> list[Path]:
 
     An empty list if there are no weights. Raises `ModelError` if the index is corrupt or a shard is missing.
 
-    blocks: as for `Checkpoint`; the file of blocks is read without being asked for, too, if it has what no other has
+    blocks: as for `Checkpoint`
     """
     if (directory / SINGLE).exists():
-        has_sole = not blocks and (directory / BLOCKS).exists() and bool(BlockFile(directory / BLOCKS).sole)
-        return [directory / SINGLE, *([directory / BLOCKS] if blocks or has_sole else [])]
+        more = [directory / EXPERTS] if (directory / EXPERTS).exists() else []
+        return [directory / SINGLE, *more, *([directory / BLOCKS] if blocks else [])]
     if not (directory / INDEX).exists():
         return []
     return [directory / name for name in (INDEX, *sorted(set(_weight_map(directory).values())))]

@@ -82,7 +82,9 @@ HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_nor
 SHARED_EXPERT = {f"ffn_{kind}_shexp": f"mlp.shared_experts.{kind}_proj" for kind in ("gate", "up", "down")}
 
 
-def experts_at(at: str, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, tuple[str, ...]]:
+def experts_at(
+    at: str, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, tuple[str, ...]]:
     """`Architecture.experts` of those whose names begin with ``at`` in a layer. parts: their gate, up and down."""
     gate, up, down = (f"{at}.{{}}.{part}" for part in parts)
     return {"ffn_gate_exps": (gate,), "ffn_up_exps": (up,), "ffn_down_exps": (down,), _JOINED: (gate, up)}

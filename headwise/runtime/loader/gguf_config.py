@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headwise.errors import ModelError
 from headwise.runtime.loader.gguf_architecture import GLOBAL_NAMES, Architecture, Config
 from headwise.runtime.loader.gguf_delta import DELTA
@@ -35,6 +38,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """By their names in GGUF."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_SUFFIXES = (".weight", ".bias", ".scale", ".ssm_a")
+"""That names of tensors end in; a delta-net's decays have none."""
 
 
 def architecture_of(source: GgufFile) -> Architecture:
@@ -131,8 +136,10 @@ def _check_needed(source: GgufFile, architecture: Architecture, model: ModelConf
         needed += [f"blk.{layer}.{name}" for name in architecture.needed(model, layer)]
     for name in needed:
         if not {name, f"{name}.weight", *_instead_of(name)} & source.tensors.keys():
-            whole_name = name if "." in name.split(".", 2)[-1] else f"{name}.weight"
-            raise ModelError(f"{source.path} lacks the tensor {whole_name!r}; download it again")
+            has_suffix = name.endswith(_SUFFIXES)
+            raise ModelError(
+                f"{source.path} lacks the tensor {name if has_suffix else f'{name}.weight'!r}; download it again"
+            )
 
 
 def _instead_of(name: str) -> tuple[str, ...]:
@@ -155,13 +162,18 @@ def _parts(
         yield from _experts(source, name, [f"{at}{each}.{kind}" for each in architecture.experts[stem]], model)
     elif within in names or stem in names:
         hf = names[within] if within in names else f"{names[stem]}.{kind}"
-        change = partial(architecture.undo, name, config=config)
-        yield whole(source, name, at + hf, change, architecture.columns(name, config))
+        yield whole(
+            source, name, at + hf, partial(_undone, architecture, name, config), architecture.columns(name, config)
+        )
     else:
         raise ModelError(
             f"{source.path}: the tensor {name!r} is no part of a {source.require('general.architecture')} model as "
             "headwise knows it; serving without it would be wrong"
         )
+
+
+def _undone(architecture: Architecture, name: str, config: Config, values: NDArray[Any]) -> NDArray[Any]:
+    return architecture.undo(name, values, config)
 
 
 def _experts(source: GgufFile, name: str, names: list[str], model: ModelConfig) -> Iterator[Part]:
@@ -184,9 +196,12 @@ def _experts(source: GgufFile, name: str, names: list[str], model: ModelConfig) 
                 start = expert * matrix[0] + index * share
                 yield rows_of(source, name, hf.format(expert), start, start + share)
             else:
-                row = partial(source.rows, name, expert, expert + 1)
                 cut = slice(index * share, (index + 1) * share)
-                yield Part(hf.format(expert), (share,), (name,), lambda row=row, cut=cut: row()[0, cut])
+                yield Part(hf.format(expert), (share,), (name,), partial(_vector, source, name, expert, cut))
+
+
+def _vector(source: GgufFile, name: str, row: int, part: slice) -> NDArray[np.float32]:
+    return source.rows(name, row, row + 1)[0, part]
 
 
 def _eos(source: GgufFile) -> int | list[int] | None:

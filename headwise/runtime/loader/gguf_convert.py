@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError, HeadwiseError, ModelError
-from headwise.runtime.loader.block_file import BLOCKS, write_blocks
+from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, write_blocks
 from headwise.runtime.loader.checkpoint import SINGLE
 from headwise.runtime.loader.files import building
 from headwise.runtime.loader.gguf_config import architecture_of, build_config, parts_of
@@ -93,12 +93,18 @@ def _convert(source: Path, directory: Path, progress: Progress) -> None:
     forms = {part.name: TensorForm(part.dtype, part.shape) for part in floats}
     write_safetensors(directory / SINGLE, forms, map(_stored, _shown(floats, progress)))
     progress.stage(f"keeping the blocks of {source.name}")
-    kinds = {part.name: part.kind for part in parts if part.kind is not None}
-    shapes = {part.name: (part.shape[0], part.shape[1]) for part in parts if part.kind is not None}
-    kept = [part for part in parts if part.blocks is not None]
-    blocks = (part.blocks() for part in _shown(kept, progress) if part.blocks is not None)
-    write_blocks(directory / BLOCKS, kinds, shapes, blocks, [part.name for part in parts if part.is_sole])
+    matrices = [part for part in parts if part.kind is not None]
+    _write_blocks(directory / BLOCKS, [part for part in matrices if not part.is_sole], progress)
+    if experts := [part for part in matrices if part.is_sole]:
+        _write_blocks(directory / EXPERTS, experts, progress)
     _write_json(directory / "config.json", config)
+
+
+def _write_blocks(path: Path, matrices: list[Part], progress: Progress) -> None:
+    kinds = {part.name: str(part.kind) for part in matrices}
+    shapes = {part.name: (part.shape[0], part.shape[1]) for part in matrices}
+    kept = [part for part in matrices if part.blocks is not None]
+    write_blocks(path, kinds, shapes, (part.blocks() for part in _shown(kept, progress) if part.blocks))
 
 
 def _shown(parts: list[Part], progress: Progress) -> Iterator[Part]:

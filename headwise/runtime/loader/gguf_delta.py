@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.loader.gguf_architecture import (
     ATTENTION,
-    DENSE,
     HEAD_NORMS,
     LLAMA_NAMES,
     Architecture,
@@ -118,11 +118,13 @@ def _made(order: Callable[[NDArray[np.float32], Config], NDArray[np.float32]]) -
             gate = f"{at}ffn_gate_inp_shexp.weight"
             if gate in source.tensors:
                 name = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
-                yield made_of(
-                    source, name, (1, config["hidden_size"]), (gate,), lambda gate=gate: source.tensor(gate).reshape(1, -1)
-                )
+                yield made_of(source, name, (1, config["hidden_size"]), (gate,), partial(_as_row, source, gate))
 
     return made
+
+
+def _as_row(source: GgufFile, name: str) -> NDArray[np.float32]:
+    return source.tensor(name).reshape(1, -1)
 
 
 def _of_delta_net(
@@ -138,7 +140,10 @@ def _of_delta_net(
 
     def decays() -> NDArray[np.float32]:
         """GGUF has what they are used as: ``-exp(A_log)``."""
-        return order(np.log(-source.tensor(f"{at}ssm_a").reshape(-1)), config)
+        values = source.tensor(f"{at}ssm_a").reshape(-1)
+        if not (values < 0).all():
+            raise ModelError(f"{source.path}: {at}ssm_a must have negative numbers only; download it again")
+        return order(np.log(-values), config)
 
     def convolution() -> NDArray[np.float32]:
         rows = source.tensor(f"{at}ssm_conv1d.weight").reshape(channels, kernel)
@@ -218,7 +223,7 @@ DELTA: Mapping[str, Architecture] = {
             _config(name, architecture, model_type),
             _QWEN35_NAMES,
             _needed(is_next=False),
-            experts=experts_at("mlp.experts"),
+            experts={} if name == _QWEN35 else experts_at("mlp.experts"),
             undo=_undo_qwen35,
             columns=_columns,
             made=_made(_by_key_head),

@@ -82,7 +82,7 @@ class GgufFile:
         return self.rows(name, 0, prod(found.shape[:-1])).reshape(found.shape)
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows ``start`` to ``stop`` of a tensor as float32, all axes but the last counted as one; otherwise as `tensor`."""
+        """Rows ``start`` to ``stop`` of a tensor, all axes but the last counted as one; otherwise as `tensor`."""
         from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
 
         found = self._find(name)
@@ -103,7 +103,7 @@ class GgufFile:
         return GGMLQuantizationType(self._find(name).quantization).name
 
     def quantised(self, name: str, start: int, stop: int) -> GroupQuantised:
-        """`rows` of a tensor whose type is in `FORMATS`, without loss; raises `ModelError` if there is no such tensor."""
+        """`rows` of a tensor whose type is in `FORMATS`, without loss; raises `ModelError` without that tensor."""
         found = self._find(name)
         return take_apart(self._raw(found, start, stop), self.kind(name), (stop - start, found.shape[-1]))
 

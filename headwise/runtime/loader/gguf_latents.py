@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.loader.gguf_architecture import LLAMA_NAMES, SHARED_EXPERT, Architecture, Config, experts_at, feed_forward
+from headwise.runtime.loader.gguf_architecture import (
+    LLAMA_NAMES,
+    SHARED_EXPERT,
+    Architecture,
+    Config,
+    experts_at,
+    feed_forward,
+)
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer, rope_scaling, shortest, theta
 from headwise.runtime.loader.gguf_part import Part, made_of
@@ -125,8 +133,11 @@ def _made(source: GgufFile, config: Config) -> Iterable[Part]:
     """``kv_b_proj`` of each layer, of which newer files have each head's keys, turned over, and values apart."""
     for layer in range(config["num_hidden_layers"]):
         names = f"blk.{layer}.{_KEYS}", f"blk.{layer}.{_VALUES}"
-        if names[0] not in source.tensors or names[1] not in source.tensors:
+        if f"blk.{layer}.{_JOINED}" in source.tensors:
             continue
+        for name in names:
+            if name not in source.tensors:
+                raise ModelError(f"{source.path} lacks the tensor {name!r}; download it again")
         heads, plain, value_dim, rank = (
             config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
         )
@@ -137,9 +148,9 @@ def _made(source: GgufFile, config: Config) -> Iterable[Part]:
                     f"{source.path}: {name} has the shape {source.tensors[name].shape}, the metadata say {shape}; "
                     "download it again"
                 )
-        shape = heads * (plain + value_dim), rank
+        both = heads * (plain + value_dim), rank
         hf = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
-        yield made_of(source, hf, shape, names, lambda names=names, shape=shape: _both(source, names, shape))
+        yield made_of(source, hf, both, names, partial(_both, source, names, both))
 
 
 def _both(source: GgufFile, names: tuple[str, str], shape: tuple[int, int]) -> NDArray[np.float32]:

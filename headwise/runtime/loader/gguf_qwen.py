@@ -44,9 +44,7 @@ def _needs_qwen3(config: ModelConfig, layer: int) -> tuple[str, ...]:
 
 QWEN: Mapping[str, Architecture] = {
     "qwen2": Architecture(_qwen("qwen2", "Qwen2ForCausalLM", "qwen2"), LLAMA_NAMES, as_llama),
-    "qwen3": Architecture(
-        _qwen("qwen3", "Qwen3ForCausalLM", "qwen3"), {**LLAMA_NAMES, **HEAD_NORMS}, _needs_qwen3
-    ),
+    "qwen3": Architecture(_qwen("qwen3", "Qwen3ForCausalLM", "qwen3"), {**LLAMA_NAMES, **HEAD_NORMS}, _needs_qwen3),
     "qwen3moe": Architecture(
         _qwen3moe,
         {**LLAMA_NAMES, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate"},
