@@ -31,8 +31,9 @@ class Checkpoint:
     """A directory with ``config.json`` and safetensors weights, in one file or in shards.
 
     A file is mapped when one of its tensors is first asked for. What is stored as F32 is returned as a read-only view
-    of the mapped file; F16 and BF16 are converted to float32, and experts of a GGUF file expanded. All methods raise `ModelError`, which names the file at
-    fault, if a file or tensor is missing or corrupt, or a range lies outside a tensor.
+    of the mapped file; F16 and BF16 are converted to float32, and experts of a GGUF file expanded. All methods raise
+    `ModelError`, which names the file at fault, if a file or tensor is missing or corrupt, or a range lies outside a
+    tensor.
 
     blocks: whether `kept_rows` and `kept_columns` give matrices as a GGUF file has them. The directory must
             then be one that `converted_directory` made

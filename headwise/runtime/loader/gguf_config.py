@@ -186,8 +186,8 @@ def _experts(source: GgufFile, name: str, names: list[str], model: ModelConfig) 
     expected = (moe.num_experts, *matrix) if name.endswith("weight") else (moe.num_experts, matrix[0])
     if shape != expected:
         raise ModelError(
-            f"{source.path}: {name} has the shape {shape}, and the metadata say {expected}: {moe.num_experts} experts of "
-            f"size {moe.expert_size}; download it again"
+            f"{source.path}: {name} has the shape {shape}, and the metadata say {expected}: {moe.num_experts} experts "
+            f"of size {moe.expert_size}; download it again"
         )
     share = matrix[0] // len(names)
     for expert in range(moe.num_experts):

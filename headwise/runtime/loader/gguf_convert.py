@@ -53,8 +53,8 @@ def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Pa
 def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
     """Write a GGUF file's model into an empty ``directory``.
 
-    It gets the weights as float32, the quantised matrices without loss (see `BlockFile`), experts as they are in the file
-    if that is possible, config and tokenizer.
+    It gets the weights as float32, the quantised matrices without loss (see `BlockFile`), which of experts is all that
+    it gets, config and tokenizer.
 
     Raises:
         ModelError: the file cannot be read, is truncated, corrupt or of a kind that cannot be converted or served.

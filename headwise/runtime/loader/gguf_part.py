@@ -84,5 +84,6 @@ def rows_of(source: GgufFile, name: str, hf: str, start: int, stop: int) -> Part
 
 def made_of(source: GgufFile, hf: str, shape: tuple[int, ...], names: tuple[str, ...], make: Callable[[], Any]) -> Part:
     """A tensor that is computed of several, or of one whose numbers change."""
-    kinds = " and ".join(dict.fromkeys(source.kind(name) for name in names))
-    return Part(hf, shape, names, values=make, kind=f"joined {kinds}" if len(shape) == 2 else None)
+    kinds = list(dict.fromkeys(source.kind(name) for name in names))
+    kind = f"joined {' and '.join(kinds)}" if set(kinds) & FORMATS.keys() else kinds[0]
+    return Part(hf, shape, names, values=make, kind=kind if len(shape) == 2 else None)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.decoder import Weights
-from headwise.runtime.ops.quantised import Matrix
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 
 class WeightView:
@@ -37,12 +37,17 @@ class WeightView:
         return self._source.byte_rows(name, start, stop)
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        """None: a model that reorders or joins rows has float32 to do it with."""
+        """None: a model that reorders or joins rows has float32 to do it with, unless it says how else."""
         return None
 
     def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
         """None, likewise."""
         return None
+
+
+def taken(matrix: Matrix, rows: NDArray[np.int64]) -> Matrix:
+    """Rows of a matrix in another order, as they are kept."""
+    return matrix.taken(rows) if isinstance(matrix, GroupQuantised) else matrix[rows]
 
 
 class ExpertWeights(WeightView):
@@ -117,5 +122,8 @@ class InterleavedWeights(ExpertWeights):
         return heads[:, self._even_first].reshape(rows.shape)
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        """None of those that are reordered."""
-        return None if name.endswith(self._ROTATED) else super().kept_rows(name, start, stop)
+        kept = super().kept_rows(name, start, stop)
+        if kept is None or not name.endswith(self._ROTATED):
+            return kept
+        dim = len(self._even_first)
+        return taken(kept, (np.arange(0, stop - start, dim)[:, None] + self._even_first).reshape(-1))

@@ -36,6 +36,13 @@ NEVER = 262
 CLOSE_TO_LLAMA_CPP = {**dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-shared"), 4e-3), "gpt-oss-mxfp4": 0.1}
 """It looks GELU up in a table of 16-bit numbers, and multiplies MXFP4 with activations rounded to 8 bits."""
 TRANSFORMERS = [name for name, tiny in TINY_GGUFS.items() if tiny.changes is None]
+EXPANDED = (
+    *("embed_tokens.weight", "embed_tokens_per_layer.weight", "per_layer_model_projection.weight"),
+    *("mlp.gate.weight", "mlp.router.weight", "feed_forward.router.weight", "router.proj.weight"),
+    *("per_layer_input_gate.weight", "block_sparse_moe.gate.weight"),
+    *("indexer.wk.weight", "indexer.wq_b.weight", "indexer.weights_proj.weight"),
+)
+"""Matrices that models compute from floats of, whatever a file has: small ones, and tables that rows are taken of."""
 WITH_EXPERTS = [name for name in TINY_GGUFS if name not in ("ernie", "gemma4", "gemma4-shared", "qwen3.5")]
 
 
@@ -178,6 +185,40 @@ def test_experts_are_kept_as_the_blocks_that_the_file_has(name: str, tmp_path: P
             np.testing.assert_array_equal(kept.dequantised(), plain.rows(each, 1, rows - 1))  # type: ignore[union-attr]
             assert plain.kept_rows(each, 1, rows - 1) is None
     assert quantised_ones > 10
+
+
+@pytest.mark.parametrize("name", TINY_GGUFS)
+def test_a_model_of_blocks_computes_what_it_does_of_the_same_numbers_expanded(name: str, tmp_path: Path) -> None:
+    directory = convert(write_tiny_gguf(tmp_path / "q.gguf", TINY_GGUFS[name], quantised), tmp_path)
+    asked = Asked(Checkpoint(directory, blocks=True))
+    config = model_config(asked.config)
+    found = run_rank(config, asked, SingleRank(), np.array(some_ids(), np.int32))
+    assert found is not None
+    np.testing.assert_allclose(found, logits(directory, some_ids()), atol=1e-4, rtol=0)
+    files = [BlockFile(directory / each) for each in (BLOCKS, EXPERTS) if (directory / each).exists()]
+    every = {each for blocks in files for each, kind in blocks.kinds.items() if kind == "Q8_0"}
+    expanded = [each for each in every - asked.kept if not each.endswith(EXPANDED)]
+    assert expanded == []
+
+
+class Asked:
+    """Weights that remember which matrices were taken as they are kept."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self._source, self.kept = source, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Any:
+        return self._noted(name, self._source.kept_rows(name, start, stop))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Any:
+        return self._noted(name, self._source.kept_columns(name, start, stop))
+
+    def _noted(self, name: str, matrix: Any) -> Any:
+        self.kept |= {name} if matrix is not None else set()
+        return matrix
 
 
 def test_experts_are_on_disk_once_and_no_larger_than_their_blocks(tmp_path: Path) -> None:
