@@ -7,7 +7,7 @@ written down here once more: nothing of this is what headwise reads them with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from support.random_ernie import DENSE, MOE
 from support.random_ernie import draw_weights as draw_ernie
 from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference, write_checkpoint
 from support.tiny_models import BYTE_MERGES, BYTE_TOKENS, CONTROL
+from tokenizers import pre_tokenizers
 
 Config = Mapping[str, Any]
 Weights = Mapping[str, np.ndarray]
@@ -193,6 +194,11 @@ def _tokenizer(vocabulary: int) -> dict[str, Any]:
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": BYTE_MERGES,
     }
+
+
+def vocabulary(merges: Sequence[str]) -> list[str]:
+    """Tokens of a byte-level vocabulary: bytes, and what merges make of them."""
+    return [*sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(merge.replace(" ", "") for merge in merges)]
 
 
 # ---- keys ----

@@ -85,9 +85,9 @@ def test_a_converted_file_computes_what_the_directory_with_its_weights_does(name
     np.testing.assert_allclose(logits(converted(name), some_ids()), logits(directory, some_ids()), atol=1e-4, rtol=0)
 
 
-def judged() -> dict[str, Any]:
-    path = Path(__file__).parents[2] / "references" / "gguf.json"
-    found: dict[str, Any] = json.loads(path.read_text())["models"]
+def references() -> dict[str, Any]:
+    """What llama.cpp said."""
+    found: dict[str, Any] = json.loads((Path(__file__).parents[2] / "references" / "gguf.json").read_text())
     return found
 
 
@@ -95,7 +95,7 @@ def judged() -> dict[str, Any]:
 def test_a_converted_file_computes_what_llama_cpp_does(name: str, tmp_path: Path) -> None:
     directory = convert(write_tiny_gguf(tmp_path / "tiny.gguf", JUDGED_GGUFS[name]), tmp_path)
     close = CLOSE_TO_LLAMA_CPP.get(name, CLOSE)
-    for prompt, told in judged()[name].items():
+    for prompt, told in references()["models"][name].items():
         ids = told["prompt_ids"] + told["output_ids"]
         found = logits(directory, ids, **_as_llama_cpp(directory, name))[len(told["prompt_ids"]) - 1 : -1]
         first = found[0] - found[0].max()

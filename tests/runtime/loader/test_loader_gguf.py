@@ -316,7 +316,7 @@ def test_a_tokenizer_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     source = write_llama_gguf(tmp_path / "x.gguf")
     raw = source.read_bytes()
     source.write_bytes(raw.replace(b"smollm", b"smolxx"))
-    with pytest.raises(ModelError, match=r"'smolxx'.*gpt-2, llama-bpe, qwen2, smollm"):
+    with pytest.raises(ModelError, match=r"'smolxx'.*gpt-2, smollm, .*deepseek-v3, .*can be converted"):
         convert(source, tmp_path)
 
 
