@@ -78,18 +78,23 @@ class GgufFile:
         Raises:
             ModelError: there is no such tensor, or its type cannot be read.
         """
+        found = self._find(name)
+        return self.rows(name, 0, prod(found.shape[:-1])).reshape(found.shape)
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows ``start`` to ``stop`` of a tensor, all axes but the last counted as one; otherwise as `tensor`."""
         from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
 
         found = self._find(name)
-        kind = GGMLQuantizationType(found.quantization)
+        kind, shape = GGMLQuantizationType(found.quantization), (stop - start, found.shape[-1])
         try:
-            values = dequantize(self._raw(found).reshape(quant_shape_to_byte_shape(found.shape, kind)), kind)
+            values = dequantize(self._raw(found, start, stop).reshape(quant_shape_to_byte_shape(shape, kind)), kind)
         except NotImplementedError:
             raise ModelError(
                 f"{self.path}: tensor {name!r} is stored as {kind.name}, which cannot be read; "
                 "use a file quantised as Q4_K_M, Q8_0, F16 or BF16"
             ) from None
-        return np.asarray(values, np.float32).reshape(found.shape)
+        return np.asarray(values, np.float32).reshape(shape)
 
     def kind(self, name: str) -> str:
         """The name of a tensor's type, such as ``Q4_K`` or ``F16``; raises `ModelError` if there is no such tensor."""
@@ -97,18 +102,20 @@ class GgufFile:
 
         return GGMLQuantizationType(self._find(name).quantization).name
 
-    def quantised(self, name: str) -> GroupQuantised:
-        """A matrix whose type is in `FORMATS`, without loss; raises `ModelError` if there is no such tensor."""
+    def quantised(self, name: str, start: int, stop: int) -> GroupQuantised:
+        """`rows` of a tensor whose type is in `FORMATS`, without loss; raises `ModelError` without that tensor."""
         found = self._find(name)
-        return take_apart(self._raw(found), self.kind(name), (found.shape[0], found.shape[1]))
+        return take_apart(self._raw(found, start, stop), self.kind(name), (stop - start, found.shape[-1]))
 
     def _find(self, name: str) -> GgufTensor:
         if name not in self.tensors:
             raise ModelError(f"{self.path} lacks the tensor {name!r}; convert or download the file again")
         return self.tensors[name]
 
-    def _raw(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        return np.frombuffer(self._data, np.uint8, tensor.nbytes, tensor.offset)
+    def _raw(self, tensor: GgufTensor, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of some of a tensor's rows."""
+        each = tensor.nbytes // max(1, prod(tensor.shape[:-1]))
+        return np.frombuffer(self._data, np.uint8, (stop - start) * each, tensor.offset + start * each)
 
 
 def _map(path: Path) -> mmap.mmap:

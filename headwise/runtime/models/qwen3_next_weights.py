@@ -11,7 +11,8 @@ from headwise.errors import ModelError
 from headwise.runtime.models.base import DeltaConfig, ModelConfig
 from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.rope import pairs_first
-from headwise.runtime.models.weight_view import Reader, WeightView
+from headwise.runtime.models.weight_view import Reader, WeightView, taken
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 Floats = NDArray[np.float32]
 
@@ -42,6 +43,21 @@ class GatedHeadWeights(WeightView):
         query, gate = np.split(both.reshape(-1, 2 * self._dim, both.shape[1]), 2, axis=1)
         chosen = (query if part == "q_proj" else gate).reshape(-1, both.shape[1])
         return self._paired(chosen) if part == "q_proj" else np.ascontiguousarray(chosen)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        at, _, part = name.removesuffix(".weight").rpartition(".")
+        heads = np.arange((stop - start) // self._dim)[:, None] * self._dim
+        if part not in ("q_proj", "q_gate", "k_proj"):
+            return self._source.kept_rows(name, start, stop)
+        if part == "k_proj":
+            kept = self._source.kept_rows(name, start, stop)
+            return None if kept is None else taken(kept, (heads + self._order).reshape(-1))
+        both = self._source.kept_rows(f"{at}.q_proj.weight", 2 * start, 2 * stop)
+        chosen = self._order if part == "q_proj" else self._dim + np.arange(self._dim)
+        return None if both is None else taken(both, (2 * heads + chosen).reshape(-1))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(name, start, stop)
 
     def _paired(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows.reshape(-1, self._dim, rows.shape[1])[:, self._order].reshape(rows.shape)
@@ -82,3 +98,24 @@ class JoinedDeltaWeights(WeightView):
                 raise ModelError(f"{at}.{part}.weight has too few rows: weights and config.json do not belong together")
             found.append(rows.reshape(last - first, count, rows.shape[1]))
         return np.concatenate(found, axis=1).reshape(stop - start, -1)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        """Joined parts as codes, if all of them are kept so."""
+        at, _, joined = name.removesuffix(".weight").rpartition(".")
+        parts = self._parts.get(joined)
+        if parts is None:
+            return self._source.kept_rows(name, start, stop)
+        each = sum(count for _, _, count in parts)
+        first, last = start // each, stop // each
+        found, places, at_row = [], [], 0
+        for part, behind, count in parts:
+            kept = self._source.kept_rows(f"{at}.{part}.weight", behind + first * count, behind + last * count)
+            if not isinstance(kept, GroupQuantised):
+                return None
+            found.append(kept)
+            places.append(at_row + np.arange((last - first) * count).reshape(last - first, count))
+            at_row += kept.shape[0]
+        return GroupQuantised.concatenate(found, 0).taken(np.concatenate(places, axis=1).reshape(-1))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(name, start, stop)

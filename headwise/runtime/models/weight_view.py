@@ -93,6 +93,11 @@ def _floats(kept: Matrix | None) -> NDArray[Any]:
     return kept
 
 
+def taken(matrix: Matrix, rows: NDArray[np.int64]) -> Matrix:
+    """Rows of a matrix in another order, as they are kept."""
+    return matrix.taken(rows) if isinstance(matrix, GroupQuantised) else matrix[rows]
+
+
 class ExpertWeights(WeightView):
     """Experts one by one, whether a checkpoint has them so or a layer's in two tensors.
 
@@ -168,9 +173,8 @@ class InterleavedWeights(ExpertWeights):
         return heads[:, self._even_first].reshape(rows.shape)
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        """Of those that are reordered no codes."""
-        return (
-            WeightView.kept_rows(self, name, start, stop)
-            if name.endswith(self._ROTATED)
-            else super().kept_rows(name, start, stop)
-        )
+        kept = super().kept_rows(name, start, stop)
+        if kept is None or not name.endswith(self._ROTATED):
+            return kept
+        dim = len(self._even_first)
+        return taken(kept, (np.arange(0, stop - start, dim)[:, None] + self._even_first).reshape(-1))
