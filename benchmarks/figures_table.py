@@ -23,8 +23,8 @@ class Row:
     result: Callable[[Figures], str]
 
 
-def percent(share: float) -> str:
-    return f"{share:.0%}".replace("%", " %")
+def percent(share: float, digits: int = 0) -> str:
+    return f"{share:.{digits}%}".replace("%", " %")
 
 
 def listed(*values: str) -> str:
@@ -81,9 +81,12 @@ def _elastic(f: Figures) -> str:
 
 
 def _perplexity(f: Figures) -> str:
-    variants = ("bfloat16", "int8", "gguf", "kv_int8")
+    variants = dict.fromkeys(("bfloat16", "int8", "gguf", "kv_int8"), "") | {"llamacpp": "llama.cpp "}
     models = {"smollm2-135m": f["smollm2-135m"], **f}
-    ratios = (", ".join(f"{m[v]:.4f} ({percent(m['top1'][v])})" for v in variants) for m in models.values())
+    ratios = (
+        ", ".join(f"{word}{m[v]:.4f} ({percent(m['top1'][v], 1)})" for v, word in variants.items() if v in m)
+        for m in models.values()
+    )
     return listed(*(f"{name} {each}" for name, each in zip(models, ratios, strict=True)))
 
 
@@ -164,7 +167,7 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
     "perplexity": (
         Row(
             "Perplexity of a text over that in float32 (and how often the likeliest token is the same): bfloat16, int8 "
-            "weights, weights as the GGUF file has them, int8 cache",
+            "weights, weights as the GGUF file has them, int8 cache; llama.cpp from that file, where it is installed",
             _perplexity,
         ),
     ),

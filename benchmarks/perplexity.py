@@ -1,12 +1,17 @@
 """What narrower numbers cost: perplexity of a fixed text on a CPU, over that with everything in float32.
 
-    python benchmarks/perplexity.py [--quick] [--model gemma3-270m] [--tokens 2048]
+    python benchmarks/perplexity.py [--quick] [--model gemma3-270m] [--tokens 2048] [--variant int8] [--llamacpp]
 
 The text is given to a worker as an engine gives a prompt: in chunks over the cache, the last tokens one at a time, as
 they are decoded. `gguf` is compared with float32 of the same file's values. Top-1 is the share of positions whose
 likeliest next token is float32's.
 
-The last line is JSON: by model, the ratio of each variant, under `error` its standard error, under `top1` its share.
+Where `make peers` was run, llama.cpp reads the same token ids from the same GGUF file, one at a time: its ratio over
+our float32 of the file's values is what the format costs there. It rounds activations to 8 bits, and its cache is
+float16.
+
+The last line is JSON: by model, the ratio of each variant, under `error` its standard error, under `top1` its share;
+and `gguf_over_llamacpp`, with its `error`.
 """
 
 from __future__ import annotations
@@ -20,9 +25,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from peers import PEERS_PYTHON, peers
+from runtimes.control import Process
+from runtimes.model_files import find_model
 
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.models.base import AttentionLayer, Embeds, Model
 from headwise.runtime.ops.base import KernelArray, Tensor
@@ -162,23 +171,52 @@ def _step(start: int, tokens: NDArray[np.int32], tables: NDArray[np.int32]) -> B
     )
 
 
-def compare(model: str, tokens: int, variants: Sequence[str] = tuple(VARIANTS)) -> dict[str, Any]:
-    """Ratios of a model's variants over the first ``tokens`` tokens of the text, printed as they come."""
+def read_by_llamacpp(model: str, text: NDArray[np.int32]) -> Reading | None:
+    """The same text in llama.cpp, from the model's GGUF file; None where it is not installed."""
+    found = peers(PEERS_PYTHON, ["llamacpp"], find_model(model, SilentProgress()), len(text) + 1, slots=1)
+    if not found:
+        return None
+    options = {**found["llamacpp"].options, "whole_cache": True, "threads": 1}  # several would spin for a token each
+    spec = replace(found["llamacpp"], options=options)
+    with Process("llamacpp", spec) as process:
+        surprise, likeliest = process.read(text.tolist())
+    return Reading(np.array(surprise), np.array(likeliest))
+
+
+def compare(
+    model: str,
+    tokens: int,
+    variants: Sequence[str] = tuple(VARIANTS),
+    first: int = 0,
+    with_llamacpp: bool = False,
+) -> dict[str, Any]:
+    """Ratios of a model's variants over ``tokens`` tokens of the text from the ``first`` on, printed as they come."""
     config = EngineConfig(model=model, device="cpu", tensor_ops="numba", dtype="float32", max_model_len=4096)
     prompt = Preprocessor.open(config).prepare(prompt=TEXT.read_text(encoding="utf-8"))
-    text = prompt.prompt_token_ids[:tokens]
+    text = prompt.prompt_token_ids[first : first + tokens]
     exact = read(config, text)
     print(f"{model}, {len(text)} tokens: perplexity {exact.perplexity:.3f} in float32")
     found: dict[str, Any] = {"tokens": len(text), "perplexity": exact.perplexity, "error": {}, "top1": {}}
-    for variant in variants:
-        reading = read(replace(config, **VARIANTS[variant]), text)
-        found[variant], found["top1"][variant] = reading.over(exact), reading.agreement(exact)
-        found["error"][variant] = reading.uncertainty(exact)
+    readings = {}
+
+    def add(name: str, reading: Reading) -> None:
+        readings[name] = reading
+        found[name], found["top1"][name] = reading.over(exact), reading.agreement(exact)
+        found["error"][name] = reading.uncertainty(exact)
+        limit = f"limit {LIMITS[name]:.3f}" if name in LIMITS else "no limit"
         print(
-            f"    {variant:<9} ratio {found[variant]:.5f} +- {found['error'][variant]:.5f} "
-            f"(limit {LIMITS[variant]:.3f})   top-1 {found['top1'][variant]:7.2%}",
+            f"    {name:<9} ratio {found[name]:.5f} +- {found['error'][name]:.5f} ({limit})   "
+            f"top-1 {found['top1'][name]:7.2%}",
             flush=True,
         )
+
+    for variant in variants:
+        add(variant, read(replace(config, **VARIANTS[variant]), text))
+    if with_llamacpp and (theirs := read_by_llamacpp(model, text)) is not None:
+        add("llamacpp", theirs)
+        if "gguf" in readings:
+            found["gguf_over_llamacpp"] = readings["gguf"].over(theirs)
+            found["error"]["gguf_over_llamacpp"] = readings["gguf"].uncertainty(theirs)
     return found
 
 
@@ -186,12 +224,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="this one alone")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="this one; may be repeated")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the text, from its beginning")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the text, all that it has if it has fewer")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--llamacpp", action="store_true", help="llama.cpp, too: by itself with all variants only")
     parser.add_argument("--quick", action="store_true", help="the first 512 tokens, SmolLM2 only: seconds")
     args = parser.parse_args(arguments)
     models = (args.model,) if args.model else MODELS[:1] if args.quick else MODELS
     tokens, variants = 512 if args.quick else args.tokens, args.variant or tuple(VARIANTS)
-    print(json.dumps({model: compare(model, tokens, variants) for model in models}))
+    with_llamacpp = args.llamacpp or not (args.quick or args.variant)
+    print(json.dumps({model: compare(model, tokens, variants, args.first, with_llamacpp) for model in models}))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ class Process:
         answer = self._ask({"prompts": prompts, "output_tokens": output_tokens})
         return [Served([(at, count) for at, count in one["marks"]], one["first"]) for one in answer["requests"]]
 
+    def read(self, text: Sequence[int]) -> tuple[list[float], list[int]]:
+        """See `Reader.read`: surprise and likeliest."""
+        answer = self._ask({"text": list(text)})
+        return answer["surprise"], answer["likeliest"]
+
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None

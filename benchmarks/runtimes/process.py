@@ -1,7 +1,8 @@
 """A serving runtime in a process of its own, which loads once and then serves what it is asked, over JSON lines.
 
 The first line on stdin has the runtime's options; the answer says what was loaded. Each line after it asks for greedy
-outputs of a fixed length (`prompts`, `output_tokens`) and is answered with what each of the `requests` got.
+outputs of a fixed length (`prompts`, `output_tokens`) and is answered with what each of the `requests` got; or, where a
+runtime can, for what it makes of a `text`.
 
 Every runtime's own Python runs this file, so it needs the standard library only.
 """
@@ -50,7 +51,14 @@ class Runtime(Protocol):
         """Send all prompts at once; each gets its ``output_tokens`` likeliest next tokens, whatever they are."""
 
 
-def answer(load: Callable[[dict[str, Any]], Runtime]) -> None:
+class Reader(Runtime, Protocol):
+    """A runtime that can also say what it makes of a text."""
+
+    def read(self, text: list[int]) -> dict[str, Any]:
+        """Of each token of a text but the first: `surprise`, ``-ln p``, and `likeliest`, which one it expected."""
+
+
+def answer(load: Callable[[dict[str, Any]], Runtime | Reader]) -> None:
     """Load the runtime, then serve until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
@@ -62,4 +70,8 @@ def answer(load: Callable[[dict[str, Any]], Runtime]) -> None:
     say(runtime.about)
     for line in sys.stdin:
         asked = json.loads(line)
+        if "text" in asked:
+            reader: Any = runtime
+            say(reader.read(asked["text"]))
+            continue
         say({"requests": [asdict(one) for one in runtime.serve(asked["prompts"], asked["output_tokens"])]})

@@ -177,6 +177,30 @@ def test_a_script_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) ->
     assert figures.run(["sleep", "600"]) is None
 
 
+def test_the_rows_of_peers_say_which_of_ours_each_is_compared_with() -> None:
+    own = dict.fromkeys(("decode1", "prefill", "batch16", "long_decode"), 2.0)
+    blocks = dict.fromkeys(own, 8.0)
+    model = {"rates": {"headwise": own, "headwise_gguf": blocks}, "vllm_bf16": own, "llamacpp": blocks}
+    long = {"rates": {name: {"prefill": 5.0, "decode": 6.0} for name in ("headwise", "headwise_half")}, "rounds": 3}
+    long["half_over"] = {"llamacpp": {"prefill": 7.0, "decode": 9.0}}
+    about = {"llamacpp": {"isa": "SSE3 AVX AVX2 FMA"}}
+    found = rows("peers", {"models": {"one": model, "two": model}, "long_context": long, "about": about, "rounds": 3})
+    each = "2, 2, 2, 2; over vLLM in bfloat16 2.00, 2.00, 2.00, 2.00"
+    assert f"| one: {each}. two: {each} |" in found[0]
+    assert "| one: 8, 8, 8, 8; over llama.cpp (AVX2) 8.00, 8.00, 8.00, 8.00. two: 8" in found[1]
+    assert "| 5, 6; 5, 6; the latter over llama.cpp from GGUF blocks 7.00, 9.00 (3 rounds) |" in found[2]
+
+
+def test_the_row_of_perplexity_has_llamacpp_where_it_was_there() -> None:
+    model = dict.fromkeys(("bfloat16", "int8", "gguf", "kv_int8"), 1.001)
+    model["top1"] = dict.fromkeys([*model, "llamacpp"], 0.9974)
+    (row,) = rows("perplexity", {"smollm2-135m": model, "gemma3-270m": {**model, "llamacpp": 1.02}})
+    first, second = row.split("gemma3-270m ")
+    assert "llama.cpp 1" not in first
+    assert second.startswith("1.0010 (99.7 %), ")
+    assert "llama.cpp 1.0200 (99.7 %) |" in second
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_figures_that_lack_what_readme_shows_are_refused(name: str) -> None:
     with pytest.raises(LookupError):

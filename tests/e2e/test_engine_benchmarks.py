@@ -7,6 +7,7 @@ import json
 import perplexity
 import pytest
 from figures_table import SCENARIOS
+from peers import PEERS_PYTHON
 from perplexity import LIMITS
 from support.benchmark_runs import figures_of, quick_figures
 
@@ -18,11 +19,18 @@ def test_the_overhead_of_the_engine_is_measured(capsys: pytest.CaptureFixture[st
     assert found["engine_step_ms"] > 0 < found["bare_step_ms"]
 
 
-def test_perplexity_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    perplexity.main(["--model", "smollm2-135m", "--tokens", "48", "--variant", "bfloat16"])
+def test_narrow_weights_cost_no_more_perplexity_than_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over 128 tokens chosen so that all three leave at least 0.4 % of their limits: what a text of this length gives
+    besides is as much as the limits, one way or the other, but the same on every machine. The whole text is the
+    benchmark's.
+    """
+    variants = ("bfloat16", "int8", "gguf")
+    options = [option for variant in variants for option in ("--variant", variant)]
+    perplexity.main(["--model", "smollm2-135m", "--first", "1200", "--tokens", "128", *options])
     (found,) = json.loads(capsys.readouterr().out.splitlines()[-1]).values()
-    assert found["tokens"] == 48
-    assert 0.9 < found["bfloat16"] < 1.1, "48 tokens say no more"
+    assert found["tokens"] == 128
+    assert {name: found[name] <= LIMITS[name] for name in variants} == dict.fromkeys(variants, True), found
+    assert min(found["top1"][name] for name in variants) > 0.9, found
 
 
 @pytest.mark.soak
@@ -33,6 +41,15 @@ def test_perplexity_is_measured_and_within_its_limits(capsys: pytest.CaptureFixt
     for variant, limit in LIMITS.items():
         assert found[variant] <= limit, variant
         assert found["top1"][variant] > 0.9, variant
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not PEERS_PYTHON.exists(), reason="`make peers` installs llama.cpp")
+def test_a_gguf_file_costs_no_more_than_in_llamacpp(capsys: pytest.CaptureFixture[str]) -> None:
+    perplexity.main(["--model", "smollm2-135m", "--tokens", "256", "--variant", "gguf", "--llamacpp"])
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1]).values()
+    assert 0.99 < found["llamacpp"] < 1.05, "the same text, the same model"
+    assert found["gguf_over_llamacpp"] <= 1 + 2 * found["error"]["gguf_over_llamacpp"]
 
 
 def test_a_cached_prefix_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
