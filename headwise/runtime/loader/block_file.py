@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,13 @@ class BlockFile:
         return rows, columns * (8 // _stored_bits(FORMATS[self.kinds[name]]))
 
     def num_bytes(self, name: str) -> int | None:
-        """Bytes that a matrix takes in the file, with its scales and minima; None if the file does not have it."""
-        if self._form(name) is None:
+        """Bytes that a matrix takes as it is computed from, with its scales and minima; None without it."""
+        form = self._form(name)
+        if form is None:
             return None
         parts = (f"{name}.{part}" for part in ("codes", "scale", "minimum"))
-        return sum(self._file.stored(part).nbytes for part in parts if part in self._file.names)
+        stored = sum(self._file.stored(part).nbytes for part in parts if part in self._file.names)
+        return stored + prod(self.shape(name)) * (form.bits - _stored_bits(form)) // 8
 
     def _form(self, name: str) -> BlockFormat | None:
         return FORMATS.get(self.kinds.get(name, ""))
