@@ -158,9 +158,7 @@ def write_tiny_gguf(
     """
     config, architecture = tiny.config, tiny.architecture
     writer = gguf.GGUFWriter(path, architecture)
-    found = {f"{architecture}.{key}": value for key, value in _keys(config, architecture).items()}
-    for key, value in {**found, **_tokenizer(config["vocab_size"]), **(keys or {})}.items():
-        _add_key(writer, key, value)
+    keys_of(writer, config, architecture, {**_tokenizer(config["vocab_size"]), **(keys or {})})
     tensors = _tensors(tiny, is_split)
     for name, values, kind in _joined(tensors) if joins_gate_up else tensors:
         if name in but:
@@ -174,6 +172,13 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def keys_of(writer: gguf.GGUFWriter, config: Config, architecture: str, more: Mapping[str, Any] | None = None) -> None:
+    """Write a model's keys. more: besides, or in their places"""
+    found = {f"{architecture}.{key}": value for key, value in _keys(config, architecture).items()}
+    for key, value in {**found, **(more or {})}.items():
+        _add_key(writer, key, value)
 
 
 def _add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -246,7 +251,8 @@ def _scaling(scaling: Config | None) -> dict[str, Any]:
 
 
 def _llama(config: Config) -> dict[str, Any]:
-    return {"rope.dimension_count": config["head_dim"], "vocab_size": config["vocab_size"]}
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {"rope.dimension_count": dim, "vocab_size": config["vocab_size"]}
 
 
 def _gpt_oss(config: Config) -> dict[str, Any]:

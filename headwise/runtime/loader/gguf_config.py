@@ -46,8 +46,7 @@ def architecture_of(source: GgufFile) -> Architecture:
     """The file's architecture.
 
     Raises:
-        ModelError: it is none of `ARCHITECTURES`, has experts where it is not known to, or the file is one part of
-            several.
+        ModelError: it is none of `ARCHITECTURES`, or has experts where it is not known to.
     """
     name = source.require("general.architecture")
     if name not in ARCHITECTURES:
@@ -55,8 +54,6 @@ def architecture_of(source: GgufFile) -> Architecture:
         raise ModelError(
             f"{source.path} holds a model of architecture {name!r}; GGUF files of {known} can be converted"
         )
-    if source.get("split.count", 1) > 1:
-        raise ModelError(f"{source.path} is one of several parts; join them with `llama-gguf-split --merge`")
     architecture = ARCHITECTURES[name]
     if count(source, f"{name}.expert_count") and not architecture.experts:
         raise ModelError(

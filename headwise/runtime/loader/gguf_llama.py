@@ -28,7 +28,8 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 _ROPE_FREQS = "rope_freqs.weight"
 
 _MAVERICK_EXPERTS = 128
-"""Of the Llama 4 that does not norm queries and keys; GGUF does not say so, llama.cpp knows it by its size."""
+"""Of the Llama 4 that does not norm queries and keys; GGUF does not say so, llama.cpp knows it by its size. Nor does it
+say how queries grow with their position."""
 
 
 def _llama(source: GgufFile) -> dict[str, Any]:
@@ -126,6 +127,9 @@ def _llama4(source: GgufFile) -> dict[str, Any]:
         "interleave_moe_layer_step": integer(source, "llama4.interleave_moe_layer_step"),
         "attention_chunk_size": integer(source, "llama4.attention.chunk_size", 8192),
         "use_qk_norm": experts != _MAVERICK_EXPERTS,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
         **_rope(source, "llama4", head_dim),
     }
 

@@ -7,6 +7,7 @@ model, by the Hugging Face directory with the same weights, and by llama.cpp (se
 from __future__ import annotations
 
 import json
+import os
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,7 @@ from headwise.runtime.loader.gguf_config import build_config
 from headwise.runtime.loader.gguf_convert import converted_directory
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.progress import SilentProgress
-from headwise.runtime.loader.safetensors_file import SafetensorsFile
+from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 
@@ -237,7 +238,10 @@ def test_mxfp4_stays_four_bits_on_disk_and_is_exact(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.2.down_proj.weight"
     assert blocks.kinds[name] == "MXFP4"
     assert blocks.shape(name) == (64, 96)
-    assert SafetensorsFile(directory / EXPERTS).stored(f"{name}.codes").nbytes == 64 * 96 // 2
+    assert SafetensorsFile(directory / EXPERTS, INTEGERS | {"F32": FLOATS["F32"]}).shape(f"{name}.codes") == (64, 48)
+    form = blocks.code_form(name)
+    assert form is not None
+    assert (form.bits, form.group) == (8, 32), "in memory a code has a byte"
     source, weights = GgufFile(tmp_path / "x.gguf"), Checkpoint(directory)
     np.testing.assert_array_equal(weights.tensor(name), source.tensor("blk.0.ffn_down_exps.weight")[2])
 
@@ -353,3 +357,59 @@ def test_a_file_with_experts_that_is_cut_short_is_refused_at_once(tmp_path: Path
     with pytest.raises(ModelError, match=r"x\.gguf is truncated or corrupt"):
         converted_directory(path, tmp_path, stages)
     assert stages.begun == ["reading x.gguf"]
+
+
+# ---- files in parts ----
+
+
+def write_parts(directory: Path, count: int = 3) -> list[Path]:
+    """A model in several parts, as `llama-gguf-split` cuts them: the first has all metadata."""
+    whole = write_tiny_gguf(directory / "whole.gguf", TINY_GGUFS["qwen3-moe"], quantised)
+    reader = gguf.GGUFReader(whole)
+    names = [tensor.name for tensor in reader.tensors]
+    paths = [directory / f"big-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    for number, path in enumerate(paths):
+        split = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        mine = {name for at, name in enumerate(names) if at * count // len(names) == number}
+        write_tiny_gguf(
+            path,
+            TINY_GGUFS["qwen3-moe"],
+            quantised,
+            but=tuple(name for name in names if name not in mine),
+            keys=split if number == 0 else {**dict.fromkeys(GgufFile(whole).metadata), **split},
+        )
+    return paths
+
+
+def test_a_file_in_parts_is_read_as_one(tmp_path: Path) -> None:
+    paths = write_parts(tmp_path)
+    found = Checkpoint(convert(paths[0], tmp_path))
+    expected = Checkpoint(convert(tmp_path / "whole.gguf", tmp_path))
+    assert sorted(found.names) == sorted(expected.names)
+    for name in found.names:
+        np.testing.assert_array_equal(found.tensor(name), expected.tensor(name))
+    first = convert(paths[0], tmp_path)
+    os.utime(paths[2], ns=(1, 1))
+    assert convert(paths[0], tmp_path) != first, "a part that changed is another file"
+
+
+def test_parts_that_are_missing_or_others_are_named(tmp_path: Path) -> None:
+    paths = write_parts(tmp_path)
+    with pytest.raises(ModelError, match=r"00002-of-00003\.gguf is one of 3 parts: give the first, whose name ends in"):
+        convert(paths[1], tmp_path)
+    copy = tmp_path / "renamed.gguf"
+    copy.write_bytes(paths[0].read_bytes())
+    with pytest.raises(
+        ModelError, match=r"renamed\.gguf is one of 3 parts: give the first, .*llama-gguf-split --merge"
+    ):
+        convert(copy, tmp_path)
+    third = paths[2].read_bytes()
+    paths[2].write_bytes(paths[1].read_bytes())
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf is not part 3 of 3 of "):
+        convert(paths[0], tmp_path)
+    paths[2].write_bytes(third[:-64])
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf is truncated"):
+        convert(paths[0], tmp_path)
+    paths[2].unlink()
+    with pytest.raises(ModelError, match=r"cannot read .*00003-of-00003\.gguf: No such file"):
+        convert(paths[0], tmp_path)

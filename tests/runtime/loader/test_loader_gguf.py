@@ -189,7 +189,7 @@ def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     [
         ({"llama.expert_count": 8}, r"lacks the metadata key 'llama\.expert_used_count'"),
         ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"lacks the tensor 'blk\.0\.ffn_gate_inp\.weight'"),
-        ({"split.count": 3}, "llama-gguf-split --merge"),
+        ({"split.count": 3}, r"is one of 3 parts: .*llama-gguf-split --merge"),
         ({"llama.rope.dimension_count": 4}, "rotates 4 of 8"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope'"),
     ],

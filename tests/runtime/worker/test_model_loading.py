@@ -17,6 +17,7 @@ from support.engine.dense_oracle import DenseAttention
 from support.engine.loaded_model import serve
 from support.random_models import CONFIGS, random_weights
 from support.reference import answers
+from support.tiny_ggufs import TINY_GGUFS, write_tiny_gguf
 from support.tiny_models import llama_tensors, write_llama_gguf
 
 from headwise.errors import ModelError
@@ -115,6 +116,22 @@ def test_a_gguf_file_comes_from_disk_the_second_time(
         np.testing.assert_array_equal(logits[weights_dtype], again)
     assert len(kept(config)) == 3
     assert not np.array_equal(logits["gguf"], logits["int8"])
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss-mxfp4"])
+def test_experts_of_a_gguf_file_are_computed_from_as_they_are(tmp_path: Path, name: str) -> None:
+    def choose(_: str, values: np.ndarray) -> gguf.GGMLQuantizationType:
+        kinds = gguf.GGMLQuantizationType
+        return kinds.F32 if values.shape[-1] % 32 or values.shape[-2] < 16 else kinds.Q8_0
+
+    path = write_tiny_gguf(tmp_path / "moe.gguf", TINY_GGUFS[name], choose)
+    blocks = config_of(tmp_path, path, dtype="float32", weights_dtype="gguf")
+    first, again = load(blocks), load(blocks)
+    np.testing.assert_array_equal(first, again)
+    expanded = load(config_of(tmp_path, path, dtype="float32", weights_dtype="float32"))
+    # Codes are the same; activations are rounded to 8 bits, and where experts are about as likely others are chosen.
+    alike = [np.corrcoef(ours, theirs)[0, 1] for ours, theirs in zip(first, expanded, strict=True)]
+    assert np.median(alike) > 0.999
 
 
 def test_nothing_is_kept_or_used_where_it_is_off(tmp_path: Path, model: Path) -> None:
