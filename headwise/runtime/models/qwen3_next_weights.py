@@ -100,7 +100,7 @@ class JoinedDeltaWeights(WeightView):
         return np.concatenate(found, axis=1).reshape(stop - start, -1)
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        """Joined parts as codes, if all of them are kept so."""
+        """Joined parts as codes, if all of them are kept so, else in the dtype that they are stored in."""
         at, _, joined = name.removesuffix(".weight").rpartition(".")
         parts = self._parts.get(joined)
         if parts is None:
@@ -111,7 +111,7 @@ class JoinedDeltaWeights(WeightView):
         for part, behind, count in parts:
             kept = self._source.kept_rows(f"{at}.{part}.weight", behind + first * count, behind + last * count)
             if not isinstance(kept, GroupQuantised):
-                return None
+                return super().kept_rows(name, start, stop)
             found.append(kept)
             places.append(at_row + np.arange((last - first) * count).reshape(last - first, count))
             at_row += kept.shape[0]
