@@ -95,8 +95,9 @@ def _decode(f: Figures) -> str:
     return f"{rates['decode 16 x 2048']:.0f} GB/s of KV"
 
 
-def _rates(rates: Mapping[str, float], keys: Sequence[str]) -> str:
-    return ", ".join(f"{rates[key]:,.0f}" for key in keys)
+def _rates(rates: Mapping[str, float] | None, keys: Sequence[str]) -> str:
+    """A dash where there are none."""
+    return "-" if rates is None else ", ".join(f"{rates[key]:,.0f}" for key in keys)
 
 
 def _over(ratios: Mapping[str, Mapping[str, float]], peers: Mapping[str, str], keys: Sequence[str]) -> list[str]:
@@ -123,14 +124,16 @@ def _beside_llamacpp(f: Figures) -> str:
     isa = f["about"].get("llamacpp", {}).get("isa", "").split()
     peer = {"llamacpp": f"llama.cpp ({next((name for name in WIDEST if name in isa), 'SSE')})"}
     return ". ".join(
-        listed(f"{name}: {_rates(m['rates']['headwise_gguf'], SCENARIOS)}", *_over(m, peer, SCENARIOS))
+        listed(f"{name}: {_rates(m['rates'].get('headwise_gguf'), SCENARIOS)}", *_over(m, peer, SCENARIOS))
         for name, m in f["models"].items()
     )
 
 
 def _long_context(f: Figures) -> str:
-    long = f["long_context"]
-    rates = listed(*(_rates(long["rates"][name], LONG) for name in ("headwise", "headwise_half")))
+    long = f.get("long_context")
+    if long is None:  # as when nothing but the script itself is tried
+        return "-"
+    rates = listed(*(_rates(long["rates"].get(name), LONG) for name in ("headwise", "headwise_half")))
     over = listed(*_over(long["half_over"], PEERS, LONG))
     rounds = long.get("rounds", min(f["rounds"], 2))  # figures that do not say it had two at most
     return f"{rates}; the latter {over} ({rounds} rounds)"

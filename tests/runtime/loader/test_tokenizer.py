@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.tiny_models import (
     BYTE_TOKENS,
@@ -113,6 +113,7 @@ def test_an_unfinished_character_is_flushed_as_a_replacement() -> None:
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
 def test_tokens_stand_for_the_bytes_of_their_text(name: str, text: str) -> None:
+    assume(name != "sentencepiece" or "▁" not in text)  # it stands for a space there, and cannot be told from one
     tokenizer = TINY[name]
     pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode(text)]
     assert b"".join(piece or b"" for piece in pieces) == text.encode()

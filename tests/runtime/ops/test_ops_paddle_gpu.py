@@ -296,6 +296,6 @@ def test_a_whole_engine_says_what_one_on_a_cpu_says(module: ModuleType, tmp_path
     expected = answers(LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")))
     config = configuration(model, device="cuda", tensor_ops="paddle", dtype="float32")
     gpu = LocalEngine(config, PaddleGpu())
-    assert "tensors=paddle kernels=cuda" in gpu._worker.describe()
+    assert "tensors=paddle gemm=paddle kernels=cuda" in gpu._worker.describe()
     assert answers(gpu) == expected
     assert expected[-1][1] > 0, "a prefix was served from the cache"
