@@ -1,5 +1,5 @@
 # headwise: `make demo` shows it, `make test` proves it, `make check` lints it, `make lint-deploy` what deploys it,
-# `make figures` measures it, `make rdma` adds NIXL and Mooncake.
+# `make machine-code` looks at what GPUs would run, `make figures` measures it, `make rdma` adds NIXL and Mooncake.
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Deployments are dozens of processes: where Python may not write down what it compiled, each compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test check lint-deploy soak rdma figures peers clean
+.PHONY: venv demo test check lint-deploy machine-code soak rdma figures peers clean
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -38,6 +38,11 @@ check: venv
 lint-deploy: venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,deploy]'
 	@$(BIN)/python -m pytest -rs tests/deploy
+
+# What the assembler makes of all attention kernels that are served, for all cards: a few minutes. Fails where it serialises
+# wgmma, or spills what benchmarks/gpu/known_spills.py does not have.
+machine-code: venv
+	@$(BIN)/python benchmarks/gpu/machine_code.py --served
 
 # The transports of other packages, for RDMA; here they run on the CPU. NIXL without torch, which it asks for and this use
 # of it does without. Debian has Mooncake's libibverbs1. In processes of their own, which end without exit(): there NIXL's

@@ -36,7 +36,8 @@ class Geometry:
     policies:      ``[layers][members]``, of layers with attention; none of one that uses another one's cache
     token_bytes:   ``[layers]``, of one member and token
     states:        bytes of each layer's state, over all ranks
-    tp_sizes:      that its heads can be dealt to, of at most `MOST_RANKS`
+    tp_sizes:      that its heads can be dealt to, of at most `MOST_RANKS`; of models with states those that divide the
+                   KV heads: the planner makes blocks fit states, and here they are cut to attention's blocks
     is_replicated: every rank keeps all members
     """
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All that a GPU is needed for, in one go of less than 8 minutes: `benchmarks/gpu_checks.sh [OUT] [options of gpu_checks.py]`.
-# It says at once what the machine has. Where a call may not take so long, or one go does not get through, in parts:
+# All that a GPU is needed for, in calls of less than 8 minutes: `benchmarks/gpu_checks.sh [OUT] [options of gpu_checks.py]`.
+# It says at once what the machine has. One go gets through where sections take half of their limits, and which ones it had
+# no time for, the table says. Three parts get through in any case:
 #
 #     WORK=/tmp/work benchmarks/gpu_checks.sh OUT-1 --part 1/3        # and 2/3, and 3/3, into folders of their own
 #

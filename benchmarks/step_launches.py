@@ -1,4 +1,4 @@
-"""What a prefill step on a GPU asks of the host: calls that enqueue something, and the Python around them, a layer.
+"""What a step on a GPU asks of the host: calls that enqueue something, and the Python around them; of prefill, a layer.
 
     python benchmarks/step_launches.py [--quick]
 
@@ -6,7 +6,8 @@ The worker, its kernels' host halves and its graphs are the real ones, on NumPy 
 and not run. So times, of this process alone, are those of our own Python here: on a GPU each call into CuPy and the
 driver adds its own, and so do allocations. A layer's share is the difference between models of 4 and 12 layers.
 `graphs` is how steps run by default, `launches` with `prefill_graphs: 0`; mixed steps have a sequence that decodes
-beside each that is computed. The last line is JSON.
+beside each that is computed. `decode` is a whole step of sequences that all decode, greedily, one in 64 of which begins
+a block: until it is enqueued, and until its result is there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,15 +43,29 @@ from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import Defines
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.ops.base import Between, Cut, KernelArray
+from headwise.runtime.ops.base import Between, Cut, Fetch, KernelArray, StepUpload
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.gpu_ops import GpuOps
-from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence
+from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.worker import ModelWorker
 
 TOKENS, SEQUENCES = 256, 4
+BLOCK = 64
 FEW, MANY = 4, 12
 """Layers of the two models."""
+
+
+class Addressed(np.ndarray):
+    """Host memory that is addressed as CuPy's arrays are."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
 
 
 class Counted:
@@ -59,6 +75,37 @@ class Counted:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.steps, self.fetches = self._over_cupy("step_upload"), self._over_cupy("pinned_fetch")
+
+    def _over_cupy(self, name: str) -> Any:
+        """A module of the runtime, a copy of its own, over as much of CuPy as it needs, which counts copies."""
+
+        def count(*arguments: int) -> None:
+            self.calls["memcpyAsync"] += 1
+
+        runtime = SimpleNamespace(memcpyAsync=count, memcpyHostToDevice=1, memcpyDeviceToHost=2)
+        event = SimpleNamespace(record=_nothing, synchronize=_nothing, done=True)
+        stream = SimpleNamespace(ptr=STREAM)
+        cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
+        cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+            runtime=runtime, Event=lambda disable_timing: event, get_current_stream=lambda: stream
+        )
+        cupyx.empty_pinned = np.empty  # type: ignore[attr-defined]
+        there = {each: sys.modules.get(each) for each in ("cupy", "cupyx")}
+        spec = find_spec(f"headwise.runtime.ops.{name}")
+        assert spec is not None
+        assert spec.loader is not None
+        made = module_from_spec(spec)
+        sys.modules.update(cupy=cupy, cupyx=cupyx)
+        try:
+            spec.loader.exec_module(made)
+            return made
+        finally:
+            for each, module in there.items():
+                if module is None:
+                    del sys.modules[each]
+                else:
+                    sys.modules[each] = module
 
     def __call__(self, source: str, defines: Defines) -> Counted:
         return self
@@ -98,6 +145,24 @@ class CountedOps(EmulatedOps):
         GpuOps.__init__(self, np, numpy_dtype(dtype), counted, counted)
         self._cublas, self.is_recorded = Cublas(aligned, counted.cublas(), lambda: STREAM), False
         self._counted = counted
+
+    def step_upload(self, capacity: int = 0) -> StepUpload:
+        upload = self._counted.steps.PinnedUpload
+        made: StepUpload = upload(capacity, lambda size: np.empty(size, np.int32).view(Addressed))
+        return made
+
+    def fetch(self, array: KernelArray) -> Fetch:
+        fetch: Fetch = self._counted.fetches.PinnedFetch(np.asarray(array).view(Addressed))
+        return fetch
+
+    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
+        results = work()
+
+        def replay() -> Sequence[KernelArray]:
+            self._counted.calls["graph"] += 1
+            return results
+
+        return replay
 
     def capture_pieces(
         self, work: Callable[[Cut], Sequence[KernelArray]]
@@ -159,6 +224,47 @@ def cost(directory: Path, graphs: int, batch: BatchRequest, rounds: int) -> tupl
     return calls, statistics.median(times)
 
 
+def decode_step(sequences: int, number: int) -> BatchRequest:
+    """The ``number``-th of sequences that decode, as the engine sends it before it knows their tokens."""
+    rows = np.arange(sequences, dtype=np.int32)
+    begun = rows[number % BLOCK :: BLOCK]
+    updates = np.stack([begun, 0 * begun, 0 * begun + number // BLOCK % 16, begun], 1).astype(np.int32)
+    new = SamplingParams(temperature=0.0)
+    return BatchRequest(
+        step_id=number,
+        rows=rows,
+        starts=np.full(sequences, 100, np.int32),
+        query_lens=np.ones(sequences, np.int32),
+        token_ids=np.full(sequences, LAST_SAMPLED, np.int32),
+        sample=np.ones(sequences, np.bool_),
+        table_updates=updates,
+        new_sequences=() if number else tuple(NewSequence(row, f"r{row}", new, seed=row) for row in rows.tolist()),
+    )
+
+
+def decode_cost(directory: Path, sequences: int, rounds: int) -> tuple[Counter[str], float, float]:
+    """Calls of a decode step, and seconds of this process: until it is enqueued, and with its result."""
+    config = EngineConfig(
+        model=str(directory), device="cuda", dtype="bfloat16", kv_cache="64MiB", block_size=BLOCK, prefill_graphs=0,
+        max_model_len=1024, max_num_seqs=sequences,
+    )  # fmt: skip
+    gpu = CountedGpu("bfloat16")
+    worker = ModelWorker(config, directory, 0, SingleRank(), gpu)
+    worker.initialize_cache()
+    begins, wholes, calls = [], [], Counter[str]()
+    for number in range(rounds):
+        batch = decode_step(sequences, number)
+        gpu.counted.calls.clear()
+        began = time.process_time()
+        running = worker.begin(batch)
+        begun = time.process_time()
+        running.result()
+        wholes.append(time.process_time() - began)
+        begins.append(begun - began)
+        calls = gpu.counted.calls.copy()
+    return calls, statistics.median(begins[1:]), statistics.median(wholes[1:])
+
+
 def of_layer(
     directories: Sequence[Path], graphs: int, batch: BatchRequest, rounds: int
 ) -> tuple[dict[str, float], float]:
@@ -174,6 +280,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quick = parser.parse_args(arguments).quick
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as place:
+        directory = write_checkpoint(Path(place) / LLAMA, random_models(TINY, None)[LLAMA])
+        for sequences in (64,) if quick else (64, 256):
+            enqueued, begun, whole = decode_cost(directory, sequences, rounds=3 if quick else 2000)
+            told = ", ".join(f"{count:g} {call}" for call, count in enqueued.items())
+            print(f"llama  decode of {sequences}: {begun * 1e6:.0f} us, with its result {whole * 1e6:.0f}: {told}")
+            figures |= {
+                f"decode_{sequences}_calls": sum(enqueued.values()),
+                f"decode_{sequences}_begin_us": begun * 1e6,
+                f"decode_{sequences}_us": whole * 1e6,
+            }
         for model in (LLAMA,) if quick else (LLAMA, MOE):
             shape, directories = random_models(TINY, None)[model], []
             for layers in (FEW, MANY):

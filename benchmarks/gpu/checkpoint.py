@@ -13,8 +13,8 @@ from gpu.sizes import Sizes
 
 from headwise.cache_controller.dtypes import numpy_dtype
 
-POOL = 1 << 24
-"""Numbers drawn; weights are taken from them again and again, each tensor from another place."""
+MOST_POOL = 1 << 24
+"""Numbers drawn, at most; weights are taken from them again and again, each tensor from another place."""
 
 LLAMA, ERNIE, MOE = "llama", "ernie", "moe"
 """Directories of random models."""
@@ -106,7 +106,8 @@ def _mlp(at: str, inner: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...
 def _write_weights(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
     """A safetensors file: the header's length, the header, then every tensor's bytes."""
     bfloat16, rng = numpy_dtype("bfloat16"), np.random.default_rng(0)
-    pool = (DEVIATION * rng.standard_normal(2 * POOL, dtype=np.float32)).astype(bfloat16).view(np.uint16)
+    size = min(MOST_POOL, max(math.prod(shape) for _, shape in tensors))
+    pool = (DEVIATION * rng.standard_normal(2 * size, dtype=np.float32)).astype(bfloat16).view(np.uint16)
     norm = np.ones(max(shape[0] for _, shape in tensors if len(shape) == 1), np.float32).astype(bfloat16)
     header, at = {}, 0
     for name, shape in tensors:
@@ -122,9 +123,9 @@ def _write_weights(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> No
             if len(shape) == 1:
                 file.write(norm[:count].tobytes())
                 continue
-            start = int(rng.integers(POOL))
-            for done in range(0, count, POOL):
-                file.write(pool[start : start + min(POOL, count - done)].data)
+            start = int(rng.integers(size))
+            for done in range(0, count, size):
+                file.write(pool[start : start + min(size, count - done)].data)
 
 
 def _write_tokenizer(path: Path) -> None:

@@ -125,6 +125,8 @@ def _model_shapes(sizes: Sizes, sm: int, layers: int | None) -> Iterator[Attenti
     for kv_dtype in (heads.dtype, *QUANTISED_DTYPES):
         if kv_dtype != E4M3 or sm >= OLDEST_SM_E4M3:
             yield AttentionShape(heads.q_heads // heads.kv_heads, heads.head_dim, block_size, heads.dtype, kv_dtype)
+    for head_dim in sizes.head_dims[1]:
+        yield AttentionShape(heads.q_heads // heads.kv_heads, head_dim, block_size, heads.dtype, heads.dtype)
     for config in random_models(sizes, layers).values():
         share = config["num_attention_heads"] // config["num_key_value_heads"]
         for size in {block_size, sizes.load.block_size}:

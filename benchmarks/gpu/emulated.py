@@ -19,8 +19,8 @@ from gpu.sizes import TINY
 from numpy.typing import NDArray
 
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
-from headwise.kernels.cuda.cubins import Target
-from headwise.kernels.cuda.launch import Grid, Kernel, Program, address_of
+from headwise.kernels.cuda.cubins import CubinCache, Target
+from headwise.kernels.cuda.launch import CubinFile, Grid, Kernel, Program, Variant, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.worker.device import Device
@@ -110,6 +110,9 @@ class EmulatedRig:
 
     def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
         return HostArena(num_bytes, is_shared=is_shared)
+
+    def machine_code(self, variant: Variant) -> CubinFile | None:
+        return CubinCache(self.work / "kernels", self.target).find(variant)
 
     def upload(self, array: NDArray[Any]) -> Array:
         return np.array(array)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from gpu.rig import Rig
 
 from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import FinishReason, OutputDelta, SamplingParams
+from headwise.runtime.protocol.running_step import RunningStep
 
 
 def engine_config(rig: Rig, model: Path, **fields: Any) -> EngineConfig:
@@ -24,6 +27,10 @@ def engine_config(rig: Rig, model: Path, **fields: Any) -> EngineConfig:
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def sampled(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.8, top_p=0.9, seed=max_tokens, max_tokens=max_tokens, ignore_eos=True)
 
 
 class Serving:
@@ -44,12 +51,17 @@ class Serving:
         graphs = self.engine._worker._graphs
         return 0 if graphs is None else graphs.captured
 
-    def submit(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int] | int) -> list[str]:
-        """Ids of new requests."""
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        output_tokens: Sequence[int] | int,
+        params: Callable[[int], SamplingParams] = greedy,
+    ) -> list[str]:
+        """Ids of new requests, each of which is to have so many tokens."""
         counts = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
         ids = []
         for prompt, count in zip(prompts, counts, strict=True):
-            request = self.engine.preprocessor.prepare(prompt=list(prompt), sampling=greedy(count))
+            request = self.engine.preprocessor.prepare(prompt=list(prompt), sampling=params(count))
             self.tokens[request.request_id] = []
             self.core.add(request)
             ids.append(request.request_id)
@@ -83,6 +95,26 @@ class Serving:
         if tokens != count * batch:
             raise RuntimeError(f"{count} decode steps of {batch} sequences gave {tokens} tokens: some had ended")
         return seconds / count
+
+    def host_seconds(self, count: int, batch: int) -> float:
+        """Seconds that a worker's thread computes for a decode step until it is enqueued, the median of ``count``."""
+        runner, times = self.engine._executor._runner, []
+        begin = runner._begin
+
+        def timed(step: BatchRequest) -> RunningStep:
+            began = time.thread_time()
+            try:
+                return begin(step)
+            finally:
+                times.append(time.thread_time() - began)
+
+        runner._begin = timed
+        try:
+            self.decode_steps(count, batch)
+            self.rest()
+        finally:
+            runner._begin = begin
+        return statistics.median(times)
 
     def rest(self) -> None:
         """Wait until the steps in flight are computed, so that another engine has the GPU and the cores to itself."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gpu.bench import Bench
 from gpu.checkpoint import LLAMA, MOE, kv_token_bytes, random_models, weight_bytes, write_checkpoint
-from gpu.engine import Serving, engine_config, greedy, random_prompts, serving, tokens_until_all_decode
+from gpu.engine import Serving, engine_config, greedy, random_prompts, sampled, serving, tokens_until_all_decode
 from gpu.sizes import FULL
 
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -22,6 +22,7 @@ from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
 from headwise.kernels.cuda.sampling import SCRATCH_BYTES, CudaSampling, rows_of, thresholds_of
 from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.protocol.request import SamplingParams
 
 BATCHED_TOKENS = 8192
 """Token budget of a step: prompts are computed in few."""
@@ -30,15 +31,20 @@ MOST_DRAW_US = 60.0
 """For 64 rows of 128k scores with top-k, top-p or both."""
 
 
+MOST_HOST_US = 100.0
+"""Of the worker's thread for a decode step, calls into CuPy and the driver included."""
+
+
 def model(bench: Bench) -> None:
     """Steps of a random Llama-3.2-1B, with and without CUDA graphs: decode against its memory traffic, and prefill."""
     sizes, rig = bench.sizes, bench.rig
     config = random_models(sizes, bench.options.layers)[LLAMA]
     directory = write_checkpoint(rig.work / LLAMA, config)
     longest = sizes.decode_context + _output_tokens(bench, max(sizes.decode_batches)) + sizes.block_size
+    host_batches, _ = sizes.host_at
     shared = {
         "block_size": sizes.block_size,
-        "max_num_seqs": max(sizes.decode_batches),
+        "max_num_seqs": max(*sizes.decode_batches, *host_batches),
         "max_batched_tokens": BATCHED_TOKENS,
         "max_model_len": longest,
         "kv_cache": str(max(sizes.decode_batches) * (longest + 2 * sizes.block_size) * kv_token_bytes(config)),
@@ -53,6 +59,10 @@ def model(bench: Bench) -> None:
                     _decode(bench, opened, config, name, batch, bandwidth) for batch in sizes.decode_batches
                 ]
                 _prefill(bench, opened, config, name)
+                if graphs:
+                    _decode(bench, opened, config, "sampled", max(sizes.decode_batches), bandwidth, sampled)
+                    for batch in host_batches:
+                        _host(bench, opened, config, batch)
                 captured = opened.captured_graphs
                 bench.rows.check(f"{name}_recorded", graphs == (captured > 0), f"{captured} graphs")
     if len(tokens) == 2:
@@ -120,12 +130,18 @@ def _output_tokens(bench: Bench, batch: int) -> int:
 
 
 def _decode(
-    bench: Bench, opened: Serving, config: Mapping[str, Any], name: str, batch: int, bandwidth: float
+    bench: Bench,
+    opened: Serving,
+    config: Mapping[str, Any],
+    name: str,
+    batch: int,
+    bandwidth: float,
+    params: Callable[[int], SamplingParams] = greedy,
 ) -> list[list[int]]:
     """Time decode steps of ``batch`` sequences; their tokens."""
     sizes = bench.sizes
     prompts = random_prompts(batch, sizes.decode_context, config["vocab_size"], seed=batch)
-    ids = opened.submit(prompts, _output_tokens(bench, batch))
+    ids = opened.submit(prompts, _output_tokens(bench, batch), params)
     opened.until_first_tokens(ids)
     opened.decode_steps(sizes.warm_steps, batch)
     seconds = opened.decode_steps(sizes.decode_steps, batch)
@@ -135,6 +151,19 @@ def _decode(
     note = f"{seconds * 1e3:.2f} ms a step, {traffic / 1e9:.2f} GB, {batch / seconds:.0f} tokens/s"
     bench.rows.add(f"{name}_b{batch}_of_bandwidth", traffic / bandwidth / seconds, note=note)
     return [opened.tokens[request] for request in ids]
+
+
+def _host(bench: Bench, opened: Serving, config: Mapping[str, Any], batch: int) -> None:
+    """Time of the worker's Python for a decode step of ``batch`` sequences."""
+    sizes, (_, context) = bench.sizes, bench.sizes.host_at
+    count = tokens_until_all_decode(batch, context, BATCHED_TOKENS) + sizes.warm_steps + sizes.decode_steps
+    ids = opened.submit(random_prompts(batch, context, config["vocab_size"], seed=batch), count)
+    opened.until_first_tokens(ids)
+    opened.decode_steps(sizes.warm_steps, batch)
+    seconds = opened.host_seconds(sizes.decode_steps, batch)
+    opened.finish()
+    most = MOST_HOST_US if sizes.long else None
+    bench.rows.add(f"host_b{batch}", seconds * 1e6, "us", most=most, note="of the worker's thread, to enqueue a step")
 
 
 def _prefill(bench: Bench, opened: Serving, config: Mapping[str, Any], name: str) -> None:

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
-from headwise.kernels.cuda.cubins import Target
-from headwise.kernels.cuda.launch import Kernel, address_of, driver_cuda
+from headwise.kernels.cuda.cubins import CubinCache, Target
+from headwise.kernels.cuda.launch import CubinFile, Kernel, Variant, address_of, driver_cuda
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import CudaPrograms, Programs
 from headwise.runtime.config.engine_config import EngineConfig
@@ -114,6 +114,9 @@ class Rig(Protocol):
     def clocks(self) -> str:
         """Clocks, power and temperature while the GPU reads memory."""
 
+    def machine_code(self, variant: Variant) -> CubinFile | None:
+        """What is in the kernels' folder of ``work`` of a kernel; None: nothing."""
+
 
 class CudaRig:
     """A GPU, by way of `CudaDevice`."""
@@ -176,6 +179,10 @@ class CudaRig:
 
     def host_arena(self, num_bytes: int) -> HostArena:
         return self._device.host_arena(num_bytes)
+
+    def machine_code(self, variant: Variant) -> CubinFile | None:
+        """See `Rig.machine_code`."""
+        return CubinCache(self.work / "kernels", self.target).find(variant)
 
     def upload(self, array: NDArray[Any]) -> Array:
         target = self.empty(array.nbytes)

@@ -109,7 +109,10 @@ def run_target(rig: Rig, kernels: str) -> None:
             failed.append(row)
 
     bench, rng = Bench(rig, Recorder("target", emit), argparse.Namespace()), np.random.default_rng(rig.seed)
-    cased = [replace(case, sequences=rig.sizes.sanitized) for case in cases(rig.sizes.long, rig.target.sm)]
+    cased = [
+        replace(case, sequences=rig.sizes.sanitized)
+        for case in cases(rig.sizes.long, rig.target.sm)[: rig.sizes.sanitized_cases]
+    ]
     with rig.current():
         for case in cased:
             for each in (case, replace(case, sequences=case.sequences[::2])):  # the others, which decode

@@ -86,13 +86,16 @@ class Sizes:
 
     long:        whether inputs of the correctness section have hundreds of tokens
     compiled:    shapes of attention to compile; None is all
+    single_from: tokens of a single sequence from which on a decode has an aim
     skewed:      (batch, context of all but one, context of that one)
     quantised_at: (batch, context) of decodes over caches of fewer bits
     fills_card:  bytes of KV from which on a decode has enough to read to keep the card busy
     window:      (window, sink) of the windowed heads in `heads`
+    head_dims:   (prompt, head sizes) of prompts that are timed by head size
     product:     rows and columns of matrices whose product shows what the card computes at best
     decode_context, decode_batches, decode_steps: of the whole model's decode
     most_repeats: calls of one layer's attention that stand for a layer of a forward pass, at most
+    host_at:     (batches, context) of decode steps whose Python is timed
     warm_steps:  of decode before the clock starts: the first of a batch size load kernels
     prefills:    tokens of prompts that are computed alone, by graphs and without
     ttft, tbt:   prompt tokens; (batch, context, steps of a round)
@@ -108,12 +111,14 @@ class Sizes:
     latents: LatentSizes
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
+    single_from: int
     skewed: tuple[int, int, int]
     quantised_at: tuple[int, int]
     fills_card: int
     heads_at: tuple[int, int]
     window: tuple[int, int]
     prompts: tuple[int, ...]
+    head_dims: tuple[int, tuple[int, ...]]
     product: int
     copies: CopySizes
     delta: DeltaNet
@@ -126,6 +131,7 @@ class Sizes:
     decode_context: int
     decode_batches: tuple[int, ...]
     decode_steps: int
+    host_at: tuple[tuple[int, ...], int]
     ttft: int
     tbt: tuple[int, int, int]
     recycled: dict[str, Any]
@@ -134,6 +140,8 @@ class Sizes:
     """(prompts, tokens of each) of SmolLM2."""
     sanitized: tuple[tuple[int, int], ...]
     """(queries, context) of sequences that run under compute-sanitizer, a hundred times slower; every other decodes."""
+    sanitized_cases: int | None
+    """Cases of the section correctness that do; None is all."""
 
 
 LLAMA_1B = {
@@ -203,12 +211,14 @@ FULL = Sizes(
     latents=LatentSizes(16, 512, 64, 128, 128, index_heads=64, index_dim=128),
     batches=(1, 8, 64),
     contexts=(2048, 8192, 32768),
+    single_from=8192,
     skewed=(256, 1024, 131072),
     quantised_at=(64, 8192),
     fills_card=512 << 20,
     heads_at=(8, 32768),
     window=(1024, 64),
     prompts=(4096, 16384),
+    head_dims=(4096, (64, 128, 256)),
     product=8192,
     copies=CopySizes(1 << 30, ERNIE_LIKE, block_sizes=(64, 16), step=(64, 8192), layer_tokens=4096),
     delta=DeltaNet(16, 2, 128, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Qwen3-Next-80B's
@@ -221,6 +231,7 @@ FULL = Sizes(
     decode_context=1024,
     decode_batches=(1, 8, 64),
     decode_steps=48,
+    host_at=((64, 256), 128),
     ttft=16384,
     tbt=(16, 16384, 12),
     recycled={"window_size": round(PUBLISHED_SCALE * 4096 / 64) * 64, "sink_size": 0, "head_wise_swa_ratio": 0.75},
@@ -235,6 +246,7 @@ FULL = Sizes(
     ),
     greedy=(4, 32),
     sanitized=((1, 300), (40, 70), (1, 1)),
+    sanitized_cases=None,
 )
 _TINY_HEADS = {
     "hidden_size": 64,
@@ -257,12 +269,14 @@ TINY = Sizes(
     latents=LatentSizes(3, 32, 16, 16, 16, index_heads=2, index_dim=32),
     batches=(1, 2),
     contexts=(48,),
+    single_from=48,
     skewed=(2, 8, 40),
     quantised_at=(1, 20),
     fills_card=1,
     heads_at=(1, 40),
     window=(16, 4),
     prompts=(32,),
+    head_dims=(24, (32, 64)),
     product=16,
     copies=CopySizes(1 << 18, {**ERNIE_LIKE, **_TINY_HEADS, "sink_size": 4}, (8, 16), (1, 20), 16),
     delta=DeltaNet(1, 2, 16, batches=(1, 2), prompts=(20,)),
@@ -282,10 +296,12 @@ TINY = Sizes(
     decode_context=10,
     decode_batches=(1, 2),
     decode_steps=2,
+    host_at=((2,), 10),
     ttft=24,
     tbt=(2, 24, 2),
     recycled={"window_size": 16, "sink_size": 0, "head_wise_swa_ratio": 0.5},
     load=LoadSizes(requests=3, whole=2, input_tokens=24, output_tokens=4, batched_tokens=64, block_size=8, seconds=6),
     greedy=(2, 3),
     sanitized=((1, 30), (5, 9), (1, 1)),
+    sanitized_cases=1,
 )

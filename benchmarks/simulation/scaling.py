@@ -39,7 +39,7 @@ class Setting:
     goal_s: float
     begin: int
     storage: float = 1.0
-    peer_loads: bool = False
+    peer_loads: bool = True
 
 
 def requests_of(setting: Setting) -> list[Request]:

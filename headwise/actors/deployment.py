@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
     from headwise.actors.fleet import Fleet
+    from headwise.actors.front_move import FrontMove
     from headwise.actors.frontend import Frontend
     from headwise.actors.frontend_watchdog import FrontendWatchdog
     from headwise.actors.role import Role
@@ -70,6 +71,7 @@ class Deployment:
         self._supervisor: Supervisor = Supervisor()
         self._fleet: Fleet | None = None
         self._watchdog: FrontendWatchdog | None = None
+        self._front_move: FrontMove | None = None
         self._followers: dict[str, tuple[Any, Front]] = {}  # by engine: its actor, and the front that it knows
         self._stopped = False
         self._over = threading.Event()
@@ -152,11 +154,14 @@ class Deployment:
     def _supervise(self, found: Found | None = None, engines: Sequence[str] = ()) -> None:
         """From now on start, watch and replace actors; first of all take over the ``engines`` that were found."""
         from headwise.actors.fleet import Fleet
+        from headwise.actors.front_move import FrontMove
         from headwise.actors.frontend_watchdog import FrontendWatchdog
+        from headwise.actors.placement import draining_nodes
 
         assert self._frontend is not None
         config, supervisor, frontend = self.config, self._supervisor, self._frontend
         self._watchdog = FrontendWatchdog(supervisor, list(frontend.roles), config)
+        self._front_move = FrontMove(frontend.site, frontend.roles.values(), draining_nodes, supervisor.move)
         for role in frontend.roles.values():
             supervisor.add(role)
         number = None if found is None else len(set(engines) - found.leaving)
@@ -196,6 +201,8 @@ class Deployment:
         assert self._fleet is not None
         assert self._frontend is not None
         self._fleet.look(now)
+        if self._front_move is not None:
+            self._front_move.look(now, self._fleet.engines)
         front = self._frontend.front
         for role in self._fleet.engines:
             engine = self._supervisor.serving(role.name)
@@ -322,7 +329,7 @@ class Deployment:
         """Have all engines end what they do, put into storage what only they have cached, and go. Returns when they
         have, or a few seconds after ``drain_timeout_s``; then `stop`. Requests that come meanwhile are refused.
         """
-        from headwise.actors.fleet import FAREWELL_S
+        from headwise.actors.notice import FAREWELL_S
 
         if self._fleet is None:
             return

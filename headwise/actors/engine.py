@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from headwise.actors.addresses import (
 )
 from headwise.actors.ending import Ending
 from headwise.actors.front import About, Front, Keys
+from headwise.actors.notice import at_its_node
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
@@ -133,11 +135,18 @@ class Engine:
         group = self._group
         return [] if group is None else group.pids
 
-    def drain(self, timeout_s: float, sole_blocks: bytes | None, takers: Mapping[str, int] | None = None) -> None:
+    def drain(
+        self,
+        timeout_s: float,
+        sole_blocks: bytes | None,
+        takers: Mapping[str, int] | None = None,
+        until: float = math.inf,
+    ) -> None:
         """Begin to leave: see `EngineServer.leave`. The engine ends when it is done, and `ended` returns.
 
         sole_blocks: hashes of what only this engine has cached, as a run, the most valuable first; None: not known
         takers: engines that stay and take some of it, and how many token blocks each may evict for that
+        until: when the node is taken away, as `time.time` counts somewhere
         """
         self._leaving.set()
         if self._server is None or not self._settled.is_set():
@@ -146,6 +155,7 @@ class Engine:
         hashes = None
         if sole_blocks is not None:
             hashes = [sole_blocks[at : at + HASH_BYTES] for at in range(0, len(sole_blocks), HASH_BYTES)]
+        timeout_s = at_its_node(timeout_s, until, time.time())
         self._server.leave(timeout_s, hashes, self._stopping.set, takers)
 
     def stop(self) -> None:

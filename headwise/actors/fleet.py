@@ -15,6 +15,7 @@ import ray
 from headwise.actors import placement, rebalance
 from headwise.actors.first_start import EngineStart
 from headwise.actors.names import SCHEDULER, STORE
+from headwise.actors.notice import drain_time
 from headwise.actors.restarts import Phase
 from headwise.actors.role import Role
 from headwise.actors.store_worth import StoreWorth
@@ -44,7 +45,6 @@ from headwise.runtime.frontend.scaling.leaving import choose_leaving, number_of
 
 log = logging.getLogger(__name__)
 
-FAREWELL_S = 5.0
 _ASK_S = 1.0
 _CLOSING = Decision(0, "the deployment is being stopped")
 _REBALANCE_S = 5.0
@@ -171,6 +171,7 @@ class Fleet:
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
             is_awaited=self._controller.may_grow_from_nothing,
+            is_on_demand=self._controller.is_on_demand and not self._is_closing,
             is_closing=self._is_closing,
             wish=self._wishes.last,
             refusal=self._wishes.refusal,
@@ -267,18 +268,26 @@ class Fleet:
         self._leave_draining_nodes()
         self._rebalance(observed, now)
         before = self._decision
-        decision = self._controller.decide(observed, self._replicas(), now, self._store)
+        decision = self._controller.decide(observed, self._replicas(), now, self._store, self._has_room)
         if before is None or (before.number, before.overdue) != (decision.number, decision.overdue):
             log.info("replicas: %s", decision.reason)
         self._decision = decision
         roles = self._supervisor.roles
-        self._start([name for name in decision.start if name not in roles], {*decision.cancel, *decision.drain})
+        going = {*decision.cancel, *decision.drain, *decision.replaced}
+        self._start([name for name in decision.start if name not in roles], going)
         for name in decision.cancel:
             self._supervisor.retire(roles[name], "it is not needed any more")
         for name in decision.drain:
             self._drain(roles[name], now)
         self._balance_roles(observed, now)
         self._resize(observed)
+
+    def _has_room(self) -> bool:
+        """Whether one more engine would find a node now."""
+        has_room = bool(placement.nodes_with_room(self._config))
+        if not has_room:
+            log.warning("no node has room for one more engine: one is drained before another takes its place")
+        return has_room
 
     def _start(self, names: Sequence[str], going: Collection[str]) -> None:
         """Start engines, with the ranks that are lacking once others have gone."""
@@ -297,40 +306,33 @@ class Fleet:
     def _replicas(self) -> list[Replica]:
         return [Replica(role.name, _state_of(role), self._epoch[role.name]) for role in self.engines]
 
-    def _drain_s(self, role: Role) -> float:
-        """How long an engine may take to go: less than what is left of its node."""
-        left_s = placement.draining_nodes().get(role.site.node, math.inf) - time.time()
-        return drain_time(self._config.drain_timeout_s, left_s)
-
     def _drain(self, role: Role, now: float) -> None:
         """Have an engine take nothing new, end what it has, hand over what only it has cached, and end. If it does not,
         it is killed some time later."""
         if role.handle is None or role.life.phase is not Phase.RUNNING:
             self._supervisor.retire(role, "it does not serve, and is not wanted any more")
             return
-        timeout_s = self._drain_s(role)
+        until = placement.draining_nodes().get(role.site.node, math.inf)
+        timeout_s = drain_time(self._config.drain_timeout_s, until - time.time())
         role.leave_by = now + timeout_s + self._config.engine_timeout_s
-        leaving = [each.name for each in self.engines if each.is_leaving and each is not role]
+        ordered = () if self._decision is None else self._decision.drain
+        leaving = [each.name for each in self.engines if (each.is_leaving or each.name in ordered) and each is not role]
         takers = self._takers(role, leaving)
         sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage or takers else b""
         log.info("%s is drained: it ends in %g s at the latest", role, timeout_s)
-        role.handle.drain.remote(timeout_s, sole_blocks, takers)
+        role.handle.drain.remote(timeout_s, sole_blocks, takers, until)
 
     def _takers(self, role: Role, leaving: Sequence[str]) -> dict[str, int]:
-        """The engines that may take what only this one has cached, and what they may evict for it. Where there is
-        storage nobody does: what is there and in a host, too, takes the room of two (`benchmarks/autoscaling.py`)."""
-        if self._config.storage or self._config.without_peer_loads or self._is_closing:
+        """The engines that may take what only this one has cached, and what they may evict for it. Where one of them
+        shares its storage nobody does: what is there and in a host, too, takes the room of two
+        (`benchmarks/autoscaling.py`). Storage of the engine's own node may go with that node."""
+        if self._config.without_peer_loads or self._is_closing:
             return {}
-        going = {*leaving, *(() if self._decision is None else self._decision.drain), role.name}
+        going = {*leaving, role.name}
         names = [each.name for each in self.engines if each.life.phase is Phase.RUNNING and each.name not in going]
-        return dict(self._store.allowances(role.name, names, leaving)) if names else {}
-
-
-def drain_time(timeout_s: float, left_s: float) -> float:
-    """Seconds that an engine may take to go whose node is taken away in ``left_s``: the last tenth, at most
-    `FAREWELL_S`, is for its processes to end and for requests to be sent elsewhere.
-    """
-    return max(0.0, min(timeout_s, left_s - min(FAREWELL_S, left_s / 10)))
+        if not names or (self._config.storage and self._store.shares_storage(role.name, leaving)):
+            return {}
+        return dict(self._store.allowances(role.name, names, leaving))
 
 
 def policy_of(config: EngineConfig) -> ScalingPolicy:

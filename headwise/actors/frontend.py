@@ -27,6 +27,8 @@ PORT_ATTEMPTS = 3
 class Frontend:
     """The actors' roles, by name, once `start` or `adopt` has made them.
 
+    site: the node that they are on
+
     Their ports are chosen here, before the actors are made, and kept: an actor that is started again keeps its address,
     or where its node has died, its port.
     """
@@ -35,27 +37,27 @@ class Frontend:
         self.roles: dict[str, Role] = {}
         self._config = config
         self._keys = keys
-        self._site = FrontendSite(config.host, is_detached)
+        self.site = FrontendSite(config.host, is_detached)
         self._port = self._store_port = 0
         self._namespace = ""
 
     @property
     def front(self) -> Front:
         """Where they are, or will be."""
-        host = "127.0.0.1" if is_loopback(self._config.host) else self._site.address
-        return Front(self._site.address, self._port, f"tcp://{host}:{self._store_port}", self._namespace)
+        host = "127.0.0.1" if is_loopback(self._config.host) else self.site.address
+        return Front(self.site.address, self._port, f"tcp://{host}:{self._store_port}", self._namespace)
 
     @property
     def client_address(self) -> str:
         """Where clients connect to: ``tcp://HOST:PORT``."""
-        host = self._config.advertise_host or client_host(self._config.host, self._site.address)
+        host = self._config.advertise_host or client_host(self._config.host, self.site.address)
         return f"tcp://{host}:{self._port}"
 
     def adopt(self, found: Found, now: float) -> None:
         """Take over what there is; what there is not is left to be started."""
         front = found.front
         assert front is not None
-        self._site.adopt(front.node)
+        self.site.adopt(front.node)
         self._port, self._store_port = front.port, int(front.store_endpoint.rpartition(":")[2])
         self._namespace = front.namespace
         for role in (self._scheduler_role(), self._store_role(), *self._http_roles()):
@@ -134,7 +136,7 @@ class Frontend:
             return self._config, self._keys, self._port, self.front.store_endpoint
 
         life = Life(self._config.start_timeout_s)
-        return Role(self._config.name, SCHEDULER, GlobalScheduler, arguments, self._site, life)
+        return Role(self._config.name, SCHEDULER, GlobalScheduler, arguments, self.site, life)
 
     def _store_role(self) -> Role:
         from headwise.actors.role import Role
@@ -144,7 +146,7 @@ class Frontend:
             return self._config, self.front.store_endpoint, self._namespace, self._keys.inner
 
         life = Life(self._config.start_timeout_s)
-        return Role(self._config.name, STORE, AttentionStore, arguments, self._site, life)
+        return Role(self._config.name, STORE, AttentionStore, arguments, self.site, life)
 
     def _http_roles(self) -> list[Role]:
         from headwise.actors.http_server import HttpServerActor
@@ -155,7 +157,7 @@ class Frontend:
                 return self._config, name, endpoint_here(self._config.host, self._port), self._keys.own
 
             return Role(
-                self._config.name, name, HttpServerActor, arguments, self._site, Life(self._config.start_timeout_s)
+                self._config.name, name, HttpServerActor, arguments, self.site, Life(self._config.start_timeout_s)
             )
 
         return [role(f"http-{number}") for number in range(self._config.http_servers if self._config.http else 0)]

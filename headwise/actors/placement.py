@@ -164,9 +164,9 @@ class EngineSite:
 
 
 class FrontendSite:
-    """Where the scheduler and the store run: at first on this process's node. When that dies they move to another one:
-    the first, if it comes back under its address, else the cluster's head, else any. Where only this node has the
-    address at which they listen, they wait for it.
+    """Where the scheduler and the store run: at first on this process's node. When that dies, or is about to be taken
+    away, they move to another one: the first, if it comes back under its address, else the cluster's head, else any.
+    Where only this node has the address at which they listen, they wait for it.
 
     host: at which they listen
     """
@@ -184,8 +184,15 @@ class FrontendSite:
         self.node = next(alive, "")
 
     def choose(self, life: Life) -> None:
-        if self.is_alive():
-            return
+        if not self.is_alive():
+            self._go_elsewhere()
+
+    def leave(self) -> bool:
+        """Choose another node, as this one is about to be taken away; False: they stay, since there is none, or since
+        they end with this node in any case."""
+        return self._may_move and self._is_detached and self._go_elsewhere()
+
+    def _go_elsewhere(self) -> bool:
         leaving = draining_nodes()
         nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
         if not self._may_move:
@@ -193,6 +200,7 @@ class FrontendSite:
         nodes.sort(key=lambda node: (not _has_address(node, self.address), _HEAD not in node["Resources"]))
         if nodes:
             self.node, self.address = str(nodes[0]["NodeID"]), str(nodes[0]["NodeManagerAddress"])
+        return bool(nodes)
 
     def is_alive(self) -> bool:
         """Whether the node lives, as far as Ray knows by now."""

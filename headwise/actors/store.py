@@ -60,6 +60,10 @@ class AttentionStore:
         """See `AttentionStore.sole_blocks`."""
         return self._server.sole_blocks(node, without, most)
 
+    def shares_storage(self, node: str, without: Collection[str]) -> bool:
+        """See `PrefixIndex.shares_storage`."""
+        return self._server.shares_storage(node, without)
+
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
         """See `headwise.storage.index.allowances`."""
         return self._server.allowances(node, takers, without)

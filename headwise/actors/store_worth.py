@@ -37,6 +37,11 @@ class StoreWorth:
         hashes: bytes | None = self._ask("sole_blocks", node, list(without), MOST_BLOCKS)
         return hashes
 
+    def shares_storage(self, node: str, without: Collection[str]) -> bool:
+        """Whether an engine that stays can read what the node puts into storage; where nothing is known, it can."""
+        shared: bool | None = self._ask("shares_storage", node, list(without))
+        return shared is not False
+
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> Mapping[str, int]:
         """By engine that stays, how many token blocks it may evict for those of the leaving node; where nothing is
         known, none."""

@@ -92,6 +92,16 @@ class Supervisor:
             return False
         return role.life.can_be_replaced(self._now)
 
+    def move(self, role: Role) -> None:
+        """End the role's actor, and the one that stands by, and have them started where their site is now. On the
+        supervisor's thread."""
+        log.warning("%s goes to node %s", role.name, role.site.address)
+        for each in (role, role.standby):
+            if each is not None and each.life.phase in (Phase.STARTING, Phase.RUNNING):
+                each.kill()
+                each.handle = None
+                each.life.displaced(self._now)
+
     def retire(self, role: Role, why: str) -> None:
         """Forget a role, end its actor if it still lives, and give back its place. On the supervisor's thread."""
         log.info("%s has left: %s", role, why)

@@ -4,7 +4,8 @@
     ours, 1 rank      rank 0: group 0 | a b e f |  group 1 | c g |
 
 A slot has the same bytes for its member whichever rank has it. So a block of ours is filled from some groups' blocks of
-the owner, for the same tokens, on some of its ranks; what pads a block is not copied, but where whole blocks are.
+the owner, for the same tokens, on some of its ranks; what pads a block is not copied, but where whole blocks are. A
+member that several of its ranks keep is read from one of them, so that reads are spread over these.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class HeadExchange:
         for index, group in enumerate(self._ours.plan.groups):
             for slot, member in enumerate(group.members[rank]):
                 places = self._places[member]
-                owner_rank, owner_group, owner_slot = places[rank % len(places)]  # replicas: each rank asks another one
+                # Kept by several: each rank of ours asks another one, and each of its groups asks in turn.
+                owner_rank, owner_group, owner_slot = places[(rank + index) % len(places)]
                 size = self._ours.slot_bytes[member.layer]
                 piece = [index, owner_group, owner_rank, owner_slot * size, slot * size, size]
                 if pieces and _goes_on(pieces[-1], piece):

@@ -3,6 +3,11 @@
 A member is what one layer keeps of a sequence: keys and values of one KV head, the latent of a layer, or the state of
 one head. Where members differ in size, groups differ in how many of them a block holds. States and what is kept for
 every token never share a group.
+
+Where there are more ranks than KV heads in a layer, equally many of them keep each head, and share its query heads:
+
+    8 query heads, 2 KV heads, 4 ranks    rank 0: KV head 0, query heads 0 1    rank 2: KV head 1, query heads 4 5
+                                          rank 1: KV head 0, query heads 2 3    rank 3: KV head 1, query heads 6 7
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -48,6 +54,17 @@ class Member(NamedTuple):
 
     layer: int
     kv_head: int
+
+
+class Sharing(NamedTuple):
+    """What a rank has of the query heads of its KV heads of a layer: one of equal parts.
+
+    part:  which, from 0 on
+    ranks: that keep the same KV heads, and have a part each; 1: nobody else keeps them
+    """
+
+    part: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,14 @@ class HeadGroupPlan:
         filled = sum(self.sizes[member.layer] for group in self.groups for rank in group.members for member in rank)
         return (self.block_bytes * len(self.groups) * self.tp_size - filled) / filled
 
+    @property
+    def copies(self) -> float:
+        """Bytes of a token on all ranks, over those of every member once: more than 1 where ranks share KV heads."""
+        groups = [group for group in self.groups if not group.policy.is_state]
+        every = [member for group in groups for rank in group.members for member in rank]
+        once = sum(self.sizes[member.layer] for member in {*every})
+        return sum(self.sizes[member.layer] for member in every) / once if once else 1.0
+
     @cached_property
     def _places(self) -> list[dict[Member, tuple[int, int]]]:
         places: list[dict[Member, tuple[int, int]]] = [{} for _ in range(self.tp_size)]
@@ -119,6 +144,14 @@ class HeadGroupPlan:
         for layer, kv_head in sorted(self._places[rank]):
             heads[layer].append(kv_head)
         return tuple(map(tuple, heads))
+
+    def sharing(self, rank: int) -> tuple[Sharing, ...]:
+        """``[num_layers]``, of ``rank``; parts are in the order of ranks."""
+        found = []
+        for layer, heads in enumerate(self.kv_heads(rank)):
+            ranks = [r for r, places in enumerate(self._places) if heads and Member(layer, heads[0]) in places]
+            found.append(Sharing(ranks.index(rank), len(ranks)) if ranks else Sharing(0, 1))
+        return tuple(found)
 
     def placement(self, rank: int, layer: int) -> NDArray[np.int32]:
         """``int32 [local KV heads, 2]``: group and slot of each of the rank's heads of a layer."""
@@ -143,17 +176,18 @@ def plan_head_groups(
 
     sizes:         ``[num_layers]``, bytes of a slot of each layer's members; None: all are equal
     is_replicated: every rank keeps all members, as of MLA, whose one latent serves all query heads; else each rank
-                   has an equal share of every layer's
+                   has equally many of every layer's, or one, where equally many ranks keep each (but of states, which
+                   are not shared)
 
-    Raises ValueError if the members of a layer cannot be dealt to ``tp_size`` ranks, the policies or sizes are not a
-    full table, or ``per_head_index`` is asked of layers that differ.
+    Raises ValueError if the members of a layer cannot be so dealt to ``tp_size`` ranks, the policies or sizes are not
+    a full table, or ``per_head_index`` is asked of layers that differ.
     """
     _check_table(policies, sizes)
     sizes = tuple(sizes or [1] * len(policies))
     if is_replicated:
         dealt = [[list(range(len(row))) for row in policies]] * tp_size
     else:
-        _check_divides(policies, tp_size)
+        _check_deals(policies, tp_size)
         dealt = _deal(policies, tp_size)
     if grouping == "per_head_index":
         block_bytes, groups = _group_by_head_index(policies, sizes, dealt)
@@ -165,8 +199,9 @@ def plan_head_groups(
 def agreed_policies(policies: Policies, plans: Callable[[Policies], Sequence[HeadGroupPlan]]) -> Policies:
     """The tightest policies with which each member is kept alike in all plans that are made of them.
 
-    Ranks deal members out in their own way, so the same head may ride in a looser group on some engines. Its blocks
-    would be kept there, and be asked for from others, that have let go of them: then it is as loose everywhere.
+    Ranks deal members out in their own way, so the same head may ride in a looser group on some engines, or on some of
+    the ranks that keep it. Its blocks would be kept there, and be asked for from others, that have let go of them: then
+    it is as loose everywhere.
 
     plans: those of engines with different ranks
     """
@@ -175,19 +210,23 @@ def agreed_policies(policies: Policies, plans: Callable[[Policies], Sequence[Hea
         kept = [_kept(plan) for plan in found]
         agreed = tuple(
             tuple(
-                loosest([members.get(Member(layer, head), policy) for members in kept])
+                loosest([policy, *(each for members in kept for each in members[Member(layer, head)])])
                 for head, policy in enumerate(row)
             )
             for layer, row in enumerate(policies)
         )
-        if all(members[member] == agreed[member.layer][member.kv_head] for members in kept for member in members):
+        if all(each == {agreed[member.layer][member.kv_head]} for members in kept for member, each in members.items()):
             return agreed
         policies = agreed
 
 
-def _kept(plan: HeadGroupPlan) -> dict[Member, HeadPolicy]:
-    """What the group of each member keeps."""
-    return {member: group.policy for group in plan.groups for rank in group.members for member in rank}
+def _kept(plan: HeadGroupPlan) -> dict[Member, set[HeadPolicy]]:
+    """What the groups of each member keep, on all ranks that have it."""
+    kept: dict[Member, set[HeadPolicy]] = {}
+    for group in plan.groups:
+        for member in (member for rank in group.members for member in rank):
+            kept.setdefault(member, set()).add(group.policy)
+    return kept
 
 
 def _check_table(policies: Policies, sizes: Sequence[int] | None) -> None:
@@ -199,27 +238,41 @@ def _check_table(policies: Policies, sizes: Sequence[int] | None) -> None:
         raise ValueError(f"sizes {list(sizes)} must be one positive number for each of {len(policies)} layers")
 
 
-def _check_divides(policies: Policies, tp_size: int) -> None:
-    counts = sorted({len(row) for row in policies if row})
-    if any(count % tp_size for count in counts):
-        fits = [n for n in range(1, counts[0] + 1) if not any(count % n for count in counts)]
-        heads = " or ".join(map(str, counts))
-        raise ValueError(f"tp_size {tp_size} does not divide the model's {heads} KV heads; sizes that fit: {fits}")
+def can_be_dealt(heads: int, tp_size: int, *, is_state: bool = False) -> bool:
+    """Whether ranks can have equally many of a layer's ``heads`` each, or equally many ranks can keep each head.
+
+    A state is of all value heads of its key head: those would have to be split, not shared.
+    """
+    return not heads % tp_size or (not is_state and not tp_size % heads)
+
+
+def _check_deals(policies: Policies, tp_size: int) -> None:
+    kinds = sorted({(len(row), row[0].is_state) for row in policies if row})
+    if all(can_be_dealt(count, tp_size, is_state=is_state) for count, is_state in kinds):
+        return
+    counts = sorted({count for count, _ in kinds})
+    sizes = range(1, counts[-1] + 1)
+    fits = [size for size in sizes if all(can_be_dealt(count, size, is_state=state) for count, state in kinds)]
+    more = "" if any(is_state for _, is_state in kinds) else f", and multiples of {lcm(*counts)}"
+    heads = " or ".join(map(str, counts))
+    raise ValueError(f"tp_size {tp_size} does not divide the model's {heads} KV heads; sizes that fit: {fits}{more}")
 
 
 def _deal(policies: Policies, tp_size: int) -> list[list[list[int]]]:
     """``[rank][layer]`` KV heads, an equal number each, with each policy spread over the ranks.
 
     A layer of one policy is dealt in contiguous runs, the usual sharding. Any other is dealt loosest head first, in
-    rounds that give each rank one; in a round, the rank that has the fewest heads so loose chooses first.
+    rounds that give each rank one; in a round, the rank that has the fewest heads so loose chooses first. Where a layer
+    has fewer heads than there are ranks, equally many are dealt each of them.
     """
     order = _loosest_first(policies)
     dealt: list[list[list[int]]] = [[[] for _ in policies] for _ in range(tp_size)]
     # counts[rank, p]: heads of the rank that are as loose as policy p or looser
     counts: NDArray[np.int64] = np.zeros((tp_size, len(order)), dtype=np.int64)
     for layer, row in enumerate(policies):
-        heads, room = sorted(range(len(row)), key=lambda head: (order[row[head]], head)), len(row) // tp_size
-        for place, head in enumerate(heads):
+        heads, room = sorted(range(len(row)), key=lambda head: (order[row[head]], head)), max(1, len(row) // tp_size)
+        copies = max(1, tp_size // len(row)) if row else 0
+        for place, head in enumerate(head for head in heads for _ in range(copies)):
             if order[row[heads[0]]] == order[row[heads[-1]]]:
                 rank = place // room
             else:

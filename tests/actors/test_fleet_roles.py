@@ -122,7 +122,7 @@ class Engine:
     def drain(self) -> Engine:
         return self
 
-    def remote(self, timeout_s: float, sole_blocks: bytes, takers: object) -> None:
+    def remote(self, timeout_s: float, sole_blocks: bytes, takers: object, until: float) -> None:
         self.is_drained = True
 
 

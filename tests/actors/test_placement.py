@@ -49,9 +49,50 @@ def test_an_engine_asks_for_the_node_that_its_placement_prefers_among_those_with
     assert site.node == target
 
 
+def test_nodes_of_equal_host_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's id of a node is what counts: for room, for how many engines it has, and for whether it is about to go."""
+    free = {"id-1": {"CPU": 1.0}, "id-2": {"CPU": 1.0}, "id-3": {"CPU": 1.0}}
+    nodes = [
+        {"NodeID": each, "Alive": True, "NodeManagerHostname": "node", "NodeManagerAddress": each} for each in free
+    ]
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(placement.state, "get_draining_nodes", lambda: {"id-2": 0})
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name: asked.append(node))
+    assert placement.nodes_with_room(EngineConfig()) == {"id-1", "id-3"}
+    site = placement.EngineSite(EngineConfig(), lambda: ["id-1"])
+    site.choose(Life())
+    assert asked == ["id-3"]
+    nodes[2]["Alive"] = False
+    site.node = "id-3"
+    assert not site.is_alive()
+
+
 def node(name: str, alive: bool = True, head: bool = False) -> dict[str, Any]:
     resources = {"node:__internal_head__": 1.0} if head else {}
     return {"NodeID": f"id-{name}", "NodeManagerAddress": name, "Alive": alive, "Resources": resources}
+
+
+@pytest.mark.parametrize(
+    ("host", "is_detached", "others", "chosen"),
+    [
+        ("0.0.0.0", True, [node("b"), node("head", head=True)], "id-head"),
+        ("0.0.0.0", True, [node("leaving", head=True)], ""),
+        ("0.0.0.0", False, [node("b")], ""),
+        ("a", True, [node("b")], ""),
+    ],
+)
+def test_a_front_leaves_a_node_that_lives_if_it_can_listen_elsewhere_and_does_not_end_with_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, is_detached: bool, others: list[dict[str, Any]], chosen: str
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [node("a"), *others])
+    monkeypatch.setattr(placement, "draining_nodes", lambda: {"id-a": 0.0, "id-leaving": 0.0})
+    monkeypatch.setattr(placement, "this_node", lambda: "id-a")
+    monkeypatch.setattr(placement, "node_address", lambda: "a")
+    site = placement.FrontendSite(host, is_detached)
+    assert site.leave() is bool(chosen)
+    assert site.node == (chosen or "id-a")
 
 
 @pytest.mark.parametrize(

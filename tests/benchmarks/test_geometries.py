@@ -14,7 +14,7 @@ def geometry(request: pytest.FixtureRequest) -> Geometry:
     return GEOMETRIES[request.param]
 
 
-def test_padding_is_at_most_5_percent_on_all_ranks_that_divide_the_heads(geometry: Geometry) -> None:
+def test_padding_is_at_most_5_percent_on_all_numbers_of_ranks(geometry: Geometry) -> None:
     assert geometry.tp_sizes[0] == 1
     assert max(geometry.tp_sizes) <= MOST_RANKS
     for size in geometry.tp_sizes:

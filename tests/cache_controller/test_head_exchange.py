@@ -25,8 +25,15 @@ LAYERS = {
     "wide": (48, [FULL] * 4),
     "state": (64, [STATE] * 4),
     "shared": (32, []),
+    "few": (32, [FULL] * 2),
+    "few local": (48, [STREAMING] * 2),
+    "few mixed": (32, [WINDOW, FULL]),
+    "one": (96, [WINDOW]),
 }
-"""Bytes of a slot, and the policies of a layer's members. A shared layer keeps nothing."""
+"""Bytes of a slot, and the policies of a layer's members. A shared layer keeps nothing.
+
+Where there are more ranks than members, several have each.
+"""
 
 
 def arrangement(policies, sizes, tp_size: int, grouping="auto", *, is_replicated: bool = False) -> Arrangement:
@@ -62,20 +69,28 @@ def assert_all_arrives(ours: Arrangement, owner: Arrangement) -> None:
 
 @given(
     st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=10).filter(lambda kinds: set(kinds) != {"shared"}),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
     st.booleans(),
 )
 def test_every_member_arrives_in_its_slot_and_nothing_else_does(kinds, here, there, is_replicated) -> None:
+    if not is_replicated and 8 in (here, there):
+        kinds = ["one" if kind == "state" else kind for kind in kinds]  # four states, which are not shared
     sizes, policies = zip(*(LAYERS[kind] for kind in kinds), strict=True)
     ours, owner = (arrangement(policies, sizes, ranks, is_replicated=is_replicated) for ranks in (here, there))
     assert_all_arrives(ours, owner)
 
 
 @given(
-    st.lists(st.lists(st.sampled_from([FULL, WINDOW, STREAMING]), min_size=4, max_size=4), min_size=1, max_size=8),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 2, 4]),
+    st.sampled_from([2, 4]).flatmap(
+        lambda heads: st.lists(
+            st.lists(st.sampled_from([FULL, WINDOW, STREAMING]), min_size=heads, max_size=heads),
+            min_size=1,
+            max_size=8,
+        )
+    ),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
     st.sampled_from(["auto", "per_head_index"]),
 )
 def test_patterns_that_differ_from_layer_to_layer_arrive_whichever_way_they_are_grouped(
@@ -106,6 +121,19 @@ def test_ranks_that_all_have_a_latent_are_asked_in_turn() -> None:
     exchange = HeadExchange(ours, owner)
     assert [exchange.pieces(rank)[:, 2].tolist() for rank in range(4)] == [[0], [1], [0], [1]]
     assert exchange.pieces(0)[:, 5].tolist() == [96], "members that lie together are one piece"
+
+
+def test_ranks_that_share_a_head_are_asked_in_turn() -> None:
+    """Of eight that keep two heads: by each of two, and by one for each of its groups."""
+    policies = [[FULL] * 2, *[[WINDOW] * 2] * 3]
+    one, two, eight = (arrangement(policies, [32] * 4, ranks) for ranks in (1, 2, 8))
+    groups = range(len(two.plan.groups))
+    assert [HeadExchange(two, eight).pieces(rank)[:, 2].tolist() for rank in range(2)] == [
+        [group % 4 for group in groups],
+        [4 + (1 + group) % 4 for group in groups],
+    ]
+    assert len({*HeadExchange(one, eight).pieces(0)[:, 2].tolist()}) == min(8, 2 * len(one.plan.groups))
+    assert [{*HeadExchange(eight, two).pieces(rank)[:, 2].tolist()} for rank in range(8)] == [{0}] * 4 + [{1}] * 4
 
 
 def test_what_cannot_be_exchanged_says_why() -> None:

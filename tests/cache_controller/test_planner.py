@@ -6,13 +6,15 @@ from hypothesis import strategies as st
 
 from headwise.cache_controller.planner import (
     MAX_PADDING,
+    HeadGroup,
     HeadGroupPlan,
     Member,
     agreed_policies,
+    can_be_dealt,
     loosest,
     plan_head_groups,
 )
-from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 
 WINDOW = HeadPolicy(window=512)
 STREAMING = HeadPolicy(window=256, sink=64)
@@ -52,8 +54,44 @@ def test_ranks_share_the_groups_when_half_of_the_heads_stream() -> None:
 
 @pytest.mark.parametrize("tp_size", [2, 4, 7])
 def test_a_tp_size_that_does_not_fit_says_which_do(tp_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"tp_size {tp_size} .* 3 KV heads; sizes that fit: \[1, 3\]"):
+    with pytest.raises(
+        ValueError, match=rf"tp_size {tp_size} .* 3 KV heads; sizes that fit: \[1, 3\], and mult.* of 3"
+    ):
         plan_head_groups([[FULL] * 3], tp_size)
+
+
+def test_sizes_must_fit_layers_of_every_number_of_heads() -> None:
+    policies = [[FULL] * 6, [WINDOW] * 4]
+    assert plan_head_groups(policies, 12).copies == (2 * 6 + 3 * 4) / 10
+    with pytest.raises(
+        ValueError, match=r"tp_size 6 .* 4 or 6 KV heads; sizes that fit: \[1, 2\], and multiples of 12"
+    ):
+        plan_head_groups(policies, 6)
+
+
+def test_ranks_of_which_there_are_more_than_heads_share_them_in_order() -> None:
+    plan = plan_head_groups([[FULL] * 2, [WINDOW] * 4, [], [FULL]], 4, sizes=[64, 32, 1, 64])
+    assert [plan.kv_heads(rank) for rank in range(4)] == [
+        ((0,), (0,), (), (0,)),
+        ((0,), (1,), (), (0,)),
+        ((1,), (2,), (), (0,)),
+        ((1,), (3,), (), (0,)),
+    ]
+    assert [plan.sharing(rank) for rank in range(4)] == [
+        ((0, 2), (0, 1), (0, 1), (0, 4)),
+        ((1, 2), (0, 1), (0, 1), (1, 4)),
+        ((0, 2), (0, 1), (0, 1), (2, 4)),
+        ((1, 2), (0, 1), (0, 1), (3, 4)),
+    ]
+    assert plan.copies == (4 * 64 + 4 * 32 + 4 * 64) / (2 * 64 + 4 * 32 + 64)
+
+
+def test_states_are_dealt_and_never_shared() -> None:
+    plan = plan_head_groups([[STATE] * 4] * 3 + [[FULL]], 4, sizes=[64, 64, 64, 32])
+    assert plan.sharing(3) == ((0, 1), (0, 1), (0, 1), (3, 4))
+    assert plan.copies == 4, "of what a token takes"
+    with pytest.raises(ValueError, match=r"tp_size 8 .* 1 or 4 KV heads; sizes that fit: \[1, 2, 4\]$"):
+        plan_head_groups([[STATE] * 4] * 3 + [[FULL]], 8, sizes=[64, 64, 64, 32])
 
 
 policies_of_a_model = st.integers(1, 4).flatmap(
@@ -63,30 +101,37 @@ policies_of_a_model = st.integers(1, 4).flatmap(
 )
 
 
-@given(policies_of_a_model, st.sampled_from([1, 2, 4]), st.sampled_from(["auto", "per_head_index"]))
-def test_every_member_has_exactly_one_slot_and_its_group_keeps_what_it_sees(policies, tp_size, grouping) -> None:
-    if len(policies[0]) % tp_size:
-        tp_size = 1
+@given(policies_of_a_model, st.sampled_from([1, 2, 4, 8, 12]), st.sampled_from(["auto", "per_head_index"]))
+def test_a_member_has_a_slot_on_each_rank_that_keeps_it_and_its_group_keeps_what_it_sees(
+    policies, tp_size, grouping
+) -> None:
+    heads = len(policies[0])
+    tp_size = tp_size if can_be_dealt(heads, tp_size) else heads
     plan = plan_head_groups(policies, tp_size, grouping)
-    seen = [member for group in plan.groups for rank in group.members for member in rank]
-    assert sorted(seen) == [Member(lay, head) for lay in range(len(policies)) for head in range(len(policies[0]))]
+    for rank in range(tp_size):
+        seen = [member for group in plan.groups for member in group.members[rank]]
+        assert len({*seen}) == len(seen)
     for group in plan.groups:
+        assert len({len(rank) for rank in group.members}) == 1
         for rank in group.members:
             assert len(rank) <= plan.slots
             assert list(rank) == sorted(rank)
             for member in rank:
                 _assert_keeps(group.policy, policies[member.layer][member.kv_head])
     _assert_ranks_have_equal_heads(plan, policies)
+    assert plan.copies == max(1, tp_size // heads)
+    if grouping == "auto":
+        assert plan.padding <= MAX_PADDING
 
 
 LAYERS = {"full": (512, [FULL] * 4), "local": (256, [WINDOW] * 8), "latent": (300, [FULL]), "shared": (512, [])}
 """A shared layer keeps nothing: it uses the cache of another one."""
 
 
-@given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=40), st.sampled_from([1, 2, 4]), st.booleans())
+@given(
+    st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=40), st.sampled_from([1, 2, 4, 8, 16]), st.booleans()
+)
 def test_members_of_several_sizes_share_blocks_of_one_size(kinds, tp_size, is_replicated) -> None:
-    if not is_replicated:
-        kinds = [kind for kind in kinds if kind != "latent"] or ["local"]
     sizes, policies = zip(*(LAYERS[kind] for kind in [*kinds, "local"]), strict=True)
     plan = plan_head_groups(policies, tp_size, sizes=sizes, is_replicated=is_replicated)
     filled = 0
@@ -102,7 +147,8 @@ def test_members_of_several_sizes_share_blocks_of_one_size(kinds, tp_size, is_re
     heads = [plan.kv_heads(rank) for rank in range(tp_size)]
     for layer, row in enumerate(policies):
         dealt = sorted(head for rank in heads for head in rank[layer])
-        assert dealt == sorted([*range(len(row))] * (tp_size if is_replicated else 1))
+        copies = tp_size if is_replicated else max(1, tp_size // max(1, len(row)))
+        assert dealt == sorted([*range(len(row))] * copies)
 
 
 def test_two_heads_of_256_lie_beside_one_of_512() -> None:
@@ -151,17 +197,29 @@ def _assert_keeps(group: HeadPolicy, member: HeadPolicy) -> None:
 def _assert_ranks_have_equal_heads(plan: HeadGroupPlan, policies) -> None:
     for layer, row in enumerate(policies):
         dealt = [plan.kv_heads(rank)[layer] for rank in range(plan.tp_size)]
-        assert {len(heads) for heads in dealt} == {len(row) // plan.tp_size}
-        assert sorted(head for heads in dealt for head in heads) == list(range(len(row)))
+        assert {len(heads) for heads in dealt} == {max(1, len(row) // plan.tp_size)}
+        copies = max(1, plan.tp_size // len(row))
+        assert sorted(head for heads in dealt for head in heads) == sorted([*range(len(row))] * copies)
+        shared = [plan.sharing(rank)[layer] for rank in range(plan.tp_size)]
+        assert {sharing.ranks for sharing in shared} == {copies}
+        for head in range(len(row)):
+            parts = [sharing.part for heads, sharing in zip(dealt, shared, strict=True) if head in heads]
+            assert parts == [*range(copies)]
 
 
 @given(
-    st.lists(st.lists(st.sampled_from([FULL, STREAMING, WINDOW]), min_size=4, max_size=4), min_size=1, max_size=6),
+    st.sampled_from([2, 4]).flatmap(
+        lambda heads: st.lists(
+            st.lists(st.sampled_from([FULL, STREAMING, WINDOW]), min_size=heads, max_size=heads),
+            min_size=1,
+            max_size=6,
+        )
+    ),
     st.sampled_from(["auto", "per_head_index"]),
 )
 def test_policies_that_engines_of_all_ranks_agree_on_keep_each_member_alike(policies, grouping) -> None:
     def plans(given):
-        return [plan_head_groups(given, ranks, grouping) for ranks in (1, 2, 4)]
+        return [plan_head_groups(given, ranks, grouping) for ranks in (1, 2, 4, 8)]
 
     agreed = agreed_policies(policies, plans)
     for plan in plans(agreed):
@@ -169,3 +227,14 @@ def test_policies_that_engines_of_all_ranks_agree_on_keep_each_member_alike(poli
             for layer, head in (member for rank in group.members for member in rank):
                 assert agreed[layer][head] == group.policy
                 assert loosest([policies[layer][head], group.policy]) == group.policy
+
+
+def test_policies_are_agreed_on_for_all_copies_of_a_member() -> None:
+    """Of two ranks that keep it, one may have it in a looser group."""
+    member = (Member(0, 0),)
+
+    def plans(given) -> list[HeadGroupPlan]:
+        groups = (HeadGroup(FULL, (member, ()), 1), HeadGroup(given[0][0], ((), member), 1))
+        return [HeadGroupPlan((1,), 1, 2, groups)]
+
+    assert agreed_policies([[WINDOW]], plans) == ((FULL,),)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.engine.loaded_model import GREEDY, MODELS
+from support.engine.loaded_model import GREEDY, MODELS, serve
+from support.engine.ranks import Ranks
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
 from support.reference import answers, assert_same
@@ -15,6 +16,9 @@ from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 from headwise import EngineConfig, LocalEngine
 from headwise.kernels.base import AttentionBatch, HostLengths
 from headwise.kernels.cuda.expanded import ExpandedLatents
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -61,6 +65,27 @@ def test_greedy_tokens_of_several_prompts_at_once(
     for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(tokens), result.token_ids)
     assert bool(expanded) == (model in ("deepseek-v2", "deepseek-v3")), "prompts of latent attention are expanded"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["gpt-oss", "gemma4"])
+def test_ranks_that_share_heads_say_the_reference_tokens(model: str) -> None:
+    """Their kernels are those that were made ready at start."""
+    directory, tokens = checkpoint(model), 3
+    config = EngineConfig(
+        model=str(directory), device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256, tp_size=4
+    )
+    ranks = Ranks(config, directory, device=lambda: EmulatedGpu(LIBRARIES, "float32"))
+    plans = [worker._device.kernels._attention._plans for worker in ranks.workers]
+    made_ready, preprocessor, executor = list(map(dict, plans)), Preprocessor.open(config), LocalExecutor(ranks)
+    engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
+    wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:2]
+    greedy = replace(GREEDY, max_tokens=tokens)
+    results = serve(engine, preprocessor, wanted, {answer.name: greedy for answer in wanted})
+    for answer in wanted:
+        assert_same(answer.first(tokens), results[answer.name].token_ids)
+    assert plans == made_ready
+    executor.close()
 
 
 @pytest.mark.soak

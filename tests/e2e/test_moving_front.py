@@ -19,8 +19,10 @@ from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client
 from headwise.actors.cluster import connection
+from headwise.actors.deployment import resolve_client
 from headwise.actors.detached import stop_detached
 from headwise.actors.found import find_parts
+from headwise.errors import DeploymentError
 
 pytestmark = NODE_MARKS
 
@@ -65,3 +67,33 @@ def test_the_node_of_the_front_dies_and_a_client_that_knows_the_cluster_goes_on_
         nodes.add(engine=1)  # for the engine that was lost, which the owner knows of by its placement group
         eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
         assert load.end() > 0
+
+
+def test_a_node_that_is_told_to_end_is_left_by_front_and_engine_before_it_does(nodes: Nodes, front: Node) -> None:
+    """SIGTERM to `ray start --block`, as Kubernetes, systemd and clouds send it, while requests run."""
+    with connection(nodes.address), Client(f"ray:{nodes.address}") as client:
+        eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
+        before = engine_pids()
+        load = EndlessLoad(client, STREAMS, TOKENS)
+        load.goes_on()
+        (ray_start,) = front.processes
+        ray_start.terminate()
+        eventually(lambda: scheduler_host(nodes) not in ("", front.address), otherwise=lambda: scheduler_host(nodes))
+        load.goes_on(3 * PATIENCE_S)
+        ray_start.wait(3 * PATIENCE_S)
+        load.goes_on(3 * PATIENCE_S)
+        after = engine_pids()
+        kept = [name for name in before if after.get(name) == before[name]]
+        assert len(kept) == 2, (before, after)
+        nodes.add(engine=1)
+        eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
+        assert load.end() > 0
+
+
+def scheduler_host(nodes: Nodes) -> str:
+    """Of the scheduler that the cluster knows of; empty: it knows of none now."""
+    try:
+        address = resolve_client(nodes.address, CONFIG.name)[0]
+    except DeploymentError:
+        return ""
+    return urlsplit(address).hostname or ""

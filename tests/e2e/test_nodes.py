@@ -11,7 +11,7 @@ import pytest
 from support.endless_load import EndlessLoad
 from support.nodes import NODE_MARKS, Nodes
 from support.reference import answers
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
@@ -87,6 +87,28 @@ def test_a_node_that_dies_costs_no_token_and_its_engine_starts_on_the_next_one_t
     load.goes_on()
     assert load.end() > 0
     assert any(f"{name} on node {address}" in line and "its node has died" in line for line in caplog.messages)
+
+
+def test_a_node_that_is_told_to_end_costs_no_token_and_its_engine_goes_by_itself(
+    nodes: Nodes, deployment: Deployment, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SIGTERM to `ray start --block`, as Kubernetes, systemd and clouds send it."""
+    caplog.set_level(logging.INFO, logger="headwise")
+    load = EndlessLoad(client, STREAMS, TOKENS)
+    load.goes_on()
+    name, address = next(iter(homes(deployment).items()))
+    (ray_start,) = nodes.at(address).processes
+    ray_start.terminate()
+    eventually(lambda: address not in homes(deployment).values(), otherwise=lambda: caplog.messages)
+    load.goes_on()
+    ray_start.wait(PATIENCE_S)
+    nodes.add(engine=1)
+    eventually(lambda: len(homes(deployment)) == 3, otherwise=lambda: homes(deployment))
+    load.goes_on()
+    assert load.end() > 0
+    of_it = [message for message in caplog.messages if f"{name} on node {address}" in message]
+    assert any("has left: it has stopped" in message for message in of_it), of_it
+    assert not any("has died" in message for message in of_it), of_it
 
 
 def test_a_node_that_stands_still_for_ten_seconds_costs_no_token_and_goes_on(

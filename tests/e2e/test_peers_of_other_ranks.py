@@ -108,6 +108,10 @@ def full_blocks(answer: Answer, config: EngineConfig) -> int:
     [
         ("deepseek-v3.2", 1, 2),  # latents and an indexer's keys, on every rank
         ("qwen3-next", 2, 1),  # states beside attention
+        ("gemma4", 1, 4),  # two full heads that ranks share beside four windowed ones that they do not
+        pytest.param("gpt-oss", 4, 2, marks=pytest.mark.soak),
+        pytest.param("qwen3", 4, 1, marks=pytest.mark.soak),
+        pytest.param("gemma4-shared", 2, 4, marks=pytest.mark.soak),
         pytest.param("gpt-oss", 1, 2, marks=pytest.mark.soak),  # windows
         pytest.param("qwen3-next", 1, 2, marks=pytest.mark.soak),
         pytest.param("deepseek-v3", 4, 2, marks=pytest.mark.soak),
@@ -133,17 +137,19 @@ def test_a_prompt_that_another_engine_computes_or_has_goes_on_with_the_reference
             assert fetched(here) == 2 * depth
 
 
-def test_a_head_pattern_is_kept_alike_by_engines_of_all_ranks(tmp_path: Path) -> None:
-    """Dealt to two ranks, streaming heads ride in full groups that do not on one."""
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (1, 4), pytest.param(4, 2, marks=pytest.mark.soak)])
+def test_a_head_pattern_is_kept_alike_by_engines_of_all_ranks(tmp_path: Path, prefill: int, decode: int) -> None:
+    """Dealt to two ranks, streaming heads ride in full groups that do not on one; of four ranks two keep each head."""
     scores = np.array([[0.9, 0.1], [0.8, 0.7], [0.2, 0.1]])
     pattern = tmp_path / "scores.tsv"
     pattern.write_text("\n".join("\t".join(map(str, row)) for row in scores))
     model = {"head_pattern": str(pattern), "sink": 16, "window": 32}
     config = replace(BASE, model=str(checkpoint("qwen3")), block_size=16, **model)
     answer = max(answers("qwen3"), key=lambda answer: len(answer.prompt_ids))
-    with two_engines(config, 1, 2) as (p, d):
-        one, two = (node.preprocessor.card.plan for node in (p, d))
-        assert {policy for plan in (one, two) for policy in plan.policies} == set(one.policies)
+    with two_engines(config, prefill, decode) as (p, d):
+        plans = [node.preprocessor.card.plan for node in (p, d)]
+        kinds = {frozenset(plan.policies) for plan in plans}
+        assert [len(policies) for policies in kinds] == [2], "full groups and streaming ones, as on the other engine"
         alone = serve(p, answer, "alone").token_ids
         for there, here in ((p, d), (d, p)):
             hint = PeerHint(there.name, 1, full_blocks(answer, config), prefills=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +177,7 @@ def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_
 def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
     deployment: Deployment, client: Client
 ) -> None:
+    eventually(lambda: len(serving(client)) == 1, otherwise=client.stats)
     (before,) = serving(client)
     pid = deployment.actor_pids()[before]
     load = EndlessLoad(client, STREAMS, TOKENS)
@@ -184,15 +188,99 @@ def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
 
 
 @pytest.mark.soak
-def test_a_number_set_by_hand_outlives_the_scheduler_and_the_store(deployment: Deployment, client: Client) -> None:
+def test_a_roll_without_storage_loses_no_hit_where_there_is_room_for_one_more_engine(
+    deployment: Deployment, client: Client
+) -> None:
+    """The engine that takes the place of the only one serves first, and then takes what that one has cached."""
+    client.scale(1)
+    eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
+    prompts = [[1000 + 100 * prompt + 7 * number for number in range(160)] for prompt in range(8)]
+    config = replace(CONFIG, name="second", host_cache="96MiB", min_replicas=1)
+    with Deployment.start(config, address="auto") as second, Client(second.client_address) as its:
+
+        def hits() -> list[int]:
+            """Cached tokens of each prompt."""
+            results = [its.stream(prompt, max_tokens=2, temperature=0.0).read() for prompt in prompts]
+            return [result.usage.cached_tokens for result in results if result.usage is not None]
+
+        assert hits() == [0] * len(prompts)
+        before = hits()
+        (engine,) = serving(its)
+        load = EndlessLoad(its, STREAMS, TOKENS)
+        its.roll()
+        eventually(lambda: len(fleet(its)) == 1 and serving(its) not in ([], [engine]), otherwise=its.stats)
+        assert load.end() > 0
+        after = hits()
+        assert sum(after) >= 0.95 * sum(before), (before, after)
+        assert min(before) >= 144
+
+
+@pytest.mark.soak
+def test_a_number_set_by_hand_outlives_the_scheduler_and_the_store_and_no_request_is_lost_up_or_down(
+    deployment: Deployment, client: Client
+) -> None:
+    def kill_front() -> None:
+        pids = deployment.actor_pids()
+        for role in ("scheduler", "store"):
+            os.kill(pids[role], signal.SIGKILL)
+
+    eventually(lambda: len(serving(client)) == 1, otherwise=client.stats)
+    load = EndlessLoad(client, STREAMS, TOKENS)
     client.scale(2)
-    pids = deployment.actor_pids()
-    for role in ("scheduler", "store"):
-        os.kill(pids[role], signal.SIGKILL)
+    kill_front()
     eventually(lambda: len(serving(client)) == 2, otherwise=client.stats)
     assert client.stats()["fleet"]["number"] == 2
+    load.goes_on()
     assert client.scale(1) == "2 -> 1: set by hand"
+    eventually(lambda: "draining" in fleet(client).values() or len(fleet(client)) == 1)
+    eventually(lambda: deployment.actor_pids().keys() >= {"scheduler", "store"})
+    kill_front()
     eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
+    load.goes_on()
+    assert load.end() > 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, with room for some ten blocks."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)], check=False).returncode:
+        pytest.skip("this machine allows no mounts")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.soak
+def test_a_disk_that_is_full_while_an_engine_goes_keeps_it_from_nothing(
+    deployment: Deployment, client: Client, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What does not fit is lost with it; requests are not, and it ends by itself."""
+    caplog.set_level(logging.INFO, logger="headwise")
+    client.scale(1)
+    eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
+    config = replace(
+        CONFIG,
+        name="second",
+        replicas=2,
+        min_replicas=1,
+        host_cache="64MiB",
+        write_policy="write_back",
+        storage=f"file://{small_disk}?capacity=256MiB",
+    )
+    prompts = [[1000 + 100 * prompt + 7 * number for number in range(160)] for prompt in range(8)]
+    with Deployment.start(config, address="auto") as second, Client(second.client_address) as its:
+        eventually(lambda: len(serving(its)) == 2, otherwise=its.stats)
+        expected = [its.stream(prompt, max_tokens=2, temperature=0.0).read().token_ids for prompt in prompts]
+        load = EndlessLoad(its, STREAMS, TOKENS)
+        its.scale(1)
+        eventually(lambda: len(fleet(its)) == 1, otherwise=its.stats)
+        assert load.end() > 0
+        assert [its.stream(prompt, max_tokens=2, temperature=0.0).read().token_ids for prompt in prompts] == expected
+        assert shutil.disk_usage(small_disk).free < 2 << 20, "it was not full"
+    left = [message for message in caplog.messages if "has left" in message]
+    assert any("it has stopped" in message for message in left)
+    assert not any("did not end in time" in message for message in left)
 
 
 def test_a_number_out_of_bounds_is_the_caller_s_error(client: Client) -> None:
@@ -219,6 +307,7 @@ def test_a_deployment_serves_with_the_engines_that_have_room_and_the_others_join
     with Deployment.start(config, address="auto") as second, Client(second.client_address) as its:
         assert generate(its, STREAMS[0]).token_ids == STREAMS[0].output_ids
         eventually(lambda: sorted(fleet(its)) == ["engine-0", "engine-1"])
+        eventually(lambda: len(serving(its)) == 1, otherwise=its.stats)  # its owner tells once a second
         (waiting,) = (state for state in fleet(its).values() if not state.startswith("serves"))
         assert waiting == "waits for a node with 0.3 CPUs"
         assert its.reset_cache("device")  # of the engines that there are

@@ -62,7 +62,7 @@ def test_latents_in_int8_are_read_back_about_as_they_were_from_the_host_too(name
     assert [each.token_ids for each in again.values()] == [each.token_ids for each in results.values()]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_all_blocks_have_equal_bytes_and_every_layer_is_one_range_of_them(tp_size: int) -> None:
     card = card_of("gemma4-shared", tp_size=tp_size)
     assert len({layout.slot_bytes for layout in card.layouts}) == 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.drained import drain_node
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
@@ -148,11 +147,3 @@ def test_an_engine_leaves_a_node_that_ray_drains_for_another_and_the_stream_that
             eventually(lambda: deployment._supervisor.serving("engine-1") is not None)
             assert deployment._roles["engine-1"].site.node != first
             assert serves(client)
-
-
-def drain_node(address: str, node: str) -> None:
-    """As autoscalers do when a machine is about to be taken away."""
-    notice = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test", "--deadline-remaining-seconds"]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address, "--node-id", node]
-    done = subprocess.run([*command, *notice, "600"], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stdout + done.stderr

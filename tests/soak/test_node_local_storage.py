@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
+from support.drained import drain_node
+from support.nodes import descendants
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
 
@@ -46,7 +51,6 @@ Nodes = dict[str, "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def deployed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Deployment, Nodes]]:
-    import ray
     from ray.cluster_utils import Cluster
 
     if subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], check=False).returncode:
@@ -89,9 +93,15 @@ def deployed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[
         yield stack.enter_context(Deployment.start(config, address=cluster.address)), nodes
 
 
-def alive() -> set[str]:
-    import ray
+def kill(node: subprocess.Popen[bytes]) -> None:
+    """As when its power fails: nothing is drained."""
+    for pid in descendants(node.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    node.kill()
 
+
+def alive() -> set[str]:
     return {each["NodeID"] for each in ray.nodes() if each["Alive"]}
 
 
@@ -110,6 +120,22 @@ def stored(client: Client, answer: Answer) -> dict[str, int]:
     return {name: tiers["storage"] for name, tiers in engines.items() if tiers.get("storage")}
 
 
+def test_an_engine_that_goes_with_its_disk_leaves_its_cache_to_the_host_of_the_other(
+    deployed: tuple[Deployment, Nodes], tmp_path: Path
+) -> None:
+    deployment, nodes = deployed
+    answer = next(each for each in answers(deployment.config.model) if each.name == "long_700").first(8)
+    with Client(deployment.client_address) as client:
+        assert serve(client, answer) == 0
+        eventually(lambda: max(stored(client, answer).values(), default=0) >= PREFIX)
+        (first,) = stored(client, answer)
+        node = deployment._roles[first].site.node
+        drain_node(ray.get_runtime_context().gcs_address, node)
+        eventually(lambda: first not in client.stats()["fleet"]["replicas"], otherwise=client.stats)
+        nodes[node].terminate()
+        assert serve(client, answer) >= PREFIX
+
+
 def test_what_a_nodes_own_disk_has_is_credited_to_that_node_and_another_computes_it(
     deployed: tuple[Deployment, Nodes], tmp_path: Path
 ) -> None:
@@ -126,7 +152,7 @@ def test_what_a_nodes_own_disk_has_is_credited_to_that_node_and_another_computes
         assert serve(client, answer) >= PREFIX
         assert stored(client, answer).keys() == {first}
 
-        nodes[deployment._roles[first].site.node].terminate()
+        kill(nodes[deployment._roles[first].site.node])
         eventually(lambda: deployment._supervisor.serving(first) is None)
         assert serve(client, answer) == 0
         eventually(lambda: stored(client, answer).get(other, 0) >= PREFIX)

@@ -19,6 +19,7 @@ class Deployment:
     held:   requests that no engine can take
     silent: engines whose reports are overdue
     requests, worth: by engine
+    has_room: whether one more engine would find a node
     """
 
     controller: ReplicaSet
@@ -26,6 +27,7 @@ class Deployment:
     drain_s: float = 5.0
     work: float = 0.0
     held: int = 0
+    has_room: bool = False
     silent: set[str] = field(default_factory=set)
     requests: dict[str, int] = field(default_factory=dict)
     caches: dict[str, float] = field(default_factory=dict)
@@ -45,7 +47,8 @@ class Deployment:
             self.now += 1.0
             self._arrive()
             self._pass_time()
-            decision = self.controller.decide(self.observation(), list(self.replicas.values()), self.now, self)
+            seen, there = self.observation(), list(self.replicas.values())
+            decision = self.controller.decide(seen, there, self.now, self, lambda: self.has_room)
             self.log.append((self.now, decision))
             self.obey(decision)
         return self.log[-1][1]

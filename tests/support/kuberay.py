@@ -1,6 +1,8 @@
 """KubeRay's part of its custom resources: the fields that deploy/kuberay uses, as JSON Schema.
 
-Their names, types and values are those of its API reference (docs.ray.io, "KubeRay CRD API reference"). The generated
+Their names, types, values, and which are required are those of its API reference (docs.ray.io, "KubeRay CRD API
+reference"). Those of a RayCluster were compared by hand with the types that its definitions are generated from
+(ray-project/kuberay, ray-operator/apis/ray/v1/raycluster_types.go, in the version that has `tlsOptions`). The generated
 definitions repeat Kubernetes' pods in each group and have almost a megabyte. Here a pod is any object; the tests check
 it as the PodTemplate that it is. An unknown field is an error: the API server would drop it without a word.
 """
@@ -18,7 +20,7 @@ def fields(required: tuple[str, ...] = (), **properties: Schema) -> Schema:
 
 
 TEXT: Schema = {"type": "string"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
+COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 FLAG: Schema = {"type": "boolean"}
 TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 ANY: Schema = {"type": "object"}

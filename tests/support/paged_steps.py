@@ -101,4 +101,4 @@ class CacheShown(LayerByCall):
 
 
 def only_shard(config: ModelConfig) -> Shard:
-    return Shard(0, 1, plan_head_groups(config.policies).kv_heads(0))
+    return Shard.of(config, plan_head_groups(config.policies), 0)

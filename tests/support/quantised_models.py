@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from support.tiny_checkpoints import checkpoint
 
+from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 from headwise.runtime.ops.e4m3 import E4M3
@@ -57,16 +58,23 @@ def in_fp8(matrix: NDArray[np.float32]) -> Stored:
 
 
 def write_quantised(
-    directory: Path, name: str, scheme: Mapping[str, Any], quantise: Callable[[NDArray[np.float32]], Stored]
+    directory: Path,
+    name: str,
+    scheme: Mapping[str, Any],
+    quantise: Callable[[NDArray[np.float32]], Stored],
+    in_bfloat16: bool = False,
 ) -> tuple[Path, Path]:
-    """The directories of a tiny model that was quantised, and of the same one expanded."""
+    """The directories of a tiny model that was quantised, and of the same one expanded.
+
+    in_bfloat16: what is not quantised
+    """
     source = Checkpoint(checkpoint(name))
     stored: dict[str, tuple[str, NDArray[Any]]] = {}
     expanded: dict[str, tuple[str, NDArray[Any]]] = {}
     for weight in source.names:
         values = source.tensor(weight)
         if not weight.endswith(("_proj.weight", "_proj_with_mqa.weight")):
-            stored[weight] = expanded[weight] = ("F32", values)
+            stored[weight] = expanded[weight] = ("BF16", to_bits(values)) if in_bfloat16 else ("F32", values)
             continue
         tensors, matrix = quantise(values)
         stored |= {weight.removesuffix("weight") + part: entry for part, entry in tensors.items()}

@@ -298,11 +298,16 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
     return found
 
 
-def write_checkpoint(directory: Path, config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> Path:
-    """A model's directory, with a tokenizer."""
+def write_checkpoint(
+    directory: Path,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, list[int]],
+    weights: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """A model's directory, with a tokenizer. weights: where they are not drawn"""
     write_tokenizer_directory(directory, byte_level_tokenizer())
     (directory / "config.json").write_text(json.dumps(config))
-    weights = draw_weights(config, shapes)
+    weights = draw_weights(config, shapes) if weights is None else weights
     kinds = {"float32": "F32", "uint8": "U8"}
     forms = {name: TensorForm(kinds[values.dtype.name], values.shape) for name, values in weights.items()}
     write_safetensors(directory / "model.safetensors", forms, iter(weights.values()))

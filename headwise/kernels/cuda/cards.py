@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from headwise.errors import ConfigError, first_line
 
 INSTALL = "`pip install 'headwise[gpu]'`"
 OLDEST_SM = 80
+OLDEST_NUMPY = (2, 1, 2)
+"""CuPy's bfloat16 needs it."""
 NO_DEVICE = 100
 """``cudaErrorNoDevice``."""
 
@@ -40,9 +45,10 @@ def open_card(index: int = 0) -> Card:
     """GPU ``index``, looked at before anything is loaded onto it.
 
     Raises:
-        ConfigError: CuPy is missing or made for another CUDA, there is no driver or too old a one, or no such GPU, or
-            it is too old.
+        ConfigError: CuPy is missing or made for another CUDA, NumPy is too old for it, there is no driver or too old a
+            one, or no such GPU, or it is too old.
     """
+    _check_numpy(np.__version__)
     try:
         cupy = importlib.import_module("cupy")
         runtime = cupy.cuda.runtime
@@ -55,6 +61,20 @@ def open_card(index: int = 0) -> Card:
     if index >= count:
         raise ConfigError(f"there is no GPU {index}: this process sees {count}; look at CUDA_VISIBLE_DEVICES")
     return _card(cupy, index)
+
+
+def _check_numpy(version: str) -> None:
+    if release_of(version) < OLDEST_NUMPY:
+        oldest = ".".join(map(str, OLDEST_NUMPY))
+        raise ConfigError(
+            f"device cuda needs NumPy {oldest} or newer for bfloat16, and {version} is installed: "
+            f"`pip install 'numpy>={oldest},<3'`, or use device cpu"
+        )
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """The release that a version names: ``3.10.0+git1`` is later than ``3.9.1``."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _driver_version() -> int:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Iterator
@@ -22,10 +23,16 @@ from threading import Lock
 from typing import Any
 
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.cards import release_of
 from headwise.kernels.cuda.files import write_whole
 from headwise.kernels.cuda.launch import CubinFile, Variant
 
+log = logging.getLogger(__name__)
+
 NEWEST_CUDA_12 = 12
+OLDEST_TRITON = (3, 9)
+"""The assembler serialises matrix products of some kernels that an older one makes."""
+_REMEDY = "`pip install 'triton>=3.9,<4'`, or fill %s by `python -m headwise.kernels.cuda.precompile` where that is"
 FENCED_SINCE = (3, 7, 1)
 """Triton from here on has the fences of `fenced` itself (triton-lang/triton#9610)."""
 _KERNEL_IMPORT = re.compile(r"^from headwise\.kernels\.cuda\.(\w+_jit) import", re.MULTILINE)
@@ -61,6 +68,9 @@ class Compiled:
 class CubinCache:
     """The compiled variants of one target in ``directory``, which any number of processes may share.
 
+    A Triton that is too old is told of in the log: it compiles what the directory lacks, and each kernel of those that
+    is slower for it is named when it is first used.
+
     Raises:
         ConfigError: ``directory`` cannot be made.
     """
@@ -71,6 +81,12 @@ class CubinCache:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"the kernel cache {directory} cannot be made ({error}): give another") from error
+        version = _triton_version()
+        if version is not None and release_of(version) < OLDEST_TRITON:
+            log.warning(
+                f"Triton %s is older than 3.9: some of the kernels that it compiles are slower; {_REMEDY}",
+                version, directory,
+            )  # fmt: skip
 
     def get(self, variant: Variant) -> CubinFile:
         """The machine code of ``variant``, compiled if no file has it.
@@ -78,20 +94,29 @@ class CubinCache:
         Raises:
             ConfigError: no file has it and Triton is not installed, or cannot compile it.
         """
-        stem = f"{variant.kernel}-sm{self._target.sm}-cuda{self._target.cuda}-{_digest(variant)}"
-        version = _triton_version()
-        made = {_version_of(path): path for path in self._directory.glob(f"{stem}-triton*.json")}
-        newest = max(made, default=())
+        stem, made = self._made(variant)
+        version, newest = _triton_version(), max(made, default=())
         if version is None and not made:
             raise ConfigError(
                 f"{self._directory} has no machine code of kernel {stem}: `pip install triton`, or fill it by "
                 "`python -m headwise.kernels.cuda.precompile` elsewhere"
             )
-        if version is None or newest >= _numbers(version):
-            return _read(made[newest])
-        notes = self._directory / f"{stem}-triton{version}.json"
-        _write(notes, compile_variant(variant, self._target))
-        return _read(notes)
+        if version is None or newest >= release_of(version):
+            notes = made[newest]
+        else:
+            notes = self._directory / f"{stem}-triton{version}.json"
+            _write(notes, compile_variant(variant, self._target))
+        return _read(notes, variant)
+
+    def find(self, variant: Variant) -> CubinFile | None:
+        """The newest machine code of ``variant`` that is there."""
+        _, made = self._made(variant)
+        return _read(made[max(made)], variant) if made else None
+
+    def _made(self, variant: Variant) -> tuple[str, dict[tuple[int, ...], Path]]:
+        """How files of ``variant`` begin, and those that are there, by the Triton that made them."""
+        stem = f"{variant.kernel}-sm{self._target.sm}-cuda{self._target.cuda}-{_digest(variant)}"
+        return stem, {_version_of(path): path for path in self._directory.glob(f"{stem}-triton*.json")}
 
 
 def compile_variant(variant: Variant, target: Target) -> Compiled:
@@ -139,7 +164,7 @@ def _private_compiler(target: Target) -> Iterator[io.StringIO]:
         if target.cuda <= NEWEST_CUDA_12 and not knobs.nvidia.ptxas_blackwell.version.startswith("12."):
             # Drivers of CUDA 12 take no machine code of CUDA 13's assembler; Triton brings both.
             knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
-        if _numbers(__version__) < FENCED_SINCE:
+        if release_of(__version__) < FENCED_SINCE:
             knobs.runtime.add_stages_inspection_hook = _add_fences
         with contextlib.redirect_stdout(log):
             yield log
@@ -206,12 +231,7 @@ def _triton_version() -> str | None:
 
 
 def _version_of(notes: Path) -> tuple[int, ...]:
-    return _numbers(notes.stem.rpartition("-triton")[2])
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release that a version names: ``3.10.0+git1`` is later than ``3.9.1``."""
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+    return release_of(notes.stem.rpartition("-triton")[2])
 
 
 def _write(notes: Path, compiled: Compiled) -> None:
@@ -221,10 +241,19 @@ def _write(notes: Path, compiled: Compiled) -> None:
         "threads": compiled.threads,
         "shared_bytes": compiled.shared_bytes,
         "parameters": compiled.parameters,
+        "registers": compiled.registers,
+        "spilled_bytes": compiled.spilled_bytes,
+        "is_serialised": compiled.is_serialised,
     }
     for path, content in ((notes.with_suffix(".cubin"), compiled.cubin), (notes, json.dumps(described).encode())):
         write_whole(path, content)
 
 
-def _read(notes: Path) -> CubinFile:
-    return CubinFile(path=notes.with_suffix(".cubin"), **json.loads(notes.read_text()))
+def _read(notes: Path, variant: Variant) -> CubinFile:
+    described = json.loads(notes.read_text())
+    if described["is_serialised"]:
+        log.warning(
+            f"kernel %s %s is slower than it could be: the assembler serialises its matrix products; {_REMEDY}",
+            variant.kernel, dict(variant.constants), notes.parent,
+        )  # fmt: skip
+    return CubinFile(path=notes.with_suffix(".cubin"), **described)

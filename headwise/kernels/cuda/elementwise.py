@@ -90,14 +90,14 @@ class CudaElementwise:
             vectors > HELD * group
             or rows * group > MOST_THREADS
             or out.shape != x.shape
-            or not (_in_vectors(x) and _is_dense(weight, x.shape[-1:]) and _is_dense(out, out.shape, x.dtype))
+            or not (_in_vectors(x) and is_dense(weight, x.shape[-1:]) and is_dense(out, out.shape, x.dtype))
         ):
             return False
         threads = max(group, THREADS)
         self._of(x).rms_norm[threads](
             _grid(rows * group, threads),
             (
-                *_pointers(x, weight, out), np.int64(x.strides[0]), np.int64(x.strides[1] if heads > 1 else 0),
+                *pointers(x, weight, out), np.int64(x.strides[0]), np.int64(x.strides[1] if heads > 1 else 0),
                 *(np.int32(number) for number in (rows, heads, vectors, group)), np.float32(eps),
             ),
         )  # fmt: skip
@@ -111,15 +111,15 @@ class CudaElementwise:
         if (
             vectors > HELD * group
             or tokens * group > MOST_THREADS
-            or not (_in_vectors(x) and _is_dense(weight, (width,)))
-            or not all(_is_dense(array, x.shape, x.dtype) for array in (x, addend, total, out))
+            or not (_in_vectors(x) and is_dense(weight, (width,)))
+            or not all(is_dense(array, x.shape, x.dtype) for array in (x, addend, total, out))
         ):
             return False
         threads = max(group, THREADS)
         self._of(x).add_rms_norm[threads](
             _grid(tokens * group, threads),
             (
-                *_pointers(x, addend, weight, total, out),
+                *pointers(x, addend, weight, total, out),
                 *(np.int32(number) for number in (tokens, vectors, group)), np.float32(eps),
             ),
         )  # fmt: skip
@@ -137,12 +137,12 @@ class CudaElementwise:
             gate_up.shape != (tokens, 2 * width)
             or count > MOST_THREADS
             or width * out.dtype.itemsize % VECTOR_BYTES
-            or not (_in_vectors(gate_up) and _is_dense(out, out.shape, gate_up.dtype))
+            or not (_in_vectors(gate_up) and is_dense(out, out.shape, gate_up.dtype))
         ):
             return False
         self._of(out).gated[activation](
             _grid(count, THREADS),
-            (*_pointers(gate_up, out), np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
+            (*pointers(gate_up, out), np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
         )
         return True
 
@@ -154,14 +154,14 @@ class CudaElementwise:
         if (
             count > MOST_THREADS
             or gate.dtype != out.dtype
-            or not (_in_vectors(out) and _is_dense(x, out.shape, out.dtype) and _is_dense(out, out.shape, out.dtype))
+            or not (_in_vectors(out) and is_dense(x, out.shape, out.dtype) and is_dense(out, out.shape, out.dtype))
             or not (is_of_rows or (gate.shape == out.shape and _in_vectors(gate)))
         ):
             return False
         kernels = self._of(out)
         (kernels.sigmoid_mul_rows if is_of_rows else kernels.sigmoid_mul)(
             _grid(count, THREADS),
-            (*_pointers(x, gate, out), np.int64(gate.strides[0]), np.int32(count), np.int32(vectors)),
+            (*pointers(x, gate, out), np.int64(gate.strides[0]), np.int32(count), np.int32(vectors)),
         )
         return True
 
@@ -172,14 +172,14 @@ class CudaElementwise:
         shape = (ids.shape[0], table.shape[1])
         if (
             count > MOST_THREADS
-            or not (_in_vectors(table) and _is_dense(out, shape, table.dtype))
+            or not (_in_vectors(table) and is_dense(out, shape, table.dtype))
             or not (ids.dtype == np.int32 and ids.flags.c_contiguous)
         ):
             return False
         self._of(table).gather_rows(
             _grid(count, THREADS),
             (
-                *_pointers(table, ids, out), np.int64(table.strides[0]), np.int32(count), np.int32(vectors),
+                *pointers(table, ids, out), np.int64(table.strides[0]), np.int32(count), np.int32(vectors),
                 np.float32(scale),
             ),
         )  # fmt: skip
@@ -220,7 +220,7 @@ def _in_vectors(array: Array) -> bool:
     )
 
 
-def _is_dense(array: Array, shape: tuple[int, ...], dtype: np.dtype[Any] | type = np.float32) -> bool:
+def is_dense(array: Array, shape: tuple[int, ...], dtype: np.dtype[Any] | type = np.float32) -> bool:
     """Whether an array is what is expected, without gaps, and begins on a vector."""
     return (
         array.shape == shape
@@ -234,5 +234,5 @@ def _grid(threads: int, block: int) -> Grid:
     return (-(-threads // block), 1, 1)
 
 
-def _pointers(*arrays: Array) -> tuple[np.uint64, ...]:
+def pointers(*arrays: Array) -> tuple[np.uint64, ...]:
     return tuple(np.uint64(address_of(array)) for array in arrays)

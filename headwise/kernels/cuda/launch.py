@@ -158,13 +158,19 @@ class CupyLauncher:
 
 @dataclass(frozen=True)
 class CubinFile:
-    """Machine code of one Triton kernel on disk, and how to launch it."""
+    """Machine code of one Triton kernel on disk, how to launch it, and what the assembler said of it.
+
+    spilled_bytes, is_serialised: see `cubins.Compiled`
+    """
 
     path: Path
     name: str
     threads: int
     shared_bytes: int
     parameters: int
+    registers: int = 0
+    spilled_bytes: int = 0
+    is_serialised: bool = False
 
 
 def empty_array(shape: tuple[int, ...], dtype: Any) -> Array:

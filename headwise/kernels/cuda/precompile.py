@@ -14,6 +14,7 @@ import numpy as np
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda import (
+    all_reduce,
     block_copy,
     block_tables,
     dsa,
@@ -30,6 +31,7 @@ from headwise.kernels.cuda import (
     sampling,
     step_tokens,
 )
+from headwise.kernels.cuda.all_reduce import RankSums
 from headwise.kernels.cuda.attention import AttentionShape, check_supported, variants_of
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.delta import DeltaShape
@@ -83,6 +85,7 @@ def precompile(
     deltas: Sequence[DeltaShape] = (),
     latent_models: Sequence[LatentModel] = (),
     packed_forms: Sequence[PackedForm] = (),
+    sums: Sequence[RankSums] = (),
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
@@ -90,6 +93,7 @@ def precompile(
     deltas:        delta-nets, likewise
     latent_models: with latent attention
     packed_forms:  of weights of few bits
+    sums:          of ranks, of models that have several
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -113,6 +117,8 @@ def precompile(
             for variant in experts.variants_of(mixture, target.sm):
                 yield cubins.get(variant).path
             yield cubin_path(directory, experts.SOURCE, experts.defines_of(mixture), target.sm, target.cuda)
+        for each in sums:
+            yield cubin_path(directory, all_reduce.SOURCE, each.defines(), target.sm, target.cuda)
         for form in packed_forms:
             for variant in packed.variants_of(form):
                 yield cubins.get(variant).path
@@ -146,7 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     targets = [Target(sm, cuda) for sm in options.sm for cuda in options.cuda]
     try:
-        mixed = list(_mixtures(options)), list(_deltas(options)), list(_latents(options)), list(_packed(options))
+        mixed = (
+            list(_mixtures(options)),
+            list(_deltas(options)),
+            list(_latents(options)),
+            list(_packed(options)),
+            list(_sums(options)),
+        )
         for path in precompile(list(_shapes(options)), targets, options.directory, *mixed):
             print(path, flush=True)
     except ConfigError as error:
@@ -172,6 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
     parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
     parser.add_argument("--chunked", action="store_true", help="layers see chunks, not windows (Llama 4)")
+    parser.add_argument("--hidden-size", type=int, help="of the model: for experts, and for sums over --tp-size ranks")
+    parser.add_argument(
+        "--tp-size",
+        type=int,
+        default=1,
+        help="ranks, which sum over each other, and that delta-nets' key heads are dealt to (default: 1)",
+    )
     latent = parser.add_argument_group("latent attention", "of a model that has it, in place of KV heads")
     latent.add_argument("--latent-rank", type=int, help="'kv_lora_rank'; --q-heads are those of one rank")
     latent.add_argument("--latent-rotated", type=int, default=64, help="'qk_rope_head_dim' (default: 64)")
@@ -183,7 +202,6 @@ def _parser() -> argparse.ArgumentParser:
     mixture.add_argument("--experts", type=int, help="to choose from")
     mixture.add_argument("--experts-per-token", type=int, default=1)
     mixture.add_argument("--shared-experts", type=int, default=0, help="of the same size, for every token (default: 0)")
-    mixture.add_argument("--hidden-size", type=int, help="width of tokens")
     mixture.add_argument("--expert-size", type=int, help="intermediate size of an expert, on one rank")
     mixture.add_argument("--activation", choices=get_args(Activation), default="silu")
     mixture.add_argument("--expert-biases", action="store_true", help="projections have biases")
@@ -199,7 +217,6 @@ def _parser() -> argparse.ArgumentParser:
     delta.add_argument("--delta-key-dim", type=int, default=128, help="(default: 128)")
     delta.add_argument("--delta-value-dim", type=int, default=128, help="(default: 128)")
     delta.add_argument("--delta-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
-    delta.add_argument("--tp-size", type=int, default=1, help="ranks that key heads are dealt to (default: 1)")
     return parser
 
 
@@ -289,6 +306,11 @@ def _deltas(options: argparse.Namespace) -> Iterator[DeltaShape]:
         options.delta_key_dim, options.delta_value_dim, value_heads // key_heads, options.delta_convolution
     )
     yield DeltaShape(key_heads // ranks, sizes, options.block_size, options.dtype)
+
+
+def _sums(options: argparse.Namespace) -> Iterator[RankSums]:
+    if 1 < options.tp_size <= all_reduce.MOST_RANKS and options.hidden_size is not None:
+        yield RankSums(options.dtype, options.tp_size, options.hidden_size)
 
 
 def _packed(options: argparse.Namespace) -> Iterator[PackedForm]:

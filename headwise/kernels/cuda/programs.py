@@ -53,7 +53,8 @@ def cubin_path(directory: Path, source: str, defines: Defines, sm: int, newest: 
     """The cubin of ``source`` with the macros ``defines`` for compute capability ``sm``; compiled if it is not there.
 
     ``newest`` is the latest CUDA version whose machine code is wanted: that of the driver. What is there is found
-    without a compiler.
+    without a compiler, and only what this driver takes: a file's name has the CUDA version of the compiler that made
+    it, since nodes whose drivers differ may share a directory.
 
     Raises:
         ConfigError: there is no cubin, and no NVRTC to make it; or ``directory`` cannot be written.
@@ -61,11 +62,13 @@ def cubin_path(directory: Path, source: str, defines: Defines, sm: int, newest: 
     text = source_text(source)
     options = compile_options(defines, sm)
     key = hashlib.sha256("\0".join((text, *options)).encode()).hexdigest()[:16]
-    path = directory / f"{Path(source).stem}-sm{sm}-{key}.cubin"
-    if path.exists():
-        return path
+    made = {major: directory / f"{Path(source).stem}-sm{sm}-cuda{major}-{key}.cubin" for major in MAJORS}
+    for major, path in made.items():
+        if major <= newest and path.exists():
+            return path
     started = time.monotonic()
     nvrtc = find_nvrtc(sm, newest)
+    path = made[nvrtc.version[0]]
     write_whole(path, nvrtc.compile(text, source, options).cubin)
     log.info("compiled %s %s for sm_%d in %.1f s: %s", source, dict(defines), sm, time.monotonic() - started, path)
     return path

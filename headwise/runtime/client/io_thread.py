@@ -47,6 +47,7 @@ from headwise.runtime.protocol.messages import (
     Scaled,
     Stats,
     Ticket,
+    Waits,
     Withdraw,
     error_of,
 )
@@ -99,6 +100,7 @@ class ClientIO:
         self._scheduler = Peer(self._context, endpoint, keys)
         self._engines: dict[str, Peer] = {}
         self._calls: dict[str, Call] = {}  # those that engines serve, by request id
+        self._has_told = False  # that calls wait, since the last one that found an engine
         self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="headwise-client", daemon=True)
@@ -225,10 +227,19 @@ class ClientIO:
         call = self._scheduler.answered(ticket.key)
         if call is None:
             return
+        self._has_told = False
         engine, request_id = self._engine(ticket.endpoint), ticket.request.request_id
         self._calls[request_id] = call
         engine.wait_for(request_id, call, self._clock())
         engine.send(call.submit(ticket.request, engine))
+
+    def _take_waits(self, peer: Peer, waits: Waits) -> None:
+        call = peer.awaiting.get(waits.key)
+        if not isinstance(call, Call):
+            return
+        if not self._has_told:
+            log.warning("%s", waits.reason)
+        self._has_told, call.waits = True, waits.reason
 
     def _take_delta(self, peer: Peer, delta: OutputDelta) -> None:
         call = self._calls.get(delta.request_id)
@@ -318,6 +329,8 @@ class ClientIO:
                 self._take_delta(peer, delta)
         elif isinstance(message, Ticket):
             self._take_ticket(message)
+        elif isinstance(message, Waits):
+            self._take_waits(peer, message)
         elif isinstance(message, Failed):
             self._take_failure(peer, message)
         elif isinstance(message, Pong):

@@ -37,7 +37,7 @@ LAST_WORDS_MS = 100
 class Call:
     """One request, from the route to the last delta. ``deliver`` is called on the I/O thread.
 
-    Once started, only the I/O thread uses it, but for ``prompt``.
+    Once started, only the I/O thread uses it, but for ``prompt`` and ``waits``.
 
     key:      of the latest question to the scheduler
     embeds:   of the prompt's items: each engine that serves the request gets them, and nobody else
@@ -48,6 +48,7 @@ class Call:
     produced: the delivered tokens
     prompt_told: tokens of the prompt whose log-probabilities were delivered
     engines_lost: how many engines were lost while they served the request
+    waits:    why no engine was found yet, in words, if the scheduler has said so. Read by any thread
     is_in_doubt: whether the last one counted may live, and only the relay to it was lost
     """
 
@@ -63,12 +64,13 @@ class Call:
     prompt_told: int = 0
     attempts: int = 0
     engines_lost: int = 0
+    waits: str = ""
     is_in_doubt: bool = False
 
     def submit(self, request: GenerateRequest, engine: Peer) -> Submit:
         """The message that gives the request to an engine."""
         self.name = self.name or request.request_id
-        self.request, self.engine, self.is_in_doubt = request, engine, False
+        self.request, self.engine, self.is_in_doubt, self.waits = request, engine, False, ""
         self.prompt = request.prompt_token_ids
         return Submit(self.key, replace(request, embeds=tuple(self.embeds)))
 

@@ -38,6 +38,11 @@ class _StreamBase:
         """``int32 [n]``: the prompt as the model has it. Known once a delta has come, and empty before."""
         return self._call.prompt
 
+    @property
+    def waits(self) -> str:
+        """Why nothing comes yet, in words, if no engine of the deployment serves; empty: nothing of that is known."""
+        return self._call.waits
+
     def cancel(self) -> None:
         """Abort the request; the iteration ends. Does nothing once the request has finished."""
         if not self._ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +13,7 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.code_bytes import code_bytes
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.loader.block_file import BLOCKS, BlockFile
+from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
 from headwise.runtime.loader.checkpoint import Checkpoint, read_json
 from headwise.runtime.loader.gguf_blocks import FORMATS
 from headwise.runtime.loader.quantisation import scheme_of
@@ -30,6 +31,8 @@ _TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 @dataclass(frozen=True)
 class DecodeReads:
     """Bytes that a decode step reads, over all ranks. Norms, biases and the embedding's rows are too small to count.
+
+    The few weights that several ranks have are counted once, and the cache as often as ranks read it.
 
     layers:   of the layers' matrices; of a mixture of experts, those that one token goes through
     lm_head:  of the output matrix, which may be that of the embedding
@@ -58,10 +61,13 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
 
 
 def cache_reads(card: ModelCard, tokens: int) -> int:
-    """Bytes of the cache that a sequence's last of ``tokens`` tokens reads: what its heads see; of states, all."""
+    """Bytes of the cache that the last of a sequence's ``tokens`` tokens reads on all ranks: of states, all."""
     model, total = card.config, 0
-    for row, layout in zip(model.by_cache_layer(model.policies), card.layouts, strict=True):
-        total += sum(_tokens_seen(policy, tokens, layout.block_size) for policy in row) * layout.slot_bytes
+    kept = zip(model.policies, card.plan.sharing(0), strict=True)
+    layers = model.by_cache_layer([(row, sharing.ranks) for row, sharing in kept])
+    for (row, ranks), layout in zip(layers, card.layouts, strict=True):
+        seen = sum(_tokens_seen(policy, tokens, layout.block_size) for policy in row)
+        total += ranks * seen * layout.slot_bytes
     return total // card.layout.block_size
 
 
@@ -69,21 +75,25 @@ def codes_in_memory(config: EngineConfig, card: ModelCard, directory: Path) -> i
     """Bytes of all weights, over all ranks, where matrices are kept as codes; the embedding is of ``dtype``."""
     model = card.config
     table = model.vocab_size * model.hidden_size * dtype_bytes(config.dtype_name)
-    reads = decode_reads(config, card, directory)
     if config.computes_from_blocks:
-        return reads.weights + table
+        return sum(_block_bytes(model, directory, config.on_gpu, every_expert=True)) + table
+    reads = decode_reads(config, card, directory)
     layers = _layer_elements(model, every_expert=True) * _element_bytes(config, directory)
     return int(layers) + reads.lm_head + table
 
 
 def kinds_of_blocks(directory: Path) -> str:
     """In words, of which GGUF types a model's matrices are, how many, and which are kept in bfloat16."""
-    counts = Counter(BlockFile(directory / BLOCKS).kinds.values())
+    counts = Counter(kind for blocks in _block_files(directory) for kind in blocks.kinds.values())
     kept, others = (
         ", ".join(f"{count} {kind}" for kind, count in counts.most_common() if (kind in FORMATS) is wanted)
         for wanted in (True, False)
     )
     return "; ".join(part for part in (kept, others and f"{others} as bfloat16") if part)
+
+
+def _block_files(directory: Path) -> list[BlockFile]:
+    return [BlockFile(directory / name) for name in (BLOCKS, EXPERTS) if (directory / name).exists()]
 
 
 def _element_bytes(config: EngineConfig, directory: Path) -> float:
@@ -110,26 +120,36 @@ def _layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
     return attention + dense + routed
 
 
-def _block_bytes(model: ModelConfig, directory: Path, on_gpu: bool) -> tuple[int, int]:
-    """Bytes of the layers and of the LM head, computed from a GGUF file's blocks."""
-    blocks, checkpoint, layers, head = BlockFile(directory / BLOCKS), Checkpoint(directory), 0.0, 0.0
+def _block_bytes(model: ModelConfig, directory: Path, on_gpu: bool, every_expert: bool = False) -> tuple[int, int]:
+    """Bytes of the layers and of the LM head, computed from a GGUF file's blocks; see `_layer_elements`."""
+    checkpoint, layers, experts, head = Checkpoint(directory), 0.0, 0.0, 0.0
     head_name = "embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
-    together: dict[str, list[str]] = defaultdict(list)
-    for name in blocks.kinds:
-        together[_matrix_of(name)].append(name)
-    for names in together.values():
-        found = [blocks.code_form(name) for name in names]
-        forms = [form for form in found if form is not None]
-        size: float = _EXPANDED_BYTES
-        if len(forms) == len(found):
-            _, bits, group, has_minimum = common_form(forms)
-            size = code_bytes(bits, group, has_minimum, on_gpu)
-        num_bytes = size * sum(prod(checkpoint.shape(name)) for name in names)
-        if ".layers." in names[0]:
-            layers += num_bytes
-        elif names[0].endswith(head_name):
-            head += num_bytes
-    return int(layers), int(head)
+    for blocks in _block_files(directory):
+        together: dict[str, list[str]] = defaultdict(list)
+        for name in blocks.kinds:
+            together[_matrix_of(name)].append(name)
+        for names in together.values():
+            num_bytes = _matrix_bytes(blocks, checkpoint, names, on_gpu)
+            if ".experts." in names[0]:
+                experts += num_bytes
+            elif ".layers." in names[0]:
+                layers += num_bytes
+            elif names[0].endswith(head_name):
+                head += num_bytes
+    if model.moe is not None and not every_expert:
+        experts *= model.moe.experts_per_token / model.moe.num_experts
+    return int(layers + experts), int(head)
+
+
+def _matrix_bytes(blocks: BlockFile, checkpoint: Checkpoint, names: Sequence[str], on_gpu: bool) -> float:
+    """Of parts that are one matrix in memory: in their common form, or expanded if one of them is not in the file."""
+    forms = [form for form in map(blocks.code_form, names) if form is not None]
+    size: float = _EXPANDED_BYTES
+    if len(forms) == len(names):
+        _, bits, group, has_minimum = common_form(forms)
+        size = code_bytes(bits, group, has_minimum, on_gpu)
+    shapes = (blocks.shape(name) if blocks.code_form(name) else checkpoint.shape(name) for name in names)
+    return size * sum(map(prod, shapes))
 
 
 def _matrix_of(name: str) -> str:

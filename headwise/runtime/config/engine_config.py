@@ -149,7 +149,13 @@ class EngineConfig:
         "to other engines; what still runs then goes on elsewhere.",
         0.0,
     )
-    tp_size: int = _option(1, "Tensor-parallel workers per engine; must divide the model's KV heads.", 1, 1024)
+    tp_size: int = _option(
+        1,
+        "Tensor-parallel workers per engine; must divide the model's query heads, and divide its KV heads or be a "
+        "multiple of them.",
+        1,
+        1024,
+    )
     prefill_tp_size: int = _option(0, "The same, of engines that only compute prompts; 0: tp_size.", 0, 1024)
     decode_tp_size: int = _option(0, "The same, of engines that only decode; 0: tp_size.", 0, 1024)
     engine_cpus: float = _option(
@@ -205,6 +211,11 @@ class EngineConfig:
     )
     cuda_graphs: bool = _option(
         True, "Record steps on a GPU as CUDA graphs at start: a decode step as one, prefill as one for each layer."
+    )
+    one_shot_all_reduce: bool = _option(
+        True,
+        "Sum small tensors of ranks on GPUs in one launch, by memory that they share, where they can: else all go by "
+        "NCCL.",
     )
     prefill_graphs: int = _option(
         1024,

@@ -53,6 +53,8 @@ def describe(
     if config.prefix_caching:
         yield "smallest reusable prefix", f"{layout.block_size} tokens"
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)
+    if plan.copies > 1:
+        yield "kept by several ranks", _copies(card)
     yield "over pages of one layer", _over_unified_pages(config, card)
     if card.has_states:
         yield "states of a sequence", _bytes_of_states(config, card)
@@ -128,8 +130,17 @@ def _bytes_of_thousand(card: ModelCard) -> str:
     policies = [policy for policy in card.plan.policies if not policy.is_state]
     inside = 1000 * card.bytes_per_token
     behind = inside * sum(policy.is_full for policy in policies) / max(1, len(policies))
-    text = f"{format_bytes(inside)} over all ranks"
+    ranks = card.plan.tp_size
+    text = f"{format_bytes(inside)} over all ranks" + (f", {format_bytes(inside / ranks)} each" if ranks > 1 else "")
     return text if behind == inside else f"{text}; {format_bytes(behind)} once no window reaches them any more"
+
+
+def _copies(card: ModelCard) -> str:
+    """What it costs that ranks keep the same members, and share the query heads that use them."""
+    layers = zip(card.plan.sharing(0), card.config.policies, strict=True)
+    counts = sorted({sharing.ranks for sharing, row in layers if row and not row[0].is_state})
+    every = f"each member by {' or '.join(map(str, counts))} of {card.plan.tp_size}"
+    return f"{every}; a token takes {card.plan.copies:.3g} times the bytes that it would on one rank"
 
 
 def _bytes_of_states(config: EngineConfig, card: ModelCard) -> str:
@@ -163,8 +174,7 @@ def _usual_lengths(longest: int) -> list[int]:
 
 
 def _group(group: HeadGroup, card: ModelCard, attention: AttentionVariant) -> str:
-    ranks = group.members[:1] if attention.is_replicated else group.members
-    members = [member for rank in ranks for member in rank]
+    members = {member for rank in group.members for member in rank}  # of each, one of its ranks' copies
     size = sum(card.plan.sizes[member.layer] for member in members)
     kept = f"{format_bytes(size / card.layout.block_size)} a token"
     if group.policy.is_state:

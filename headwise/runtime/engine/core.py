@@ -45,6 +45,9 @@ Exchange = Callable[[EngineConfig, ModelCard, int], HeadExchange]
 ASK_WAIT_S = 0.05
 """Longest wait for storage to say what it has, when there is nothing else to do."""
 
+OVERDUE = 4.0
+"""Times what steps of its size took so far: a step that takes so much longer, and `load_timeout_s`, may never end."""
+
 
 class EngineCore:
     """One replica's requests and cache state; nobody else writes them. Single-threaded.
@@ -86,7 +89,7 @@ class EngineCore:
             host=_host_config(config, card),
         )
         self._peer_loads = _peer_loads(config, self.cache, executor, peers, partial(exchange, config, card))
-        self._lending = _lending(config, self.cache, executor, peers)
+        self._lending = _lending(config, self.cache, executor, peers, self._stands_still)
         self._taking = _taking(config, self.cache, self._peer_loads, peers)
         self._peers = peers
         self.resources = ResourceManager(
@@ -111,6 +114,7 @@ class EngineCore:
         self._embed_bytes = 0
         self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
         self._compute_s = 0.0
+        self._last_step = clock()  # when one was over, or began where none was under way
         self._departure: Departure | None = None
 
     # ---- requests in ----
@@ -277,6 +281,8 @@ class EngineCore:
             if step is None:
                 break
             self._executor.submit(step.batch)
+            if not self._steps:
+                self._last_step = self._clock()
             self._steps.append(step)
         if self._steps and not self._outbox:
             result = self._executor.poll(timeout_s)
@@ -287,7 +293,16 @@ class EngineCore:
         outputs, self._outbox = self._outbox, []
         return outputs
 
+    def _stands_still(self, now: float) -> bool:
+        """Whether the step under way takes much longer than steps of its size do."""
+        if not self._steps:
+            return False
+        times, batch = self.resources.step_times, self._steps[0].batch
+        usual_s = times.decode_step_s + batch.num_tokens * times.prefill_token_s
+        return now > self._last_step + self.config.load_timeout_s + OVERDUE * usual_s
+
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
+        self._last_step = self._clock()
         if step.batch.command:
             self._operations.obeyed(step.batch.command, result)
             if step.batch.command == SLEEP and self._lending is not None:
@@ -450,7 +465,13 @@ def _peer_loads(
     return PeerLoads(cache, host.arrivals, peers, exchange, config.load_timeout_s, ways)
 
 
-def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peers: Peers | None) -> Lending | None:
+def _lending(
+    config: EngineConfig,
+    cache: CacheManager,
+    executor: Executor,
+    peers: Peers | None,
+    stands_still: Callable[[float], bool],
+) -> Lending | None:
     host = cache.host
     if peers is None or not isinstance(host, HostTier):
         return None
@@ -461,6 +482,7 @@ def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peer
         timeout_s=config.load_timeout_s,
         num_groups=len(cache.policies),
         max_blocks=cache.max_blocks,
+        stands_still=stands_still,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headwise.priority_queue import Order, PriorityQueue
@@ -33,6 +33,7 @@ class PendingCall:
     prepared: PreparedRequest | None = None
     prepared_at: float = 0.0
     asked_at: float = 0.0
+    is_told: bool = False
     is_over: bool = False
 
 
@@ -81,6 +82,10 @@ class Dispatcher:
     def is_asking(self) -> bool:
         """Whether an answer of the index is awaited."""
         return bool(self._asking or self._looking_up)
+
+    def waiting(self) -> Iterator[PendingCall]:
+        """The calls that no engine has taken yet."""
+        return (call for call in self._queue.items() if not call.is_over)
 
     def add(self, call: PendingCall) -> None:
         """Queue a prepared call."""

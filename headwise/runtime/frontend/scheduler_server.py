@@ -58,6 +58,7 @@ from headwise.runtime.protocol.messages import (
     Scaled,
     Stats,
     Ticket,
+    Waits,
     Withdraw,
     failure,
 )
@@ -72,6 +73,9 @@ log = logging.getLogger(__name__)
 
 ENGINES_REPORT_S = 15.0
 """A scheduler that has just started waits so long for the reports of engines before it refuses requests."""
+
+TELL_S = 1.0
+"""A request that waits so long, and no engine serves, is told so: by then the owner has decided what to do about it."""
 
 DELAY_S = 0.2
 """A request that waited so long for an engine counts as delayed. The index alone does not take that long."""
@@ -352,6 +356,16 @@ class SchedulerServer:
 
     # ---- requests out ----
 
+    def _tell_waiting(self, now: float) -> None:
+        """Tell those that wait for an engine that none serves."""
+        if self._router.num_engines:
+            return
+        asked_for = f"asked for {self._fleet.number}" if self._fleet.number else "none is asked for yet"
+        for call in self._dispatcher.waiting():
+            if not call.is_told and now - call.prepared_at > TELL_S:
+                call.is_told = True
+                self._send(call.identity, Waits(call.key, f"waiting for an engine to start (0 serve; {asked_for})"))
+
     def _dispatch(self) -> None:
         if self._fleet.is_closing:
             for call in self._dispatcher.clear():
@@ -436,6 +450,7 @@ class SchedulerServer:
         if self._index.service(now):
             self._router.note("the index does not answer: routed without it")
         self._exchange.observe(observe(self._router.table, self._router.options, now, *self._dispatcher.held()))
+        self._tell_waiting(now)
         for (identity, key), told in self._scale_requests.answers(now):
             self._send(identity, failure(told, key) if isinstance(told, HeadwiseError) else Scaled(key, told))
         while self._tickets:
@@ -491,6 +506,7 @@ class SchedulerServer:
                 "number": self._fleet.number,
                 "reason": self._fleet.reason,
                 "replicas": dict(self._fleet.replicas),
+                "is_on_demand": self._fleet.is_on_demand,
             },
         }
         self._send(identity, Stats(get.key, stats))

@@ -190,9 +190,9 @@ class _Api:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Some engine takes requests."""
+        """Some engine takes requests, or the first request starts one: who waits for an engine would never send it."""
         engines = await self._view.ready_engines()
-        if not engines:
+        if not engines and not await self._view.is_on_demand():
             raise ApiError(
                 503, "no engine is ready", kind="service_unavailable", code="no_engine", headers={"retry-after": "5"}
             )

@@ -55,6 +55,10 @@ class DeploymentView:
         finally:
             self._asking = None
 
+    async def is_on_demand(self) -> bool:
+        """Whether the deployment has no engines while there are no requests, and the first one gets one."""
+        return bool((await self.stats())["fleet"]["is_on_demand"])
+
     async def ready_engines(self) -> int:
         """Engines that take requests."""
         return sum(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse
@@ -30,6 +30,9 @@ LEAST_UNREAD = 256
 """As many may wait even if each of them has many log-probabilities."""
 PROMPT_UNREAD = 32
 """Those of a prompt that may wait: each has the log-probabilities of hundreds of tokens."""
+
+WAIT_S = 5.0
+"""Who waits for an engine to start is told so that often, by a comment, which keeps proxies from giving up."""
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 
@@ -62,6 +65,7 @@ class Generation:
         began = time.monotonic()
         self._clocks = [AnswerClock(metrics, began) for _ in range(wanted.num_prompts * wanted.n)]
         self._started: set[int] = set()  # choices of which something has come
+        self._sending = asyncio.Lock()
         self._is_open = False  # whether the stream of events has begun
 
     @property
@@ -84,7 +88,8 @@ class Generation:
             async with aclosing(merged(streams)) as deltas:
                 with self._held.open() as held:
                     if self._wanted.stream:
-                        await self._send_events(streams, deltas, held, send)
+                        async with self._telling(send):
+                            await self._send_events(streams, deltas, held, send)
                         return
                     answer = await self._whole(streams, deltas, held)
             await answer(scope, receive, send)
@@ -162,11 +167,28 @@ class Generation:
 
     async def _send(self, data: bytes, send: Send, is_last: bool = False) -> None:
         """The first event comes with the status: until then an error can have one of its own."""
-        if not self._is_open:
-            self._is_open = True
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        if data or is_last:
-            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        async with self._sending:
+            if not self._is_open:
+                await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                self._is_open = True
+            if data or is_last:
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    @asynccontextmanager
+    async def _telling(self, send: Send) -> AsyncIterator[None]:
+        """Meanwhile, tell that the answer waits for an engine, if it does."""
+        telling = asyncio.ensure_future(self._tell_waiting(send))
+        try:
+            yield
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+    async def _tell_waiting(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(WAIT_S)
+            if any(stream.waits for stream in self._streams):
+                await self._send(b": waiting for an engine\n\n", send)
 
     def _check_unread(self, stream: AsyncTokenStream, delta: OutputDelta) -> None:
         most = self._max_unread if stream.result.token_ids else PROMPT_UNREAD

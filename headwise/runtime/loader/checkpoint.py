@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.loader.block_file import BLOCKS, BlockFile
+from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
 from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
-from headwise.runtime.ops.quantised import Matrix
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {**FLOATS, "U8": INTEGERS["U8"]}
@@ -31,8 +31,9 @@ class Checkpoint:
     """A directory with ``config.json`` and safetensors weights, in one file or in shards.
 
     A file is mapped when one of its tensors is first asked for. What is stored as F32 is returned as a read-only view
-    of the mapped file; F16 and BF16 are converted to float32. All methods raise `ModelError`, which names the file at
-    fault, if a file or tensor is missing or corrupt, or a range lies outside a tensor.
+    of the mapped file; F16 and BF16 are converted to float32, and experts of a GGUF file expanded. All methods raise
+    `ModelError`, which names the file at fault, if a file or tensor is missing or corrupt, or a range lies outside a
+    tensor.
 
     blocks: whether `kept_rows` and `kept_columns` give matrices as a GGUF file has them. The directory must
             then be one that `converted_directory` made
@@ -55,23 +56,39 @@ class Checkpoint:
         self._files: dict[str, SafetensorsFile] = {}
 
     @cached_property
+    def _experts(self) -> BlockFile | None:
+        """The experts that a GGUF model has as blocks alone; None if there are none."""
+        path = self.directory / EXPERTS
+        return BlockFile(path) if path.exists() else None
+
+    def _home(self, name: str) -> BlockFile | None:
+        """The file of experts, if a matrix is there."""
+        return self._experts if self._experts is not None and name in self._experts.kinds else None
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Every tensor's name."""
-        return tuple(self._file_of)
+        return (*self._file_of, *(self._experts.kinds if self._experts else ()))
 
     @property
     def num_elements(self) -> int:
         """Number of elements in all tensors together; bytes count as two numbers each."""
-        return sum(prod(self.shape(name)) * (2 if self._open(name).is_bytes(name) else 1) for name in self.names)
+        return sum(prod(self.shape(name)) * (2 if self._is_bytes(name) else 1) for name in self.names)
+
+    def _is_bytes(self, name: str) -> bool:
+        return not self._home(name) and self._open(name).is_bytes(name)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or self._home(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._open(name).shape(name)
+        experts = self._home(name)
+        return self._open(name).shape(name) if experts is None else experts.shape(name)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """The whole tensor, as float32."""
+        if self._home(name) is not None:
+            return self.rows(name, 0, self.shape(name)[0])
         return self._open(name).read(name)
 
     def stored(self, name: str) -> NDArray[Any]:
@@ -81,11 +98,17 @@ class Checkpoint:
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """``tensor(name)[start:stop]``, reading no more than that."""
         self._check_range(name, 0, start, stop)
+        experts = self._home(name)
+        if experts is not None:
+            return _expanded(experts.rows(name, start, stop))
         return self._open(name).read(name, slice(start, stop))
 
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """``tensor(name)[:, start:stop]`` of a matrix, reading no more than that."""
         self._check_range(name, 1, start, stop)
+        experts = self._home(name)
+        if experts is not None:
+            return _expanded(experts.columns_within(name, start, stop))
         return self._open(name).read(name, columns=slice(start, stop))
 
     def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
@@ -106,7 +129,7 @@ class Checkpoint:
         if self._blocks is None:
             return self._kept(name, 0, slice(start, stop))
         self._check_range(name, 0, start, stop)
-        return self._blocks.rows(name, start, stop)
+        return (self._home(name) or self._blocks).rows(name, start, stop)
 
     def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
         """``columns(name, start, stop)`` of a matrix, otherwise as `kept_rows`.
@@ -117,11 +140,11 @@ class Checkpoint:
         if self._blocks is None:
             return self._kept(name, 1, slice(start, stop))
         self._check_range(name, 1, start, stop)
-        return self._blocks.columns(name, start, stop)
+        return (self._home(name) or self._blocks).columns(name, start, stop)
 
     def _kept(self, name: str, axis: int, part: slice) -> NDArray[Any] | None:
         """A part of a matrix along an axis, as a view of the mapped file, if it has the dtype that is kept."""
-        if self._keeps is None or self._open(name).dtype(name) != self._keeps.name:
+        if self._keeps is None or self._home(name) or self._open(name).dtype(name) != self._keeps.name:
             return None
         self._check_range(name, axis, part.start, part.stop)
         stored = self._open(name).stored(name).view(self._keeps)
@@ -166,13 +189,21 @@ class Checkpoint:
         return self._files[file_name]
 
 
+def _expanded(matrix: GroupQuantised | NDArray[np.float32] | None) -> NDArray[np.float32]:
+    assert matrix is not None, "it is kept as blocks alone"
+    return as_float32(matrix)
+
+
 def weight_files(directory: Path, *, blocks: bool = False) -> list[Path]:
     """The files of ``directory`` that a `Checkpoint` reads tensors from and, for shards, their index.
 
     An empty list if there are no weights. Raises `ModelError` if the index is corrupt or a shard is missing.
+
+    blocks: as for `Checkpoint`
     """
     if (directory / SINGLE).exists():
-        return [directory / SINGLE, *([directory / BLOCKS] if blocks else [])]
+        more = [directory / EXPERTS] if (directory / EXPERTS).exists() else []
+        return [directory / SINGLE, *more, *([directory / BLOCKS] if blocks else [])]
     if not (directory / INDEX).exists():
         return []
     return [directory / name for name in (INDEX, *sorted(set(_weight_map(directory).values())))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator
@@ -90,9 +91,12 @@ class LockedFile:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file, or replace it, so that it appears whole or not at all; raises `OSError` if that fails."""
+    """Write a file, or replace it, so that it appears whole or not at all; raises `OSError` if that fails.
+
+    Processes that share the directory may have the same host name and number: containers often do.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.parent / f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial"
+    partial = path.parent / f"{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}.partial"
     try:
         with partial.open("wb") as file:
             file.write(data)

@@ -2,7 +2,7 @@
 
 A block of GGUF is the bytes of 32 or 256 neighbouring numbers of a row. Blocks of the K types (``Q4_K`` and the like)
 have 256 numbers in 8 or 16 groups. A group's scale is an integer of 6 or 8 bits times the block's float16 scale.
-In shapes, ``B`` is the number of blocks.
+A block of ``MXFP4`` has 32 floats of 4 bits that share a power of two. In shapes, ``B`` is the number of blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ _FOUR = np.uint8(4)
 _HALVES = np.array([0, 4], np.uint8)
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)
 _BITS = np.arange(8, dtype=np.uint8)
+_MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice what the 16 codes of an MXFP4 number stand for (OCP Microscaling Formats, version 1.0): integers."""
+_MXFP4_BIAS = 128
+"""Of its exponents, and 1 because the integers are twice the numbers."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class BlockFormat:
     signed:      whether the codes are int8; else they are uint8
     has_minimum: whether groups have a minimum
     take_apart:  ``uint8 [B, bytes of a block]`` -> codes, scales and minima
+    numbers:     all codes that there are, at most 16, where they need more than 4 bits
     """
 
     bits: int
@@ -43,6 +48,7 @@ class BlockFormat:
     signed: bool
     has_minimum: bool
     take_apart: Callable[[_Bytes], _Parts]
+    numbers: tuple[int, ...] = ()
 
 
 def take_apart(raw: _Bytes, kind: str, shape: tuple[int, int]) -> GroupQuantised:
@@ -146,6 +152,13 @@ def _q6_k(blocks: _Bytes) -> _Parts:
     return _centred(low.reshape(high.shape) | high << _FOUR, 32), scales, None
 
 
+def _mxfp4(blocks: _Bytes) -> _Parts:
+    """An exponent, then 4 bits of each number. An exponent of 255 would be no number; here it is a large one."""
+    codes = np.array(_MXFP4_NUMBERS, np.int8)[_nibbles(blocks[:, 1:])]
+    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - _MXFP4_BIAS).astype(np.float32)
+    return codes, scales, None
+
+
 FORMATS: Mapping[str, BlockFormat] = {
     "Q8_0": BlockFormat(8, 32, True, False, _q8_0),
     "Q4_0": BlockFormat(4, 32, True, False, _q4_0),
@@ -155,6 +168,7 @@ FORMATS: Mapping[str, BlockFormat] = {
     "Q4_K": BlockFormat(4, 32, False, True, _q4_k),
     "Q5_K": BlockFormat(8, 32, False, True, _q5_k),
     "Q6_K": BlockFormat(8, 16, True, False, _q6_k),
+    "MXFP4": BlockFormat(8, 32, True, False, _mxfp4, _MXFP4_NUMBERS),
 }
 """The quantised types that are kept and computed from without conversion, by their names in GGUF."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +13,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError, HeadwiseError, ModelError
-from headwise.runtime.loader.block_file import BLOCKS, write_blocks
+from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, write_blocks
 from headwise.runtime.loader.checkpoint import SINGLE
 from headwise.runtime.loader.files import building
-from headwise.runtime.loader.gguf_blocks import FORMATS
-from headwise.runtime.loader.gguf_config import architecture_of, build_config, hf_tensor_name
-from headwise.runtime.loader.gguf_file import GgufFile
+from headwise.runtime.loader.gguf_config import architecture_of, build_config, parts_of
+from headwise.runtime.loader.gguf_file import GgufFile, paths_of
+from headwise.runtime.loader.gguf_part import Part
 from headwise.runtime.loader.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 from headwise.runtime.models.registry import model_config
-from headwise.runtime.ops.quantised import GroupQuantised
 
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 """Goes up whenever the same file would be converted differently: older results are then converted again."""
 
 
 def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Path:
     """The Hugging Face directory of a GGUF file, converted now if it is not in ``cache_dir`` yet.
 
-    A file counts as the same while its path, size and modification time are. Several processes may call this at once:
-    one of them converts.
+    A file counts as the same while its path, size and modification time are, and those of its other parts. Several
+    processes may call this at once: one of them converts.
 
     Raises as `convert_gguf`, and `ModelError` if ``cache_dir`` cannot be written.
     """
-    try:
-        status = source.stat()
-    except OSError as error:
-        raise ModelError(f"cannot read {source}: {error.strerror}") from None
-    identity = f"{CONVERTER_VERSION}\0{source.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+    identity = f"{CONVERTER_VERSION}\0{source.resolve()}"
+    for path in paths_of(source):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from None
+        identity += f"\0{status.st_size}\0{status.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = cache_dir / "models" / f"{source.stem}-{key}"
     if not target.is_dir():
@@ -54,7 +55,8 @@ def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Pa
 def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
     """Write a GGUF file's model into an empty ``directory``.
 
-    It gets the weights as float32, the quantised matrices without loss (see `BlockFile`), config and tokenizer.
+    It gets the weights as float32, the quantised matrices without loss (see `BlockFile`), which of experts is all that
+    it gets, config and tokenizer.
 
     Raises:
         ModelError: the file cannot be read, is truncated, corrupt or of a kind that cannot be converted or served.
@@ -81,48 +83,47 @@ def _convert(source: Path, directory: Path, progress: Progress) -> None:
     architecture_of(file)
     config = build_config(file)
     try:
-        model_config(config)
+        model = model_config(config)
     except ModelError as error:  # before minutes are spent on the weights
         raise ModelError(f"{source} cannot be served: {error}") from None
+    parts = parts_of(file, config, model)
     progress.stage(f"converting the tokenizer of {source.name}")
     build_tokenizer(file).save(str(directory / "tokenizer.json"), pretty=False)
     _write_json(directory / "tokenizer_config.json", build_tokenizer_config(file))
     progress.stage(f"dequantising {source.name}")
-    names = {name: hf for name in file.tensors if (hf := hf_tensor_name(name, file)) is not None}
-    forms = {hf: TensorForm("F32", file.tensors[name].shape) for name, hf in names.items()}
-    write_safetensors(directory / SINGLE, forms, _values(file, list(names), config, progress))
+    floats = [part for part in parts if not part.is_sole]
+    forms = {part.name: TensorForm(part.dtype, part.shape) for part in floats}
+    write_safetensors(directory / SINGLE, forms, map(_stored, _shown(floats, progress)))
     progress.stage(f"keeping the blocks of {source.name}")
-    matrices = {name: hf for name, hf in names.items() if len(file.tensors[name].shape) == 2}
-    kinds = {hf: file.kind(name) for name, hf in matrices.items()}
-    shapes = {hf: (form.shape[0], form.shape[1]) for hf, form in forms.items() if hf in kinds}
-    kept = [name for name, hf in matrices.items() if kinds[hf] in FORMATS]
-    write_blocks(directory / BLOCKS, kinds, shapes, _quantised(file, kept, config, progress))
+    matrices = [part for part in parts if part.kind is not None]
+    _write_blocks(directory / BLOCKS, [part for part in matrices if not part.is_sole], progress)
+    if experts := [part for part in matrices if part.is_sole]:
+        _write_blocks(directory / EXPERTS, experts, progress)
     _write_json(directory / "config.json", config)
 
 
-def _values(
-    file: GgufFile, names: list[str], config: dict[str, Any], progress: Progress
-) -> Iterator[NDArray[np.float32]]:
-    undo = architecture_of(file).undo
-    total, done = sum(file.tensors[name].nbytes for name in names), 0
-    for name in names:
-        yield undo(name, file.tensor(name), config)
-        done += file.tensors[name].nbytes
+def _write_blocks(path: Path, matrices: list[Part], progress: Progress) -> None:
+    kinds = {part.name: str(part.kind) for part in matrices}
+    shapes = {part.name: (part.shape[0], part.shape[1]) for part in matrices}
+    kept = [part for part in matrices if part.blocks is not None]
+    write_blocks(path, kinds, shapes, (part.blocks() for part in _shown(kept, progress) if part.blocks))
+
+
+def _shown(parts: list[Part], progress: Progress) -> Iterator[Part]:
+    """The parts, one after the other, by which progress is measured."""
+    total, done = sum(prod(part.shape) for part in parts), 0
+    for part in parts:
+        yield part
+        done += prod(part.shape)
         progress.update(done, total)
 
 
-def _quantised(
-    file: GgufFile, names: list[str], config: dict[str, Any], progress: Progress
-) -> Iterator[GroupQuantised]:
-    undo = architecture_of(file).undo
-    total, done = sum(file.tensors[name].nbytes for name in names), 0
-    for name in names:
-        matrix = file.quantised(name)
-        minimum = None if matrix.minimum is None else undo(name, matrix.minimum, config)
-        codes, scale = undo(name, matrix.codes, config), undo(name, matrix.scale, config)
-        yield replace(matrix, codes=codes, scale=scale, minimum=minimum)
-        done += file.tensors[name].nbytes
-        progress.update(done, total)
+def _stored(part: Part) -> NDArray[Any]:
+    """A part's numbers in the dtype that they are stored in, which loses none of them."""
+    values = part.values()
+    if part.dtype == "BF16":
+        return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
+    return values
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.gguf_file import GgufFile
+from headwise.runtime.loader.gguf_splits import BEGINNING, NORMALISED, SPLITS, WHOLE_WORDS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -13,12 +15,7 @@ if TYPE_CHECKING:
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "qwen2", "smollm")
+_PRE_TOKENIZERS = ("gpt-2", "smollm", *SPLITS)
 
 
 def build_tokenizer(source: GgufFile) -> Tokenizer:
@@ -30,10 +27,10 @@ def build_tokenizer(source: GgufFile) -> Tokenizer:
     kind = source.require("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(source)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(source)
+    elif kind in ("llama", "gemma4"):
+        tokenizer = _sentencepiece(source, _derive_merges(source) if kind == "llama" else _merges(source))
     else:
-        raise ModelError(f"{source.path} has a tokenizer of kind {kind!r}; gpt2 and llama can be converted")
+        raise ModelError(f"{source.path} has a tokenizer of kind {kind!r}; gpt2, llama and gemma4 can be converted")
     _add_tokens(tokenizer, source)
     _add_template(tokenizer, source)
     return tokenizer
@@ -62,15 +59,22 @@ def _byte_level(source: GgufFile) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     pre = source.get("tokenizer.ggml.pre", "gpt-2")
-    merges = [tuple(merge.split(" ", 1)) for merge in source.require("tokenizer.ggml.merges")]
-    # Llama 3's vocabulary has words that no sequence of its merges leads to.
-    model = models.BPE(vocab=_vocabulary(source), merges=merges, ignore_merges=pre == "llama-bpe")
+    # Kimi-K2's files of before there were merges: of two neighbours, those whose union comes first are merged.
+    has_merges = pre != "kimi-k2" or "tokenizer.ggml.merges" in source.metadata
+    merges = _merges(source) if has_merges else _ranked_merges(source, lambda index: -index)
+    model = models.BPE(vocab=_vocabulary(source), merges=merges, ignore_merges=pre in WHOLE_WORDS)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, source)
-    if pre == "qwen2":
+    if pre in NORMALISED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _merges(source: GgufFile) -> list[tuple[str, str]]:
+    """The merges that a file lists, in order."""
+    pairs = [merge.partition(" ") for merge in source.require("tokenizer.ggml.merges")]
+    return [(left, right) for left, _, right in pairs]
 
 
 def _pre_tokenizer(pre: str, source: GgufFile) -> PreTokenizer:
@@ -81,24 +85,22 @@ def _pre_tokenizer(pre: str, source: GgufFile) -> PreTokenizer:
     if pre == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if pre in ("llama-bpe", "qwen2"):
-        split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT if pre == "llama-bpe" else _QWEN2_SPLIT), "isolated")
+    if pre in SPLITS:
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([split, plain])
+        return pre_tokenizers.Sequence([*splits, plain])
     raise ModelError(
         f"{source.path} splits text by {pre!r} before its tokenizer; {', '.join(_PRE_TOKENIZERS)} can be converted: "
         "use the model's Hugging Face directory, which has its tokenizer.json"
     )
 
 
-def _sentencepiece(source: GgufFile) -> Tokenizer:
+def _sentencepiece(source: GgufFile, merges: list[tuple[str, str]]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = _vocabulary(source)
     unknown = source.require("tokenizer.ggml.tokens")[source.get("tokenizer.ggml.unknown_token_id", 0)]
-    model = models.BPE(
-        vocab=vocabulary, merges=_derive_merges(source), unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
+    model = models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     back: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -112,15 +114,20 @@ def _sentencepiece(source: GgufFile) -> Tokenizer:
 
 def _derive_merges(source: GgufFile) -> list[tuple[str, str]]:
     """BPE merges, in order, equivalent to SentencePiece's scores: the pair whose union scores highest comes first."""
-    tokens, types = source.require("tokenizer.ggml.tokens"), source.require("tokenizer.ggml.token_type")
     scores = source.require("tokenizer.ggml.scores")
+    return _ranked_merges(source, lambda index: scores[index])
+
+
+def _ranked_merges(source: GgufFile, score: Callable[[int], float]) -> list[tuple[str, str]]:
+    """All pairs of tokens whose union is one, those with the highest ``score`` of the union first."""
+    tokens, types = source.require("tokenizer.ggml.tokens"), source.require("tokenizer.ggml.token_type")
     normal = {token: index for index, token in enumerate(tokens) if types[index] == _NORMAL}
     ranked = []
     for token, index in normal.items():
         for cut in range(1, len(token)):
             left, right = normal.get(token[:cut]), normal.get(token[cut:])
             if left is not None and right is not None:
-                ranked.append((-scores[index], index, left, right))
+                ranked.append((-score(index), index, left, right))
     ranked.sort()
     return [(tokens[left], tokens[right]) for _, _, left, right in ranked]
 
@@ -163,6 +170,6 @@ def _adds(source: GgufFile, name: str) -> bool:
     """Whether every text gets a ``bos`` or ``eos`` token (``name``). Where the file does not say, its kind of tokenizer
     decides."""
     custom = name == "bos" and (
-        source.get("tokenizer.ggml.model") == "llama" or source.get("tokenizer.ggml.pre") == "llama-bpe"
+        source.get("tokenizer.ggml.model") == "llama" or source.get("tokenizer.ggml.pre") in BEGINNING
     )
     return bool(source.get(f"tokenizer.ggml.add_{name}_token", custom))

@@ -15,7 +15,7 @@ from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import Scheme, scheme_of
 from headwise.runtime.loader.safetensors_file import CODES
 from headwise.runtime.loader.stored_matrix import StoredMatrix
-from headwise.runtime.ops.quantised import GroupQuantised
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 _WEIGHT = "weight"
 
@@ -24,7 +24,7 @@ class QuantisedCheckpoint:
     """The `Weights` of a checkpoint in a `Scheme`; matrices are expanded to float32 a part at a time.
 
     keeps_codes: whether `kept_rows` and `kept_columns` give what the checkpoint has as integers
-    keeps_fp8:   whether they give what it has as float8_e4m3fn
+    keeps_fp8:   whether they give what it has as float8_e4m3fn; matrices that are not quantised they give as ``source``
 
     Raises:
         ModelError: as `Checkpoint` does, or a matrix and its scales do not belong together.
@@ -80,15 +80,19 @@ class QuantisedCheckpoint:
     def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         return self._source.byte_rows(name, start, stop)
 
-    def kept_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        matrix = self._matrix(name) if any(self._keeps.values()) else None
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        matrix = self._matrix(name)
         if matrix is None:
+            return self._source.kept_rows(name, start, stop)
+        if not any(self._keeps.values()):
             return None
         return self._kept(matrix.quantised(self._range(name, matrix, 0, start, stop), slice(0, matrix.shape[1])))
 
-    def kept_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        matrix = self._matrix(name) if any(self._keeps.values()) else None
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        matrix = self._matrix(name)
         if matrix is None:
+            return self._source.kept_columns(name, start, stop)
+        if not any(self._keeps.values()):
             return None
         return self._kept(matrix.quantised(slice(0, matrix.shape[0]), self._range(name, matrix, 1, start, stop)))
 
@@ -127,4 +131,4 @@ def open_weights(
     scheme = scheme_of(source.config)
     if scheme is None:
         return source
-    return QuantisedCheckpoint(Checkpoint(directory, also=CODES), scheme, keeps_codes, keeps_fp8)
+    return QuantisedCheckpoint(Checkpoint(directory, keeps=keeps, also=CODES), scheme, keeps_codes, keeps_fp8)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.planner import HeadGroupPlan, Sharing, can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.delta import DeltaSizes
@@ -190,14 +190,11 @@ class ModelConfig:
         return 0
 
     @property
-    def dealt_heads(self) -> int:
-        """Heads of which tensor-parallel ranks have an equal share each: of keys and values, or else of queries.
-
-        With delta-nets in some layers it is what numbers of heads have in common.
-        """
-        if self.delta is not None:
-            return gcd(self.num_kv_heads, self.delta.key_heads)
-        return self.num_kv_heads if self.mla is None else self.num_heads
+    def kv_head_counts(self) -> tuple[int, ...]:
+        """KV heads of the layers that have attention, ascending: of each number one; none with latents."""
+        if self.mla is not None:
+            return ()
+        return tuple(sorted({self.heads_of(layer).kv_heads for layer in range(self.num_layers)}))
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
@@ -210,9 +207,18 @@ class ModelConfig:
 
 
 def valid_tp_sizes(config: ModelConfig) -> list[int]:
-    """Tensor-parallel sizes that divide the heads and every MLP."""
-    dealt = {config.dealt_heads, *(heads.kv_heads for heads in config.layer_heads)}
-    return [n for n in range(1, min(dealt) + 1) if not any(total % n for total in (*dealt, *config.mlp_sizes))]
+    """Tensor-parallel sizes that divide query heads, delta-nets' key heads and every MLP, and fit all KV heads.
+
+    See `can_be_dealt`: they divide each number of KV heads, or are a multiple of it.
+    """
+    delta = () if config.delta is None else (config.delta.key_heads,)
+    divided = config.num_heads, *delta, *config.mlp_sizes
+    return [
+        size
+        for size in range(1, config.num_heads + 1)
+        if not any(total % size for total in divided)
+        and all(can_be_dealt(count, size) for count in config.kv_head_counts)
+    ]
 
 
 @dataclass(frozen=True)
@@ -220,12 +226,27 @@ class Shard:
     """One tensor-parallel rank's part of a model.
 
     kv_heads: ``[num_layers]`` tuples of the global KV heads dealt to this rank, in ascending order, of the layer whose
-              cache each uses; their query heads go with them
+              cache each uses; their query heads go with them, or a part of these where other ranks keep them, too
+    sharing:  ``[num_layers]``, which part; empty: all of them are this rank's own
     """
 
     rank: int
     size: int
     kv_heads: tuple[tuple[int, ...], ...]
+    sharing: tuple[Sharing, ...] = ()
+
+    @classmethod
+    def of(cls, config: ModelConfig, plan: HeadGroupPlan, rank: int) -> Shard:
+        """What the plan of a model deals to a rank."""
+        heads, sharing = plan.kv_heads(rank), plan.sharing(rank)
+        return cls(rank, plan.tp_size, config.by_cache_layer(heads), config.by_cache_layer(sharing))
+
+    def query_heads(self, config: ModelConfig, layer: int) -> list[tuple[int, int]]:
+        """Ranges of a layer's query heads that are this rank's, in the order of its KV heads."""
+        share = config.num_heads // config.heads_of(layer).kv_heads
+        part, ranks = self.sharing[layer] if self.sharing else (0, 1)
+        own = share // ranks
+        return [(head * share + part * own, head * share + (part + 1) * own) for head in self.kv_heads[layer]]
 
 
 Rotation = tuple[KernelArray, KernelArray]

@@ -204,9 +204,9 @@ class Decoder(Model):
     def load_attention(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` of a layer's attention."""
         config, shard, heads = self.config, self._shard, self.config.heads_of(layer)
-        dim, share, has_bias = heads.head_dim, config.num_heads // heads.kv_heads, config.attention_bias
+        dim, has_bias = heads.head_dim, config.attention_bias
         kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
-        q = [(start * share, stop * share) for start, stop in kv]
+        q = [(start * dim, stop * dim) for start, stop in shard.query_heads(config, layer)]
         query, *others = self.projections(layer)
         return QkvProjections(
             qkv=self._split_rows([(at + query, q), *((at + name, kv) for name in others)], has_bias),
@@ -219,11 +219,11 @@ class Decoder(Model):
         return "q_proj", "k_proj", "v_proj"
 
     def _sink_logits(self, at: str, layer: int) -> KernelArray:
-        share, every = self.config.num_heads // self.config.num_kv_heads, self._weights.tensor(f"{at}sinks")
+        every = self._weights.tensor(f"{at}sinks")
         if every.shape != (self.config.num_heads,):
             raise ModelError(f"{at}sinks has the shape {every.shape}, config.json says {self.config.num_heads} heads")
-        own = every.reshape(-1, share)[list(self._shard.kv_heads[layer])]
-        return self.ops.upload(np.ascontiguousarray(own.reshape(-1), np.float32))
+        own = [every[start:stop] for start, stop in self._shard.query_heads(self.config, layer)]
+        return self.ops.upload(np.concatenate(own, dtype=np.float32))
 
     def load_mlp(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` that stand for a layer's MLP."""
@@ -364,14 +364,18 @@ class Decoder(Model):
         return self.ops.embedding(self._embedding, token_ids)
 
     def after_attention(self, layer: Layer, x: Tensor, attended: Tensor) -> Residual:
-        """The residual stream ``x`` after attention, normed for the MLP."""
+        """The residual stream ``x`` after attention, normed for the MLP; ``attended`` is this rank's part."""
         norm = layer.norms.after_attention
-        return self.add(x, attended if norm is None else self.norm(attended, norm), layer.norms.before_mlp)
+        if norm is None:
+            return self.add_reduced(x, attended, layer.norms.before_mlp)
+        return self.add(x, self.norm(self.reduce(attended), norm), layer.norms.before_mlp)
 
     def after_mlp(self, layer: Layer, residual: Residual, next_norm: Tensor) -> Residual:
         """The residual stream after the MLP, normed with ``next_norm``, the norm weight of the next layer."""
-        fed, norm = self.mlp(layer, residual.normed), layer.norms.after_mlp
-        return self.add(residual.x, fed if norm is None else self.norm(fed, norm), next_norm)
+        norm = layer.norms.after_mlp
+        if norm is None:
+            return self.add_reduced(residual.x, self.feed_forward(layer.mlp, residual.normed), next_norm)
+        return self.add(residual.x, self.norm(self.mlp(layer, residual.normed), norm), next_norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.ops.rms_norm(x, weight, self.config.rms_norm_eps)
@@ -380,11 +384,16 @@ class Decoder(Model):
         """The sum, and its norm with ``weight``."""
         return Residual(*self.ops.add_rms_norm(x, addend, weight, self.config.rms_norm_eps))
 
+    def add_reduced(self, x: Tensor, partial: Tensor, weight: Tensor) -> Residual:
+        """`add` of the sum of ``partial`` over the ranks; ``partial`` is the caller's no more."""
+        added = self._collectives.add_rms_norm(partial, x, weight, self.config.rms_norm_eps)
+        return self.add(x, self.reduce(partial), weight) if added is None else Residual(*added)
+
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
-        """Self attention of the normed ``x [T, hidden]``, summed over the ranks."""
+        """This rank's part of the self attention of the normed ``x [T, hidden]``, to be summed over the ranks."""
         query, key, value = self.query_key_value(index, layer, x)
         heads = attention(index, query, key, value, rotation, layer.attention.sink_logits)
-        return self.reduce(self._linear(heads.reshape([x.shape[0], -1]), layer.attention.out))
+        return self._linear(heads.reshape([x.shape[0], -1]), layer.attention.out)
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries ``[T, q_heads, D]``, keys and values ``[T, kv_heads, D]``, as they are before they are rotated."""

@@ -20,8 +20,9 @@ from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_co
 from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.values import finite_number, shown
+from headwise.runtime.models.weight_view import taken
 from headwise.runtime.ops.base import Tensor
-from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_floats
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 
@@ -176,18 +177,18 @@ class Deepseek(MoeDecoder):
         inputs = self.config.hidden_size if mla.q_rank is None else mla.q_rank
         rows = self._rows_of(name, (first * size, last * size), inputs)
         heads = np.arange(last - first)[:, None] * size
-        return _taken(rows, (heads + _rotated_halved(size, mla.rotated)).reshape(-1))
+        return taken(rows, (heads + _rotated_halved(size, mla.rotated)).reshape(-1))
 
     def _latent_rows(self, name: str) -> Matrix:
         mla = self.mla
         rows = self._rows_of(name, (0, mla.width), self.config.hidden_size, is_all=True)
-        return _taken(rows, _rotated_halved(mla.width, mla.rotated))
+        return taken(rows, _rotated_halved(mla.width, mla.rotated))
 
     def _rows_of(self, name: str, part: tuple[int, int], inputs: int, is_all: bool = False) -> Matrix:
-        """Rows of a matrix: FP8, where that is kept, else float32. is_all: it has no others"""
+        """Rows of a matrix: as codes or in the model's dtype, where kept, else float32. is_all: it has no others"""
         kept = self._weights.kept_rows(f"{name}.weight", *part)
         expected = part[1] - part[0], inputs
-        if isinstance(kept, GroupQuantised) and kept.is_float:
+        if kept is not None:
             self._check(name, kept.shape, expected)
             return kept
         read = self._weights.tensor(f"{name}.weight") if is_all else self._weights.rows(f"{name}.weight", *part)
@@ -232,7 +233,7 @@ class Deepseek(MoeDecoder):
         queries = queries.reshape([tokens, -1, mla.plain + mla.rotated])
         latents = self.ops.rms_norm(compressed, weights.latent_norm, _NORM_EPS)
         heads = attention(index, queries, latents, shared, weights.up, rotation, *choosing)
-        return self.reduce(self._linear(heads.reshape([tokens, -1]), weights.out))
+        return self._linear(heads.reshape([tokens, -1]), weights.out)
 
     def choosing(self, weights: Any, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
         """What tokens are chosen by, for attention that sees only some: of ``x``, and of what queries are made of."""
@@ -244,11 +245,7 @@ def _stacked(parts: list[Matrix]) -> Matrix:
     quantised = [part for part in parts if isinstance(part, GroupQuantised)]
     if len(quantised) == len(parts):
         return GroupQuantised.concatenate(quantised, 0)
-    return np.concatenate([as_float32(part) for part in parts])
-
-
-def _taken(rows: Matrix, order: NDArray[np.int64]) -> Matrix:
-    return rows.taken(order) if isinstance(rows, GroupQuantised) else rows[order]
+    return np.concatenate([as_floats(part) for part in parts])
 
 
 def _rotated_halved(count: int, rotated: int) -> NDArray[np.int64]:

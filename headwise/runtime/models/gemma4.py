@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.base import AttentionLayer, Embeds
@@ -17,6 +16,7 @@ from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, p
 from headwise.runtime.models.moe_decoder import tokens_of
 from headwise.runtime.models.weight_view import ExpertWeights
 from headwise.runtime.ops.base import Experts, KernelArray, Mixture, Tensor, Weight
+from headwise.runtime.ops.quantised import Matrix
 
 __all__ = ["ARCHITECTURES", "Gemma4", "parse"]
 
@@ -154,8 +154,9 @@ class Gemma4(Gemma2):
         name = f"{name}.weight"
         return Linear(self._prepare(name, lambda: self.ops.linear_weight(self._checked(name, shape))))
 
-    def _checked(self, name: str, shape: tuple[int, int]) -> NDArray[np.float32]:
-        weight = self._weights.tensor(name)
+    def _checked(self, name: str, shape: tuple[int, int]) -> Matrix:
+        kept = self._weights.kept_rows(name, 0, shape[0])
+        weight = self._weights.tensor(name) if kept is None else kept
         if weight.shape != shape:
             raise ModelError(
                 f"{name} has the shape {list(weight.shape)}, config.json says {list(shape)}: weights and config.json "

@@ -76,7 +76,7 @@ def parse(config: HfConfig) -> ModelConfig:
 class GptOssWeights(WeightView):
     """A checkpoint's experts one by one; gate and up, whose rows alternate there, apart.
 
-    Experts are stored as MXFP4, or as floats with inputs before outputs.
+    Experts are stored as MXFP4, or as floats with inputs before outputs; or else one by one, as they come from GGUF.
     """
 
     _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.(?P<what>weight|bias)")
@@ -88,28 +88,40 @@ class GptOssWeights(WeightView):
         self._sizes["down"] = config.hidden_size, config.intermediate_size
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        match = self._EXPERT.fullmatch(name)
+        match = self._joined(name)
         return super().tensor(name) if match is None else self._part(match)
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        match = self._EXPERT.fullmatch(name)
+        match = self._joined(name)
         return super().rows(name, start, stop) if match is None else self._part(match)[start:stop]
 
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        match = self._EXPERT.fullmatch(name)
+        match = self._joined(name)
         return super().columns(name, start, stop) if match is None else self._part(match)[:, start:stop]
 
-    def kept_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        if name in self._known:
+            return self._source.kept_rows(name, start, stop)
+        if self._EXPERT.fullmatch(name) is None:
+            return super().kept_rows(name, start, stop)
         matrix = self._quantised(name)
         return None if matrix is None else matrix.rows(start, stop)
 
-    def kept_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """None where the range cuts through a group."""
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        """Of experts that are joined, None where the range cuts through a group."""
+        if name in self._known:
+            return self._source.kept_columns(name, start, stop)
+        if self._EXPERT.fullmatch(name) is None:
+            return super().kept_columns(name, start, stop)
         matrix = None if start % _GROUP or stop % _GROUP else self._quantised(name)
         return None if matrix is None else matrix.columns(start, stop)
 
+    def _joined(self, name: str) -> re.Match[str] | None:
+        """Which expert's part it is, of experts that the checkpoint has joined."""
+        return None if name in self._known else self._EXPERT.fullmatch(name)
+
     def _quantised(self, name: str) -> GroupQuantised | None:
-        match = self._EXPERT.fullmatch(name)
+        match = self._joined(name)
         matrix = None if match is None or match["what"] == "bias" else self._matrix(match)
         return matrix if isinstance(matrix, GroupQuantised) else None
 

@@ -43,6 +43,7 @@ _DEFAULTS = {
     "rope_theta": 500000.0,
     "attention_chunk_size": 8192,
     "attn_temperature_tuning": True,
+    "attn_scale": 0.1,
     "use_qk_norm": True,
 }
 """Those of Hugging Face's ``Llama4TextConfig``."""
@@ -87,7 +88,7 @@ def parse(config: HfConfig) -> Llama4Config:
         "moe": _experts(own, decoder),
         "chunk": chunk if _CHUNKED in kinds else 0,
         "has_qk_norm": bool(own["use_qk_norm"]),
-        "temperature": number(own, "attn_scale", 0.1, optional=True) if tuned else 0.0,
+        "temperature": number(own, "attn_scale", optional=True) if tuned else 0.0,
         "floor_scale": number(own, "floor_scale", 8192),
     }
     return Llama4Config(**values)

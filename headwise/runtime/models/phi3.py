@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.base import ModelConfig, RopeConfig
@@ -12,7 +12,7 @@ from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, rope
 from headwise.runtime.models.mistral import window_everywhere
 from headwise.runtime.models.rope import pairs_first
-from headwise.runtime.models.weight_view import WeightView
+from headwise.runtime.models.weight_view import Reader, WeightView
 
 ARCHITECTURE = "Phi3ForCausalLM"
 
@@ -56,12 +56,12 @@ class Phi3Weights(WeightView):
         }
         self._order = pairs_first(config.ropes[0], config.head_dim)
 
-    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
         at, _, part = name.removesuffix(".weight").rpartition(".")
         if part not in self._at:
-            return super().rows(name, start, stop)
+            return super().read_rows(source, name, start, stop)
         fused, first = self._at[part]
-        rows = super().rows(f"{at}.{fused}.weight", first + start, first + stop)
+        rows = super().read_rows(source, f"{at}.{fused}.weight", first + start, first + stop)
         if self._order is None or part not in ("q_proj", "k_proj"):
             return rows
         heads = rows.reshape(-1, len(self._order), rows.shape[1])

@@ -165,8 +165,7 @@ class Qwen3_5(Qwen3):  # noqa: N801
         if layer in self._delta.layers:
             return self._load_delta(self._shard.kv_heads[layer], at.replace("self_attn", "linear_attn"))
         found, dim = super().load_attention(layer, at), self.config.head_dim
-        share = self.config.num_heads // self.config.num_kv_heads
-        q = [(head * share * dim, (head + 1) * share * dim) for head in self._shard.kv_heads[layer]]
+        q = [(start * dim, stop * dim) for start, stop in self._shard.query_heads(self.config, layer)]
         return GatedProjections(found.qkv, found.out, gate=self._split_rows([(f"{at}q_gate", q)], has_bias=False))
 
     def _load_delta(self, heads: tuple[int, ...], at: str) -> DeltaProjections:
@@ -214,11 +213,11 @@ class Qwen3_5(Qwen3):  # noqa: N801
         query, key, value = self.query_key_value(index, layer, x)
         seen = attention(index, query, key, value, rotation).reshape([x.shape[0], -1])
         heads = self.ops.sigmoid_mul(seen, self._linear(x, layer.attention.gate))
-        return self.reduce(self._linear(heads, layer.attention.out))
+        return self._linear(heads, layer.attention.out)
 
     def _attend_delta(self, index: int, weights: DeltaProjections, x: Tensor, attention: AttentionLayer) -> Tensor:
         numbers = self.ops.kernel_array(self._linear(x, weights.into))
-        return self.reduce(self._linear(attention(index, DeltaProjected(numbers, weights.between)), weights.out))
+        return self._linear(attention(index, DeltaProjected(numbers, weights.between)), weights.out)
 
 
 class Qwen3Next(MoeDecoder, Qwen3_5):

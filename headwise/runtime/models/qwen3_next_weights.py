@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,7 +11,8 @@ from headwise.errors import ModelError
 from headwise.runtime.models.base import DeltaConfig, ModelConfig
 from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.rope import pairs_first
-from headwise.runtime.models.weight_view import WeightView
+from headwise.runtime.models.weight_view import Reader, WeightView, taken
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 Floats = NDArray[np.float32]
 
@@ -30,18 +33,33 @@ class GatedHeadWeights(WeightView):
         found = super().tensor(name)
         return found[self._order] if name.endswith(("q_norm.weight", "k_norm.weight")) else found
 
-    def rows(self, name: str, start: int, stop: int) -> Floats:
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
         at, _, part = name.removesuffix(".weight").rpartition(".")
         if part == "k_proj":
-            return self._paired(super().rows(name, start, stop))
+            return self._paired(super().read_rows(source, name, start, stop))
         if part not in ("q_proj", "q_gate"):
-            return super().rows(name, start, stop)
-        both = super().rows(f"{at}.q_proj.weight", 2 * start, 2 * stop)
+            return super().read_rows(source, name, start, stop)
+        both = super().read_rows(source, f"{at}.q_proj.weight", 2 * start, 2 * stop)
         query, gate = np.split(both.reshape(-1, 2 * self._dim, both.shape[1]), 2, axis=1)
         chosen = (query if part == "q_proj" else gate).reshape(-1, both.shape[1])
         return self._paired(chosen) if part == "q_proj" else np.ascontiguousarray(chosen)
 
-    def _paired(self, rows: Floats) -> Floats:
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        at, _, part = name.removesuffix(".weight").rpartition(".")
+        heads = np.arange((stop - start) // self._dim)[:, None] * self._dim
+        if part not in ("q_proj", "q_gate", "k_proj"):
+            return self._source.kept_rows(name, start, stop)
+        if part == "k_proj":
+            kept = self._source.kept_rows(name, start, stop)
+            return None if kept is None else taken(kept, (heads + self._order).reshape(-1))
+        both = self._source.kept_rows(f"{at}.q_proj.weight", 2 * start, 2 * stop)
+        chosen = self._order if part == "q_proj" else self._dim + np.arange(self._dim)
+        return None if both is None else taken(both, (2 * heads + chosen).reshape(-1))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(name, start, stop)
+
+    def _paired(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows.reshape(-1, self._dim, rows.shape[1])[:, self._order].reshape(rows.shape)
 
 
@@ -66,17 +84,38 @@ class JoinedDeltaWeights(WeightView):
             "in_proj_ba": [("in_proj_b", 0, sizes.share), ("in_proj_a", 0, sizes.share)],
         }
 
-    def rows(self, name: str, start: int, stop: int) -> Floats:
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
         at, _, joined = name.removesuffix(".weight").rpartition(".")
         parts = self._parts.get(joined)
         if parts is None:
-            return super().rows(name, start, stop)
+            return super().read_rows(source, name, start, stop)
         each = sum(count for _, _, count in parts)
         first, last = start // each, stop // each
         found = []
         for part, behind, count in parts:
-            rows = super().rows(f"{at}.{part}.weight", behind + first * count, behind + last * count)
+            rows = super().read_rows(source, f"{at}.{part}.weight", behind + first * count, behind + last * count)
             if len(rows) != (last - first) * count:
                 raise ModelError(f"{at}.{part}.weight has too few rows: weights and config.json do not belong together")
             found.append(rows.reshape(last - first, count, rows.shape[1]))
         return np.concatenate(found, axis=1).reshape(stop - start, -1)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        """Joined parts as codes, if all of them are kept so, else in the dtype that they are stored in."""
+        at, _, joined = name.removesuffix(".weight").rpartition(".")
+        parts = self._parts.get(joined)
+        if parts is None:
+            return self._source.kept_rows(name, start, stop)
+        each = sum(count for _, _, count in parts)
+        first, last = start // each, stop // each
+        found, places, at_row = [], [], 0
+        for part, behind, count in parts:
+            kept = self._source.kept_rows(f"{at}.{part}.weight", behind + first * count, behind + last * count)
+            if not isinstance(kept, GroupQuantised):
+                return super().kept_rows(name, start, stop)
+            found.append(kept)
+            places.append(at_row + np.arange((last - first) * count).reshape(last - first, count))
+            at_row += kept.shape[0]
+        return GroupQuantised.concatenate(found, 0).taken(np.concatenate(places, axis=1).reshape(-1))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(name, start, stop)

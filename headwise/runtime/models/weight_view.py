@@ -5,20 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.decoder import Weights
-from headwise.runtime.ops.quantised import Matrix
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix
+
+
+class Reader(Protocol):
+    """Reads parts of matrices as floats: float32, or in the dtype that they are stored in."""
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[Any]: ...
+
+    def columns(self, name: str, start: int, stop: int) -> NDArray[Any]: ...
 
 
 class WeightView:
-    """`Weights` of ``source``, all of them as float32. Models override what differs."""
+    """`Weights` of ``source``, all of them as floats. Models override what differs, in `read_rows` and `read_columns`.
+
+    What the source keeps in the model's dtype is kept so, also where rows are reordered or joined; codes are not.
+    """
 
     def __init__(self, source: Weights) -> None:
-        self._source = source
+        self._source, self._kept = source, _KeptFloats(source)
 
     @property
     def names(self) -> Sequence[str]:
@@ -28,21 +39,63 @@ class WeightView:
         return self._source.tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        return self._source.rows(name, start, stop)
+        return self.read_rows(self._source, name, start, stop)
 
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        return self._source.columns(name, start, stop)
+        return self.read_columns(self._source, name, start, stop)
 
     def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         return self._source.byte_rows(name, start, stop)
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        """None: a model that reorders or joins rows has float32 to do it with."""
-        return None
+        """None: not all that these rows are made of is stored in the model's dtype."""
+        try:
+            return self.read_rows(self._kept, name, start, stop)
+        except _NotKeptError:
+            return None
 
     def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
         """None, likewise."""
-        return None
+        try:
+            return self.read_columns(self._kept, name, start, stop)
+        except _NotKeptError:
+            return None
+
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        """`rows`, of what ``source`` reads and in its dtype."""
+        return source.rows(name, start, stop)
+
+    def read_columns(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        """`columns`, likewise."""
+        return source.columns(name, start, stop)
+
+
+class _NotKeptError(Exception):
+    """A matrix is stored as codes, or in another dtype."""
+
+
+class _KeptFloats:
+    """`Reader` in the dtype that matrices are stored in; raises `_NotKeptError` of what a source does not keep."""
+
+    def __init__(self, source: Weights) -> None:
+        self._source = source
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        return _floats(self._source.kept_rows(name, start, stop))
+
+    def columns(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        return _floats(self._source.kept_columns(name, start, stop))
+
+
+def _floats(kept: Matrix | None) -> NDArray[Any]:
+    if kept is None or isinstance(kept, GroupQuantised):
+        raise _NotKeptError
+    return kept
+
+
+def taken(matrix: Matrix, rows: NDArray[np.int64]) -> Matrix:
+    """Rows of a matrix in another order, as they are kept."""
+    return matrix.taken(rows) if isinstance(matrix, GroupQuantised) else matrix[rows]
 
 
 class ExpertWeights(WeightView):
@@ -62,22 +115,25 @@ class ExpertWeights(WeightView):
     def _known(self) -> frozenset[str]:
         return frozenset(self._source.names)
 
-    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        expert = self._joined_expert(name)
-        return super().rows(name, start, stop) if expert is None else expert[start:stop]
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        expert = self._joined_expert(source, name)
+        return super().read_rows(source, name, start, stop) if expert is None else expert[start:stop]
 
-    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        expert = self._joined_expert(name)
-        return super().columns(name, start, stop) if expert is None else expert[:, start:stop]
+    def read_columns(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        expert = self._joined_expert(source, name)
+        return super().read_columns(source, name, start, stop) if expert is None else expert[:, start:stop]
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        """As the checkpoint has it, where that has experts one by one."""
-        return self._source.kept_rows(name, start, stop) if name in self._known else None
+        """As the checkpoint has it, codes too, where that has experts one by one."""
+        kept = self._source.kept_rows if name in self._known else super().kept_rows
+        return kept(name, start, stop)
 
     def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
-        return self._source.kept_columns(name, start, stop) if name in self._known else None
+        """Likewise."""
+        kept = self._source.kept_columns if name in self._known else super().kept_columns
+        return kept(name, start, stop)
 
-    def _joined_expert(self, name: str) -> NDArray[np.float32] | None:
+    def _joined_expert(self, source: Reader, name: str) -> NDArray[Any] | None:
         """One expert's matrix out of a layer's, if that is how this checkpoint has it."""
         match = None if name in self._known else self._EXPERT.fullmatch(name)
         if match is None:
@@ -87,7 +143,7 @@ class ExpertWeights(WeightView):
         if joined not in self._known:
             return None
         expert = int(match["expert"])
-        matrix: NDArray[np.float32] = self._source.rows(joined, expert, expert + 1)[0]
+        matrix: NDArray[Any] = source.rows(joined, expert, expert + 1)[0]
         matrix = matrix.T if self.has_inputs_first else matrix
         if is_down:
             return matrix
@@ -109,13 +165,16 @@ class InterleavedWeights(ExpertWeights):
         super().__init__(source)
         self._even_first = np.concatenate([np.arange(0, head_dim, 2), np.arange(1, head_dim, 2)])
 
-    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        rows = super().rows(name, start, stop)
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        rows = super().read_rows(source, name, start, stop)
         if not name.endswith(self._ROTATED):
             return rows
         heads = rows.reshape(-1, len(self._even_first), rows.shape[1])
         return heads[:, self._even_first].reshape(rows.shape)
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        """None of those that are reordered."""
-        return None if name.endswith(self._ROTATED) else super().kept_rows(name, start, stop)
+        kept = super().kept_rows(name, start, stop)
+        if kept is None or not name.endswith(self._ROTATED):
+            return kept
+        dim = len(self._even_first)
+        return taken(kept, (np.arange(0, stop - start, dim)[:, None] + self._even_first).reshape(-1))

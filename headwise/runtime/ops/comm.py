@@ -54,6 +54,10 @@ class Collectives(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, the same bits on every rank. It may overwrite ``x``: do not use that afterwards."""
 
+    def add_rms_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """`TensorOps.add_rms_norm` of ``x`` and the sum of ``partial`` over the ranks, as one, with the same bits on
+        every rank; None, on all, where that takes two calls: nothing is done then."""
+
     def gather(self, x: Tensor) -> Tensor | None:
         """Concatenate ``x [rows, columns]`` of all ranks along the last axis on rank 0; ``None`` elsewhere.
 
@@ -74,6 +78,9 @@ class SingleRank:
 
     def all_reduce(self, x: Any) -> Any:
         return x
+
+    def add_rms_norm(self, partial: Any, x: Any, weight: Any, eps: float) -> None:
+        return None
 
     def gather(self, x: Any) -> Any:
         return x
@@ -102,6 +109,9 @@ class HostCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._ops.tensor(self._comm.all_reduce(self._ops.numpy(x)))
+
+    def add_rms_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+        return None
 
     def gather(self, x: Tensor) -> Tensor | None:
         whole = self._comm.gather(self._ops.numpy(x))

@@ -10,6 +10,7 @@ import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
+ITEM_BYTES = 4
 ALIGNMENT = 64
 """In elements of int32: every array begins at a multiple of 256 bytes, as if it had been allocated by itself."""
 
@@ -34,23 +35,28 @@ class PinnedUpload:
         self._device = self._buffers(capacity + MOST_ARRAYS * ALIGNMENT if capacity else 0)
         self._pinned: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)] * SLOTS
         self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(SLOTS)]
+        self._addresses = [0] * SLOTS  # of the pinned buffers
         self._current = 0
         self._shapes: tuple[tuple[int, ...], ...] = ()
+        self._starts = [0]  # of arrays of such shapes
         self._views: list[Any] = []
 
     def __call__(self, *arrays: NDArray[np.int32]) -> list[Any]:
         """See `StepUpload`."""
-        shapes = tuple(array.shape for array in arrays)
-        starts = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+        shapes = tuple([array.shape for array in arrays])
+        if shapes != self._shapes:
+            self._shapes, self._views, self._starts = shapes, [], [0]
+            for array in arrays:
+                self._starts.append(self._starts[-1] + -(-array.size // ALIGNMENT) * ALIGNMENT)
+        starts = self._starts
         host, slot = self._slot(starts[-1])
         for array, start in zip(arrays, starts, strict=False):
             host[start : start + array.size] = array.reshape(-1)
         stream, runtime = cupy.cuda.get_current_stream(), cupy.cuda.runtime
-        num_bytes = starts[-1] * host.itemsize
-        runtime.memcpyAsync(self._device.data.ptr, host.ctypes.data, num_bytes, runtime.memcpyHostToDevice, stream.ptr)
+        target, source, num_bytes = self._device.data.ptr, self._addresses[slot], starts[-1] * ITEM_BYTES
+        runtime.memcpyAsync(target, source, num_bytes, runtime.memcpyHostToDevice, stream.ptr)
         self._copied[slot].record(stream)
-        if shapes != self._shapes:
-            self._shapes = shapes
+        if not self._views:
             self._views = [
                 self._device[start : start + array.size].reshape(array.shape)
                 for array, start in zip(arrays, starts, strict=False)
@@ -65,7 +71,8 @@ class PinnedUpload:
         self._current = (self._current + 1) % SLOTS
         self._copied[self._current].synchronize()
         if self._device.size < size:
-            self._device, self._shapes = self._buffers(2 * size), ()
+            self._device, self._views = self._buffers(2 * size), []
         if self._pinned[self._current].size < size:
             self._pinned[self._current] = cupyx.empty_pinned(2 * size, dtype=np.int32)
+            self._addresses[self._current] = self._pinned[self._current].ctypes.data
         return self._pinned[self._current], self._current

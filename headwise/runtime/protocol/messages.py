@@ -1,7 +1,7 @@
 """What clients, the global scheduler and the engines say to each other (encoded by `wire`).
 
-client -> scheduler   Route        -> Ticket | Failed
-client -> scheduler   Reroute      -> Ticket | Failed
+client -> scheduler   Route        -> Waits ... Ticket | Failed
+client -> scheduler   Reroute      -> Waits ... Ticket | Failed
 client -> scheduler   Withdraw
 client -> engine      Submit       -> Outputs ...  | Failed
 client -> engine      Abort
@@ -98,6 +98,15 @@ class Ticket:
     key: int
     endpoint: str
     request: GenerateRequest
+
+
+@register
+@dataclass(frozen=True)
+class Waits:
+    """A call's answer takes long, since no engine serves. reason: in words, for people"""
+
+    key: int
+    reason: str
 
 
 @register

@@ -9,6 +9,7 @@ from typing import Any
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.dtypes import dtype_bytes, numpy_dtype
+from headwise.kernels.cuda.all_reduce import RankSums
 from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
@@ -25,6 +26,7 @@ from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
+from headwise.runtime.ops.one_shot import connect_one_shot
 from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
@@ -43,6 +45,7 @@ class CudaDevice:
     Paddle's current one. Copies have others.
 
     parts: what kernels are made with
+    sums:  of the model's ranks, once `check` has seen it
 
     Raises:
         ConfigError: the GPU, its driver or CuPy cannot be used, or Paddle, where that is chosen.
@@ -69,6 +72,7 @@ class CudaDevice:
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """See `Device.check`."""
         config, layout = self._config, card.layout
+        self.sums = RankSums(config.dtype_name, config.tp_size, card.config.hidden_size)
         weights = _weight_bytes(config, card, model_dir) // config.tp_size
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
@@ -80,13 +84,17 @@ class CudaDevice:
         return self._compute.current()
 
     def collectives(self, comm: Communicator) -> Collectives:
-        """See `Device.collectives`: over NCCL, where it can serve, for tensors of CuPy's."""
+        """See `Device.collectives`: over NCCL, where it can serve, for tensors of CuPy's, and for what is small by
+        kernels that read the other ranks' memory, where they can."""
         if comm.size > 1 and self.ops.name == "cupy":
             from headwise.runtime.ops.nccl import connect_gpus
 
             connected = connect_gpus(comm)
             if connected is not None:
-                return connected
+                sharing = self.sharing() if self._config.one_shot_all_reduce else None
+                if sharing is None:
+                    return connected
+                return connect_one_shot(connected, comm, self.ops, sharing, self.parts.programs, self.sums)
         return host_collectives(self.ops, comm)
 
     def spare_bytes(self) -> int:

@@ -20,7 +20,7 @@ from headwise.errors import first_line
 from headwise.kernels.base import AttentionBatch
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
 from headwise.runtime.worker.last_sampled import LastSampled
-from headwise.runtime.worker.padding import all_sizes, padded
+from headwise.runtime.worker.padding import all_sizes
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class DecodeGraphs:
     ) -> None:
         self._ops, self._compute, self._tables, self._last, self._all_ranks = ops, compute, tables, last, all_ranks
         self._replays: dict[tuple[int, int], Callable[[], Scored]] = {}
+        self._starts: dict[tuple[int, int], NDArray[np.int32]] = {}  # by padded rows and batch
         # One for all shapes, none of which it has to grow for: graphs read where it wrote when they were recorded.
         self._upload = ops.step_upload(capacity=5 * padded_rows(tables.shape.max_rows) + 1)
 
@@ -123,8 +124,15 @@ class DecodeGraphs:
         return min(padded_columns(columns), max(MIN_COLUMNS, self._tables.shape.max_blocks))
 
     def _uploaded(self, rows: int, *arrays: NDArray[np.int32]) -> Sequence[KernelArray]:
-        starts = np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(len(arrays[0])))
-        return self._upload(starts, *(padded(array, rows) for array in arrays))
+        batch = len(arrays[0])
+        starts = self._starts.get((rows, batch))
+        if starts is None:
+            starts = np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(batch))
+            self._starts[rows, batch] = starts
+        whole = np.zeros((len(arrays), rows), np.int32)
+        for padded, array in zip(whole, arrays, strict=True):
+            padded[:batch] = array
+        return self._upload(starts, *whole)
 
     def _work(
         self,

@@ -62,4 +62,6 @@ def packed_key(card: ModelCard, config: EngineConfig, ops: PackingOps, shard: Sh
         "weights_dtype": config.weights_dtype_name,
         "kv_heads": shard.kv_heads,  # which a rank is dealt depends on what each may see
     }
+    if card.config.mla is None and any(sharing.ranks > 1 for sharing in shard.sharing):
+        settings["sharing"] = shard.sharing  # of latents it is the rank
     return PackedKey(card.weights, settings, shard.rank, shard.size)

@@ -58,11 +58,15 @@ class NextTokens:
         self._ops, self._comm, self._collectives = ops, comm, collectives
         self._last, self._sampler, self._editor = last, sampler, editor
         self._sequences: dict[int, NewSequence] = {}
+        self._more: set[int] = set()  # rows of which more is wanted than the likeliest token
 
     def open(self, sequences: Iterable[NewSequence]) -> None:
         """These sequences have got their rows."""
         new = list(sequences)
-        self._sequences.update({sequence.row: sequence for sequence in new})
+        for sequence in new:
+            self._sequences[sequence.row] = sequence
+            is_likeliest = sequence.sampling.greedy and sequence.sampling.logprobs is None
+            (self._more.discard if is_likeliest else self._more.add)(sequence.row)
         if self._comm.rank == 0:
             self._editor.open(new)
 
@@ -78,11 +82,11 @@ class NextTokens:
         scores = found.first(len(wanted)) if isinstance(found, Scored) else model.scores(found)
         if scores is None:
             return Chosen(wanted, self._keep(rows, None))
-        sequences = [self._sequences[row] for row in rows.tolist()]
-        if all(each.sampling.greedy and each.sampling.logprobs is None for each in sequences):
+        if self._more.isdisjoint(rows.tolist()):
             likeliest = found.likeliest if isinstance(found, Scored) else None
             tokens, best = likeliest or self._ops.greedy(scores)
             return Chosen(wanted, self._keep(rows, (tokens[: len(rows)], best[: len(rows)])))
+        sequences = [self._sequences[row] for row in rows.tolist()]
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
         draws = Draws([sequence.sampling for sequence in sequences], seeds, positions)

@@ -74,16 +74,16 @@ class _Computed:
     unusable: Sequence[int] = ()
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
-    def token_ids(self, sequences: int) -> NDArray[np.int32]:
-        """``[sequences]``, `NO_TOKEN` of those that do not sample."""
+    def tokens(self, sequences: int) -> tuple[NDArray[np.int32], dict[int, str]]:
+        """``[sequences]``, `NO_TOKEN` of those that do not sample; and why sequences failed, by index."""
+        wanted, tokens = self.chosen.wanted, self.chosen.tokens.get()
+        lacking = wanted[tokens == NO_TOKEN].tolist()
+        broken = dict.fromkeys([*lacking, *self.unusable], NOT_FINITE) | self.chosen.failures
+        if len(tokens) == sequences:
+            return tokens, broken
         found = np.full(sequences, NO_TOKEN, dtype=np.int32)
-        found[self.chosen.wanted] = self.chosen.tokens.get()
-        return found
-
-    @property
-    def broken(self) -> dict[int, str]:
-        lacking = self.chosen.wanted[self.chosen.tokens.get() == NO_TOKEN].tolist()
-        return dict.fromkeys([*lacking, *self.unusable], NOT_FINITE) | self.chosen.failures
+        found[wanted] = tokens
+        return found, broken
 
 
 class _Step:
@@ -151,8 +151,7 @@ class ModelWorker:
         self._ended = 0.0
 
     def _load_model(self) -> Model:
-        heads = self.card.config.by_cache_layer(self.card.plan.kv_heads(self.rank))
-        shard = Shard(self.rank, self._config.tp_size, heads)
+        shard = Shard.of(self.card.config, self.card.plan, self.rank)
         where = self.card, self._config, self._model_dir
         return self._parts.load_model(*where, self._ops, self._collectives, shard)
 
@@ -391,7 +390,9 @@ class ModelWorker:
     def _end(
         self, batch: BatchRequest, started: float, computed: _Computed, forgotten: int, failure: str | None
     ) -> StepResult:
-        token_ids = computed.token_ids(len(batch.rows)) if failure is None else np.empty(0, np.int32)
+        token_ids, broken = computed.tokens(len(batch.rows))
+        if failure is not None:
+            token_ids = np.empty(0, np.int32)
         copies = self._copies.finish(batch) if self._copies is not None else NO_REPORT
         ended = self._parts.clock()
         compute_s, self._ended = ended - max(started, self._ended), ended
@@ -400,7 +401,7 @@ class ModelWorker:
             self.rank,
             token_ids,
             computed.chosen.logprobs,
-            computed.broken,
+            broken,
             copies=copies,
             forgotten=forgotten,
             compute_s=compute_s,

@@ -20,7 +20,7 @@ which grow in steps, and 16 for the run); about 500 where no two neighbouring bl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from operator import xor
@@ -76,10 +76,16 @@ class _Run:
 
 @dataclass(frozen=True)
 class SoleBlocks:
-    """Blocks that would be lost with one node, and how often each was asked for lately."""
+    """Blocks that would be lost with one node, and how often each was asked for lately.
+
+    in_memory: on its device or host, from where others can read them
+    in_storage: in its storage, that nobody else has
+    """
 
     asked: float
     hashes: bytes
+    in_memory: bool = True
+    in_storage: bool = False
 
     @property
     def count(self) -> int:
@@ -246,20 +252,23 @@ class PrefixIndex:
 
     def sole_blocks(self, without: Collection[str] = ()) -> dict[str, list[SoleBlocks]]:
         """By node, the blocks that could be served by no other one once it and the nodes ``without`` have gone; the
-        most asked for first. What shared storage has is not lost with a node. Goes through all runs: about 1 us each.
+        most asked for first. What shared storage has is not lost with a node, if one that stays shares it. Goes
+        through all runs: about 1 us each.
         """
-        going = sum(self._nodes[name].bit for name in set(without) if name in self._nodes)
+        going = self._bits(without) | sum(heir.bit for heir in self._heirs.values())  # an heir serves nobody itself
         found: dict[int, list[SoleBlocks]] = {}
         for run in self._runs.values():
             holders = 0
-            for bits in run.nodes[: len(TIERS)]:
+            for bits in run.nodes[:_STORAGE]:
                 holders |= bits
+            in_memory, in_storage = holders, run.nodes[_STORAGE]
             for nodes in self._volumes.shared:
-                if run.nodes[len(TIERS) - 1] & nodes:
-                    holders |= nodes
-            holders &= ~going
+                if in_storage & nodes:
+                    in_storage |= nodes
+            holders = (in_memory | in_storage) & ~going
             if holders and not holders & (holders - 1):
-                found.setdefault(holders, []).append(SoleBlocks(run.asked / self._unit, run.hashes))
+                where = bool(in_memory & holders), bool(in_storage & holders)
+                found.setdefault(holders, []).append(SoleBlocks(run.asked / self._unit, run.hashes, *where))
         return {
             name: sorted(found.get(node.bit, ()), key=lambda blocks: -blocks.asked)
             for name, node in self._nodes.items()
@@ -271,6 +280,14 @@ class PrefixIndex:
         `sole_blocks`."""
         sole = self.sole_blocks(without)
         return {name: sum(blocks.asked * blocks.count for blocks in held) for name, held in sole.items()}
+
+    def shares_storage(self, node: str, without: Collection[str] = ()) -> bool:
+        """Whether what the node has in storage serves another one, once those ``without`` have gone."""
+        known = self._nodes.get(node)
+        if known is None:
+            return False
+        others = self._bits(name for name in self._nodes if name != node and name not in without)
+        return any(nodes & known.bit and nodes & others for nodes in self._volumes.shared)
 
     def cool(self, share: float) -> None:
         """What was asked until now counts ``share`` times as much from now on. The owner of the clock calls it."""
@@ -516,6 +533,10 @@ class PrefixIndex:
                     nodes[plane] = bits & others
             if not any(nodes):
                 self._delete(run)
+
+    def _bits(self, names: Iterable[str]) -> int:
+        """The bit set of these nodes, as far as they are known."""
+        return sum(self._nodes[name].bit for name in set(names) if name in self._nodes)
 
     def _heir_of(self, node: _Node, tier: str) -> _Node | None:
         if tier != TIERS[-1] or not self._heirs:

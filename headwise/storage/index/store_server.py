@@ -118,6 +118,11 @@ class StoreServer:
         with self._lock:
             return self._handler.store.sole_blocks(node, without, most)
 
+    def shares_storage(self, node: str, without: Collection[str]) -> bool:
+        """See `PrefixIndex.shares_storage`; callable from any thread."""
+        with self._lock:
+            return self._handler.store.shares_storage(node, without)
+
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
         """See `headwise.storage.index.allowances`; callable from any thread."""
         with self._lock:

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headwise.errors import ConfigError
@@ -99,6 +100,22 @@ def test_a_gpu_that_cannot_be_used_says_why(machine: Machine, changes: dict[str,
     for name, value in changes.items():
         setattr(machine, name, value)
     with pytest.raises(ConfigError, match=message):
+        open_card()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_enough"), [("2.0.2", False), ("2.1.1", False), ("2.1.2", True), ("2.10.0", True)]
+)
+def test_a_numpy_without_cupys_bfloat16_is_refused_with_the_remedy(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, version: str, is_enough: bool
+) -> None:
+    monkeypatch.setattr(np, "__version__", version)
+    if is_enough:
+        assert open_card().sm == 90
+        return
+    with pytest.raises(
+        ConfigError, match=rf"needs NumPy 2\.1\.2 .* {version} is installed: `pip install 'numpy>=2\.1\.2"
+    ):
         open_card()
 
 

@@ -303,6 +303,41 @@ def test_of_what_was_made_the_newest_that_is_not_older_than_ours_serves(
     assert CubinCache(tmp_path, Target(90, 12)).get(SUMS).path.stem.endswith(f"-triton{found}")
 
 
+@pytest.mark.parametrize(("version", "is_told"), [(None, False), ("3.6.0", True), ("3.9.0", False), ("3.10.0", False)])
+def test_a_triton_that_serialises_is_told_of_at_start(
+    version: str | None,
+    is_told: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(cubins, "_triton_version", lambda: version)
+    CubinCache(tmp_path, Target(90, 12))
+    assert [record.message for record in caplog.records] == is_told * [
+        "Triton 3.6.0 is older than 3.9: some of the kernels that it compiles are slower; "
+        f"`pip install 'triton>=3.9,<4'`, or fill {tmp_path} by `python -m "
+        "headwise.kernels.cuda.precompile` where that is"
+    ]
+
+
+def test_a_kernel_that_is_serialised_is_named_whenever_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Compiled(b"code", "", "kernel", 128, 0, 3, 32, 0, is_serialised=True)
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    monkeypatch.setattr(cubins, "_triton_version", lambda: "3.9.0")
+    cache = CubinCache(tmp_path, Target(90, 12))
+    for _ in range(2):  # compiled, and found
+        assert cache.get(SUMS).threads == 128
+        (record,) = caplog.records
+        assert re.match("kernel add_splits {.*} is slower than it could be: .* serialises", record.message)
+        caplog.clear()
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: replace(made, is_serialised=False))
+    monkeypatch.setattr(cubins, "_triton_version", lambda: "3.10.0")
+    cache.get(SUMS)
+    assert not caplog.records
+
+
 def test_missing_triton_and_an_unusable_directory_are_config_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +382,9 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *delta, "2"])
     nets = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
     assert sorted(set(nets) - set(sources)) == ["carry", "convolve", "finish", "solve", "step"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, "--tp-size", "4", "--hidden-size", "4096"])
+    summed = {Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()}
+    assert summed - set(sources) == {"all_reduce"}
     with pytest.raises(SystemExit, match="32 value heads cannot share 16 key heads on 3 ranks"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *delta, "3"])
     weights = ["--weight-bits", "4", "--weight-group", "128"]

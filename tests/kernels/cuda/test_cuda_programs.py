@@ -55,6 +55,21 @@ def test_a_cubin_on_disk_is_found_without_a_compiler(tmp_path: Path, monkeypatch
         cubin_path(tmp_path / "cubins", "block_copy.cu", {}, 80)
 
 
+def test_machine_code_of_a_compiler_that_the_driver_is_too_old_for_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = find_nvrtc(90)
+    monkeypatch.setattr(good, "version", (13, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "find_nvrtc", lambda sm, newest: good)
+        newer = cubin_path(tmp_path, "block_copy.cu", {}, 90, newest=13)
+    assert cubin_path(tmp_path, "block_copy.cu", {}, 90, newest=13) == newer
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter([(12, good.path)]))
+    older = cubin_path(tmp_path, "block_copy.cu", {}, 90, newest=12)
+    assert older != newer
+    assert cubin_path(tmp_path, "block_copy.cu", {}, 90, newest=13) == older, "a newer driver takes both"
+
+
 def test_other_sources_macros_and_cards_have_other_cubins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()

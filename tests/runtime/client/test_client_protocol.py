@@ -483,6 +483,20 @@ def test_no_engine_is_an_overload_and_no_hang(deployment: Deployment, monkeypatc
         client.generate("abc")
 
 
+def test_who_waits_for_the_first_engine_is_told_so_in_one_line(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment.exchange.swap(FleetState(1, "0 -> 1: a request waits"))
+    with Client(deployment.address) as client:
+        streams = [client.stream("abc", max_tokens=2) for _ in range(2)]
+        told = "waiting for an engine to start (0 serve; asked for 1)"
+        eventually(lambda: [stream.waits for stream in streams] == [told, told])
+        deployment.add_engine(ScriptedCore())
+        assert [stream.read().text for stream in streams] == ["0 1 ", "0 1 "]
+        assert [stream.waits for stream in streams] == ["", ""]
+    assert [record.message for record in caplog.records].count(told) == 1
+
+
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\xa4Ping\x90", wire.encode(Outputs(()))])
 @pytest.mark.parametrize("to", ["scheduler", "engine"])
 def test_malformed_messages_are_answered_and_disturb_nobody(

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from support.random_ernie import DENSE, MOE, draw_weights
+from support.tiny_ggufs import TINY_GGUFS, write_tiny_gguf
 from support.tiny_models import llama_tensors, write_gemma3_gguf, write_llama_gguf
 
 from headwise.kernels import bandwidth
@@ -73,6 +74,21 @@ def test_of_a_gguf_file_its_own_blocks_are_read_and_the_rest_as_bfloat16(llama: 
     assert found.lm_head == elements(weights, "token_embd") * q8_0
 
 
+def test_of_a_gguf_files_experts_those_of_a_token_are_read_and_all_are_kept(tmp_path: Path) -> None:
+    tiny = TINY_GGUFS["qwen3-moe"]
+    directory = convert(write_tiny_gguf(tmp_path / "moe.gguf", tiny, lambda name, values: KINDS.Q8_0))
+    found, weights = reads(directory, weights_dtype="gguf"), tiny.weights()
+    experts, others = elements(weights, ".experts."), elements(weights, "self_attn", "mlp.gate.")
+    config = tiny.config
+    share = config["num_experts_per_tok"] / config["num_experts"]
+    assert found.layers == pytest.approx((others + experts * share) * 1.0625)
+    table = elements(weights, "embed_tokens")
+    engine = EngineConfig(model="tiny", device="cpu", weights_dtype="gguf", dtype="bfloat16")
+    card = read_model_card(engine, directory, identify=False)
+    expected = (others + experts + elements(weights, "lm_head")) * 1.0625 + table * 2
+    assert codes_in_memory(engine, card, directory) == pytest.approx(expected)
+
+
 def test_an_lm_head_of_its_own_is_read_in_the_embeddings_place(tmp_path: Path) -> None:
     tensors = llama_tensors()
     tensors["output.weight"] = tensors["token_embd.weight"]
@@ -108,6 +124,8 @@ def test_the_cache_of_a_thousand_tokens_is_read_as_far_as_its_heads_see(
     full, sliding = convert(write_llama_gguf(tmp_path / "l.gguf")), convert(write_gemma3_gguf(tmp_path / "g.gguf"))
     assert reads(full, kv_dtype=kv_dtype).thousand == 1000 * members * 2 * row
     assert reads(sliding, kv_dtype=kv_dtype).thousand == windows * members * 2 * row
+    assert reads(full, kv_dtype=kv_dtype, tp_size=2).thousand == reads(full, kv_dtype=kv_dtype).thousand
+    assert reads(full, kv_dtype=kv_dtype, tp_size=4).thousand == 2 * reads(full, kv_dtype=kv_dtype).thousand
 
 
 def test_info_says_what_a_step_reads_and_takes_at_least(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

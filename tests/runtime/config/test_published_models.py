@@ -11,9 +11,11 @@ from headwise.cache_controller.planner import plan_head_groups
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import describe
 from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.models.attention.base import Serving
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.registry import model_config
+from headwise.units import format_bytes
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "support" / "published").glob("*.json"))
 
@@ -24,15 +26,24 @@ def published(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_padding_is_small_for_all_ranks_that_divide_the_heads(published: Path) -> None:
+SIZES = {"ernie-4.5-21b-a3b": [1, 2, 4], "gemma-3-1b": [1, 2, 4], "qwen2.5-7b": [1, 2, 4], "qwen2.5-0.5b": [1, 2]}
+"""Those up to 8 of models with 20, 4, 28 and 14 query heads, which eight ranks cannot have equally many of."""
+
+
+def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(published: Path) -> None:
     model = model_config(json.loads(published.read_text()))
-    ranks = [size for size in valid_tp_sizes(model) if size <= 8]
-    assert ranks[:2] == [1, 2][: min(model.dealt_heads, *(heads.kv_heads for heads in model.layer_heads), 2)]
+    attention, ranks = attention_of(model), SIZES.get(published.stem, [1, 2, 4, 8])
+    assert [size for size in valid_tp_sizes(model) if size <= 8] == ranks
+    sizes = [attention.layout(64, 1, "bfloat16", layer).slot_bytes for layer in range(model.num_layers)]
     for size in ranks:
-        attention = attention_of(model)
-        sizes = [attention.layout(64, 1, "bfloat16", layer).slot_bytes for layer in range(model.num_layers)]
+        attention.check(Serving(published.stem, size, "cpu", "auto", "bfloat16"))
         plan = plan_head_groups(model.policies, size, sizes=sizes, is_replicated=attention.is_replicated)
         assert plan.padding <= 0.05
+        for group in plan.groups:
+            assert len({tuple(sizes[layer] for layer, _ in rank) for rank in group.members}) == 1
+        for layer, row in enumerate(model.policies):
+            counts = {len(plan.kv_heads(rank)[layer]) for rank in range(size)}
+            assert counts == {len(row) if attention.is_replicated or not row else max(1, len(row) // size)}
 
 
 def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
@@ -100,6 +111,28 @@ def test_info_of_latents(tmp_path: Path, name: str, layers: int, geometry: str, 
     assert rows["head groups"] == f"1 x {layers} slots per rank (auto, padding 0.0%)"
     assert rows["  group 0"].startswith(f"full attention, {layers} layers' latents, ")
     assert card.bytes_per_token == layers * (512 + 64) * 2 * tp_size  # every rank keeps all of them
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "kept"),
+    [
+        ("qwen3-next-80b-a3b", 2, None),
+        ("qwen3-next-80b-a3b", 8, "each member by 4 of 8; a token takes 4 times the bytes that it would on one rank"),
+        ("gemma-4-31b", 8, "each member by 1 or 2 of 8; a token takes 1.09 times the bytes that it would on one rank"),
+        ("deepseek-v3", 4, "each member by 4 of 4; a token takes 4 times the bytes that it would on one rank"),
+    ],
+)
+def test_info_says_what_ranks_that_keep_the_same_cost(
+    tmp_path: Path, name: str, tp_size: int, kept: str | None
+) -> None:
+    source = next(path for path in PUBLISHED if path.stem == name)
+    (tmp_path / "config.json").write_bytes(source.read_bytes())
+    config = EngineConfig(model=str(tmp_path), kv_cache="64GiB", device="cuda", dtype="bfloat16", tp_size=tp_size)
+    card = read_model_card(config, tmp_path, identify=False)
+    rows = dict(describe(config, card, tmp_path, [8192]))
+    assert rows.get("kept by several ranks") == kept
+    each = format_bytes(1000 * card.bytes_per_token / tp_size)
+    assert f" over all ranks, {each} each" in rows["cache of 1,000 tokens"]
 
 
 def test_windows_of_every_other_layer_are_those_that_are_published() -> None:

@@ -47,6 +47,7 @@ from headwise.runtime.protocol.messages import (
     Scaled,
     Stats,
     Ticket,
+    Waits,
     Withdraw,
 )
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams, as_token_ids
@@ -731,7 +732,8 @@ def test_messages_that_take_long_do_not_make_a_round_of_the_loop_long(make: Make
     for key in range(1, 9):
         client.send(route(key, "waits"))
     may_go_on.set()
-    assert client.hears_nothing()
+    client.send(Ping())
+    eventually(lambda: isinstance(client.receive(), Pong))  # before it others may be told that they wait
     assert len(set(rounds)) == 8
 
 
@@ -941,11 +943,36 @@ def test_requests_wait_for_the_first_engine_where_the_owner_says_that_one_comes(
         assert client.receive().error == "NotReadyError"
 
 
+def test_requests_that_wait_while_no_engine_serves_are_told_so_once(make: Make) -> None:
+    now = [1e9]
+    deployment = make(clock=lambda: now[0])
+    deployment.exchange.swap(FleetState(1, "0 -> 1: a request waits"))
+    client, other = deployment.peer(), deployment.peer()
+    client.send(route(1, "first"))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 1)
+    assert client.hears_nothing()
+    pass_time(now, deployment, other, scheduler_server.TELL_S + 1.0)
+    assert client.receive() == Waits(1, "waiting for an engine to start (0 serve; asked for 1)")
+    deployment.exchange.swap(FleetState(0, "set by hand"))
+    client.send(route(2, "second"))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 2)
+    pass_time(now, deployment, other, scheduler_server.TELL_S + 1.0)
+    assert client.receive() == Waits(2, "waiting for an engine to start (0 serve; none is asked for yet)")
+    assert client.hears_nothing()
+    deployment.report("a")
+    assert client.receive().endpoint == "tcp://a"
+
+
 def test_stats_tell_of_engines_that_do_not_report(make: Make) -> None:
     deployment = make()
     states = {"engine-0": "serves", "engine-1": "waits for a node with 0.3 CPUs"}
     deployment.exchange.swap(FleetState(2, "2: set by hand", states))
-    assert deployment.peer().stats()["fleet"] == {"number": 2, "reason": "2: set by hand", "replicas": states}
+    assert deployment.peer().stats()["fleet"] == {
+        "number": 2,
+        "reason": "2: set by hand",
+        "replicas": states,
+        "is_on_demand": False,
+    }
 
 
 def test_an_engine_that_leaves_gets_nothing_is_no_fault_and_is_forgotten_with_its_connection(make: Make) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -19,6 +21,8 @@ from support.waiting import eventually
 from headwise.errors import ConfigError, DeploymentError, EngineDiedError, HeadwiseError, NotReadyError
 from headwise.runtime.client.client import Client
 from headwise.runtime.frontend import scheduler_server
+from headwise.runtime.frontend.scaling import FleetState
+from headwise.runtime.http import generation
 from headwise.runtime.http.app import AppOptions, make_app
 from headwise.runtime.http.errors import ApiError
 from headwise.runtime.http.metrics import AnswerClock, RequestMetrics
@@ -61,6 +65,23 @@ def test_who_asks_while_no_engine_comes_is_told_to_come_again(served: Served, mo
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "no_engine"
     assert int(response.headers["retry-after"]) > 0
+
+
+def test_a_deployment_that_starts_its_first_engine_for_a_request_is_ready_for_it_and_tells_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation, "WAIT_S", 0.05)
+    with closing(Deployment()) as deployment, serving(deployment) as served:
+        deployment.exchange.swap(FleetState(0, "there are no requests", is_on_demand=True))
+        assert served.http.get("/ready").json() == {"status": "ready", "engines": 0}
+        body = {"prompt": "a", "stream": True, "max_tokens": 2}
+        with served.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == ": waiting for an engine"
+            deployment.add_engine(ScriptedCore())
+            told = [line for line in lines if line and not line.startswith(":")]
+        assert told[-1] == "data: [DONE]"
+        assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in told[:-1]) == "0 1 "
 
 
 def test_metrics_count_what_was_answered(core: ScriptedCore, served: Served) -> None:

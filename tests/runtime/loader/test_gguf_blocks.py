@@ -17,7 +17,9 @@ def random_blocks(kind: gguf.GGMLQuantizationType) -> np.ndarray:
     draw = np.random.default_rng(int(kind))
     blocks = draw.integers(0, 256, (ROWS * COLUMNS // size, nbytes), dtype=np.uint8)
     scales = draw.standard_normal((len(blocks), 2)).astype("<f2").view(np.uint8)
-    if kind.name == "Q6_K":
+    if kind.name == "MXFP4":
+        blocks[:, 0] = draw.integers(0, 140, len(blocks))  # exponents, of denormal numbers, too
+    elif kind.name == "Q6_K":
         blocks[:, -2:] = scales[:, :2]
     else:
         end = 4 if FORMATS[kind.name].has_minimum else 2

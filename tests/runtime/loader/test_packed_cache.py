@@ -86,7 +86,7 @@ def build(
     name: str, weights: Weights, ops: NumbaOps, prepare: Prepare, comm: Communicator | None = None
 ) -> tuple[Model, Shard]:
     config, comm = model_config(config_of(name)), comm or SingleRank()
-    shard = Shard(comm.rank, comm.size, plan_head_groups(config.policies, comm.size).kv_heads(comm.rank))
+    shard = Shard.of(config, plan_head_groups(config.policies, comm.size), comm.rank)
     return build_model(config, weights, ops, comm, shard, prepare), shard
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.engine.dense_oracle import DictWeights, capped, rotate, run_rank, run_ranks, softmax, visible
 from support.random_models import CONFIGS, LLAMA3, random_weights
 
+from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.models.base import Shard, valid_tp_sizes
@@ -235,6 +240,31 @@ def test_weights_of_another_model_are_refused() -> None:
         run_rank(other, random_weights(config), SingleRank(), IDS)
 
 
-def test_tp_sizes_must_divide_kv_heads_and_mlp() -> None:
-    assert valid_tp_sizes(model_config(CONFIGS["llama"])) == [1, 2, 4]
+def test_tp_sizes_must_divide_query_heads_and_mlp_and_divide_or_multiply_kv_heads() -> None:
+    assert valid_tp_sizes(model_config(CONFIGS["llama"])) == [1, 2, 4, 8]
     assert valid_tp_sizes(model_config({**CONFIGS["llama"], "intermediate_size": 50})) == [1, 2]
+    three = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    assert valid_tp_sizes(model_config({**CONFIGS["llama"], **three})) == [1, 3, 6, 12]
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([1, 2, 3, 4]),
+    st.lists(st.sampled_from([FULL, HeadPolicy(4), HeadPolicy(6, 2)]), min_size=24, max_size=24),
+    st.data(),
+)
+def test_every_query_head_is_one_rank_s_and_beside_the_kv_head_that_it_uses(kv_heads, share, policies, data) -> None:
+    rows = tuple(tuple(policies[layer * 8 : layer * 8 + kv_heads]) for layer in range(3))
+    sizes = {"num_attention_heads": kv_heads * share, "num_key_value_heads": kv_heads, "intermediate_size": 24}
+    config = replace(model_config({**CONFIGS["llama"], **sizes}), policies=rows)
+    size = data.draw(st.sampled_from(valid_tp_sizes(config)))
+    plan = plan_head_groups(config.policies, size)
+    shards = [Shard.of(config, plan, rank) for rank in range(size)]
+    for layer in range(3):
+        dealt = [head for shard in shards for span in shard.query_heads(config, layer) for head in range(*span)]
+        assert sorted(dealt) == list(range(config.num_heads))
+        for shard in shards:
+            spans = shard.query_heads(config, layer)
+            assert sum(stop - start for start, stop in spans) == config.num_heads // size
+            for kv_head, span in zip(shard.kv_heads[layer], spans, strict=True):
+                assert {head // share for head in range(*span)} == {kv_head}

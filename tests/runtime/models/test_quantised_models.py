@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from headwise.runtime.loader.safetensors_file import TensorForm, write_safetenso
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.ops.quantised import GroupQuantised
 from headwise.runtime.protocol.request import GenerationResult
 
 IDS = np.arange(3, 60, dtype=np.int32)
@@ -42,7 +46,8 @@ def test_logits_are_those_of_the_expanded_model(directories: tuple[Path, Path]) 
     expected = run_rank(config, expanded, SingleRank(), IDS)
     assert expected is not None
     np.testing.assert_allclose(run_rank(config, quantised, SingleRank(), IDS), expected, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(run_ranks(config, quantised, 2, IDS)[0], expected, atol=1e-4, rtol=0)
+    for size in (2, 4):
+        np.testing.assert_allclose(run_ranks(config, quantised, size, IDS)[0], expected, atol=1e-4, rtol=0)
 
 
 def test_ranks_of_a_gpu_that_compute_from_fp8_add_up_to_the_expanded_model(tmp_path: Path) -> None:
@@ -61,17 +66,57 @@ def test_ranks_of_a_gpu_that_compute_from_fp8_add_up_to_the_expanded_model(tmp_p
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-next"])
+class ToldCheckpoint(Checkpoint):
+    """Knows which of its matrices were read as float32."""
+
+    def __init__(self, directory: Path, keeps: np.dtype[Any]) -> None:
+        super().__init__(directory, keeps=keeps)
+        self.widened: set[str] = set()
+
+    def _open(self, name: str) -> Any:
+        caller = sys._getframe(1).f_code.co_name
+        if caller in ("tensor", "rows", "columns") and len(super()._open(name).shape(name)) > 1:
+            self.widened.add(re.sub(r"[.]\d+[.]", ".", name))
+        return super()._open(name)
+
+
+STILL_WIDE = re.compile(
+    r".*[.](gate|router|shared_expert_gate|conv1d|kv_b_proj|indexer[.]\w+)[.]weight|.*[.]experts[.]\w+_proj(_bias)?"
+)
+"""Routers and convolutions, which are small; up-projections of latents, and indexers; gpt-oss' experts as floats."""
+
+
+@pytest.mark.parametrize("name", [name for name in TINY_CONFIGS if name != "gpt-oss-mxfp4"])
 def test_weights_that_are_kept_in_their_dtype_are_the_same(name: str, tmp_path: Path) -> None:
-    """A GPU is given them so; models that join or reorder rows have float32 to do it with."""
+    """A GPU is given them so, joined and reordered ones, too."""
     config, source = served_up_to(model_config(TINY_CONFIGS[name]), 512), Checkpoint(checkpoint(name))
     (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS[name]))
     forms = {weight: TensorForm("BF16", source.shape(weight)) for weight in source.names}
     write_safetensors(tmp_path / "model.safetensors", forms, (to_bits(source.tensor(weight)) for weight in forms))
-    weights = Checkpoint(tmp_path, keeps=numpy_dtype("bfloat16"))
-    assert weights.kept_rows("model.embed_tokens.weight", 0, 5) is not None
+    weights = ToldCheckpoint(tmp_path, numpy_dtype("bfloat16"))
     found, expected = (run_rank(config, each, SingleRank(), IDS) for each in (weights, Checkpoint(tmp_path)))
     np.testing.assert_array_equal(found, expected)
+    assert not [weight for weight in weights.widened if not STILL_WIDE.fullmatch(weight)]
+    if name != "gpt-oss":
+        assert not [weight for weight in weights.widened if "experts" in weight]
+
+
+def test_what_a_quantised_checkpoint_has_in_the_models_dtype_is_kept_so(tmp_path: Path) -> None:
+    directory, _ = write_quantised(tmp_path, "qwen3", INT4, in_int4, in_bfloat16=True)
+    weights = open_weights(directory, keeps=numpy_dtype("bfloat16"))
+    plain = open_weights(directory)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        kept = weights.kept_rows(name, 3, 9)
+        assert isinstance(kept, np.ndarray)
+        assert (kept.dtype.name, kept.nbytes) == ("bfloat16", 2 * kept.size)
+        np.testing.assert_array_equal(kept.astype(np.float32), plain.rows(name, 3, 9))
+        columns = weights.kept_columns(name, 8, 16)
+        assert isinstance(columns, np.ndarray)
+        np.testing.assert_array_equal(columns.astype(np.float32), plain.columns(name, 8, 16))
+        assert plain.kept_rows(name, 3, 9) is None
+    assert weights.kept_rows("model.layers.0.self_attn.q_proj.weight", 0, 8) is None, "codes, which are expanded"
+    kept = open_weights(directory, keeps=numpy_dtype("bfloat16"), keeps_codes=True)
+    assert isinstance(kept.kept_rows("model.layers.0.self_attn.q_proj.weight", 0, 8), GroupQuantised)
 
 
 @pytest.fixture(scope="module")

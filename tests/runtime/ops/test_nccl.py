@@ -15,25 +15,31 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
 from support.gpu.emulated_gpu import EmulatedGpu, EmulatedOps, SerialPrograms
+from support.gpu.host_ipc import HostGpu, host_sharing
 from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with, way
 from support.gpu.tiny_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
 from support.waiting import PATIENCE_S
 
 from headwise import EngineConfig, LocalEngine
 from headwise.cache_controller.dtypes import numpy_dtype
-from headwise.errors import DeploymentError, EngineDiedError
+from headwise.errors import ConfigError, DeploymentError, EngineDiedError
+from headwise.kernels.cuda import all_reduce
+from headwise.kernels.cuda.all_reduce import RankSums
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Grid, Variant
+from headwise.kernels.cuda.programs import Defines
 from headwise.runtime.client import local_engine as local
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.ops.base import Between, Cut
+from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.ops.one_shot import connect_one_shot
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.protocol.running_step import RunningStep
@@ -41,6 +47,7 @@ from headwise.runtime.worker.cuda_device import CudaDevice
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
 from headwise.runtime.worker.worker import ModelWorker
+from headwise.transfer.cuda_sharing import CudaSharing
 
 MODULE = "headwise.runtime.ops.nccl"
 
@@ -237,22 +244,56 @@ class SerialLauncher(InterpreterLauncher):
             super().launch(variant, grid, arguments)
 
 
+class RankPrograms(SerialPrograms):
+    """A rank's: what waits for other ranks runs beside their launches, and as NCCL's, not where it is recorded."""
+
+    def __init__(self, nccl: HostNccl, libraries: Path, apart: str) -> None:
+        super().__init__(libraries)
+        self._nccl, self._waiting = nccl, ShimPrograms(libraries, apart)
+
+    def __call__(self, source: str, defines: Defines) -> Any:
+        if source != all_reduce.SOURCE:
+            return super().__call__(source, defines)
+        program, nccl = self._waiting(source, defines), self._nccl
+
+        class Enqueued:
+            def kernel(self, name: str, threads: int) -> Callable[..., None]:
+                kernel = program.kernel(name, threads)
+
+                def launch(grid: Grid, arguments: Any) -> None:
+                    nccl.log[int(arguments[9])].append((nccl.thread.way, name))
+                    if nccl.thread.way != "recorded":
+                        kernel(grid, arguments)
+
+                return launch
+
+        return Enqueued()
+
+
 class RankGpu(EmulatedGpu):
     """One rank's: as `EmulatedGpu`, with `CudaDevice`'s choice of collectives, and graphs that are recorded first."""
 
     collectives = CudaDevice.collectives
     _building = threading.Lock()
 
-    def __init__(self, nccl: HostNccl, libraries: Path, dtype: str) -> None:
-        super().__init__(libraries, dtype)
-        self._nccl = nccl
+    def __init__(
+        self, nccl: HostNccl, libraries: Path, config: EngineConfig, rank: int, gpu: HostGpu | None = None
+    ) -> None:
+        super().__init__(libraries, config.dtype_name, gpu=gpu)
+        self._nccl, self._config = nccl, config
         self.ops.name, self.ops.capture = "cupy", self.record  # type: ignore[method-assign]
         self.ops.capture_pieces = self.record_pieces  # type: ignore[method-assign]
-        self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=SerialPrograms(libraries))
+        programs = RankPrograms(nccl, libraries, f"rank{rank}")
+        self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=programs)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
+        self.sums = RankSums(self._config.dtype_name, 2, card.config.hidden_size)
         with self._building:
             super().check(card, model_dir)
+
+    def sharing(self) -> CudaSharing | None:
+        with self._building:
+            return super().sharing()
 
     def record(self, work: Callable[[], Any]) -> Callable[[], Any]:
         with way(self._nccl, "recorded"):
@@ -367,11 +408,19 @@ def expected(model: Path, libraries: Path) -> Callable[[str], list[list[int]]]:
 
 
 def two_ranks(
-    nccl: HostNccl, libraries: Path | None, config: EngineConfig, gpus: int = 2, unable: int | None = None
+    nccl: HostNccl,
+    libraries: Path | None,
+    config: EngineConfig,
+    gpus: int = 2,
+    unable: int | None = None,
+    memories: tuple[HostGpu | None, HostGpu | None] = (None, None),
 ) -> tuple[LocalEngine, list[RankGpu], RanksAsThreads]:
-    """``libraries``: of emulated GPUs; None: the ranks compute on the configured device. unable: to record, a rank"""
+    """``libraries``: of emulated GPUs; None: the ranks compute on the configured device. unable: to record, a rank
+
+    memories: of the GPUs, that other ranks can read
+    """
     ranks = Ranks(nccl, 2, gpus)
-    devices = [] if libraries is None else [RankGpu(nccl, libraries, config.dtype_name) for _ in range(2)]
+    devices = [] if libraries is None else [RankGpu(nccl, libraries, config, rank, memories[rank]) for rank in range(2)]
     if unable is not None:
         devices[unable].forget_to_record()
     made: list[RanksAsThreads] = []
@@ -398,6 +447,66 @@ def test_two_ranks_say_what_one_says(
     reduced = [[launched for launched in nccl.log[rank] if launched[1] == "allReduce"] for rank in range(2)]
     assert reduced[0] == reduced[1]
     assert ("eager", "broadcast", 2, nccl.NCCL_INT32) in nccl.log[1], "tokens come to the others without the host"
+
+
+@pytest.mark.parametrize(("dtype", "graphs"), [("float32", True), ("bfloat16", False)])
+def test_ranks_that_share_memory_sum_and_norm_decodes_in_one_launch(
+    nccl: HostNccl, model: Path, libraries: Path, expected: Callable[[str], list[list[int]]], dtype: str, graphs: bool
+) -> None:
+    memories = HostGpu(may_open_own=True), HostGpu(may_open_own=True)
+    config = configuration(model, device="cuda", dtype=dtype, cuda_graphs=graphs, **FEW_GRAPHS)
+    engine, _, worker = two_ranks(nccl, libraries, config, memories=memories)
+    assert "collectives=nccl+one-shot" in worker.describe()
+    assert answers(engine) == expected(dtype)
+    assert worker.captured == ([3, 3] if graphs else [0, 0])
+    assert {launched[1] for launched in nccl.log[1]} == {"all_reduce_norm", "send", "broadcast"}
+    assert nccl.log[0].count(("graph", "all_reduce_norm")) == nccl.log[1].count(("graph", "all_reduce_norm"))
+    assert (nccl.log[0].count(("graph", "all_reduce_norm")) > 0) is graphs
+
+
+def no_compiler(source: str, defines: Defines) -> None:
+    raise ConfigError("no NVRTC")
+
+
+CANNOT_READ = "it cannot read the memory of another rank's GPU (cudaErrorDeviceUninitialized: invalid device context)"
+
+
+@pytest.mark.parametrize("unable", [0, 1])
+@pytest.mark.parametrize("why", [CANNOT_READ, "there is no kernel for them (no NVRTC)"])
+def test_where_one_rank_cannot_all_sums_go_by_nccl(
+    nccl: HostNccl, module: ModuleType, caplog: pytest.LogCaptureFixture, unable: int, why: str
+) -> None:
+    gpus = [HostGpu(may_open_own=rank != unable or why != CANNOT_READ) for rank in range(2)]
+    programs = [no_compiler if rank == unable and why != CANNOT_READ else ShimPrograms() for rank in range(2)]
+    ops = NumpyOps(np.dtype(np.float32))
+    sharings = [host_sharing(gpu) for gpu in gpus]
+    ops_of = [SimpleNamespace(empty_bytes=gpu.empty, host=ops.host) for gpu in gpus]
+    ranks = Ranks(nccl, 2)
+    larges = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    connected = ranks.each(
+        lambda rank: connect_one_shot(
+            larges[rank],
+            ranks.comms[rank],
+            ops_of[rank],
+            sharings[rank],
+            programs[rank],
+            RankSums("float32", 2, 64),  # type: ignore[arg-type]
+        )
+    )
+    assert connected == larges
+    assert not gpus[0].opened, "what was mapped is not, any more"
+    assert not gpus[1].opened
+    (record,) = caplog.records
+    assert record.message == f"small sums between tensor-parallel ranks go by NCCL, too: rank {unable}: {why}"
+
+
+def test_ranks_are_told_to_leave_all_sums_to_nccl(nccl: HostNccl, model: Path, libraries: Path) -> None:
+    memories = HostGpu(may_open_own=True), HostGpu(may_open_own=True)
+    few = {**FEW_GRAPHS, "cuda_graphs": False, "one_shot_all_reduce": False}
+    config = configuration(model, device="cuda", dtype="float32", **few)
+    engine, _, worker = two_ranks(nccl, libraries, config, memories=memories)
+    with engine:
+        assert "collectives=nccl " in worker.describe() + " "
 
 
 @pytest.fixture

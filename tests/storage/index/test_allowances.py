@@ -47,3 +47,12 @@ def test_what_another_engine_or_storage_has_too_is_worth_nothing_but_not_what_on
 def test_what_the_leaving_engine_shares_with_one_that_stays_is_not_offered_and_not_evicted() -> None:
     index = index_of(("a", run(1), 9), ("b", run(1), 0))
     assert allowances(index, "a", ["b"]) == {"b": 0}
+
+
+def test_what_a_taker_has_in_its_storage_too_may_go_and_what_cannot_be_lent_buys_nothing() -> None:
+    index = index_of(("a", run(1), 1), ("b", run(2), 9))
+    index.apply("b", "storage", run(2), True)
+    assert allowances(index, "a", ["b"]) == {"b": 10}
+    index.apply("a", "storage", run(1), True)
+    index.apply("a", "host", run(1), False)
+    assert allowances(index, "a", ["b"]) == {"b": 0}

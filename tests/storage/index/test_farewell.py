@@ -88,12 +88,15 @@ def test_two_that_leave_bequeath_what_either_had_and_where_either_could_resume()
     assert index.match(RUN) == {"c": (0, 0, 7)}
 
 
-def test_what_was_bequeathed_is_no_node_s_alone_and_may_be_forgotten() -> None:
+def test_what_was_bequeathed_is_no_node_s_alone_if_two_can_read_it_and_may_be_forgotten() -> None:
     index = index_of("files", "files")
     index.max_blocks = 8
     leave(index, "a")
     index.apply("b", "device", RUN, True)
-    assert index.worth() == {"b": 0.0}
+    assert index.worth() == {"b": len(PATH)}, "it may lie on a disk that goes with b"
+    index.set_volume("c", "files")
+    assert index.worth() == {"b": 0.0, "c": 0.0}
+    index.drop("c")
     index.apply("b", "device", RUN, False)
     index.apply("b", "device", b"".join(block(n) for n in range(100, 106)), True)
     index.check_integrity()

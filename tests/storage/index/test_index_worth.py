@@ -91,6 +91,39 @@ def test_what_shared_storage_has_is_not_lost_with_its_writer() -> None:
     assert index.worth(without=["b"]) == {"a": 12.0}, "nobody is left who shares it"
 
 
+def test_storage_of_a_node_s_own_goes_with_it_though_ones_that_left_had_stored_there_too() -> None:
+    index = index_of(("a", FIRST), ("a", SECOND), tier="storage")
+    for node, volume in (("a", "disk of a"), ("gone", "disk of a"), ("b", "disk of b")):
+        index.set_volume(node, volume)
+    index.apply("gone", "storage", FIRST, True)
+    index.apply("a", "host", FIRST, True)
+    assert index.worth() == {"a": 0.0, "gone": 0.0, "b": 0.0}
+    index.bequeath("gone")
+    index.drop("gone")
+    assert index.worth() == {"a": 24.0, "b": 0.0}
+    assert {(each.in_memory, each.in_storage) for each in index.sole_blocks()["a"]} == {(True, True), (False, True)}
+
+
+def test_storage_is_shared_with_those_of_the_volume_that_stay() -> None:
+    index = index_of(("a", FIRST), ("b", FIRST), ("c", FIRST), ("d", FIRST))
+    for node, volume in (("a", "one"), ("b", "one"), ("c", "another")):
+        index.set_volume(node, volume)
+    assert [index.shares_storage(node) for node in ("a", "b", "c", "d", "unknown")] == [True, True, False, False, False]
+    assert index.shares_storage("a", without=["c"])
+    assert not index.shares_storage("a", without=["b"])
+    index.apply("b", "storage", FIRST, True)
+    index.bequeath("b")
+    index.drop("b")
+    assert not index.shares_storage("a"), "one that left does not serve what it finds there"
+
+
+def test_only_what_is_in_memory_is_handed_over() -> None:
+    store = AttentionStore()
+    store.apply(Flush("a", 1, 0, "storage", 0, FIRST, True))
+    store.apply(Flush("a", 1, 1, "host", 0, SECOND, True))
+    assert store.sole_blocks("a", (), 100) == SECOND
+
+
 def test_the_store_answers_for_its_index() -> None:
     store = AttentionStore()
     store.apply(Flush("a", 1, 0, "device", 0, FIRST, True))

@@ -57,7 +57,7 @@ class DenseAttention:
             self._kept[layer] = [self._ops.kernel_array(t).astype(np.float64) for t in tensors]
         k, v = self._kept[kept]
         q = self._ops.kernel_array(self._ops.rope(query, *rotation)).astype(np.float64)
-        share = c.num_heads // c.heads_of(layer).kv_heads
+        share = q.shape[1] // len(heads)
         out = np.empty_like(q)
         for local, head in enumerate(heads):
             mask = visible(c.policies[kept][head], len(q))
@@ -159,7 +159,7 @@ def run_rank(
 ) -> np.ndarray | None:
     """One rank's logits of every token, with dense attention in place of the cache. ops: of that name if None"""
     plan = plan_head_groups(config.policies, comm.size, is_replicated=attention_of(config).is_replicated)
-    shard = Shard(comm.rank, comm.size, config.by_cache_layer(plan.kv_heads(comm.rank)))
+    shard = Shard.of(config, plan, comm.rank)
     ops = ops or make_ops(ops_name)
     model = build_model(config, weights, ops, comm, shard)
     dense = DenseAttention if config.delta is None else DenseMixedAttention
@@ -183,6 +183,9 @@ class ThreadComm:
 
     def all_reduce(self, x: np.ndarray) -> np.ndarray:
         return np.sum(self._exchange(x), axis=0)
+
+    def add_rms_norm(self, *arguments: object) -> None:
+        return None
 
     def gather(self, x: np.ndarray) -> np.ndarray | None:
         everyone = self._exchange(x)

@@ -18,6 +18,7 @@ from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.copies import MergedReports
 from headwise.runtime.protocol.executor import exports_of_all
 from headwise.runtime.protocol.running_step import DoneStep
+from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.worker import ModelWorker
 from headwise.transfer.connectors.select import PeerAccess
 
@@ -25,17 +26,24 @@ from headwise.transfer.connectors.select import PeerAccess
 class Ranks:
     """A `Worker` that is ``config.tp_size`` of them; their arenas begin as NaN.
 
-    peers: how they reach the host caches of others; None: not at all
+    peers:  how they reach the host caches of others; None: not at all
+    device: makes each one's; as configured if None
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, peers: PeerAccess | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: Path,
+        peers: PeerAccess | None = None,
+        device: Callable[[], Device] | None = None,
+    ) -> None:
         size = config.tp_size
         shared: list[Any] = [None] * size
         barrier = Barrier(size)
         self._threads = ThreadPoolExecutor(size)
         self.workers = [
-            ModelWorker(config, directory, rank, ThreadComm(rank, size, shared, barrier), peers=peers)
-            for rank in range(size)
+            ModelWorker(config, directory, rank, comm, device() if device else None, peers=peers)
+            for rank, comm in enumerate(ThreadComm(rank, size, shared, barrier) for rank in range(size))
         ]
         self._reports = MergedReports(size)
         self._on_all(ModelWorker.initialize_cache)

@@ -59,7 +59,10 @@ class ReadingExecutor:
     """Some ranks, which all do what the engine says, and copy from other engines' hosts in the background.
 
     exchange: with engines of so many ranks
+    hangs:    steps do not end, until it is False again
     """
+
+    hangs = False
 
     def __init__(self, network: Network, name: str, card: ModelCard, exchange: Callable[[int], HeadExchange]) -> None:
         self.ranks = [SimulatedExecutor(of_rank(card, rank)) for rank in range(card.plan.tp_size)]
@@ -100,7 +103,7 @@ class ReadingExecutor:
         self._queue.append(batch)
 
     def poll(self, timeout_s: float | None) -> StepResult | None:
-        return self._execute(self._queue.popleft()) if self._queue else None
+        return self._execute(self._queue.popleft()) if self._queue and not self.hangs else None
 
     def close(self) -> None:
         pass

@@ -82,9 +82,9 @@ class HostGpu:
         if pid == os.getpid() and not self._may_open_own:
             raise CudaError("cudaErrorDeviceUninitialized: invalid device context")
         try:
-            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
             is_it = os.readlink(f"/proc/self/fd/{opened}").startswith(f"/memfd:{name.decode()} ")
-            memory = mmap.mmap(opened, size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+            memory = mmap.mmap(opened, size, flags=mmap.MAP_SHARED)
             os.close(opened)
         except (OSError, ValueError) as error:
             raise CudaError(f"cudaErrorInvalidValue: invalid argument ({error})") from None

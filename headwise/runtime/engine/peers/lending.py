@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -29,6 +29,7 @@ class Lending:
     timeout_s:  of silence after which a lease ends
     num_groups: head groups of a block table
     max_blocks: columns of one
+    stands_still: whether nothing is computed at a time, though something is to be
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class Lending:
         timeout_s: float,
         num_groups: int,
         max_blocks: int,
+        stands_still: Callable[[float], bool],
     ) -> None:
         self._leases, self._peers, self._exports = leases, peers, exports
         self._ways = frozenset(ways_to_devices(exports))
         self._timeout_s = timeout_s
         self._num_groups, self._max_blocks = num_groups, max_blocks
+        self._stands_still = stands_still
         self._readers: dict[bytes, tuple[bytes, int]] = {}  # by lease: who reads it, and the epoch that it said
 
     def stats(self) -> dict[str, int]:
@@ -106,13 +109,17 @@ class Lending:
         return name in self._leases
 
     def renew(self, reader: bytes, name: bytes, epoch: int, heard: int, now: float) -> None:
-        """A reader is there still: tell it what it has not heard of, or that there is no such lease."""
+        """A reader is there still: tell it what it has not heard of, or that there is no such lease.
+
+        Of what is yet to be computed an engine that stands still says nothing: after ``timeout_s`` its reader computes.
+        """
         lease = self._leases.find(name, now + self._timeout_s)
         if lease is None:
             self._peers.answer(reader, LeaseEnded(name, epoch, NO_GRANT, held=False))
             return
         self._readers[name] = reader, epoch
-        self._tell(lease, heard)
+        if not (lease.is_growing and self._stands_still(now)):
+            self._tell(lease, heard)
 
     def computed(self, name: bytes) -> None:
         """What a lease was growing with has ended."""

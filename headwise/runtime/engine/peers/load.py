@@ -68,6 +68,7 @@ class Load:
     copied, failed: by all workers, or not by one of them
     grant:   of the lease; None: not heard yet
     heard:   blocks of the lease that the owner has told of
+    has_moved: copies have come that nobody has looked at yet
     is_part: it is to bring some of what a hit needs, and another load the rest
     is_over: nothing more is wanted of it, and what comes is missed
     """
@@ -87,6 +88,7 @@ class Load:
     failed: list[Arrival] = field(default_factory=list)
     grant: int | None = None
     heard: int = 0
+    has_moved: bool = False
     is_all: bool = False
     is_over: bool = False
 

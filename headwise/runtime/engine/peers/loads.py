@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 MAX_LOADS = 128
 """Most leases that are asked for or read from at a time."""
 
-MAX_PREFILL_S = 120.0
-"""Longest that an owner may compute a prompt for us, whatever it says."""
+MAX_LOAD_S = 120.0
+"""Longest that one load may take, however steadily blocks come, or an owner computes what it leases."""
 
 ASK_SHARE, RENEW_SHARE = 0.1, 0.25
 """Shares of the timeout after which a question that was not answered is asked again, and a sign of life is given."""
@@ -165,7 +165,7 @@ class PeerLoads:
                 ask = replace(ask, hashes=b"".join(path))
             self._ask(hint.engine, waiting.owner, ask, arrivals, now, is_part=not part.is_all)
         loads = [self._load_of.get(arrival) for arrival in self._arrivals.awaited(waiting.fetch)]
-        waiting.load = next((load for load in loads if load is not None and load.prefills), None)
+        waiting.loads = tuple({load.name: load for load in loads if load is not None}.values())
         return True
 
     def fetch(self, engine: str, epoch: int, path: Items[bytes], wanted: NDArray[np.bool_], now: float) -> Fetch | None:
@@ -228,6 +228,8 @@ class PeerLoads:
             if load is not None and answer.epoch == load.epoch:
                 self._take(load, answer, now)
         for load in list(self._loads.values()):
+            if load.has_moved and not load.is_over:
+                self._put_off(load, now)
             if now > load.until:
                 self._give_up(load)
             elif now >= load.say_at:
@@ -237,6 +239,10 @@ class PeerLoads:
         for waiting in over:
             del self._waiting[waiting.sequence.id]
         return [waiting.sequence for waiting in over]
+
+    def _put_off(self, load: Load, now: float) -> None:
+        """It goes on: so it may take that much longer."""
+        load.until, load.has_moved = min(now + self._timeout_s, load.since + MAX_LOAD_S), False
 
     def _goes_on(self, waiting: Waiting, now: float) -> bool:
         """Ask for the next part, if all of this one has come; whether there is one."""
@@ -286,7 +292,7 @@ class PeerLoads:
         """The owner holds blocks for us: have the workers copy those that were not told of before."""
         load.grant = answer.grant
         if load.prefills:
-            load.until = min(now + self._timeout_s, load.since + MAX_PREFILL_S)
+            self._put_off(load, now)
         if answer.first > load.heard:  # what came between was lost
             self._say(load, now)
             return
@@ -351,7 +357,9 @@ class PeerLoads:
         """All workers have copied what ``came``, and one at least could not copy what it ``missed``."""
         loads = {self._load_of[arrival]: None for arrival in (*came, *missed)}
         for arrival in came:
-            self._load_of[arrival].copied.append(arrival)
+            load = self._load_of[arrival]
+            load.copied.append(arrival)
+            load.has_moved = True
         for arrival in missed:
             load = self._load_of[arrival]
             load.failed.append(arrival)
@@ -383,6 +391,7 @@ class PeerLoads:
     def _finish(self, load: Load, came: Items[Arrival], missed: Items[Arrival]) -> None:
         there, lacking = self._arrivals.end(came, missed)
         self._count(there, lacking)
+        load.is_over = True
         del self._loads[load.name]
 
     def _miss(self, arrivals: Items[Arrival]) -> None:

@@ -18,7 +18,8 @@ class Waiting:
     path:  what that engine may have of it
     fetch: of the part that is under way
     asked: blocks of this part and those before
-    load:  by which an owner computes its prompt, if one does
+    loads: of other engines' blocks that bring this part. Each has an end of its own, which moves while blocks come, or
+        while its owner computes them
     """
 
     sequence: Sequence
@@ -28,11 +29,10 @@ class Waiting:
     fetch: Fetch = field(default_factory=lambda: Fetch(0))
     until: float = 0.0
     asked: int = 0
-    load: Load | None = None
+    loads: tuple[Load, ...] = ()
 
     def is_over(self, now: float) -> bool:
-        is_computed = self.load is not None and not self.load.is_over
-        return not self.fetch.left or (now > self.until and not is_computed)
+        return not self.fetch.left or (now > self.until and all(load.is_over for load in self.loads))
 
 
 def prompt_of(sequence: Sequence, tokens: int) -> GenerateRequest:

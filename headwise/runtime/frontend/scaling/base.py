@@ -140,6 +140,7 @@ class Decision:
     drain:  names to be drained
     reason: in words, for the status and the log
     overdue: names that have been starting for longer than ``pending_timeout_s``
+    replaced: names whose successors are started or serve already, beyond the number
     """
 
     number: int
@@ -148,6 +149,7 @@ class Decision:
     cancel: tuple[str, ...] = ()
     drain: tuple[str, ...] = ()
     overdue: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
 
 class CacheWorth(Protocol):

@@ -45,6 +45,7 @@ class FleetState:
     replicas: by name, how far each is, in words
     expected: engines that have a node and are not leaving
     is_awaited: whether requests that no engine can take may wait for one
+    is_on_demand: whether it has no engines while there are no requests, and the first one gets one
     is_closing: whether the deployment ends, so that it takes no requests any more
     wish:     id of the last wish that was taken; empty: none yet
     refusal:  why that wish was refused; empty: it was not
@@ -56,6 +57,7 @@ class FleetState:
     replicas: Mapping[str, str] = field(default_factory=dict)
     expected: int = 0
     is_awaited: bool = True
+    is_on_demand: bool = False
     is_closing: bool = False
     wish: str = ""
     refusal: str = ""

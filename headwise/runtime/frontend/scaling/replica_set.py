@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from headwise.runtime.frontend.routing.base import STATUS_TIMEOUT_S
@@ -49,6 +49,8 @@ class ReplicaSet:
         self._cancelled: set[str] = set()
         self._to_replace: dict[str, int] = {}  # epochs, by name
         self._is_roll_asked = False
+        self._is_one_ahead = False  # the engine that takes the place of the next one of these is there first
+        self._may_be_ahead = True
 
     # ---- orders from outside ----
 
@@ -69,12 +71,18 @@ class ReplicaSet:
         """Whether a request that finds no engine will get one."""
         return self.number > 0 or (self.policy.follows_load and self._by_hand is None)
 
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether there are no engines while there are no requests."""
+        return self.policy.min_replicas == 0 and self.policy.follows_load and self._by_hand is None
+
     def drain(self, name: str, epoch: int) -> None:
         """This engine has to go, as its node is about to: another takes its place. A second time changes nothing."""
         self._leaving[name] = epoch
 
     def roll(self) -> None:
-        """All engines that there are have to go, one after the other: the next one once all others serve."""
+        """All engines that there are have to go, one after the other: the next one once all others serve, and where
+        there is room for one more, the one that takes its place, too: so it can take what that one has cached."""
         self._is_roll_asked = True
 
     def _check(self, number: int) -> None:
@@ -88,17 +96,23 @@ class ReplicaSet:
     # ---- decisions ----
 
     def decide(
-        self, observed: Observation, replicas: Sequence[Replica], now: float, cache: CacheWorth | None = None
+        self,
+        observed: Observation,
+        replicas: Sequence[Replica],
+        now: float,
+        cache: CacheWorth | None = None,
+        has_room: Callable[[], bool] = lambda: False,
     ) -> Decision:
         """What should be.
 
         replicas: all that there are, or are being started, whoever ordered them
         now:      seconds of the scheduler's clock; if it goes back, no time has passed
         cache:    what the index says of the engines' caches; None: it is silent
+        has_room: whether one more engine would find a node at once. Asked before an engine is replaced
         """
         now = self._now = max(now, self._now)
         self._note(replicas, now)
-        self._go_on_rolling(replicas)
+        self._go_on_rolling(replicas, now, has_room)
         going = {each.name for each in replicas if each.state is ReplicaState.DRAINING} | set(self._leaving)
         staying = tuple(report for report in observed.engines if report.name not in going)
         observed = replace(observed, engines=staying)  # what the others have to do yet, nobody else has to
@@ -128,17 +142,31 @@ class ReplicaSet:
             self._starting.pop(name, None)
         self._cancelled &= set(there)
 
-    def _go_on_rolling(self, replicas: Sequence[Replica]) -> None:
-        """Have the next engine replaced, if all that there should be serve."""
+    def _go_on_rolling(self, replicas: Sequence[Replica], now: float, has_room: Callable[[], bool]) -> None:
+        """Have the next engine replaced, if all that there should be serve: by one that serves already, or if there is
+        no room for that, or it does not come, by one that starts meanwhile."""
         if self._is_roll_asked:
-            self._is_roll_asked = False
+            self._is_roll_asked, self._may_be_ahead = False, True
             self._to_replace = {each.name: each.epoch for each in replicas if each.state is not ReplicaState.DRAINING}
         there = {each.name: each.epoch for each in replicas if each.state is not ReplicaState.DRAINING}
         self._to_replace = {name: epoch for name, epoch in self._to_replace.items() if there.get(name) == epoch}
-        serving = all(each.state is ReplicaState.RUNNING for each in replicas)
-        if self._to_replace and serving and len(replicas) == self.number:
-            name = next(iter(self._to_replace))
-            self._leaving[name] = self._to_replace.pop(name)
+        if not self._to_replace:
+            self._is_one_ahead = False
+            return
+        all_serve = all(each.state is ReplicaState.RUNNING for each in replicas)
+        has_all = all_serve and len(replicas) == self.number + self._is_one_ahead
+        if self._is_one_ahead and not has_all:
+            if not any(now - since > self.policy.pending_timeout_s for since in self._starting.values()):
+                return
+            self._may_be_ahead = False  # nor is another one waited for so long
+        elif not has_all:
+            return
+        elif not self._is_one_ahead and self._may_be_ahead and has_room():
+            self._is_one_ahead = True
+            return
+        self._is_one_ahead = False
+        name = next(iter(self._to_replace))
+        self._leaving[name] = self._to_replace.pop(name)
 
     def _number(self, observed: Observation, replicas: Sequence[Replica], now: float) -> tuple[int, str]:
         """The number of engines from now on, and why."""
@@ -197,7 +225,7 @@ class ReplicaSet:
         ]
         names = {each.name for each in staying}
         awaited = [name for name in self._starting if name not in names and name not in self._cancelled]
-        missing = self.number - len(staying) - len(awaited)
+        missing = self.number + self._is_one_ahead - len(staying) - len(awaited)
         if missing > 0:
             taken = {each.name for each in replicas} | set(self._starting)
             awaited += [self._begin(name, now) for name in _free_names(taken, missing)]
@@ -220,6 +248,7 @@ class ReplicaSet:
                 if name in there and there[name].state is not ReplicaState.DRAINING
             ),
             overdue=tuple(overdue),
+            replaced=tuple(self._to_replace)[: self._is_one_ahead],
         )
 
     def _begin(self, name: str, now: float) -> str:

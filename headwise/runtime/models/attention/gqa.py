@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.planner import can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable, RotatingKernels
@@ -16,7 +17,7 @@ from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.gqa import QUANTISED, gqa_layout
 from headwise.kernels.select import make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
-from headwise.runtime.models.base import ModelConfig, Rotation
+from headwise.runtime.models.base import ModelConfig, Rotation, valid_tp_sizes
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 CPU_QUANTISED_HEAD_MULTIPLE = 16
@@ -34,7 +35,8 @@ class GroupedQueryAttention:
         return gqa_layout(block_size, slots, self.config.heads_of(layer).head_dim, kv_dtype)
 
     def check(self, serving: Serving) -> None:
-        """See `AttentionVariant.check`: there is no quantised cache for some kernels and sizes of heads."""
+        """See `AttentionVariant.check`: ranks may not fit the heads, or kernels have no quantised cache of them."""
+        check_heads_dealt(self.config, serving.tp_size)
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
         dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
@@ -52,19 +54,19 @@ class GroupedQueryAttention:
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> AttentionKernels:
         kernels = CudaKernels(parts.launcher, parts.programs, parts.allocate)
-        shapes = {self._shape(layer, layout, dtype): layout for layer, layout in enumerate(layouts)}
+        shapes = {self._shape(layer, layout, tp_size, dtype): layout for layer, layout in enumerate(layouts)}
         for shape, layout in shapes.items():
             check_supported(shape.head_dim, dtype, shape.kv_dtype, parts.launcher.sm, shape.block_size)
             kernels.prepare(layout, shape)
         return kernels
 
-    def _shape(self, layer: int, layout: BlockLayout, dtype: str) -> AttentionShape:
-        """What a layer asks of the kernels, the same on every rank: these are dealt KV heads with their query heads."""
+    def _shape(self, layer: int, layout: BlockLayout, tp_size: int, dtype: str) -> AttentionShape:
+        """What a layer asks of the kernels, the same on every rank: each has as many heads of both kinds."""
         c = self.config
         return AttentionShape.of(
             layout,
-            c.num_heads,
-            c.heads_of(layer).kv_heads,
+            c.num_heads // tp_size,
+            max(1, c.heads_of(layer).kv_heads // tp_size),
             dtype,
             c.attention_softcap,
             sink_logits=c.sink_logits,
@@ -90,6 +92,17 @@ class GroupedQueryAttention:
 
     def members(self, count: int, policy: HeadPolicy) -> str:
         return f"{count} (layer, KV head) pairs"
+
+
+def check_heads_dealt(config: ModelConfig, tp_size: int) -> None:
+    """Raise ConfigError unless ranks can have equally many query heads, and equally many KV heads or one each."""
+    if not all(can_be_dealt(count, tp_size) for count in config.kv_head_counts):
+        heads = f"the model's {' or '.join(map(str, config.kv_head_counts))} KV heads, nor is it a multiple of them"
+    elif config.num_heads % tp_size:
+        heads = f"{config.num_heads} query heads"
+    else:
+        return
+    raise ConfigError(f"tp_size {tp_size} does not divide {heads}; sizes that fit: {valid_tp_sizes(config)}")
 
 
 class GroupedQueryOverCache:

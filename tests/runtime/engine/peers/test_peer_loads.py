@@ -9,6 +9,7 @@ from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, Node, Wir
 from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
+from headwise.runtime.engine.peers.loads import MAX_LOAD_S
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.messages import AskLease, Leased
 from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest
@@ -16,7 +17,7 @@ from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 
 PROMPT = list(range(1, 30))
 POLICIES = [(FULL,), (FULL, HeadPolicy(window=5, sink=2)), (FULL, STATE)]
-RANKS = [(1, 1), (1, 2), (2, 1)]
+RANKS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1)]
 """Of the engine that is asked, and of the one that asks."""
 
 
@@ -75,6 +76,16 @@ def test_a_prefix_that_only_another_engine_has_comes_from_there(policies, owner_
     assert (counts["asked"], counts["answered"], counts["missed_blocks"], counts["hit_tokens"]) == (1, 1, 0, 28)
     assert peers(network, "a")["lent"]["given"] == 1
     assert peers(network, "a")["lent"]["leases"] == 0
+
+
+@pytest.mark.parametrize("ranks", [(1, 4), (4, 1), (2, 4), (4, 2), (8, 4)])
+def test_ranks_that_keep_the_same_of_two_heads_fetch_and_lend_them_like_any(ranks) -> None:
+    network = Network("ab", (FULL, FULL), ranks=ranks)
+    serve(network, "a", request("first", PROMPT, 3))
+    assert serve(network, "b", hinted(network, "second", PROMPT, 3, "a")) == continuation(PROMPT, 3)
+    settle(network)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 28
+    assert peers(network, "b")["fetched_blocks"] == peers(network, "a")["lent"]["leased_blocks"] > 0
 
 
 def test_only_what_a_hit_needs_is_asked_for() -> None:
@@ -253,6 +264,42 @@ def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, 
     settle(network)
 
 
+def test_a_prompt_whose_engine_hangs_is_computed_here_after_the_timeout_though_it_answers_still() -> None:
+    network = Network("pd", (FULL,))
+    network.nodes["p"].executor.hangs = True
+    begun, prompt = network.clock(), [1 + i % 50 for i in range(58)]
+    assert serve(network, "d", to_prefill(network, "r", prompt, 5, "p")) == continuation(prompt, 5)
+    assert network.clock() - begun < 2 * TIMEOUT_S + 2, "until it is silent, and then as long"
+    assert network.nodes["d"].results["r"].usage.cached_tokens == 0
+    network.nodes["p"].executor.hangs = False
+    settle(network)
+
+
+def test_a_prompt_that_waits_at_a_busy_engine_is_waited_for() -> None:
+    network = Network("pd", (FULL,), num_blocks=120)
+    others = [request(f"other/{number}", [number + 1 + i % 7 for i in range(8)], 90) for number in range(4)]
+    for other in others:
+        network.nodes["p"].core.add(other)
+    prompt = [1 + i % 50 for i in range(58)]
+    assert serve(network, "d", to_prefill(network, "r", prompt, 5, "p")) == continuation(prompt, 5)
+    assert network.nodes["d"].results["r"].usage.cached_tokens == 56
+    for other in others:
+        finish(network, "p", other.request_id)
+    settle(network)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_blocks_that_come_steadily_may_take_longer_than_the_timeout(ranks) -> None:
+    network = network_of("ab", (FULL,), ranks, faults=WireFaults(delay_bytes=int(1.5 * TIMEOUT_S / TICK_S)))
+    serve(network, "a", request("first", PROMPT, 3))
+    settle(network)
+    begun = network.clock()
+    assert serve(network, "b", hinted(network, "second", PROMPT, 3, "a")) == continuation(PROMPT, 3)
+    assert network.clock() - begun > TIMEOUT_S, "else this shows nothing"
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 28
+    settle(network)
+
+
 def test_a_second_question_that_parts_earlier_fetches_only_the_window_there() -> None:
     """The engine that computed a prompt keeps the windows within it; the one that decodes has those at its end."""
     prompt = [1 + i % 50 for i in range(58)]
@@ -406,8 +453,14 @@ def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int) -> None:
         take(network, live)
         for node in network.nodes.values():
             for waiting in node.core._peer_loads._waiting.values():
-                assert waiting.load or waiting.until >= network.clock() - 2 * TICK_S
+                ends = [load.until for load in waiting.loads if not load.is_over]
+                assert max([waiting.until, *ends]) >= network.clock() - 2 * TICK_S
+                assert all(load.until <= load.since + MAX_LOAD_S for load in waiting.loads if not load.is_over)
+        if draw.random() < 0.01:
+            executor = draw.choice([*network.nodes.values()]).executor
+            executor.hangs = not executor.hangs
     for node in network.nodes.values():
+        node.executor.hangs = False
         node.core.operate("wake")
     for _ in range(600):
         network.turn()

@@ -312,11 +312,15 @@ def test_without_a_target_the_number_changes_by_hand_only() -> None:
 def test_from_nothing_it_grows_where_there_is_a_target_and_no_number_set_by_hand() -> None:
     one = deployment(0, policy=ScalingPolicy(0, 8, target_ttft_s=2.0))
     assert one.controller.may_grow_from_nothing
+    assert one.controller.is_on_demand
     one.controller.set_by_hand(0)
     one.tick()
     assert not one.controller.may_grow_from_nothing
+    assert not one.controller.is_on_demand
     one.controller.set_by_hand(None)
     assert one.controller.may_grow_from_nothing
+    assert not deployment(1, policy=ScalingPolicy(1, 8, target_ttft_s=2.0)).controller.is_on_demand
+    assert not deployment(1, policy=ScalingPolicy(0, 8)).controller.is_on_demand
 
 
 def test_all_engines_are_replaced_one_after_the_other() -> None:
@@ -332,6 +336,52 @@ def test_all_engines_are_replaced_one_after_the_other() -> None:
     assert len(one.names(RUNNING)) == 3
     assert not set(before.values()) & {each.epoch for each in one.replicas.values()}
     assert one.tick().reason.startswith("3: as configured")
+
+
+def test_where_there_is_room_an_engine_goes_when_the_one_that_takes_its_place_serves() -> None:
+    one = deployment(3, policy=ScalingPolicy(1, 3), has_room=True)
+    before = {each.epoch for each in one.replicas.values()}
+    one.controller.roll()
+    for _ in range(100):
+        decision = one.tick()
+        assert len(one.names(RUNNING)) >= 3
+        assert len(one.replicas) <= 4
+        assert decision.number == 3
+        assert len(decision.drain) <= 1
+        assert set(decision.replaced) <= set(one.names(RUNNING))
+    assert one.names(STARTING, DRAINING) == []
+    assert len(one.names(RUNNING)) == 3
+    assert not before & {each.epoch for each in one.replicas.values()}
+
+
+def test_a_roll_does_not_wait_for_ever_for_engines_ahead_of_those_that_go() -> None:
+    """The first one's node was taken by somebody else; the engines start where those that go have been."""
+    one = deployment(2, policy=ScalingPolicy(1, 8, pending_timeout_s=100.0), has_room=True)
+    before = {each.epoch for each in one.replicas.values()}
+    one.start_s = 1e9
+    one.controller.roll()
+    one.tick(90)
+    assert one.names(RUNNING) == ["engine-0", "engine-1"]
+    assert one.names(STARTING) == ["engine-2"]
+    one.tick(20)
+    assert one.names(RUNNING) == ["engine-1"]
+    one.start_s = 5.0
+    one.due["engine-2"] = one.now
+    for _ in range(60):
+        one.tick()
+        assert len(one.names(RUNNING, STARTING)) <= 2, "nor is another one started ahead"
+    assert one.names(STARTING, DRAINING) == []
+    assert not before & {each.epoch for each in one.replicas.values()}
+
+
+def test_an_engine_that_dies_while_the_one_that_takes_its_place_starts_is_not_missed() -> None:
+    one = deployment(1, policy=ScalingPolicy(1, 8), has_room=True)
+    one.controller.roll()
+    assert one.tick().start == ("engine-1",)
+    del one.replicas["engine-0"]
+    one.tick(60)
+    assert len(one.names(RUNNING)) == 1
+    assert one.names(STARTING, DRAINING) == []
 
 
 def test_a_roll_holds_while_an_engine_is_lost_and_a_second_one_begins_anew() -> None:

@@ -33,7 +33,8 @@ CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
             {"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"},
             r"recurrent states.*tensor_ops paddle.*choose tensor_ops cupy, or device cpu",
         ),
-        ({"tp_size": 4}, r"tp_size 4 does not divide the model's 2 KV heads; sizes that fit: \[1, 2\]"),
+        ({"tp_size": 4}, r"tp_size 4 does not divide the 2 key heads of .* delta-nets, .* fit: \[1, 2\]"),
+        ({"tp_size": 3}, r"tp_size 3 does not divide the model's 2 KV heads, .* sizes that fit: \[1, 2\]"),
         ({"head_grouping": "per_head_index"}, "per_head_index.*choose auto"),
         ({"head_pattern": "heads.tsv"}, "keeps states in some layers.*no head pattern"),
     ],
@@ -137,9 +138,11 @@ def test_layers_without_names_have_attention_in_every_fourth() -> None:
     assert delta.layers == (0, 1, 2, 4, 5, 6, 8)
 
 
-def test_ranks_have_as_many_key_heads_as_kv_heads_allow() -> None:
-    assert valid_tp_sizes(model_config({**DENSE, "linear_num_key_heads": 4})) == [1, 2]
-    assert valid_tp_sizes(model_config({**DENSE, "num_key_value_heads": 4})) == [1, 2]
+def test_ranks_may_share_kv_heads_but_not_key_heads() -> None:
+    wide = {**DENSE, "linear_num_key_heads": 4}
+    for kv_heads in (1, 2, 4):
+        assert valid_tp_sizes(model_config({**wide, "num_key_value_heads": kv_heads})) == [1, 2, 4]
+        assert valid_tp_sizes(model_config({**DENSE, "num_key_value_heads": kv_heads})) == [1, 2]
 
 
 def test_there_is_no_head_pattern_of_states_to_measure() -> None:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,16 @@ from headwise.kernels.cuda.launch import Grid
 from headwise.kernels.cuda.programs import SOURCES, Defines
 
 SHIM = Path(__file__).parent / "shim.h"
-OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fsanitize=alignment", "-ffp-contract=off", "-w")
+OPTIONS = (
+    "-std=c++17",
+    "-O1",
+    "-shared",
+    "-fPIC",
+    "-fsanitize=alignment",
+    "-ffp-contract=off",
+    "-fno-gnu-unique",
+    "-w",
+)
 
 
 def _shared() -> Path:
@@ -38,8 +48,8 @@ _KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) 
 LIBRARIES = _shared()
 """Where tests keep libraries, for each other and for the next run: g++ takes a second for each."""
 
-_one_launch = threading.Lock()
-"""All libraries share the shim's state: its globals are the same symbols in each."""
+_one_launch: dict[str, threading.Lock] = defaultdict(threading.Lock)
+"""By library: the shim's state is a library's, and of one launch at a time."""
 
 
 class ShimKernel:
@@ -48,12 +58,13 @@ class ShimKernel:
     def __init__(self, library: Path, name: str, threads: int, backwards: bool) -> None:
         self.name = name
         self._launch = ctypes.CDLL(str(library))[f"shim_launch_{name}"]
+        self._lock = _one_launch[str(library)]
         self._launch.restype = ctypes.c_char_p
         self._threads, self._backwards = threads, backwards
 
     def __call__(self, grid: Grid, arguments: Sequence[np.generic]) -> None:
         cells = [np.array(argument) for argument in arguments]
-        with _one_launch:
+        with self._lock:
             error = self._launch(
                 (ctypes.c_uint * 3)(*grid), self._threads, (ctypes.c_uint * len(cells))(*(c.nbytes for c in cells)),
                 len(cells), (ctypes.c_void_p * len(cells))(*(c.ctypes.data for c in cells)), int(self._backwards),
@@ -62,26 +73,44 @@ class ShimKernel:
 
 
 class ShimPrograms:
-    """`headwise.kernels.cuda.programs.Programs`: libraries are built in ``directory``, once each."""
+    """`headwise.kernels.cuda.programs.Programs`: libraries are built in ``directory``, once each.
 
-    def __init__(self, directory: Path = LIBRARIES) -> None:
-        self._directory = directory
+    apart: a name of whose launches wait for others' in this process: their libraries have a state of their own
+    """
+
+    def __init__(self, directory: Path = LIBRARIES, apart: str = "") -> None:
+        self._directory, self._apart = directory, apart
         self.backwards = False
 
     def __call__(self, source: str, defines: Defines) -> ShimProgram:
-        return ShimProgram(SOURCES / source, defines, self._directory, self.backwards)
+        return ShimProgram(SOURCES / source, defines, self._directory, self.backwards, self._apart)
 
 
 class ShimProgram:
     """`Program` of the CUDA C++ file ``source``, compiled with the macros ``defines``."""
 
-    def __init__(self, source: Path, defines: Defines, directory: Path, backwards: bool = False) -> None:
-        self._source, self._directory, self._backwards = source, directory, backwards
+    def __init__(
+        self, source: Path, defines: Defines, directory: Path, backwards: bool = False, apart: str = ""
+    ) -> None:
+        self._source, self._directory, self._backwards, self._apart = source, directory, backwards, apart
         self._defines = tuple(f"-D{name}={value}" for name, value in defines.items())
 
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> ShimKernel:
         assert not shared_bytes, "the shim has no dynamic shared memory"
-        return ShimKernel(_library(self._source, self._defines, self._directory), name, threads, self._backwards)
+        library = _library(self._source, self._defines, self._directory)
+        if self._apart:
+            library = _copied(library, self._apart)
+        return ShimKernel(library, name, threads, self._backwards)
+
+
+def _copied(library: Path, apart: str) -> Path:
+    """The same code in a file of its own, so that it is loaded once more."""
+    copy = library.with_name(f"{library.stem}-{apart}.so")
+    if not copy.exists():
+        with tempfile.NamedTemporaryFile(dir=library.parent, delete=False) as scratch:
+            scratch.write(library.read_bytes())
+        os.replace(scratch.name, copy)
+    return copy
 
 
 @cache

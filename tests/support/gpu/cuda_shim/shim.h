@@ -6,6 +6,7 @@
 #pragma once
 
 #include <math.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -156,6 +157,17 @@ template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes, int widt
 template <class T> T atomicAdd(T* to, T value) { T before = *to; *to += value; return before; }
 inline unsigned atomicInc(unsigned* to, unsigned most) { unsigned before = *to; *to = before >= most ? 0 : before + 1; return before; }
 inline void __threadfence() {}
+
+// Between launches of several ranks, each by a library and a thread of its own: who waits lets the others run.
+inline void tell(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+inline unsigned long long told(const unsigned long long* flag)
+{
+    shim::wait(shim::kReady);
+    sched_yield();
+    return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
+inline uint4 load_fresh(const char* from) { return *reinterpret_cast<const uint4*>(from); }
+
 template <class T> T __ldcg(const T* from) { return *from; }
 
 template <class T> T __ldcs(const T* from) { return *from; }

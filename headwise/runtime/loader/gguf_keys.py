@@ -1,0 +1,55 @@
+"""Reading values from a GGUF file's metadata that several architectures have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headwise.errors import ModelError
+from headwise.runtime.loader.gguf_file import GgufFile
+
+
+def integer(source: GgufFile, key: str, default: int | None = None) -> int:
+    """A positive integer, which may be given for each layer if it is the same in all; raises `ModelError` naming it."""
+    value = source.require(key) if default is None else source.get(key, default)
+    if isinstance(value, list) and len(set(value)) == 1:
+        value = value[0]
+    if not isinstance(value, int) or value <= 0:
+        raise ModelError(f"{source.path}: {key} must be one positive integer for all layers, got {value!r}")
+    return value
+
+
+def count(source: GgufFile, key: str) -> int:
+    """An integer that may be 0, or missing for 0; raises `ModelError` naming it."""
+    value = source.get(key, 0)
+    if not isinstance(value, int) or value < 0:
+        raise ModelError(f"{source.path}: {key} must be an integer of at least 0, got {value!r}")
+    return value
+
+
+def theta(source: GgufFile, name: str, default: float = 10_000.0) -> float:
+    """The base of rotary embedding of the architecture ``name``."""
+    return float(source.get(f"{name}.rope.freq_base", default))
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def rope_scaling(source: GgufFile, name: str) -> dict[str, Any] | None:
+    """What ``config.json`` says of a linear or YaRN scaling; None if there is none. Raises `ModelError` on others."""
+    kind = source.get(f"{name}.rope.scaling.type", "none")
+    factor = float(source.get(f"{name}.rope.scaling.factor", 1.0))
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        original = integer(source, f"{name}.rope.scaling.original_context_length")
+        keys = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+        told = {ours: source.get(f"{name}.rope.scaling.{theirs}") for theirs, ours in keys.items()}
+        known = {key: shortest(value) for key, value in told.items() if value is not None}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **known}
+    raise ModelError(f"{source.path} scales RoPE by {kind!r}; linear, yarn and Llama 3's can be converted")

@@ -1,0 +1,415 @@
+"""GGUF files of mixtures of experts, latents, delta-nets and layers of several kinds become the models they were.
+
+`support.tiny_ggufs` writes the files. What they mean is judged by transformers' answers where it computed the very
+model, by the Hugging Face directory with the same weights, and by llama.cpp (see `make_gguf_references.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from support.engine.dense_oracle import run_rank
+from support.reference import CLOSE, answers
+from support.tiny_ggufs import JUDGED_GGUFS, TINY_GGUFS, write_directory, write_tiny_gguf
+
+from headwise.errors import ModelError
+from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
+from headwise.runtime.loader.checkpoint import SINGLE, Checkpoint, weight_files
+from headwise.runtime.loader.gguf_config import build_config
+from headwise.runtime.loader.gguf_convert import converted_directory
+from headwise.runtime.loader.gguf_file import GgufFile
+from headwise.runtime.loader.progress import SilentProgress
+from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
+from headwise.runtime.models.registry import model_config
+from headwise.runtime.ops.comm import SingleRank
+
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+NEVER = 262
+"""The token that llama.cpp left out of its answers."""
+CLOSE_TO_LLAMA_CPP = {**dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-shared"), 4e-3), "gpt-oss-mxfp4": 0.1}
+"""It looks GELU up in a table of 16-bit numbers, and multiplies MXFP4 with activations rounded to 8 bits."""
+TRANSFORMERS = [name for name, tiny in TINY_GGUFS.items() if tiny.changes is None]
+EXPANDED = (
+    *("embed_tokens.weight", "embed_tokens_per_layer.weight", "per_layer_model_projection.weight"),
+    *("mlp.gate.weight", "mlp.router.weight", "feed_forward.router.weight", "router.proj.weight"),
+    *("per_layer_input_gate.weight", "block_sparse_moe.gate.weight"),
+    *("indexer.wk.weight", "indexer.wq_b.weight", "indexer.weights_proj.weight"),
+)
+"""Matrices that models compute from floats of, whatever a file has: small ones, and tables that rows are taken of."""
+WITH_EXPERTS = [name for name in TINY_GGUFS if name not in ("ernie", "gemma4", "gemma4-shared", "qwen3.5")]
+
+
+@cache
+def scratch() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="headwise-gguf-")
+
+
+@cache
+def converted(name: str) -> Path:
+    place = Path(scratch().name)
+    return convert(write_tiny_gguf(place / f"{name}.gguf", TINY_GGUFS[name]), place)
+
+
+def convert(source: Path, cache: Path) -> Path:
+    return converted_directory(source, cache, SilentProgress())
+
+
+def logits(directory: Path, ids: list[int], **changes: Any) -> np.ndarray:
+    weights = Checkpoint(directory)
+    found = run_rank(model_config({**weights.config, **changes}), weights, SingleRank(), np.array(ids, np.int32))
+    assert found is not None
+    return found
+
+
+def some_ids(count: int = 90) -> list[int]:
+    return [int(each) for each in np.random.default_rng(1).integers(3, 260, count)]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_converted_file_computes_what_transformers_does(name: str) -> None:
+    answer = next(answer for answer in answers(TINY_GGUFS[name].checkpoint) if answer.name == "more")
+    found = logits(converted(name), answer.prompt_ids)
+    np.testing.assert_allclose(found[-1][answer.sample_ids], answer.sample_logits, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("name", TINY_GGUFS)
+def test_a_converted_file_computes_what_the_directory_with_its_weights_does(name: str, tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "hf", TINY_GGUFS[name])
+    np.testing.assert_allclose(logits(converted(name), some_ids()), logits(directory, some_ids()), atol=1e-4, rtol=0)
+
+
+def references() -> dict[str, Any]:
+    """What llama.cpp said."""
+    found: dict[str, Any] = json.loads((Path(__file__).parents[2] / "references" / "gguf.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", JUDGED_GGUFS)
+def test_a_converted_file_computes_what_llama_cpp_does(name: str, tmp_path: Path) -> None:
+    directory = convert(write_tiny_gguf(tmp_path / "tiny.gguf", JUDGED_GGUFS[name]), tmp_path)
+    close = CLOSE_TO_LLAMA_CPP.get(name, CLOSE)
+    for prompt, told in references()["models"][name].items():
+        ids = told["prompt_ids"] + told["output_ids"]
+        found = logits(directory, ids, **_as_llama_cpp(directory, name))[len(told["prompt_ids"]) - 1 : -1]
+        first = found[0] - found[0].max()
+        chances = first - np.log(np.exp(first).sum())
+        np.testing.assert_allclose(chances[told["top_ids"]], told["top_logprobs"], atol=close, rtol=0, err_msg=prompt)
+        found[:, NEVER] = -np.inf
+        sure = np.array(told["gaps"]) > 4 * close
+        assert sure.sum() > (20 if close < 0.1 else 10)
+        np.testing.assert_array_equal(found.argmax(-1)[sure], np.array(told["output_ids"])[sure], prompt)
+
+
+def _as_llama_cpp(directory: Path, name: str) -> dict[str, Any]:
+    """What it does otherwise than published: it rounds where gpt-oss's ramp of frequencies begins and ends."""
+    if not name.startswith("gpt-oss"):
+        return {}
+    return {"rope_scaling": {**Checkpoint(directory).config["rope_scaling"], "truncate": True}}
+
+
+def test_older_files_have_keys_and_values_of_latents_in_one(tmp_path: Path) -> None:
+    """And sizes of heads where other models have them."""
+    tiny = TINY_GGUFS["deepseek-v2"]
+    config, heads = tiny.config, tiny.config["num_attention_heads"]
+    size = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    keys = {
+        "deepseek2.attention.head_count_kv": heads,
+        "deepseek2.attention.key_length": size,
+        "deepseek2.attention.value_length": config["v_head_dim"],
+        "deepseek2.attention.key_length_mla": None,
+        "deepseek2.attention.value_length_mla": None,
+        "deepseek2.expert_gating_func": None,
+    }
+    path = write_tiny_gguf(tmp_path / "old.gguf", tiny, keys=keys, is_split=False)
+    assert "blk.0.attn_kv_b.weight" in GgufFile(path).tensors
+    np.testing.assert_array_equal(
+        logits(convert(path, tmp_path), some_ids()), logits(converted("deepseek-v2"), some_ids())
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "gating", "groups"), [(256, 2, (8, 4)), (160, 1, (8, 3)), (384, 2, (1, 1)), (64, 1, (1, 1))]
+)
+def test_files_that_do_not_speak_of_groups_get_those_that_were_published(
+    tmp_path: Path, experts: int, gating: int, groups: tuple[int, int]
+) -> None:
+    keys = {
+        "deepseek2.expert_count": experts,
+        "deepseek2.expert_gating_func": gating,
+        "deepseek2.expert_group_count": None,
+        "deepseek2.expert_group_used_count": None,
+    }
+    found = build_config(GgufFile(write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["deepseek-v3"], keys=keys)))
+    assert (found["n_group"], found["topk_group"]) == groups
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """A file's last layer, that is, where it says so."""
+    tiny = TINY_GGUFS["deepseek-v3.2"]
+    directory = convert(
+        write_tiny_gguf(tmp_path / "x.gguf", tiny, keys={"deepseek32.nextn_predict_layers": 1}), tmp_path
+    )
+    weights = Checkpoint(directory)
+    assert weights.config["num_hidden_layers"] == tiny.config["num_hidden_layers"] - 1
+    assert not [name for name in weights.names if name.startswith("model.layers.2.")]
+
+
+# ---- blocks ----
+
+
+def quantised(name: str, values: np.ndarray) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType.F32 if values.shape[-1] % 32 else Q8_0
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_are_kept_as_the_blocks_that_the_file_has(name: str, tmp_path: Path) -> None:
+    directory = convert(write_tiny_gguf(tmp_path / "q.gguf", TINY_GGUFS[name], quantised), tmp_path)
+    weights, plain = Checkpoint(directory, blocks=True), Checkpoint(directory)
+    experts = [each for each in weights.names if ".experts." in each and len(weights.shape(each)) == 2]
+    assert len(experts) > 10
+    quantised_ones = 0
+    for each in experts:
+        rows, columns = weights.shape(each)
+        kept = weights.kept_rows(each, 1, rows - 1)
+        np.testing.assert_array_equal(plain.rows(each, 1, rows - 1), plain.tensor(each)[1 : rows - 1])
+        np.testing.assert_array_equal(plain.columns(each, 5, columns - 3), plain.tensor(each)[:, 5 : columns - 3])
+        if kept is not None:
+            quantised_ones += 1
+            np.testing.assert_array_equal(kept.dequantised(), plain.rows(each, 1, rows - 1))  # type: ignore[union-attr]
+            assert plain.kept_rows(each, 1, rows - 1) is None
+    assert quantised_ones > 10
+
+
+@pytest.mark.parametrize("name", TINY_GGUFS)
+def test_a_model_of_blocks_computes_what_it_does_of_the_same_numbers_expanded(name: str, tmp_path: Path) -> None:
+    directory = convert(write_tiny_gguf(tmp_path / "q.gguf", TINY_GGUFS[name], quantised), tmp_path)
+    asked = Asked(Checkpoint(directory, blocks=True))
+    config = model_config(asked.config)
+    found = run_rank(config, asked, SingleRank(), np.array(some_ids(), np.int32))
+    assert found is not None
+    np.testing.assert_allclose(found, logits(directory, some_ids()), atol=1e-4, rtol=0)
+    files = [BlockFile(directory / each) for each in (BLOCKS, EXPERTS) if (directory / each).exists()]
+    every = {each for blocks in files for each, kind in blocks.kinds.items() if kind == "Q8_0"}
+    expanded = [each for each in every - asked.kept if not each.endswith(EXPANDED)]
+    assert expanded == []
+
+
+class Asked:
+    """Weights that remember which matrices were taken as they are kept."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self._source, self.kept = source, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Any:
+        return self._noted(name, self._source.kept_rows(name, start, stop))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Any:
+        return self._noted(name, self._source.kept_columns(name, start, stop))
+
+    def _noted(self, name: str, matrix: Any) -> Any:
+        self.kept |= {name} if matrix is not None else set()
+        return matrix
+
+
+def test_experts_are_on_disk_once_and_no_larger_than_their_blocks(tmp_path: Path) -> None:
+    source = write_tiny_gguf(tmp_path / "q.gguf", TINY_GGUFS["qwen3-moe"], quantised)
+    directory = convert(source, tmp_path)
+    experts = {name for name in Checkpoint(directory).names if ".experts." in name}
+    assert set(BlockFile(directory / EXPERTS).kinds) == experts
+    assert not experts & set(BlockFile(directory / BLOCKS).kinds)
+    assert not experts & set(SafetensorsFile(directory / SINGLE).names)
+    assert [path.name for path in weight_files(directory)] == [SINGLE, EXPERTS], "both are read, and hashed"
+
+
+def test_mxfp4_stays_four_bits_on_disk_and_is_exact(tmp_path: Path) -> None:
+    directory = convert(write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["gpt-oss-mxfp4"]), tmp_path)
+    blocks = BlockFile(directory / EXPERTS)
+    name = "model.layers.0.mlp.experts.2.down_proj.weight"
+    assert blocks.kinds[name] == "MXFP4"
+    assert blocks.shape(name) == (64, 96)
+    assert SafetensorsFile(directory / EXPERTS, INTEGERS | {"F32": FLOATS["F32"]}).shape(f"{name}.codes") == (64, 48)
+    form = blocks.code_form(name)
+    assert form is not None
+    assert (form.bits, form.group) == (8, 32), "in memory a code has a byte"
+    source, weights = GgufFile(tmp_path / "x.gguf"), Checkpoint(directory)
+    np.testing.assert_array_equal(weights.tensor(name), source.tensor("blk.0.ffn_down_exps.weight")[2])
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_experts_in_sixteen_bits_stay_so(tmp_path: Path, kind: str) -> None:
+    def halves(name: str, values: np.ndarray) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType[kind] if "_exps" in name else gguf.GGMLQuantizationType.F32
+
+    directory = convert(write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["mixtral"], halves), tmp_path)
+    weights, name = Checkpoint(directory), "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    assert weights.stored(name).dtype.itemsize == 2
+    expected = GgufFile(tmp_path / "x.gguf").tensor("blk.1.ffn_down_exps.weight")[3]
+    np.testing.assert_array_equal(weights.tensor(name), expected)
+
+
+def test_columns_that_move_keep_their_blocks_where_these_move_as_wholes(tmp_path: Path) -> None:
+    """Of a delta-net's last projection, whose columns belong to value heads."""
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    for tiny, kind in ((TINY_GGUFS["qwen3.5"], "reordered Q8_0"), (JUDGED_GGUFS["qwen3.5"], "Q8_0")):
+        directory = convert(write_tiny_gguf(tmp_path / f"{kind}.gguf", tiny, quantised), tmp_path)
+        weights = Checkpoint(directory, blocks=True)
+        assert BlockFile(directory / BLOCKS).kinds[name] == kind
+        kept = weights.kept_rows(name, 0, 64)
+        assert (kept is None) == (kind != "Q8_0")
+        np.testing.assert_allclose(weights.tensor(name), tiny.weights()[name], atol=0.02)
+        if kept is not None:
+            np.testing.assert_array_equal(kept.dequantised(), weights.tensor(name))  # type: ignore[union-attr]
+
+
+def test_gates_and_ups_in_one_tensor_are_taken_apart(tmp_path: Path) -> None:
+    tiny = TINY_GGUFS["qwen3-moe"]
+    joined = convert(write_tiny_gguf(tmp_path / "joined.gguf", tiny, quantised, joins_gate_up=True), tmp_path)
+    assert "blk.0.ffn_gate_up_exps.weight" in GgufFile(tmp_path / "joined.gguf").tensors
+    apart = convert(write_tiny_gguf(tmp_path / "apart.gguf", tiny, quantised), tmp_path)
+    found, expected = Checkpoint(joined), Checkpoint(apart)
+    assert sorted(found.names) == sorted(expected.names)
+    for name in found.names:
+        np.testing.assert_array_equal(found.tensor(name), expected.tensor(name))
+
+
+# ---- files that are not right ----
+
+
+class Stages(SilentProgress):
+    """Remembers what was begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def stage(self, text: str) -> None:
+        self.begun.append(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("mixtral", "blk.1.ffn_up_exps.weight"),
+        ("qwen3-moe", "blk.2.attn_k_norm.weight"),
+        ("gpt-oss", "blk.0.attn_sinks.weight"),
+        ("gpt-oss", "blk.1.ffn_down_exps.bias"),
+        ("deepseek-v3", "blk.1.exp_probs_b.bias"),
+        ("deepseek-v3", "blk.2.attn_v_b.weight"),
+        ("deepseek-v3.2", "blk.0.indexer.k_norm.bias"),
+        ("ernie", "output_norm.weight"),
+        ("ernie-moe", "blk.2.ffn_gate_shexp.weight"),
+        ("gemma4-shared", "blk.3.proj.weight"),
+        ("gemma4-moe", "blk.0.ffn_down_exps.scale"),
+        ("qwen3-next", "blk.1.ssm_a"),
+        ("qwen3.5", "blk.2.attn_gate.weight"),
+        ("llama4", "blk.3.ffn_gate_inp.weight"),
+    ],
+)
+def test_what_a_file_lacks_is_named_before_its_weights_are_read(tmp_path: Path, name: str, lacks: str) -> None:
+    path, stages = write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS[name], but=(lacks,)), Stages()
+    with pytest.raises(ModelError, match=rf"x\.gguf lacks the tensor '{lacks}'; download it again"):
+        converted_directory(path, tmp_path, stages)
+    assert stages.begun == ["reading x.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("mixtral", {"llama.expert_count": 5}, r"shape \(4, 96, 64\), and the metadata say \(5, 96, 64\): 5 experts"),
+        ("qwen3-moe", {"qwen3moe.expert_feed_forward_length": 16}, "8 experts of size 16"),
+        ("qwen3-moe", {"qwen3moe.expert_used_count": 9}, "'num_experts_per_tok' 9 is more than 'num_experts' 8"),
+        ("qwen3-moe", {"qwen3moe.expert_count": 0}, r"qwen3moe\.expert_count must be one positive integer"),
+        ("gpt-oss", {"gpt-oss.expert_count": None}, r"lacks the metadata key 'gpt-oss\.expert_count'"),
+        ("deepseek-v3", {"deepseek2.expert_gating_func": 3}, "neither softmax"),
+        ("deepseek-v3", {"deepseek2.attention.kv_lora_rank": 32}, r"attn_k_b.weight has the shape \(4, 48, 24\)"),
+        ("deepseek-v3", {"deepseek2.attention.temperature_scale": 0.1}, "scales queries by their position"),
+        ("deepseek-v3", {"deepseek2.rope.dimension_count": 64}, "heads of 40 elements, of which 64 are rotated"),
+        ("gemma4", {"gemma4.attention.head_count_kv": [4, 4, 2, 4]}, "for each of 5 layers"),
+        ("gemma4", {"gemma4.attention.head_count_kv": [4, 2, 2, 4, 2]}, "differs between layers of a kind"),
+        ("qwen3.5", {"qwen35.ssm.inner_size": 193}, "no multiple of 4 heads"),
+        ("qwen3.5", {"qwen35.nextn_predict_layers": 4}, "leaves no layer"),
+        ("qwen3.5", {"qwen35.expert_count": 8}, "a qwen35 with 8 experts, which cannot be served"),
+    ],
+)
+def test_metadata_that_do_not_fit_are_named_before_weights_are_read(
+    tmp_path: Path, name: str, keys: dict[str, Any], says: str
+) -> None:
+    path, stages = write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS[name], keys=keys), Stages()
+    with pytest.raises(ModelError, match=says) as raised:
+        converted_directory(path, tmp_path, stages)
+    assert "x.gguf" in str(raised.value)
+    assert stages.begun == ["reading x.gguf"]
+
+
+def test_a_file_with_experts_that_is_cut_short_is_refused_at_once(tmp_path: Path) -> None:
+    path, stages = write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["gpt-oss-mxfp4"]), Stages()
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ModelError, match=r"x\.gguf is truncated or corrupt"):
+        converted_directory(path, tmp_path, stages)
+    assert stages.begun == ["reading x.gguf"]
+
+
+# ---- files in parts ----
+
+
+def write_parts(directory: Path, count: int = 3) -> list[Path]:
+    """A model in several parts, as `llama-gguf-split` cuts them: the first has all metadata."""
+    whole = write_tiny_gguf(directory / "whole.gguf", TINY_GGUFS["qwen3-moe"], quantised)
+    reader = gguf.GGUFReader(whole)
+    names = [tensor.name for tensor in reader.tensors]
+    paths = [directory / f"big-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    for number, path in enumerate(paths):
+        split = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        mine = {name for at, name in enumerate(names) if at * count // len(names) == number}
+        write_tiny_gguf(
+            path,
+            TINY_GGUFS["qwen3-moe"],
+            quantised,
+            but=tuple(name for name in names if name not in mine),
+            keys=split if number == 0 else {**dict.fromkeys(GgufFile(whole).metadata), **split},
+        )
+    return paths
+
+
+def test_a_file_in_parts_is_read_as_one(tmp_path: Path) -> None:
+    paths = write_parts(tmp_path)
+    found = Checkpoint(convert(paths[0], tmp_path))
+    expected = Checkpoint(convert(tmp_path / "whole.gguf", tmp_path))
+    assert sorted(found.names) == sorted(expected.names)
+    for name in found.names:
+        np.testing.assert_array_equal(found.tensor(name), expected.tensor(name))
+    first = convert(paths[0], tmp_path)
+    os.utime(paths[2], ns=(1, 1))
+    assert convert(paths[0], tmp_path) != first, "a part that changed is another file"
+
+
+def test_parts_that_are_missing_or_others_are_named(tmp_path: Path) -> None:
+    paths = write_parts(tmp_path)
+    with pytest.raises(ModelError, match=r"00002-of-00003\.gguf is one of 3 parts: give the first, whose name ends in"):
+        convert(paths[1], tmp_path)
+    copy = tmp_path / "renamed.gguf"
+    copy.write_bytes(paths[0].read_bytes())
+    with pytest.raises(
+        ModelError, match=r"renamed\.gguf is one of 3 parts: give the first, .*llama-gguf-split --merge"
+    ):
+        convert(copy, tmp_path)
+    third = paths[2].read_bytes()
+    paths[2].write_bytes(paths[1].read_bytes())
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf is not part 3 of 3 of "):
+        convert(paths[0], tmp_path)
+    paths[2].write_bytes(third[:-64])
+    with pytest.raises(ModelError, match=r"00003-of-00003\.gguf is truncated"):
+        convert(paths[0], tmp_path)
+    paths[2].unlink()
+    with pytest.raises(ModelError, match=r"cannot read .*00003-of-00003\.gguf: No such file"):
+        convert(paths[0], tmp_path)

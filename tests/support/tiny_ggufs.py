@@ -1,0 +1,526 @@
+"""GGUF files of the tiny models, as llama.cpp's converter would write them.
+
+Keys are those of the format, names of tensors those that the ``gguf`` package knows, and what is done to numbers is
+written down here once more: nothing of this is what headwise reads them with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from support.random_ernie import DENSE, MOE
+from support.random_ernie import draw_weights as draw_ernie
+from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference, write_checkpoint
+from support.tiny_models import BYTE_MERGES, BYTE_TOKENS, CONTROL
+from tokenizers import pre_tokenizers
+
+Config = Mapping[str, Any]
+Weights = Mapping[str, np.ndarray]
+Kind = gguf.GGMLQuantizationType
+Choose = Callable[[str, np.ndarray], Kind]
+"""Name in GGUF and values of a matrix, or of all experts' -> the type that it gets."""
+
+
+@dataclass(frozen=True)
+class TinyGguf:
+    """A tiny model whose file is written.
+
+    architecture: by its name in GGUF
+    checkpoint:   whose config and weights it has
+    changes:      to the config: what GGUF cannot say, so that a file means something else. None: transformers has
+                  computed this very model
+    like:         layer -> another one of the checkpoint, whose weights' names and shapes it gets
+    sizes:        a part of weights' names -> their sizes, and the ones that they have instead
+    """
+
+    architecture: str
+    checkpoint: str
+    changes: Mapping[str, Any] | None = None
+    like: Mapping[int, int] | None = None
+    sizes: Mapping[str, Mapping[int, int]] | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**_config_of(self.checkpoint), **(self.changes or {})}
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        known: dict[str, list[int]] = reference(self.checkpoint)["shapes"]
+        found = dict(known)
+        for layer, other in (self.like or {}).items():
+            at, theirs = f"model.layers.{layer}.", f"model.layers.{other}."
+            found = {name: shape for name, shape in found.items() if not name.startswith(at)}
+            found |= {name.replace(theirs, at): shape for name, shape in known.items() if name.startswith(theirs)}
+        for part, sizes in (self.sizes or {}).items():
+            found |= {name: [sizes.get(size, size) for size in found[name]] for name in found if part in name}
+        return found
+
+    def weights(self) -> dict[str, np.ndarray]:
+        if self.checkpoint in _ERNIE:
+            return draw_ernie(self.config)
+        return draw_weights(self.config, self.shapes)
+
+
+_ERNIE = {"ernie": DENSE, "ernie-moe": MOE}
+_EVERY_LAYER = {"mlp_only_layers": []}
+_WORDS = {"vocab_size": 263}
+_YARN = dict(TINY_CONFIGS["deepseek-v3"]["rope_scaling"], mscale=0.8, mscale_all_dim=0.8)
+_LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+_SQUARE = {"linear_value_head_dim": 32}
+_SQUARE_SIZES = {"linear_attn": {48: 32, 192: 128, 320: 256, 512: 384}}
+_KINDS = TINY_CONFIGS["gemma4-shared"]["layer_types"]
+_LITE_LAYERS = 27
+
+TINY_GGUFS: Mapping[str, TinyGguf] = {
+    "mixtral": TinyGguf("llama", "mixtral"),
+    "qwen3-moe": TinyGguf("qwen3moe", "qwen3-moe", _EVERY_LAYER, {1: 0}),
+    "gpt-oss": TinyGguf("gpt-oss", "gpt-oss"),
+    "gpt-oss-mxfp4": TinyGguf("gpt-oss", "gpt-oss-mxfp4"),
+    "deepseek-v2": TinyGguf("deepseek2", "deepseek-v2"),
+    "deepseek-v3": TinyGguf("deepseek2", "deepseek-v3", {"rope_scaling": _YARN}),
+    "deepseek-v3.2": TinyGguf("deepseek32", "deepseek-v3.2"),
+    "ernie": TinyGguf("ernie4_5", "ernie", _WORDS),
+    "ernie-moe": TinyGguf("ernie4_5-moe", "ernie-moe", _WORDS),
+    "gemma4": TinyGguf("gemma4", "gemma4"),
+    "gemma4-shared": TinyGguf("gemma4", "gemma4-shared"),
+    "gemma4-moe": TinyGguf("gemma4", "gemma4-moe"),
+    "qwen3-next": TinyGguf("qwen3next", "qwen3-next", _EVERY_LAYER, {1: 0}),
+    "qwen3.5": TinyGguf("qwen35", "qwen3.5"),
+    "qwen3.5-moe": TinyGguf("qwen35moe", "qwen3.5-moe"),
+    "llama4": TinyGguf("llama4", "llama4", _LLAMA4),
+}
+
+JUDGED_GGUFS: Mapping[str, TinyGguf] = {
+    **{
+        name: tiny
+        for name, tiny in TINY_GGUFS.items()
+        if not name.startswith(("deepseek-v2", "deepseek-v3.2", "qwen3.5"))
+    },
+    # llama.cpp knows a model without a rank of queries by its layers,
+    "deepseek-v2": replace(
+        TINY_GGUFS["deepseek-v2"],
+        changes={"num_hidden_layers": _LITE_LAYERS},
+        like=dict.fromkeys(range(3, _LITE_LAYERS), 2),
+    ),
+    # has an indexer's heads turned by a matrix of at least 64,
+    "deepseek-v3.2": replace(
+        TINY_GGUFS["deepseek-v3.2"],
+        changes={"index_head_dim": 128},
+        sizes={"indexer.k_norm": {32: 128}, "indexer.wk": {32: 128}, "indexer.wq_b": {512: 2048}},
+    ),
+    # has layers share the caches of the last two of the others,
+    "gemma4-shared": replace(
+        TINY_GGUFS["gemma4-shared"],
+        changes={"layer_types": [_KINDS[at] for at in (0, 1, 1, 2, 5, 5, 6)]},
+        like={2: 1, 3: 2, 4: 5},
+    ),
+    # and keys and values of a delta-net have one size.
+    "qwen3-next": replace(TINY_GGUFS["qwen3-next"], changes={**_EVERY_LAYER, **_SQUARE}, sizes=_SQUARE_SIZES),
+    **{name: replace(TINY_GGUFS[name], changes=_SQUARE, sizes=_SQUARE_SIZES) for name in ("qwen3.5", "qwen3.5-moe")},
+}
+"""Those that llama.cpp can load, too."""
+
+
+def _config_of(checkpoint: str) -> dict[str, Any]:
+    return dict(_ERNIE[checkpoint] if checkpoint in _ERNIE else TINY_CONFIGS[checkpoint])
+
+
+def write_directory(directory: Path, tiny: TinyGguf) -> Path:
+    """The Hugging Face directory of the same model."""
+    shapes = {name: list(values.shape) for name, values in tiny.weights().items()}
+    return write_checkpoint(directory, tiny.config, shapes, tiny.weights())
+
+
+def floats(name: str, values: np.ndarray) -> Kind:
+    return Kind.F32
+
+
+def write_tiny_gguf(
+    path: Path,
+    tiny: TinyGguf,
+    choose: Choose = floats,
+    but: tuple[str, ...] = (),
+    keys: Mapping[str, Any] | None = None,
+    is_split: bool = True,
+    joins_gate_up: bool = False,
+) -> Path:
+    """
+    but:           names of tensors that the file lacks
+    keys:          that have other values, None for those that the file lacks
+    is_split:      whether keys and values of latents are apart, as newer converters have them
+    joins_gate_up: whether experts' gates and ups are one tensor, as they may be
+    """
+    config, architecture = tiny.config, tiny.architecture
+    writer = gguf.GGUFWriter(path, architecture)
+    keys_of(writer, config, architecture, {**_tokenizer(config["vocab_size"]), **(keys or {})})
+    tensors = _tensors(tiny, is_split)
+    for name, values, kind in _joined(tensors) if joins_gate_up else tensors:
+        if name in but:
+            continue
+        if kind is None and values.ndim > 1 and values.shape[-1] > 1:
+            kind = choose(name, values)
+            values = values if kind == Kind.F32 else gguf.quantize(np.ascontiguousarray(values), kind)
+        writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def keys_of(writer: gguf.GGUFWriter, config: Config, architecture: str, more: Mapping[str, Any] | None = None) -> None:
+    """Write a model's keys. more: besides, or in their places"""
+    found = {f"{architecture}.{key}": value for key, value in _keys(config, architecture).items()}
+    for key, value in {**found, **(more or {})}.items():
+        _add_key(writer, key, value)
+
+
+def _add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None:
+        return
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders.get(type(value), writer.add_array)(key, value)
+
+
+def _tokenizer(vocabulary: int) -> dict[str, Any]:
+    spare = vocabulary - len(BYTE_TOKENS)
+    tokens = BYTE_TOKENS + [f"[PAD{at}]" for at in range(spare)] if spare >= 0 else BYTE_TOKENS[:vocabulary]
+    kinds = [3 if token in CONTROL else 5 if token.startswith("[PAD") else 1 for token in tokens]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": BYTE_MERGES,
+    }
+
+
+def vocabulary(merges: Sequence[str]) -> list[str]:
+    """Tokens of a byte-level vocabulary: bytes, and what merges make of them."""
+    return [*sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(merge.replace(" ", "") for merge in merges)]
+
+
+# ---- keys ----
+
+
+def _keys(config: Config, architecture: str) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    base = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config.get("intermediate_size"),
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", _EPS.get(architecture, 1e-6))),
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "rope.freq_base": float(config["rope_theta"]) if "rope_theta" in config else None,
+        "expert_used_count": config.get("num_experts_per_tok", config.get("moe_k", config.get("top_k_experts"))),
+        "expert_count": next((config[key] for key in _EXPERT_COUNTS if key in config), None),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        **_scaling(config.get("rope_scaling")),
+    }
+    return {**base, **_OWN_KEYS.get(architecture, lambda config: {})(config)}
+
+
+_EPS = {"llama": 1e-5, "gpt-oss": 1e-5, "ernie4_5": 1e-5, "ernie4_5-moe": 1e-5}
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def _scaling(scaling: Config | None) -> dict[str, Any]:
+    if not scaling:
+        return {}
+    found = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(scaling["factor"]),
+        "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": float(scaling["beta_fast"]),
+        "rope.scaling.yarn_beta_slow": float(scaling["beta_slow"]),
+    }
+    if "mscale_all_dim" in scaling:
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
+    return found
+
+
+def _llama(config: Config) -> dict[str, Any]:
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {"rope.dimension_count": dim, "vocab_size": config["vocab_size"]}
+
+
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    return {
+        "attention.sliding_window": config["sliding_window"],
+        "expert_feed_forward_length": config["intermediate_size"],
+    }
+
+
+def _deepseek(config: Config) -> dict[str, Any]:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "rope.dimension_count": rotated,
+        "vocab_size": config["vocab_size"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_gating_func": 2 if config["scoring_func"] == "sigmoid" else 1,
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+        "attention.indexer.head_count": config.get("index_n_heads"),
+        "attention.indexer.key_length": config.get("index_head_dim"),
+        "attention.indexer.top_k": config.get("index_topk"),
+    }
+
+
+def _ernie_moe(config: Config) -> dict[str, Any]:
+    return {
+        "interleave_moe_layer_step": config["moe_layer_interval"],
+        "leading_dense_block_count": config["moe_layer_start_index"],
+        "expert_shared_count": config["moe_num_shared_experts"],
+        "expert_shared_feed_forward_length": config["moe_num_shared_experts"] * config["moe_intermediate_size"],
+    }
+
+
+def _gemma4(config: Config) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    shared, layers, inner = config.get("num_kv_shared_layers", 0), len(slides), config["intermediate_size"]
+    wide = [inner * (2 if layer >= layers - shared else 1) for layer in range(layers)]
+    kinds = {True: config["num_key_value_heads"], False: config["num_global_key_value_heads"]}
+    full = kinds if config["attention_k_eq_v"] else dict.fromkeys(kinds, config["num_key_value_heads"])
+    return {
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "attention.sliding_window_pattern": slides,
+        "attention.sliding_window": config["sliding_window"],
+        "attention.key_length": config["global_head_dim"],
+        "attention.value_length": config["global_head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "feed_forward_length": wide if config.get("use_double_wide_mlp") else inner,
+        "attention.head_count_kv": [full[each] for each in slides],
+        "rope.dimension_count": config["global_head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base": 1_000_000.0,
+        "rope.freq_base_swa": 10_000.0,
+        "final_logit_softcapping": config["final_logit_softcapping"],
+    }
+
+
+def _delta(config: Config) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
+        "full_attention_interval": config.get("full_attention_interval", 4),
+        "rope.dimension_count": int(config["head_dim"] * config["partial_rotary_factor"]),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+    }
+
+
+def _qwen35(config: Config) -> dict[str, Any]:
+    return {**_delta(config), "rope.dimension_sections": [11, 11, 10, 0]}
+
+
+def _llama4(config: Config) -> dict[str, Any]:
+    return {
+        **_llama(config),
+        "interleave_moe_layer_step": config["interleave_moe_layer_step"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config["intermediate_size_mlp"],
+    }
+
+
+_OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
+    "llama": _llama,
+    "gpt-oss": _gpt_oss,
+    "deepseek2": _deepseek,
+    "deepseek32": _deepseek,
+    "ernie4_5-moe": _ernie_moe,
+    "gemma4": _gemma4,
+    "qwen3next": _delta,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
+    "llama4": _llama4,
+}
+
+
+# ---- tensors ----
+
+_Tensor = tuple[str, np.ndarray, Kind | None]
+"""Name in GGUF, values, and their type, where that is not chosen."""
+
+
+def _joined(tensors: Iterator[_Tensor]) -> Iterator[_Tensor]:
+    gates: dict[str, np.ndarray] = {}
+    for name, values, kind in tensors:
+        layer, _, part = name.partition(".ffn_")
+        if part in ("gate_exps.weight", "up_exps.weight"):
+            gates[name] = values
+            both = [gates.get(f"{layer}.ffn_{each}_exps.weight") for each in ("gate", "up")]
+            if all(each is not None for each in both):
+                yield f"{layer}.ffn_gate_up_exps.weight", np.concatenate(both, axis=1), None
+        else:
+            yield name, values, kind
+
+
+def _tensors(tiny: TinyGguf, is_split: bool) -> Iterator[_Tensor]:
+    config = tiny.config
+    known = gguf.MODEL_ARCH_NAMES.items()
+    # The package has no name for DeepSeek-V3.2; GLM's model has the same tensors.
+    architecture = next((a for a, name in known if name == tiny.architecture), gguf.MODEL_ARCH.GLM_DSA)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for hf, values in _changed(_stacked(tiny.weights()), config, is_split):
+        kind = None
+        if values.dtype == np.uint8:
+            kind = Kind.MXFP4
+        name = names.get_name(hf, try_suffixes=(".weight", ".bias")) or _OTHER_NAMES.get(re.sub(r"\d+", "N", hf))
+        assert name, hf
+        layer = re.search(r"\d+", hf)
+        yield name.replace("N", layer[0] if layer else "N"), values, kind
+    if tiny.architecture == "gemma4":
+        full = config["global_head_dim"] // 2
+        turning = full // 4
+        yield "rope_freqs.weight", np.array([1.0] * turning + [1e30] * (full - turning), np.float32), Kind.F32
+
+
+_OTHER_NAMES = {
+    "model.layers.N.router.scale": "blk.N.ffn_gate_inp.scale",
+    "model.layers.N.router.per_expert_scale": "blk.N.ffn_down_exps.scale",
+}
+
+
+def _stacked(weights: Weights) -> dict[str, np.ndarray]:
+    """With all experts of a layer in one tensor, as converters write them."""
+    found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in weights.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
+        if match is None:
+            found[name] = values
+        else:
+            at = match[1].removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+            at = at if "feed_forward" in at else match[1]
+            experts.setdefault(f"{at}.{match[3]}", {})[int(match[2])] = values
+    return found | {name: np.stack([each[at] for at in range(len(each))]) for name, each in experts.items()}
+
+
+def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """What a converter makes of each tensor."""
+    kind = config["model_type"]
+    for name, values in weights.items():
+        if kind == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
+            yield name, halves.swapaxes(1, 2).reshape(values.shape)
+        elif kind == "gpt_oss":
+            yield from _gpt_oss_tensor(name, values, weights)
+        elif name.endswith("kv_b_proj.weight") and is_split:
+            yield from _split_latents(name, values, config)
+        elif name.endswith("e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), values.reshape(-1)
+        elif kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+            yield from _delta_tensor(name, values, config)
+        elif name.endswith("experts.gate_up_proj") and kind == "llama4_text":
+            gate, up = np.split(values.swapaxes(1, 2), 2, axis=1)
+            yield name.replace("gate_up_proj", "gate_proj.weight"), gate
+            yield name.replace("gate_up_proj", "up_proj.weight"), up
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", values.swapaxes(1, 2) if kind == "llama4_text" else values
+        elif name.endswith(("experts.gate_up_proj", "layer_scalar")):
+            yield f"{name}.weight", values
+        else:
+            yield name, values
+
+
+def _gpt_oss_tensor(name: str, values: np.ndarray, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
+    if name.endswith("_scales"):
+        return
+    if name.endswith("sinks"):
+        yield f"{name}.weight", values
+        return
+    stem, is_bias = re.sub(r"_(blocks|bias)$", "", name), name.endswith("_bias")
+    if not stem.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        yield name, values
+        return
+    if name.endswith("_blocks"):
+        values = _mxfp4(values, weights[f"{stem}_scales"])
+    elif not is_bias:
+        values = values.swapaxes(1, 2)  # outputs first
+    kind = "bias" if is_bias else "weight"
+    if "down" in stem:
+        yield f"{stem}.{kind}", values
+    else:
+        for part, first in (("gate_proj", 0), ("up_proj", 1)):
+            yield f"{stem.replace('gate_up_proj', part)}.{kind}", values[:, first::2]
+
+
+def _mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Bytes of GGUF's blocks: the exponent, then number ``i`` in the low half of a byte and ``i + 16`` in the high one;
+    published, neighbours share a byte."""
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    packed = codes[..., :16] | codes[..., 16:] << 4
+    return np.concatenate([scales[..., None], packed], axis=-1).reshape(*blocks.shape[:2], -1)
+
+
+def _split_latents(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+    both = values.reshape(heads, plain + config["v_head_dim"], -1)
+    yield name.replace("kv_b", "k_b"), both[:, :plain].swapaxes(1, 2)
+    yield name.replace("kv_b", "v_b"), both[:, plain:]
+
+
+def _delta_tensor(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    share, behind = heads // key_heads, 2 * key_heads * key_dim
+    is_next = config["model_type"] == "qwen3_next"
+
+    def tiled(rows: np.ndarray) -> np.ndarray:
+        """Value heads of the same place in each key head's share beside each other."""
+        if is_next:
+            return rows
+        return rows.reshape(key_heads, share, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    part = name.split(".")[-2]
+    if name.endswith("A_log"):
+        yield name, -np.exp(tiled(values))
+    elif name.endswith("dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), tiled(values)
+    elif part == "conv1d":
+        rows = values[:, 0]
+        yield name, np.concatenate([rows[:behind], tiled(rows[behind:])])
+    elif part == "in_proj_qkv":
+        yield name, np.concatenate([values[:behind], tiled(values[behind:])])
+    elif part in ("in_proj_z", "in_proj_a", "in_proj_b"):
+        yield name, tiled(values)
+    elif part == "out_proj":
+        yield name, tiled(values.T).T
+    elif part == "in_proj_qkvz":
+        sizes = np.cumsum([key_dim, key_dim, share * value_dim])
+        apart = np.split(values.reshape(key_heads, -1, values.shape[1]), sizes, axis=1)
+        *qkv, gates = (rows.reshape(-1, values.shape[1]) for rows in apart)
+        yield name.replace("in_proj_qkvz", "in_proj_qkv"), np.concatenate(qkv)
+        yield name.replace("in_proj_qkvz", "in_proj_z"), gates
+    elif part == "shared_expert_gate":
+        yield name, values[0]
+    elif name.endswith("norm.weight") and "linear_attn" not in name:
+        yield name, values + np.float32(1)
+    else:
+        yield name, values
