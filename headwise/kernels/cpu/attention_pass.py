@@ -102,13 +102,20 @@ class CacheKernels:
 
     def a_pass(self, arena: NDArray[np.uint8], batch: AttentionBatch, **fields: Any) -> NDArray[np.int64]:
         """A `records.PASS` over this arena of this batch, with these fields besides."""
+        return records.filled(records.PASS, **self.pass_fields(arena, batch), **fields)
+
+    def pass_fields(self, arena: NDArray[np.uint8], batch: AttentionBatch) -> dict[str, Any]:
+        """Those of a `records.PASS` that say where this arena and this batch are."""
         tables = batch.block_tables
-        return records.filled(
-            records.PASS, cache=(address_of(arena, np.uint8), arena.nbytes, *self.cache),
-            cu_seqlens=address_of(batch.cu_seqlens_q, np.int32), seq_lens=address_of(batch.seq_lens, np.int32),
-            sequences=len(batch.seq_lens), tables=address_of(tables, np.int32), table_columns=tables.shape[1],
-            groups=batch.groups, **fields,
-        )  # fmt: skip
+        return {
+            "cache": (address_of(arena, np.uint8), arena.nbytes, *self.cache),
+            "cu_seqlens": address_of(batch.cu_seqlens_q, np.int32),
+            "seq_lens": address_of(batch.seq_lens, np.int32),
+            "sequences": len(batch.seq_lens),
+            "tables": address_of(tables, np.int32),
+            "table_columns": tables.shape[1],
+            "groups": batch.groups,
+        }
 
 
 def token_step(layout: BlockLayout) -> int:
@@ -127,18 +134,21 @@ class PlanTable:
     table: NDArray[np.int64]
 
     @staticmethod
-    def of(plans: Sequence[Plan]) -> PlanTable:
-        table = np.array(
-            [
-                (
-                    place_of(plan.items), len(plan.items), place_of(plan.parts), len(plan.parts), plan.rows,
-                    plan.is_tiled, plan.partial_rows,
-                )
-                for plan in plans
-            ],
-            np.int64,
-        )  # fmt: skip
+    def of(plans: Sequence[Plan], table: NDArray[np.int64] | None = None) -> PlanTable:
+        """table: where they are written to; None: a new one"""
+        if table is None:
+            table = PlanTable.room(len(plans))
+        for row, plan in zip(table, plans, strict=True):
+            row[:] = (
+                place_of(plan.items), len(plan.items), place_of(plan.parts), len(plan.parts), plan.rows,
+                plan.is_tiled, plan.partial_rows,
+            )  # fmt: skip
         return PlanTable(plans, table)
+
+    @staticmethod
+    def room(plans: int) -> NDArray[np.int64]:
+        """For the table of so many."""
+        return np.empty((plans, len(records.PLAN.names or ())), np.int64)
 
     @property
     def most_items(self) -> int:
@@ -150,13 +160,20 @@ class PlanTable:
 
     def partials(self, dim: int) -> NDArray[np.float32]:
         """Room for the partial results of any of the plans."""
-        return np.empty(self.most_partial_rows * (2 + dim), np.float32)
+        return np.empty(self.partial_floats(dim), np.float32)
+
+    def partial_floats(self, dim: int) -> int:
+        """How many `partials` has."""
+        return self.most_partial_rows * (2 + dim)
 
     def scratch(self, threads: int, share: int, kernels: CacheKernels) -> NDArray[np.float32]:
         """``[threads, floats]``: what each thread works with."""
+        return np.empty((threads, self.scratch_floats(share, kernels)), np.float32)
+
+    def scratch_floats(self, share: int, kernels: CacheKernels) -> int:
+        """How many each thread has in `scratch`."""
         sizes = share, kernels.dim, kernels.expands
-        floats = max(scratch_floats(plan.rows, plan.is_tiled, *sizes) for plan in self.plans)
-        return np.empty((threads, floats), np.float32)
+        return max(scratch_floats(plan.rows, plan.is_tiled, *sizes) for plan in self.plans)
 
 
 def score_factor(scale: float, softcap: float) -> float:

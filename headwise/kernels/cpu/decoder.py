@@ -23,7 +23,7 @@ from headwise.kernels.cpu.attention_plan import Planner
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_layers
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
 from headwise.kernels.cpu.pool import pool_of_this_process
-from headwise.kernels.cpu.records import address_of, place_of
+from headwise.kernels.cpu.records import Record, Room, address_of, place_of
 from headwise.kernels.fused import DecoderLayer, DecoderShape
 
 Floats = NDArray[np.float32]
@@ -53,6 +53,9 @@ class CpuDecoder:
         self._heads: Sequence[HeadTable] = ()
         self._planners: list[Planner] = []
         self._rooms = _Rooms.empty(0, self)
+        self._plans = PlanTable.room(0)
+        self._counters, self._scratch, self._partials = Room(np.int64), Room(np.float32), Room(np.float32)
+        self._pass, self._step = Record(records.PASS), Record(records.STEP)
         self._kernels: CacheKernels | None = None
 
     @property
@@ -77,38 +80,42 @@ class CpuDecoder:
         heads: Sequence[HeadTable],
         final_norm: Floats | None,
     ) -> None:
-        """See `FusedDecoder.run`."""
+        """See `FusedDecoder.run`. A step that is no larger than one before it allocates no array, unless it
+        takes more than `records.KEPT_BYTES`.
+        """
         self._set_heads(heads)
         rows, workers, shape = len(x), self._workers(len(x)), self._shape
         rooms, kernels = self._rooms_for(rows), self._kernels_of(layout)
-        plans = PlanTable.of([planner.plan(batch) for planner in self._planners])
+        plans = PlanTable.of([planner.plan(batch) for planner in self._planners], self._plans)
         each = phase_counters(workers) + FIRST_ITEM + plans.most_items
-        counters = np.zeros((len(layers) + 1) * each, np.int64)
+        counters = self._counters.of((len(layers) + 1) * each)
+        counters[: (len(layers) + 1) * each] = 0
         qkv, row, dim = place_of(rooms.qkv), self.all_heads * shape.head_dim, shape.head_dim
         half, cosines = rotations.shape[-1], address_of(rotations, np.float32)
-        scratch = plans.scratch(workers, shape.q_heads // shape.kv_heads, kernels)
-        partials = plans.partials(dim)
-        attention = kernels.a_pass(
-            arena, batch, rows=rows, q_heads=shape.q_heads, kv_heads=shape.kv_heads, dim=dim,
+        scratch_floats = plans.scratch_floats(shape.q_heads // shape.kv_heads, kernels)
+        scratch = self._scratch.of(workers * scratch_floats)
+        partials = self._partials.of(plans.partial_floats(dim))
+        attention = self._pass.fill(
+            **kernels.pass_fields(arena, batch), rows=rows, q_heads=shape.q_heads, kv_heads=shape.kv_heads, dim=dim,
             query=qkv, query_row=row, query_head=dim,
             key=qkv + 4 * shape.q_heads * dim, key_row=row, key_head=dim,
             value=qkv + 4 * (shape.q_heads + shape.kv_heads) * dim, value_row=row, value_head=dim,
             out=place_of(rooms.heads), cosines=cosines, sines=cosines + 4 * rows * half, half=half,
             plans=place_of(plans.table), partials=place_of(partials), partial_rows=plans.most_partial_rows,
-            scratch=place_of(scratch), scratch_floats=scratch.shape[1],
+            scratch=place_of(scratch), scratch_floats=scratch_floats,
             factor=score_factor(shape.scale, shape.softcap), softcap=shape.softcap,
         )  # fmt: skip
-        step = records.filled(
-            records.STEP, products=self._products, x=address_of(x, np.float32), rows=rows, hidden=self._hidden,
+        step = self._step.fill(
+            products=self._products, x=address_of(x, np.float32), rows=rows, hidden=self._hidden,
             layers=self._table_at + layers.start * records.LAYER.itemsize, layer_count=len(layers),
             epilogue=EPILOGUES[shape.activation], widest=self._widest, intermediate=self._intermediate,
             added=place_of(rooms.added), gated=place_of(rooms.gated), factors=place_of(rooms.factors),
             factors_length=rooms.factors.size, sums=place_of(rooms.sums), sums_length=rooms.sums.size,
             tiles=place_of(rooms.tiles), values=place_of(rooms.values), counters=place_of(counters),
-            counters_per_layer=each, threads=workers, attention=place_of(attention), write=kernels.write.address,
+            counters_per_layer=each, threads=workers, attention=attention, write=kernels.write.address,
             attend=kernels.attend.address, final_norm=_span(final_norm)[0], eps=shape.eps,
         )  # fmt: skip
-        pool_of_this_process().run(run_layers().address, workers, place_of(step))
+        pool_of_this_process().run(run_layers().address, workers, step)
 
     @cached_property
     def _products(self) -> NDArray[np.int64]:
@@ -144,6 +151,7 @@ class CpuDecoder:
                 plans[policy] = len(plans), Planner(head.window, head.sink, share, dim)
             record["plan"] = plans[policy][0]
         self._planners = [planner for _, planner in plans.values()]
+        self._plans = PlanTable.room(len(plans))
 
     def _rooms_for(self, rows: int) -> _Rooms:
         """Room for ``rows`` rows; kept for the next steps, which mostly have no more."""

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 _N = np.int64
 
+KEPT_BYTES = 16 << 20
+"""Of a `Room`: more than decode steps take, but for those of many long sequences."""
+
 
 def _numbers(names: str) -> list[tuple[str, type[np.int64]]]:
     return [(name, _N) for name in names.split()]
@@ -218,7 +221,40 @@ def filled(dtype: np.dtype[Any], **fields: Any) -> NDArray[np.int64]:
     Raises:
         TypeError: it has no such field.
     """
-    record = np.array([tuple([fields.pop(name, 0) for name in dtype.names or ()])], dtype)
+    return np.array([_values(dtype, fields)], dtype).view(np.int64)
+
+
+def _values(dtype: np.dtype[Any], fields: dict[str, Any]) -> tuple[Any, ...]:
+    values = tuple([fields.pop(name, 0) for name in dtype.names or ()])
     if fields:
         raise TypeError(f"a record of {dtype.names} has no {sorted(fields)}")
-    return record.view(np.int64)
+    return values
+
+
+class Record:
+    """A record that is filled anew for each call, where it lies: nothing is allocated for it."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._records = np.zeros(1, dtype)
+        self.place = place_of(self._records.view(np.int64))
+
+    def fill(self, **fields: Any) -> int:
+        """With these fields, the others 0; where it lies. Raises as `filled`."""
+        self._records[0] = _values(self._records.dtype, fields)
+        return self.place
+
+
+class Room:
+    """An array that is kept from call to call, and made anew where it is too small; what is in it is nobody's."""
+
+    def __init__(self, dtype: Any) -> None:
+        self._array = np.empty(0, dtype)
+
+    def of(self, length: int) -> NDArray[Any]:
+        """``length`` elements, or more. Those of a call that takes more than `KEPT_BYTES` are that call's alone."""
+        if len(self._array) >= length:
+            return self._array
+        array = np.empty(length, self._array.dtype)
+        if array.nbytes <= KEPT_BYTES:
+            self._array = array
+        return array

@@ -187,6 +187,25 @@ def test_a_decoder_takes_caches_of_several_dtypes_in_turn() -> None:
     assert_equal(run(model, CacheShown), before)
 
 
+def test_a_step_of_the_same_size_allocates_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(pattern(config_of("gemma3")))
+    sequences, in_fused = PagedSequences(model.config, kernels()), []
+    sequences.forward(model, [(0, 40), (1, 3)], CacheShown)
+    sequences.forward(model, [(0, 1), (1, 1)], CacheShown)
+    run_layers = module.CpuDecoder.run
+
+    def run(*arguments):
+        with monkeypatch.context() as patch:
+            for name in ("empty", "zeros", "ones", "full", "array", "asarray", "ascontiguousarray", "concatenate"):
+                patch.setattr(np, name, None)
+            run_layers(*arguments)
+        in_fused.append(True)
+
+    monkeypatch.setattr(module.CpuDecoder, "run", run)
+    sequences.forward(model, [(0, 1), (1, 1)], CacheShown)
+    assert in_fused
+
+
 def test_arrays_that_compiled_code_would_misread_are_refused() -> None:
     def misread(sequences, batch):
         return CacheShown(sequences, replace(batch, seq_lens=batch.seq_lens.astype(np.int64)))
