@@ -16,11 +16,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from support.engine.dense_oracle import run_rank
+from support.engine.dense_oracle import run_rank, run_ranks
 from support.reference import CLOSE, answers
 from support.tiny_ggufs import JUDGED_GGUFS, TINY_GGUFS, write_directory, write_tiny_gguf
 
-from headwise.errors import ModelError
+from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
 from headwise.runtime.loader.checkpoint import SINGLE, Checkpoint, weight_files
 from headwise.runtime.loader.gguf_config import build_config
@@ -38,12 +38,12 @@ CLOSE_TO_LLAMA_CPP = {**dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-shared"),
 """It looks GELU up in a table of 16-bit numbers, and multiplies MXFP4 with activations rounded to 8 bits."""
 TRANSFORMERS = [name for name, tiny in TINY_GGUFS.items() if tiny.changes is None]
 EXPANDED = (
-    *("embed_tokens.weight", "embed_tokens_per_layer.weight", "per_layer_model_projection.weight"),
+    *("embed_tokens_per_layer.weight", "per_layer_model_projection.weight"),
     *("mlp.gate.weight", "mlp.router.weight", "feed_forward.router.weight", "router.proj.weight"),
     *("per_layer_input_gate.weight", "block_sparse_moe.gate.weight"),
     *("indexer.wk.weight", "indexer.wq_b.weight", "indexer.weights_proj.weight"),
 )
-"""Matrices that models compute from floats of, whatever a file has: small ones, and tables that rows are taken of."""
+"""Matrices that models compute from floats of, whatever a file has."""
 WITH_EXPERTS = [name for name in TINY_GGUFS if name not in ("ernie", "gemma4", "gemma4-shared", "qwen3.5")]
 
 
@@ -220,6 +220,18 @@ class Asked:
     def _noted(self, name: str, matrix: Any) -> Any:
         self.kept |= {name} if matrix is not None else set()
         return matrix
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss-mxfp4", "gemma4-moe", "deepseek-v3"])
+def test_ranks_have_their_parts_of_experts_that_are_blocks(name: str, tmp_path: Path) -> None:
+    """Though a rank's part begins within a group; where it computes from blocks, that is refused with the remedy."""
+    directory = convert(write_tiny_gguf(tmp_path / "q.gguf", TINY_GGUFS[name], quantised), tmp_path)
+    weights, ids = Checkpoint(directory), np.array(some_ids(20), np.int32)
+    config = model_config(weights.config)
+    np.testing.assert_allclose(run_ranks(config, weights, 2, ids)[0], logits(directory, some_ids(20)), atol=1e-3)
+    expert = next(each for each in weights.names if ".experts.0.down_proj.weight" in each)
+    with pytest.raises(ConfigError, match="in groups of 32 columns, .*: choose another tp_size, or weights_dtype bf"):
+        Checkpoint(directory, blocks=True).kept_columns(expert, 16, 32)
 
 
 def test_experts_are_on_disk_once_and_no_larger_than_their_blocks(tmp_path: Path) -> None:

@@ -61,9 +61,19 @@ def test_ranks_of_a_gpu_that_compute_from_fp8_add_up_to_the_expanded_model(tmp_p
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-next"])
+@pytest.mark.parametrize("name", ["phi3-long", "llama4", "qwen3.5", "deepseek-v2"])
+def test_models_that_reorder_rows_compute_from_codes_the_same(name: str, tmp_path: Path) -> None:
+    quantised, _ = write_quantised(tmp_path, name, INT4, in_int4)
+    config = served_up_to(model_config(without_scheme(read_json(quantised / "config.json"))), 512)
+    codes, expanded = (open_weights(quantised, keeps_codes=keeps) for keeps in (True, False))
+    found, expected = (run_rank(config, weights, SingleRank(), IDS) for weights in (codes, expanded))
+    assert found is not None
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-next", "phi3-long", "llama4", "qwen3.5"])
 def test_weights_that_are_kept_in_their_dtype_are_the_same(name: str, tmp_path: Path) -> None:
-    """A GPU is given them so; models that join or reorder rows have float32 to do it with."""
+    """A GPU is given them so, and models that reorder rows reorder them so."""
     config, source = served_up_to(model_config(TINY_CONFIGS[name]), 512), Checkpoint(checkpoint(name))
     (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS[name]))
     forms = {weight: TensorForm("BF16", source.shape(weight)) for weight in source.names}
