@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -230,7 +231,7 @@ def test_ranks_have_their_parts_of_experts_that_are_blocks(name: str, tmp_path: 
     config = model_config(weights.config)
     np.testing.assert_allclose(run_ranks(config, weights, 2, ids)[0], logits(directory, some_ids(20)), atol=1e-3)
     expert = next(each for each in weights.names if ".experts.0.down_proj.weight" in each)
-    with pytest.raises(ConfigError, match="in groups of 32 columns, .*: choose another tp_size, or weights_dtype bf"):
+    with pytest.raises(ConfigError, match=r"in groups of 32 columns, .*: choose another tp_size, or weights_dtype bf"):
         Checkpoint(directory, blocks=True).kept_columns(expert, 16, 32)
 
 
@@ -367,6 +368,24 @@ def test_a_file_with_experts_that_is_cut_short_is_refused_at_once(tmp_path: Path
     with pytest.raises(ModelError, match=r"x\.gguf is truncated or corrupt"):
         converted_directory(path, tmp_path, stages)
     assert stages.begun == ["reading x.gguf"]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "gemma4-moe", "qwen3.5-moe"])
+def test_a_flipped_header_gives_a_model_error_or_a_model(name: str, tmp_path: Path) -> None:
+    whole, draw = write_tiny_gguf(tmp_path / "whole.gguf", TINY_GGUFS[name]).read_bytes(), random.Random(5)
+    header = min(tensor.offset for tensor in GgufFile(tmp_path / "whole.gguf").tensors.values())
+    path, refused = tmp_path / "flipped.gguf", 0
+    for attempt in range(40):
+        broken = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            broken[draw.randrange(4, header)] = draw.randrange(256)
+        path.write_bytes(broken)
+        try:
+            assert len(Checkpoint(convert(path, tmp_path / str(attempt))).names) > 0
+        except ModelError as error:
+            assert "flipped.gguf" in str(error)
+            refused += 1
+    assert refused > 10
 
 
 # ---- files in parts ----
