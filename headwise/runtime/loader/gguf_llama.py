@@ -51,7 +51,7 @@ def _llama(source: GgufFile) -> dict[str, Any]:
         return found
     if "blk.0.ffn_gate.0.weight" in source.tensors:
         raise ModelError(
-            f"{source.path} has each expert in tensors of its own, as files of before April 2024 do; download a newer one"
+            f"{source.path} has each expert in tensors of its own, as files of early 2024 do; download a newer one"
         )
     return {
         **found,

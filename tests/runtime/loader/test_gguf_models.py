@@ -374,7 +374,7 @@ def test_a_file_with_experts_that_is_cut_short_is_refused_at_once(tmp_path: Path
 def test_a_flipped_header_gives_a_model_error_or_a_model(name: str, tmp_path: Path) -> None:
     whole, draw = write_tiny_gguf(tmp_path / "whole.gguf", TINY_GGUFS[name]).read_bytes(), random.Random(5)
     header = min(tensor.offset for tensor in GgufFile(tmp_path / "whole.gguf").tensors.values())
-    path, refused = tmp_path / "flipped.gguf", 0
+    path, messages = tmp_path / "flipped.gguf", []
     for attempt in range(40):
         broken = bytearray(whole)
         for _ in range(draw.randint(1, 4)):
@@ -383,9 +383,9 @@ def test_a_flipped_header_gives_a_model_error_or_a_model(name: str, tmp_path: Pa
         try:
             assert len(Checkpoint(convert(path, tmp_path / str(attempt))).names) > 0
         except ModelError as error:
-            assert "flipped.gguf" in str(error)
-            refused += 1
-    assert refused > 10
+            messages.append(str(error))
+    assert len(messages) > 10
+    assert [message for message in messages if "flipped.gguf" not in message] == []
 
 
 # ---- files in parts ----
