@@ -136,6 +136,14 @@ def test_older_files_have_keys_and_values_of_latents_in_one(tmp_path: Path) -> N
     )
 
 
+def test_older_files_have_what_goes_into_a_delta_net_in_one(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "old.gguf", TINY_GGUFS["qwen3-next"], is_split=False)
+    assert "blk.0.ssm_in.weight" in GgufFile(path).tensors
+    np.testing.assert_array_equal(
+        logits(convert(path, tmp_path), some_ids()), logits(converted("qwen3-next"), some_ids())
+    )
+
+
 @pytest.mark.parametrize(
     ("experts", "gating", "groups"), [(256, 2, (8, 4)), (160, 1, (8, 3)), (384, 2, (1, 1)), (64, 1, (1, 1))]
 )
@@ -322,6 +330,7 @@ class Stages(SilentProgress):
         ("gemma4-shared", "blk.3.proj.weight"),
         ("gemma4-moe", "blk.0.ffn_down_exps.scale"),
         ("qwen3-next", "blk.1.ssm_a"),
+        ("qwen3-next", "blk.0.attn_gate.weight"),
         ("qwen3.5", "blk.2.attn_gate.weight"),
         ("llama4", "blk.3.ffn_gate_inp.weight"),
     ],
