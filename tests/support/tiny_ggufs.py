@@ -153,7 +153,7 @@ def write_tiny_gguf(
     """
     but:           names of tensors that the file lacks
     keys:          that have other values, None for those that the file lacks
-    is_split:      whether keys and values of latents are apart, as newer converters have them
+    is_split:      whether keys and values of latents, and what goes into delta-nets, are apart, as in newer files
     joins_gate_up: whether experts' gates and ups are one tensor, as they may be
     """
     config, architecture = tiny.config, tiny.architecture
@@ -436,7 +436,7 @@ def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple
         elif name.endswith("e_score_correction_bias"):
             yield name.replace("_bias", ".bias"), values.reshape(-1)
         elif kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
-            yield from _delta_tensor(name, values, config)
+            yield from _delta_tensor(name, values, config, is_split)
         elif name.endswith("experts.gate_up_proj") and kind == "llama4_text":
             gate, up = np.split(values.swapaxes(1, 2), 2, axis=1)
             yield name.replace("gate_up_proj", "gate_proj.weight"), gate
@@ -486,7 +486,7 @@ def _split_latents(name: str, values: np.ndarray, config: Config) -> Iterator[tu
     yield name.replace("kv_b", "v_b"), both[:, plain:]
 
 
-def _delta_tensor(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+def _delta_tensor(name: str, values: np.ndarray, config: Config, is_split: bool) -> Iterator[tuple[str, np.ndarray]]:
     key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
     share, behind = heads // key_heads, 2 * key_heads * key_dim
@@ -512,7 +512,7 @@ def _delta_tensor(name: str, values: np.ndarray, config: Config) -> Iterator[tup
         yield name, tiled(values)
     elif part == "out_proj":
         yield name, tiled(values.T).T
-    elif part == "in_proj_qkvz":
+    elif part == "in_proj_qkvz" and is_split:
         sizes = np.cumsum([key_dim, key_dim, share * value_dim])
         apart = np.split(values.reshape(key_heads, -1, values.shape[1]), sizes, axis=1)
         *qkv, gates = (rows.reshape(-1, values.shape[1]) for rows in apart)

@@ -29,7 +29,7 @@ from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.select import resolve_ops_name
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Goes up with every change of ours by which the same tokens get other keys and values than before: older blocks in
 storage, and those of engines of another version, are then not mixed with ours."""
 

@@ -164,8 +164,11 @@ def _made_next(source: GgufFile, config: Config) -> Iterable[Part]:
     values = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
     for layer in range(config["num_hidden_layers"]):
         names = f"blk.{layer}.{_QKV}", f"blk.{layer}.{_GATES}"
-        if names[0] not in source.tensors or names[1] not in source.tensors:
+        if f"blk.{layer}.ssm_a" not in source.tensors or f"blk.{layer}.{_WHOLE}" in source.tensors:
             continue
+        for name in names:
+            if name not in source.tensors:
+                raise ModelError(f"{source.path} lacks the tensor {name!r}; download it again")
 
         def joined(names: tuple[str, str] = names) -> NDArray[np.float32]:
             rows = np.concatenate([source.tensor(name) for name in names])

@@ -49,6 +49,10 @@ def _llama(source: GgufFile) -> dict[str, Any]:
     experts = count(source, "llama.expert_count")
     if not experts:
         return found
+    if "blk.0.ffn_gate.0.weight" in source.tensors:
+        raise ModelError(
+            f"{source.path} has each expert in tensors of its own, as files of early 2024 do; download a newer one"
+        )
     return {
         **found,
         "architectures": ["MixtralForCausalLM"],

@@ -12,7 +12,8 @@ from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, rope
 from headwise.runtime.models.mistral import window_everywhere
 from headwise.runtime.models.rope import pairs_first
-from headwise.runtime.models.weight_view import Reader, WeightView
+from headwise.runtime.models.weight_view import Reader, WeightView, taken
+from headwise.runtime.ops.quantised import Matrix
 
 ARCHITECTURE = "Phi3ForCausalLM"
 
@@ -66,6 +67,20 @@ class Phi3Weights(WeightView):
             return rows
         heads = rows.reshape(-1, len(self._order), rows.shape[1])
         return heads[:, self._order].reshape(rows.shape)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        at, _, part = name.removesuffix(".weight").rpartition(".")
+        if part not in self._at:
+            return self._source.kept_rows(name, start, stop)
+        fused, first = self._at[part]
+        kept = self._source.kept_rows(f"{at}.{fused}.weight", first + start, first + stop)
+        if kept is None or self._order is None or part not in ("q_proj", "k_proj"):
+            return kept
+        dim = len(self._order)
+        return taken(kept, (np.arange(0, stop - start, dim)[:, None] + self._order).reshape(-1))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(name, start, stop)
 
 
 class Phi3(Decoder):

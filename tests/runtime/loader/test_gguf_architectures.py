@@ -19,6 +19,7 @@ from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.ops.quantised import Matrix
 
 ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -33,8 +34,9 @@ NOT_IN_GGUF = {
 }
 
 
-def write_gguf(path: Path, name: str) -> Path:
-    """A tiny checkpoint as llama.cpp's converter would write it, by the names that it has of each tensor."""
+def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType | None = None) -> Path:
+    """A tiny checkpoint as llama.cpp's converter would write it, by the names that it has of each tensor. kind: of
+    matrices"""
     config, architecture = TINY_CONFIGS[name], ARCHITECTURES[name]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_block_count(config["num_hidden_layers"])
@@ -55,9 +57,9 @@ def write_gguf(path: Path, name: str) -> Path:
     if name == "phi3-long":
         writer.add_rope_dimension_count(48)
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
-        for kind in ("long", "short"):
+        for length in ("long", "short"):
             writer.add_tensor(
-                f"rope_factors_{kind}.weight", np.array(config["rope_scaling"]["long_factor"], np.float32)
+                f"rope_factors_{length}.weight", np.array(config["rope_scaling"]["long_factor"], np.float32)
             )
     _add_tokenizer(writer)
     weights, names = Checkpoint(checkpoint(name)), gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
@@ -66,7 +68,12 @@ def write_gguf(path: Path, name: str) -> Path:
         if name == "gemma2" and hf_name.endswith("norm.weight"):
             values = values + np.float32(1)
         known = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(known or "output.weight", np.ascontiguousarray(values))  # a Gemma 2 of ours is not tied
+        raw = None if kind is None or values.ndim < 2 else kind
+        values = np.ascontiguousarray(values)
+        # A Gemma 2 of ours is not tied.
+        writer.add_tensor(
+            known or "output.weight", values if raw is None else gguf.quantize(values, raw), raw_dtype=raw
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -92,6 +99,38 @@ def test_a_converted_file_computes_what_transformers_does(name: str, tmp_path: P
     logits = run_rank(config, weights, SingleRank(), np.array(answer.prompt_ids, np.int32))
     assert logits is not None
     np.testing.assert_allclose(logits[-1][answer.sample_ids], answer.sample_logits, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_blocks_are_computed_from_as_the_same_numbers_expanded(name: str, tmp_path: Path) -> None:
+    """Those of Phi-3's fused projections, too."""
+    path = write_gguf(tmp_path / "tiny.gguf", name, gguf.GGMLQuantizationType.Q8_0)
+    directory, found, kept = converted_directory(path, tmp_path, SilentProgress()), [], set[str]()
+    for blocks in (False, True):
+        weights = Noting(directory, blocks, kept)
+        config = served_up_to(model_config(weights.config), 64)
+        found.append(run_rank(config, weights, SingleRank(), np.arange(3, 60, dtype=np.int32)))
+    np.testing.assert_allclose(*found, atol=1e-4, rtol=0)
+    matrices = {each for each in Checkpoint(directory).names if len(Checkpoint(directory).shape(each)) == 2}
+    assert matrices == kept
+
+
+class Noting(Checkpoint):
+    """Notes which matrices were taken as they are kept."""
+
+    def __init__(self, directory: Path, blocks: bool, kept: set[str]) -> None:
+        super().__init__(directory, blocks=blocks)
+        self._noted = kept
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._note(name, super().kept_rows(name, start, stop))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._note(name, super().kept_columns(name, start, stop))
+
+    def _note(self, name: str, matrix: Matrix | None) -> Matrix | None:
+        self._noted |= set() if matrix is None else {name}
+        return matrix
 
 
 def test_text_of_qwen_is_split_as_its_own_tokenizer_splits_it(tmp_path: Path) -> None:

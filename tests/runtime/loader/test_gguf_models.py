@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,11 +17,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from support.engine.dense_oracle import run_rank
+from support.engine.dense_oracle import run_rank, run_ranks
 from support.reference import CLOSE, answers
 from support.tiny_ggufs import JUDGED_GGUFS, TINY_GGUFS, write_directory, write_tiny_gguf
 
-from headwise.errors import ModelError
+from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
 from headwise.runtime.loader.checkpoint import SINGLE, Checkpoint, weight_files
 from headwise.runtime.loader.gguf_config import build_config
@@ -38,12 +39,12 @@ CLOSE_TO_LLAMA_CPP = {**dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-shared"),
 """It looks GELU up in a table of 16-bit numbers, and multiplies MXFP4 with activations rounded to 8 bits."""
 TRANSFORMERS = [name for name, tiny in TINY_GGUFS.items() if tiny.changes is None]
 EXPANDED = (
-    *("embed_tokens.weight", "embed_tokens_per_layer.weight", "per_layer_model_projection.weight"),
+    *("embed_tokens_per_layer.weight", "per_layer_model_projection.weight"),
     *("mlp.gate.weight", "mlp.router.weight", "feed_forward.router.weight", "router.proj.weight"),
     *("per_layer_input_gate.weight", "block_sparse_moe.gate.weight"),
     *("indexer.wk.weight", "indexer.wq_b.weight", "indexer.weights_proj.weight"),
 )
-"""Matrices that models compute from floats of, whatever a file has: small ones, and tables that rows are taken of."""
+"""Matrices that models compute from floats of, whatever a file has."""
 WITH_EXPERTS = [name for name in TINY_GGUFS if name not in ("ernie", "gemma4", "gemma4-shared", "qwen3.5")]
 
 
@@ -135,6 +136,14 @@ def test_older_files_have_keys_and_values_of_latents_in_one(tmp_path: Path) -> N
     )
 
 
+def test_older_files_have_what_goes_into_a_delta_net_in_one(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "old.gguf", TINY_GGUFS["qwen3-next"], is_split=False)
+    assert "blk.0.ssm_in.weight" in GgufFile(path).tensors
+    np.testing.assert_array_equal(
+        logits(convert(path, tmp_path), some_ids()), logits(converted("qwen3-next"), some_ids())
+    )
+
+
 @pytest.mark.parametrize(
     ("experts", "gating", "groups"), [(256, 2, (8, 4)), (160, 1, (8, 3)), (384, 2, (1, 1)), (64, 1, (1, 1))]
 )
@@ -220,6 +229,18 @@ class Asked:
     def _noted(self, name: str, matrix: Any) -> Any:
         self.kept |= {name} if matrix is not None else set()
         return matrix
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss-mxfp4", "gemma4-moe", "deepseek-v3"])
+def test_ranks_have_their_parts_of_experts_that_are_blocks(name: str, tmp_path: Path) -> None:
+    """Though a rank's part begins within a group; where it computes from blocks, that is refused with the remedy."""
+    directory = convert(write_tiny_gguf(tmp_path / "q.gguf", TINY_GGUFS[name], quantised), tmp_path)
+    weights, ids = Checkpoint(directory), np.array(some_ids(20), np.int32)
+    config = model_config(weights.config)
+    np.testing.assert_allclose(run_ranks(config, weights, 2, ids)[0], logits(directory, some_ids(20)), atol=1e-3)
+    expert = next(each for each in weights.names if ".experts.0.down_proj.weight" in each)
+    with pytest.raises(ConfigError, match=r"in groups of 32 columns, .*: choose another tp_size, or weights_dtype bf"):
+        Checkpoint(directory, blocks=True).kept_columns(expert, 16, 32)
 
 
 def test_experts_are_on_disk_once_and_no_larger_than_their_blocks(tmp_path: Path) -> None:
@@ -311,6 +332,7 @@ class Stages(SilentProgress):
         ("gemma4-shared", "blk.3.proj.weight"),
         ("gemma4-moe", "blk.0.ffn_down_exps.scale"),
         ("qwen3-next", "blk.1.ssm_a"),
+        ("qwen3-next", "blk.0.attn_gate.weight"),
         ("qwen3.5", "blk.2.attn_gate.weight"),
         ("llama4", "blk.3.ffn_gate_inp.weight"),
     ],
@@ -357,6 +379,24 @@ def test_a_file_with_experts_that_is_cut_short_is_refused_at_once(tmp_path: Path
     with pytest.raises(ModelError, match=r"x\.gguf is truncated or corrupt"):
         converted_directory(path, tmp_path, stages)
     assert stages.begun == ["reading x.gguf"]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "gemma4-moe", "qwen3.5-moe"])
+def test_a_flipped_header_gives_a_model_error_or_a_model(name: str, tmp_path: Path) -> None:
+    whole, draw = write_tiny_gguf(tmp_path / "whole.gguf", TINY_GGUFS[name]).read_bytes(), random.Random(5)
+    header = min(tensor.offset for tensor in GgufFile(tmp_path / "whole.gguf").tensors.values())
+    path, messages = tmp_path / "flipped.gguf", []
+    for attempt in range(40):
+        broken = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            broken[draw.randrange(4, header)] = draw.randrange(256)
+        path.write_bytes(broken)
+        try:
+            assert len(Checkpoint(convert(path, tmp_path / str(attempt))).names) > 0
+        except ModelError as error:
+            messages.append(str(error))
+    assert len(messages) > 10
+    assert [message for message in messages if "flipped.gguf" not in message] == []
 
 
 # ---- files in parts ----

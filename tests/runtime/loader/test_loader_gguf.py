@@ -205,6 +205,15 @@ def test_a_tensor_the_architecture_does_not_have_is_refused(tmp_path: Path) -> N
         convert(write_llama_gguf(tmp_path / "x.gguf", tensors), tmp_path)
 
 
+def test_mixtral_files_of_another_age_are_told_apart(tmp_path: Path) -> None:
+    tensors = {**llama_tensors(), "blk.0.ffn_gate.0.weight": np.zeros((64, 32), np.float32)}
+    path = write_llama_gguf(
+        tmp_path / "old.gguf", tensors, extra={"llama.expert_count": 8, "llama.expert_used_count": 2}
+    )
+    with pytest.raises(ModelError, match=r"old\.gguf has each expert in tensors of its own, .*download a newer one"):
+        convert(path, tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04" + b"\0" * 60, b"GGUF" + b"\xff" * 60])
 def test_files_that_are_no_gguf_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.gguf").write_bytes(content)

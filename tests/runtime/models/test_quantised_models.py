@@ -66,6 +66,16 @@ def test_ranks_of_a_gpu_that_compute_from_fp8_add_up_to_the_expanded_model(tmp_p
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["phi3-long", "llama4", "qwen3.5", "deepseek-v2"])
+def test_models_that_reorder_rows_compute_from_codes_the_same(name: str, tmp_path: Path) -> None:
+    quantised, _ = write_quantised(tmp_path, name, INT4, in_int4)
+    config = served_up_to(model_config(without_scheme(read_json(quantised / "config.json"))), 512)
+    codes, expanded = (open_weights(quantised, keeps_codes=keeps) for keeps in (True, False))
+    found, expected = (run_rank(config, weights, SingleRank(), IDS) for weights in (codes, expanded))
+    assert found is not None
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
 class ToldCheckpoint(Checkpoint):
     """Knows which of its matrices were read as float32."""
 
