@@ -33,5 +33,5 @@ def to_e4m3(numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
         normal = (bits + np.uint32(0x7FFFF) + (bits >> 20 & 1) >> 20).astype(np.int32) - (120 << 3)
         small = np.rint(magnitude * np.float32(512)).astype(np.int32)  # without a leading one
     codes = np.where(magnitude < 2.0**-6, small, normal)
-    codes = np.where(np.isnan(numbers), 127, codes) | np.signbit(numbers) << 7
-    return codes.astype(np.uint8)
+    found: NDArray[np.uint8] = (np.where(np.isnan(numbers), 127, codes) | np.signbit(numbers) << 7).astype(np.uint8)
+    return found
