@@ -428,6 +428,7 @@ class MixedMachine(StoredMachine):
     """The same over a model that is drawn: layers with members of any kinds, sizes and policies."""
 
     model = MixedModel((MixedLayer((FULL,), 1),))
+    host: ClassVar = {**StoredMachine.host, "checkpoint_tokens": 8}
 
     def _storage(self) -> Storage:
         return {}
