@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from support.engine.mixed_model import NEVER_CAME, MixedModel, MixedOverCache, MixedTokenModel, mixed_card
 from support.engine.simulated_engine import BLOCK, SOMEWHERE, engine_over, lookup_in
 from support.engine.simulation import SimulatedExecutor, Storage
@@ -33,10 +34,12 @@ class MixedExecutor(SimulatedExecutor):
         return worker
 
     def _begin(self, batch: BatchRequest) -> RunningStep:
-        loads = batch.cache_swap_metadata.loads[:, 2].tolist()
-        self._attention.asked.update(loads)
+        loads = batch.cache_swap_metadata.loads
+        self._attention.asked.update(loads[:, 2].tolist())
         if not self.is_asleep:
-            self._fill(loads, NEVER_CAME)
+            self._fill(loads[:, 2], NEVER_CAME)
+            for group, _, block in loads.tolist():  # a load brings what layers keep, and no padding
+                self._attention.fill_padding(self.worker._cache.arena, group, np.array([block]))
         return super()._begin(batch)
 
 

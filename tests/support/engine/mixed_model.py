@@ -181,6 +181,7 @@ class MixedOverCache:
     def __init__(self, model: MixedModel, card: ModelCard, copies: WatchedCopy) -> None:
         self._model, self._copies = model, copies
         self._padding = _padding(card)
+        self._block_words = card.layout.block_bytes // 4
         self.asked: set[int] = set()
         self.seen: list[list[_LayerSees | None]] = []
 
@@ -223,7 +224,7 @@ class MixedOverCache:
                 ids = cache.batch.block_tables[index * cache.batch.groups + group][positions // size]
                 kept = ids >= 0
                 keys = _key(layer, head, positions, own)[:, None] + np.arange(self._model.layers[layer].words)
-                self._fill_padding(cache, group, ids[kept])
+                self.fill_padding(cache.arena, group, ids[kept])
                 _of_tokens(cache)[ids[kept], slot, positions[kept] % size] = keys[kept]
                 self.asked.difference_update(ids[kept & (positions % size == 0)].tolist())  # they are somebody else's
 
@@ -273,7 +274,7 @@ class MixedOverCache:
                 if checksum is not None:
                     checksum = zlib.crc32(tokens[first - start : last - start].tobytes(), checksum)
                 if (block := int(table[column])) >= 0:
-                    self._fill_padding(cache, group, np.array([block]))
+                    self.fill_padding(cache.arena, group, np.array([block]))
                     self._keep_state(states[block], _tag(layer, head), last, checksum)
                     if checksum is None:
                         self.asked.add(block)
@@ -303,9 +304,9 @@ class MixedOverCache:
             state[:] = 0  # whatever is kept is not negative: see `holds`
             state[:STATE_WORDS] = tag, tokens, *_halves(checksum)
 
-    def _fill_padding(self, cache: LayerCache, group: int, blocks: NDArray[np.int32]) -> None:
-        """What no member fills of a group's blocks is copied with them."""
-        words = cache.arena.view(np.int32).reshape(-1, cache.layout.block_bytes // 4)
+    def fill_padding(self, arena: NDArray[np.uint8], group: int, blocks: NDArray[np.int32]) -> None:
+        """What no member fills of a group's blocks is stored with them, as if there were something."""
+        words = arena.view(np.int32).reshape(-1, self._block_words)
         words[np.ix_(blocks, self._padding[group])] = 0
 
     def _violated(self, what: str) -> None:
