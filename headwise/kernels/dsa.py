@@ -14,25 +14,31 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
-from headwise.kernels.gqa import QUANTISED, role_view
-from headwise.kernels.mla import is_latent, latent_layout
+from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.gqa import role_view
+from headwise.kernels.mla import Index, bits_view, has_scales, is_latent, latent_layout
+from headwise.kernels.mla_quantised import dequantise_keys, quantise_keys
 
-INDEXER = "indexer"
+INDEXER, INDEXER_SCALE = "indexer", "indexer_scale"
 
 
-def indexed_layout(block_size: int, slots: int, width: int, index_dim: int, dtype: str = "float32") -> BlockLayout:
+def indexed_layout(
+    block_size: int, slots: int, width: int, index_dim: int, dtype: str = "float32", rotated: int = 0
+) -> BlockLayout:
     """The layout of blocks that hold, per member and token, one ``latent`` of ``width`` numbers and one key of an
     ``indexer`` of ``index_dim``.
 
+    In int8 and E4M3 both have scales, and the last ``rotated`` numbers of a latent take two bytes each: see
+    `latent_layout`. Those of keys, which lose no more by it, take one.
+
     Raises:
-        ConfigError: the dtype is a quantised one.
+        ConfigError: latents are not kept in this dtype.
     """
-    if dtype in QUANTISED:
-        raise ConfigError(
-            f"kv_dtype {dtype} cannot hold latents with an indexer (DSA): choose kv_dtype bfloat16 or float32"
-        )
-    latents = latent_layout(block_size, slots, width, dtype)
-    return replace(latents, roles=(*latents.roles, Role(INDEXER, (index_dim,), dtype)))
+    latents = latent_layout(block_size, slots, width, dtype, rotated)
+    roles = [Role(INDEXER, (index_dim,), dtype)]
+    if has_scales(latents):
+        roles.append(Role(INDEXER_SCALE, (), "float32"))
+    return replace(latents, roles=(*latents.roles, *roles))
 
 
 def index_role(layout: BlockLayout) -> Role:
@@ -41,19 +47,40 @@ def index_role(layout: BlockLayout) -> Role:
     Raises:
         ConfigError: the layout has none.
     """
-    last = layout.roles[-1]
-    if not is_latent(layout) or last.name != INDEXER:
+    found = [role for role in layout.roles if role.name == INDEXER]
+    if not is_latent(layout) or not found:
         raise ConfigError(f"layout {layout.identity} has no keys of an indexer; build it with indexed_layout()")
-    return last
+    return found[0]
 
 
 def index_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[Any]:
     """Keys of the indexer as stored, ``[num_blocks, slots, block_size, index_dim]``, sharing the arena's memory.
 
-    Those of a bfloat16 arena are its bits, uint16: see `headwise.kernels.bfloat16`.
+    Those of a bfloat16 or E4M3 arena are its bits, as of `latent_view`.
 
     Raises:
         ConfigError: the arena is not a whole number of blocks, or the layout has no such keys.
     """
-    role = index_role(layout)
-    return role_view(arena, layout, replace(role, dtype="uint16") if role.dtype == "bfloat16" else role)
+    return bits_view(arena, layout, index_role(layout))
+
+
+def index_scale_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.float32]:
+    """Scales of a quantised arena's keys, ``[num_blocks, slots, block_size]``, sharing its memory."""
+    return role_view(arena, layout, layout.roles[-1])
+
+
+def store_keys(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, keys: NDArray[Any]) -> None:
+    """Store ``keys [tokens, index_dim]`` at these places, as the layout has them."""
+    view = index_view(arena, layout)
+    if has_scales(layout):
+        view[at], index_scale_view(arena, layout)[at] = quantise_keys(keys, index_role(layout).dtype)
+    else:
+        view[at] = to_bits(keys) if view.dtype == np.uint16 else keys
+
+
+def load_keys(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, dtype: Any = np.float32) -> NDArray[Any]:
+    """Keys at these places, ``[*places, index_dim]`` of ``dtype``, float32 or wider."""
+    stored = index_view(arena, layout)[at]
+    if has_scales(layout):
+        return dequantise_keys(stored, index_scale_view(arena, layout)[at], dtype)
+    return (to_float32(stored) if stored.dtype == np.uint16 else stored).astype(dtype, copy=False)

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.bfloat16 import to_bits, to_float32
-from headwise.kernels.dsa import index_view
+from headwise.kernels.dsa import load_keys, store_keys
 from headwise.kernels.dsa_base import IndexQueries
-from headwise.kernels.mla import latent_view
+from headwise.kernels.mla import load_latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.mla_reference import ReferenceLatentKernels
 from headwise.kernels.reference import blocks_of, sequences_of, softmax_attention, visible_to
@@ -30,13 +29,11 @@ class ReferenceIndexedKernels(ReferenceLatentKernels):
         heads: HeadTable,
     ) -> None:
         """See `IndexedKernels.write_index`."""
-        view = index_view(arena, layout)
         for sequence, rows, positions in sequences_of(batch):
             blocks = blocks_of(batch, sequence, heads.group[0], positions, layout.block_size)
             mapped = blocks >= 0
-            written = key[rows][mapped]
             at = (blocks[mapped], heads.slot[0], positions[mapped] % layout.block_size)
-            view[at] = to_bits(written) if view.dtype == np.uint16 else written
+            store_keys(arena, layout, at, key[rows][mapped])
 
     def attend_chosen(
         self,
@@ -52,6 +49,7 @@ class ReferenceIndexedKernels(ReferenceLatentKernels):
         out: NDArray[Any],
     ) -> None:
         """See `IndexedKernels.attend_chosen`. A visible token whose block is ``-1`` is treated as not visible."""
+        width = up.key.shape[2] + query.shape[2] - up.key.shape[1]
         for sequence, rows, positions in sequences_of(batch):
             context = np.arange(positions[-1] + 1)
             visible = visible_to(positions, context, int(heads.window[0]), int(heads.sink[0]))
@@ -59,7 +57,8 @@ class ReferenceIndexedKernels(ReferenceLatentKernels):
             blocks = blocks_of(batch, sequence, heads.group[0], seen, layout.block_size)
             seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
             at = blocks, heads.slot[0], seen % layout.block_size
-            latents, keys = (_exact(view(arena, layout)[at]) for view in (latent_view, index_view))
+            latents = load_latents(arena, layout, at, width, np.float64)
+            keys = load_keys(arena, layout, at, np.float64)
             of_heads = np.maximum(np.einsum("tnd,kd->tnk", index.query[rows].astype(np.float64), keys), 0)
             scores = np.einsum("tn,tnk->tk", index.weights[rows].astype(np.float64), of_heads)
             is_seen = visible[:, seen]
@@ -79,7 +78,3 @@ def best(scores: NDArray[np.float64], visible: NDArray[np.bool_], top: int) -> N
     chosen = np.zeros_like(visible)
     np.put_along_axis(chosen, order[:, :top], True, axis=1)
     return chosen & visible
-
-
-def _exact(stored: NDArray[Any]) -> NDArray[np.float64]:
-    return (to_float32(stored) if stored.dtype == np.uint16 else stored).astype(np.float64)

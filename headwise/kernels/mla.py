@@ -16,10 +16,12 @@ from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.gqa import role_view
-from headwise.kernels.mla_quantised import dequantise_latents, quantise_latents
+from headwise.kernels.mla_quantised import FLOAT8, INT8, dequantise_latents, quantise_latents
 
 LATENT, LATENT_SCALE = "latent", "latent_scale"
-LATENT_DTYPES = ("float32", "float16", "bfloat16", "int8")
+QUANTISED_LATENTS = (INT8, FLOAT8)
+LATENT_DTYPES = ("float32", "float16", "bfloat16", *QUANTISED_LATENTS)
+"""Dtypes of latents, and of those that have scales."""
 
 Index = tuple[Any, Any, Any]
 """Of tokens: their blocks, their slot, and their places in the blocks."""
@@ -28,7 +30,7 @@ Index = tuple[Any, Any, Any]
 def latent_layout(block_size: int, slots: int, width: int, dtype: str = "float32", rotated: int = 0) -> BlockLayout:
     """The layout of blocks that hold, per member and token, one ``latent`` of ``width`` numbers.
 
-    In int8 a latent is a row of `headwise.kernels.mla_quantised`, and ``latent_scale`` has its scale. The last
+    In int8 and E4M3 a latent is a row of `headwise.kernels.mla_quantised`, and ``latent_scale`` has its scale. The last
     ``rotated`` of its numbers take two bytes each.
 
     Raises:
@@ -36,7 +38,7 @@ def latent_layout(block_size: int, slots: int, width: int, dtype: str = "float32
     """
     if dtype not in LATENT_DTYPES:
         raise ConfigError(f"kv_dtype {dtype} cannot hold latents (MLA): choose kv_dtype int8, bfloat16 or float32")
-    is_quantised = dtype == "int8"
+    is_quantised = dtype in QUANTISED_LATENTS
     roles = [Role(LATENT, (width + rotated * is_quantised,), dtype)]
     if is_quantised:
         roles.append(Role(LATENT_SCALE, (), "float32"))
@@ -60,25 +62,30 @@ def latent_width(layout: BlockLayout) -> int:
 
 
 def has_scales(layout: BlockLayout) -> bool:
-    """Whether latents are stored in int8, with a scale for each."""
+    """Whether latents are stored in int8 or E4M3, with a scale for each."""
     return LATENT_SCALE in layout.role_offsets
 
 
 def latent_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[Any]:
     """Latents of an arena as stored, ``[num_blocks, slots, block_size, width]``, sharing its memory.
 
-    Those of a bfloat16 arena are its bits, uint16: see `headwise.kernels.bfloat16`.
+    Those of a bfloat16 or E4M3 arena are its bits, uint16 or uint8: see `headwise.kernels.bfloat16` and `e4m3`.
 
     Raises:
         ConfigError: the arena is not a whole number of blocks, or the layout is of another attention variant.
     """
     latent_width(layout)
-    role = layout.roles[0]
-    return role_view(arena, layout, replace(role, dtype="uint16") if role.dtype == "bfloat16" else role)
+    return bits_view(arena, layout, layout.roles[0])
+
+
+def bits_view(arena: NDArray[np.uint8], layout: BlockLayout, role: Role) -> NDArray[Any]:
+    """What an arena holds of a role, of dtypes that NumPy lacks as bits: see `headwise.kernels.gqa.role_view`."""
+    bits = {"bfloat16": "uint16", FLOAT8: "uint8"}
+    return role_view(arena, layout, replace(role, dtype=bits.get(role.dtype, role.dtype)))
 
 
 def latent_scale_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.float32]:
-    """Scales of an int8 arena's latents, ``[num_blocks, slots, block_size]``, sharing its memory."""
+    """Scales of a quantised arena's latents, ``[num_blocks, slots, block_size]``, sharing its memory."""
     return role_view(arena, layout, layout.roles[1])
 
 
@@ -86,7 +93,8 @@ def store_latents(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, late
     """Store ``latents [tokens, width]`` at these places, as the layout has them."""
     view = latent_view(arena, layout)
     if has_scales(layout):
-        view[at], latent_scale_view(arena, layout)[at] = quantise_latents(latents, view.shape[3] - latents.shape[1])
+        stored = quantise_latents(latents, view.shape[3] - latents.shape[1], layout.roles[0].dtype)
+        view[at], latent_scale_view(arena, layout)[at] = stored
     else:
         view[at] = to_bits(latents) if view.dtype == np.uint16 else latents
 

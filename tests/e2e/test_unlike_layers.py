@@ -37,29 +37,10 @@ def test_blocks_of_16_tokens_give_the_same_tokens(name: str) -> None:
     assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_dtype"), [*((name, "int8") for name in NAMES), ("gemma4-shared", "float8_e4m3fn")]
-)
-def test_a_quantised_cache_is_read_back_about_as_it_was(name: str, kv_dtype: str) -> None:
-    """Its first tokens are those of a float32 one, but where two are about as likely."""
-    loaded, wanted = LoadedModel(name, kv_dtype=kv_dtype), [answer.first(4) for answer in answers(name)]
-    assert {layout.tail_bytes > 0 for layout in loaded.worker.card.layouts} == {True, False}  # scales make slots odd
-    greedy = {answer.name: replace(GREEDY, max_tokens=4) for answer in wanted}
-    results, _ = loaded.run(wanted, greedy)
-    same = [results[answer.name].token_ids[0] == answer.output_ids[0] for answer in wanted]
-    assert sum(same) >= len(same) - 1
-
-
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
-def test_latents_in_int8_are_read_back_about_as_they_were_from_the_host_too(name: str) -> None:
-    """A tiny random model's tokens turn more easily than a real one's: of the first ones few do."""
-    loaded, wanted = LoadedModel(name, kv_dtype="int8"), [answer.first(4) for answer in answers(name)]
-    greedy = {answer.name: replace(GREEDY, max_tokens=4) for answer in wanted}
-    results, _ = loaded.run(wanted, greedy, max_batched_tokens=64)
-    same = [results[answer.name].token_ids[0] == answer.output_ids[0] for answer in wanted]
-    assert sum(same) >= len(same) - 1
-    again, _ = loaded.run(wanted, greedy, max_batched_tokens=64, host_cache="16MiB")
-    assert [each.token_ids for each in again.values()] == [each.token_ids for each in results.values()]
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_make_slots_no_whole_multiples_of_each_other(name: str, kv_dtype: str) -> None:
+    assert {layout.tail_bytes > 0 for layout in card_of(name, kv_dtype=kv_dtype).layouts} == {True, False}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])

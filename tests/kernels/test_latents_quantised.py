@@ -1,18 +1,21 @@
-"""Latents in int8: how exactly they are kept, and what that makes of attention."""
+"""Latents in int8 and E4M3: how exactly they are kept, and what that makes of attention."""
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.latent_scene import LatentCase, LatentScene
 
+from headwise.kernels.e4m3 import E4M3, to_e4m3
 from headwise.kernels.mla import latent_layout, latent_scale_view, latent_view
 from headwise.kernels.mla_quantised import dequantise_latents, quantise_latents, stretch_queries
 from headwise.kernels.select import make_latent_kernels
 
 RANK, ROTATED = 32, 8
+DTYPES = pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 
 
 @given(st.integers(0, 2**16), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
@@ -28,10 +31,35 @@ def test_every_number_is_kept_to_half_a_unit_of_its_row(seed: int, plain: float,
     np.testing.assert_allclose(scale, np.maximum(absmax[0], absmax[1] / 16) / 127, rtol=1e-6)
 
 
-def test_rows_of_zeros_and_of_no_numbers() -> None:
+@given(st.integers(0, 2**16), st.floats(1e-2, 1e3), st.floats(1e-2, 1e3))
+def test_in_e4m3_rotated_numbers_keep_the_digits_of_bfloat16_and_others_four(
+    seed: int, plain: float, rotated: float
+) -> None:
+    latents = np.random.default_rng(seed).standard_normal((5, RANK + ROTATED)).astype(np.float32)
+    latents[:, :RANK] *= np.float32(plain)
+    latents[:, RANK:] *= np.float32(rotated)
+    stored, scale = quantise_latents(latents, ROTATED, "float8_e4m3fn")
+    assert (stored.dtype, stored.shape) == (np.uint8, (5, RANK + 2 * ROTATED))
+    error = np.abs(dequantise_latents(stored, scale, ROTATED, np.float64) - latents)
+    unit = scale[:, None] * 2.0**-10  # half of the smallest number's
+    assert (error[:, :RANK] <= np.maximum(np.abs(latents[:, :RANK]) * 2.0**-4, unit) * 1.001).all()
+    assert (error[:, RANK:] <= np.maximum(np.abs(latents[:, RANK:]) * 2.0**-8, unit / 16) * 1.001).all()
+
+
+def test_every_code_of_e4m3_and_what_lies_between_two_is_rounded_as_ml_dtypes_does() -> None:
+    numbers = np.sort(E4M3[~np.isnan(E4M3)])
+    between = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2, np.linspace(-448, 448, 9999), [1e-9, 0]])
+    between = np.concatenate([between, np.nextafter(between, np.float32(0))]).astype(np.float32)
+    np.testing.assert_array_equal(E4M3[to_e4m3(between)], between.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    beyond = np.array([500, -np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(E4M3[to_e4m3(beyond)], np.array([448, -448, np.nan], np.float32))
+
+
+@DTYPES
+def test_rows_of_zeros_and_of_no_numbers(dtype: str) -> None:
     rows = np.zeros((3, RANK + ROTATED), np.float32)
     rows[1, 3], rows[2, RANK] = np.nan, np.inf
-    stored, scale = quantise_latents(rows, ROTATED)
+    stored, scale = quantise_latents(rows, ROTATED, dtype)
     assert scale[0] == 1
     assert not stored[0].any()
     with np.errstate(invalid="ignore"):
@@ -40,42 +68,48 @@ def test_rows_of_zeros_and_of_no_numbers() -> None:
     assert np.isnan(read[1:]).any(axis=1).all()
 
 
-def test_products_of_stored_rows_are_those_of_latents() -> None:
+@DTYPES
+def test_products_of_stored_rows_are_those_of_latents(dtype: str) -> None:
     draw = np.random.default_rng(0)
     latents, query = (draw.standard_normal((4, RANK + ROTATED)).astype(np.float32) for _ in range(2))
-    stored, scale = quantise_latents(latents, ROTATED)
+    stored, scale = quantise_latents(latents, ROTATED, dtype)
     expected = query @ dequantise_latents(stored, scale, ROTATED).T
-    found = stretch_queries(query, ROTATED) @ stored.T.astype(np.float32) * scale
+    numbers = E4M3[stored] if stored.dtype == np.uint8 else stored.astype(np.float32)
+    found = stretch_queries(query, ROTATED, dtype) @ numbers.T * scale
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_token_takes_a_byte_a_number_two_if_rotated_and_a_scale() -> None:
-    layout = latent_layout(64, 1, 576, "int8", rotated=64)
+@DTYPES
+def test_a_token_takes_a_byte_a_number_two_if_rotated_and_a_scale(dtype: str) -> None:
+    layout = latent_layout(64, 1, 576, dtype, rotated=64)
     assert layout.slot_bytes == 64 * (512 + 2 * 64 + 4)
     arena = np.zeros(2 * layout.block_bytes, np.uint8)
     assert latent_view(arena, layout).shape == (2, 1, 64, 640)
     assert latent_scale_view(arena, layout).shape == (2, 1, 64)
 
 
+@DTYPES
 @pytest.mark.parametrize("name", ["reference", "numba"])
 @pytest.mark.parametrize("rotated_size", [0.1, 1.0, 10.0])
-def test_attention_is_that_of_a_float32_cache_to_two_percent(name: str, rotated_size: float) -> None:
+def test_attention_is_that_of_a_float32_cache_to_a_few_percent(name: str, rotated_size: float, dtype: str) -> None:
     """Decodes and chunks of the published geometry, whose scores spread as a model's do."""
     kernels = make_latent_kernels(name, threads=2)
     sizes = {"heads": 4, "rank": 512, "plain": 128, "rotated": 64, "value_dim": 128, "block_size": 64}
-    case = LatentCase((1, 20, 60), (300, 90, 60), dtype="int8", rotated_size=rotated_size, **sizes)
+    case = LatentCase((1, 20, 60), (300, 90, 60), dtype=dtype, rotated_size=rotated_size, **sizes)
     scene, exact = LatentScene(case), LatentScene(LatentCase(**{**vars(case), "dtype": "float32"}))
     for each in (scene, exact):
         each.scale /= 512**0.5 * max(1, rotated_size)
         each.write(kernels)
     right = exact.expected()
-    assert np.abs(scene.attend(kernels) - right).max() < 0.02 * np.abs(right).max()
+    most = {"int8": 0.02, "float8_e4m3fn": 0.04}[dtype]
+    assert np.abs(scene.attend(kernels) - right).max() < most * np.abs(right).max()
 
 
-def test_all_kernels_store_the_same_bytes() -> None:
+@DTYPES
+def test_all_kernels_store_the_same_bytes(dtype: str) -> None:
     arenas = []
     for name in ("reference", "numba"):
-        scene = LatentScene(LatentCase((1, 50), (90, 80), dtype="int8"))
+        scene = LatentScene(LatentCase((1, 50), (90, 80), dtype=dtype))
         scene.batch.block_tables[:, 1:3] = -1
         scene.write(make_latent_kernels(name, threads=2))
         arenas.append(scene.arena)

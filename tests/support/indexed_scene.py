@@ -15,6 +15,9 @@ from headwise.kernels.base import AttentionBatch
 from headwise.kernels.dsa import indexed_layout
 from headwise.kernels.dsa_base import IndexedKernels, IndexQueries
 
+LARGEST = {"int8": 127, "float8_e4m3fn": 448}
+"""Of the quantised dtypes, the largest number that each stores."""
+
 
 @dataclass(frozen=True)
 class IndexedCase(LatentCase):
@@ -37,8 +40,13 @@ class IndexedScene(LatentScene):
 
         self.keys = [integers(2, length, case.index_dim) for length in case.seq_lens]
         query, weights = integers(2, tokens, case.index_heads, case.index_dim), integers(3, tokens, case.index_heads)
+        if (largest := LARGEST.get(case.dtype)) is not None:  # scales are 1, and queries look away from what makes them
+            query[..., 0] = 0
+            for keys in self.keys:
+                keys[:, 0] = largest
         self.index = IndexQueries(query, weights / 2, case.top)
-        self.layout = indexed_layout(case.block_size, case.slots, case.rank + case.rotated, case.index_dim, case.dtype)
+        sizes = case.rank + case.rotated, case.index_dim
+        self.layout = indexed_layout(case.block_size, case.slots, *sizes, case.dtype, case.rotated)
         self.arena = np.full((self.batch.block_tables.max() + 2) * self.layout.block_bytes, 0xFF, np.uint8)
 
     def write(self, kernels: IndexedKernels) -> None:

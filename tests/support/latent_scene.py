@@ -8,7 +8,7 @@ import numpy as np
 
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.bfloat16 import to_bits, to_float32
-from headwise.kernels.mla import latent_layout
+from headwise.kernels.mla import QUANTISED_LATENTS, latent_layout
 from headwise.kernels.mla_base import LatentKernels, UpProjections
 from headwise.kernels.mla_quantised import dequantise_latents, quantise_latents
 
@@ -92,8 +92,9 @@ class LatentScene:
         return np.array(rule, dtype=bool).reshape(queries, length)
 
     def _as_stored(self, latents: np.ndarray) -> np.ndarray:
-        if self.case.dtype == "int8":
-            return dequantise_latents(*quantise_latents(latents, self.case.rotated), self.case.rotated)
+        if self.case.dtype in QUANTISED_LATENTS:
+            rotated = self.case.rotated
+            return dequantise_latents(*quantise_latents(latents, rotated, self.case.dtype), rotated)
         return to_float32(to_bits(latents)) if self.case.dtype == "bfloat16" else latents
 
     def expected(self) -> np.ndarray:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from support.tiny_checkpoints import checkpoint
 
 from headwise.kernels.bfloat16 import to_bits
+from headwise.kernels.e4m3 import E4M3
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
-from headwise.runtime.ops.e4m3 import E4M3
 
 GROUP, BLOCK = 16, (16, 32)
 Stored = tuple[dict[str, tuple[str, NDArray[Any]]], NDArray[np.float32]]

@@ -3,13 +3,15 @@
 Queries that see no more tokens than may be chosen attend to all of them, as without an indexer. For each other one its
 best tokens are found, and attended to in the absorbed form where they lie in the cache: a "block" of its table is one
 token. Its heads are given to the kernels as so many tokens of one head, which makes a tile of them; the table ends in
-as many unmapped places, so that all of them see every chosen token.
+as many unmapped places, so that all of them see every chosen token. Latents with scales, which lie elsewhere in a
+block, are copied first: to a block of one token each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,22 +19,26 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.bfloat16 import to_bits
 from headwise.kernels.cpu import dsa_jit
-from headwise.kernels.cpu.attention import TokenKernels
+from headwise.kernels.cpu.attention import NumbaKernels, TokenKernels
 from headwise.kernels.cpu.attention_pass import STORED, token_step
 from headwise.kernels.cpu.attention_products import CHUNK
-from headwise.kernels.cpu.mla_attention import THREAD_WORK, NumbaLatentKernels
+from headwise.kernels.cpu.mla_attention import THREAD_WORK, NumbaLatentKernels, places_of
 from headwise.kernels.cpu.sharing import share_out
-from headwise.kernels.dsa import index_role, index_view
+from headwise.kernels.dsa import INDEXER_SCALE, index_role, store_keys
 from headwise.kernels.dsa_base import IndexQueries
+from headwise.kernels.mla import has_scales, latent_scale_view, latent_view
 from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.mla_quantised import stretch_queries
 
 SCORES = 1 << 22
 """That are computed at a time, unless those of one query are more."""
 
 ABSORBED_BYTES = 64 << 20
 """Of absorbed queries at a time, unless those of one token are more."""
+
+COPIED_BYTES = 64 << 20
+"""Of latents with scales that are copied at a time, unless those of one query are more."""
 
 INDEX_DIM_STEP = 32
 """An indexer's heads must be a multiple of this: keys are read as whole vectors, and none beyond its end."""
@@ -44,7 +50,7 @@ Ints = NDArray[np.int32]
 
 
 class NumbaIndexedKernels(NumbaLatentKernels):
-    """`IndexedKernels` for float32 arrays in host memory; what is cached is float32 or bfloat16.
+    """`IndexedKernels` for float32 arrays in host memory; what is cached is float32, bfloat16, int8 or E4M3.
 
     A token's score depends neither on the batch nor on the number of threads, so neither does what is chosen.
 
@@ -60,15 +66,8 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         self, key: Floats, arena: NDArray[np.uint8], layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
     ) -> None:
         """See `IndexedKernels.write_index`."""
-        cu, lens = batch.cu_seqlens_q, batch.seq_lens
-        sequences = np.repeat(np.arange(len(lens)), np.diff(cu))
-        positions = lens[sequences] - cu[sequences + 1] + np.arange(len(sequences))
-        rows = sequences * batch.groups + heads.group[0]
-        blocks = batch.block_tables[rows, positions // layout.block_size]
-        mapped, view = blocks >= 0, index_view(arena, layout)
-        written = key[: len(sequences)][mapped]
-        at = blocks[mapped], heads.slot[0], positions[mapped] % layout.block_size
-        view[at] = to_bits(written) if view.dtype == np.uint16 else written
+        at, mapped = places_of(batch, heads, layout.block_size)
+        store_keys(arena, layout, at, key[: len(mapped)][mapped])
 
     def attend_chosen(
         self,
@@ -99,13 +98,15 @@ class NumbaIndexedKernels(NumbaLatentKernels):
             self.attend_latent(query[those], up, arena, layout, shortened, heads, scale=scale, out=part)
             out[those] = part
         step = max(1, ABSORBED_BYTES // (4 * query.shape[1] * layout.roles[0].shape[0]))
+        if has_scales(layout):
+            step = max(1, min(step, COPIED_BYTES // (index.top * _of_single_tokens(layout).block_bytes)))
         waiting: list[_Choice] = []
         for choice in self._choices(index, arena, layout, batch, heads, early, step):
             if waiting and sum(len(one.places) for one in waiting) + len(choice.places) > step:
-                self._attend_places(query, up, waiting, arena, layout, scale, out)
+                self._attend_places(query, up, waiting, arena, layout, heads, scale, out)
                 waiting = []
             waiting.append(choice)
-        self._attend_places(query, up, waiting, arena, layout, scale, out)
+        self._attend_places(query, up, waiting, arena, layout, heads, scale, out)
 
     def _choices(
         self,
@@ -128,7 +129,8 @@ class NumbaIndexedKernels(NumbaLatentKernels):
                 seen = context - (last - rows.stop)
                 scores = np.empty((rows.stop - begin, seen), np.float32)
                 self._score(index, rows, arena, layout, table, heads, seen, scores)
-                places = _places(chosen(scores, index.top), index.top, layout, table, int(heads.slot[0]))
+                is_chosen = chosen(scores, index.top)
+                places = (_tokens if has_scales(layout) else _places)(is_chosen, index.top, layout, table, heads)
                 yield _Choice(rows, places, np.isnan(scores.max(axis=1)))
 
     def _score(
@@ -146,6 +148,7 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         role = index_role(layout)
         stored = arena.view(STORED[role.dtype])
         compiled, size = dsa_jit.score_chunks(stored.dtype), stored.itemsize
+        scales, scale_places = _scales_of(arena, layout, int(heads.slot[0]))
         keys_at = (int(heads.slot[0]) * layout.slot_bytes + layout.role_offsets[role.name]) // size
         query, weights = index.query[rows], index.weights[rows]
         start = seen - len(query)
@@ -153,7 +156,7 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         def score(begin: int, end: int) -> None:
             compiled(
                 begin, end, query, weights, stored, table, layout.block_size, layout.block_bytes // size, keys_at,
-                start, int(heads.window[0]), int(heads.sink[0]), out,
+                scales, *scale_places, start, int(heads.window[0]), int(heads.sink[0]), out,
             )  # fmt: skip
 
         share_out(score, -(-seen // CHUNK), min(self._threads, query.size * seen // THREAD_WORK))
@@ -165,6 +168,7 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         choices: list[_Choice],
         arena: NDArray[np.uint8],
         layout: BlockLayout,
+        heads_at: HeadTable,
         scale: float,
         out: Floats,
     ) -> None:
@@ -172,15 +176,20 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         rows = np.concatenate([np.arange(choice.rows.start, choice.rows.stop) for choice in choices])
         places = np.concatenate([choice.places for choice in choices])
         count, (heads, plain, rank) = len(rows), up.key.shape
-        absorbed = np.empty((count, heads, layout.roles[0].shape[0]), np.float32)
+        absorbed = np.empty((count, heads, rank + query.shape[2] - plain), np.float32)
         absorbed[:, :, rank:] = query[rows, :, plain:]
         self._multiply(query[rows, :, :plain], up.key, absorbed[:, :, :rank])
+        kernels: NumbaKernels = self._tokens
+        if has_scales(layout):
+            absorbed = stretch_queries(absorbed, query.shape[2] - plain, layout.roles[0].dtype)
+            kernels = self._latents
+            arena, layout, places = _copied(arena, layout, int(heads_at.slot[0]), places)
         table = np.full((count, places.shape[1] + heads - 1), -1, np.int32)
         table[:, : places.shape[1]] = places
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(heads)
         lens = np.full(count, table.shape[1], np.int32)
         mixed = np.empty_like(absorbed)
-        self._tokens.attend(
+        kernels.attend(
             absorbed.reshape(count * heads, 1, -1), arena, layout, AttentionBatch(ends, lens, table, 1),
             HeadTable(*(np.zeros(1, np.int32) for _ in range(4))), scale=scale, softcap=0.0,
             out=mixed.reshape(count * heads, 1, -1),
@@ -195,7 +204,8 @@ class NumbaIndexedKernels(NumbaLatentKernels):
 class _Choice:
     """Of some queries of a sequence.
 
-    places:    ``int32 [queries, top]``, where the tokens chosen for each lie, in `token_step`; -1 behind them
+    places:    ``int32 [queries, top]``, where the tokens chosen for each lie, in `token_step`, or with scales by
+               their number in the arena; -1 behind them
     is_broken: ``bool [queries]``, whether a score is NaN: nothing can be chosen by it
     """
 
@@ -217,16 +227,56 @@ def chosen(scores: Floats, top: int) -> NDArray[np.bool_]:
     return found
 
 
-def _places(is_chosen: NDArray[np.bool_], top: int, layout: BlockLayout, table: Ints, slot: int) -> Ints:
+def _places(is_chosen: NDArray[np.bool_], top: int, layout: BlockLayout, table: Ints, heads: HeadTable) -> Ints:
     """`_Choice.places` of tokens by their positions, ``bool [queries, keys]``."""
-    step = token_step(layout)
-    rows, positions = np.nonzero(is_chosen)
-    counts = is_chosen.sum(axis=1)
-    at = table[positions // layout.block_size].astype(np.int64) * layout.block_bytes + slot * layout.slot_bytes
-    at = (at + positions % layout.block_size * layout.roles[0].token_bytes) // step
+    positions = np.nonzero(is_chosen)[1]
+    at = table[positions // layout.block_size].astype(np.int64) * layout.block_bytes
+    at += int(heads.slot[0]) * layout.slot_bytes + positions % layout.block_size * layout.roles[0].token_bytes
+    return _one_behind_the_other(is_chosen, top, at // token_step(layout))
+
+
+def _tokens(is_chosen: NDArray[np.bool_], top: int, layout: BlockLayout, table: Ints, heads: HeadTable) -> Ints:
+    """The same as numbers of tokens: ``block * block_size`` and what is before them in their block."""
+    positions = np.nonzero(is_chosen)[1]
+    at = table[positions // layout.block_size].astype(np.int64) * layout.block_size + positions % layout.block_size
+    return _one_behind_the_other(is_chosen, top, at)
+
+
+def _one_behind_the_other(is_chosen: NDArray[np.bool_], top: int, at: NDArray[np.int64]) -> Ints:
+    """``int32 [queries, top]``: of each query what ``at`` has of its chosen tokens, and -1 behind that."""
+    rows, counts = np.nonzero(is_chosen)[0], is_chosen.sum(axis=1)
     places = np.full((len(counts), top), -1, np.int32)
     places[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = at
     return places
+
+
+@cache
+def _of_single_tokens(layout: BlockLayout) -> BlockLayout:
+    """Blocks of one token's latent with its scale; one object, by which kernels know it."""
+    return replace(layout, block_size=1, slots=1, roles=layout.roles[:2], tail_bytes=0)
+
+
+def _copied(
+    arena: NDArray[np.uint8], layout: BlockLayout, slot: int, places: Ints
+) -> tuple[NDArray[np.uint8], BlockLayout, Ints]:
+    """An arena of the tokens at these places alone, each in a block of its own, and which block that is."""
+    found, blocks = np.unique(places, return_inverse=True)
+    lacking = int(len(found) > 0 and found[0] < 0)
+    single, of_tokens = _of_single_tokens(layout), found[lacking:]
+    copy = np.empty(max(1, len(of_tokens)) * single.block_bytes, np.uint8)
+    at = of_tokens // layout.block_size, slot, of_tokens % layout.block_size
+    for view in (latent_view, latent_scale_view):
+        view(copy, single)[: len(of_tokens), 0, 0] = view(arena, layout)[at]
+    return copy, single, (blocks.reshape(places.shape) - lacking).astype(np.int32)
+
+
+def _scales_of(arena: NDArray[np.uint8], layout: BlockLayout, slot: int) -> tuple[Floats, tuple[int, int]]:
+    """The arena as scales of keys, floats from one block to the next, and where those of a slot begin; nothing, where
+    there are none."""
+    if not has_scales(layout):
+        return np.empty(0, np.float32), (0, 0)
+    first = slot * layout.slot_bytes + layout.role_offsets[INDEXER_SCALE]
+    return arena.view(np.float32), (layout.block_bytes // 4, first // 4)
 
 
 def _check(query: Floats, index: IndexQueries, arena: NDArray[np.uint8], layout: BlockLayout) -> None:

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from numba import types
 
-from headwise.kernels.cpu.attention_micro import load_query, pair_size, turn_keys
+from headwise.kernels.cpu.attention_micro import is_quantised, load_query, pair_size, stored_unit, turn_keys
 from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP, TURNED_STRIDE, score_strip
 from headwise.kernels.cpu.machine_code import callable_from_python
 from headwise.kernels.cpu.rows import row_of
@@ -67,13 +67,14 @@ def score_chunks(stored):
     integer, number = types.int64, types.float32
     arguments = (
         integer, integer, number[:, :, ::1], number[:, ::1], numba.from_dtype(np.dtype(stored))[::1],
-        types.int32[::1], *[integer] * 6, number[:, ::1],
+        types.int32[::1], *[integer] * 3, number[::1], *[integer] * 5, number[:, ::1],
     )  # fmt: skip
     return callable_from_python(_score_chunks, arguments, fastmath=MATH, nogil=True, error_model="numpy")
 
 
 def _score_chunks(
-    begin, end, query, weights, kv, table, size, block_stride, keys_at, start, window, sink, out,
+    begin, end, query, weights, kv, table, size, block_stride, keys_at, scales, block_scales, scales_at, start, window,
+    sink, out,
 ):  # fmt: skip
     """Scores of the chunks of keys ``begin .. end - 1`` of a sequence, for queries at the positions from ``start`` on.
 
@@ -91,6 +92,12 @@ def _score_chunks(
             position = start + row
             if mapped > 0 and first <= position:
                 _scores_of_row(kv, query, weights, row, q, turned, s, total, count)
+                if is_quantised(kv):  # scales are positive: what is positive of a product stays so
+                    for i in range(count):
+                        if addresses[i] >= 0:
+                            block = np.int64(table[(first + i) // size])
+                            at = block * block_scales + scales_at + (first + i) % size
+                            total[i] *= stored_unit(kv) * scales[at]
             for i in range(count):
                 key = first + i
                 is_seen = window == 0 or position - key < window or key < sink

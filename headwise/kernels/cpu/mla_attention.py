@@ -43,8 +43,8 @@ Floats = NDArray[np.float32]
 
 
 class NumbaLatentKernels:
-    """`LatentKernels` for float32 arrays in host memory, callable from any thread; latents are float32, bfloat16
-    or int8.
+    """`LatentKernels` for float32 arrays in host memory, callable from any thread; latents are float32, bfloat16,
+    int8 or E4M3.
 
     Arrays are as `NumbaKernels` takes them, queries C-contiguous. Making the first one in a process loads or compiles
     the kernels of what is expanded; those of latents are loaded when first called.
@@ -66,7 +66,7 @@ class NumbaLatentKernels:
         """See `LatentKernels.write_latent`."""
         if has_scales(layout):
             tokens = int(batch.cu_seqlens_q[-1])
-            at, mapped = _places(batch, heads, layout.block_size)
+            at, mapped = places_of(batch, heads, layout.block_size)
             store_latents(arena, layout, at, latent[:tokens][mapped])
             return
         rows = latent[:, None]
@@ -124,7 +124,7 @@ class NumbaLatentKernels:
         absorbed[:tokens, :, rank:] = rotated
         self._multiply(query[:tokens, :, :plain], up.key, absorbed[:tokens, :, :rank])
         if has_scales(layout):
-            absorbed = stretch_queries(absorbed, rotated.shape[2])
+            absorbed = stretch_queries(absorbed, rotated.shape[2], layout.roles[0].dtype)
         mixed = np.empty_like(absorbed)
         self._latents.attend(absorbed, arena, layout, batch, heads, scale=scale, softcap=0.0, out=mixed)
         self._multiply(mixed[:tokens, :, :rank], up.value, out[:tokens])
@@ -216,7 +216,7 @@ class _Span:
         return load_latents(arena, layout, at, width).reshape(-1, width)[: self.context]
 
 
-def _places(batch: AttentionBatch, heads: HeadTable, block_size: int) -> tuple[Index, NDArray[np.bool_]]:
+def places_of(batch: AttentionBatch, heads: HeadTable, block_size: int) -> tuple[Index, NDArray[np.bool_]]:
     """Where the tokens of a step go, and which of them have a place."""
     counts = np.diff(batch.cu_seqlens_q)
     sequences = np.repeat(np.arange(len(counts)), counts)

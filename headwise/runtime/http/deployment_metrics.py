@@ -134,6 +134,8 @@ class DeploymentMetrics(Collector):
         yield self._hits()
         lost = _each(engines, "cache", "lost_window_tokens")
         yield _counter("prefix_cache_lost_window_tokens", "Not served because windows were gone.", "engine", lost)
+        lost = _each(engines, "cache", "lost_checkpoint_tokens")
+        yield _counter("prefix_cache_lost_checkpoint_tokens", "Not served for want of a checkpoint.", "engine", lost)
         evicted = {tier: _each(engines, where, "evicted_blocks") for tier, where in _POOLS.items()}
         yield _counters("kv_cache_evicted_blocks", "Blocks whose content was forgotten for the space.", "tier", evicted)
         recycled = _each(engines, "cache", "recycled_blocks")

@@ -11,11 +11,12 @@ from headwise.runtime.loader.checkpoint import INDEX, SINGLE, read_json
 from headwise.runtime.loader.gguf_convert import converted_directory
 from headwise.runtime.loader.progress import Progress, SilentProgress
 from headwise.runtime.loader.quantisation import without_scheme
+from headwise.runtime.loader.tiktoken_file import RANKS
 from headwise.runtime.models.registry import model_config
 
 _HUB_PREFIX = "hf:"
 _CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
-_HUB_TEXTS, _HUB_WEIGHTS = ["*.json", "*.jinja"], ["*.safetensors"]
+_HUB_TEXTS, _HUB_WEIGHTS = ["*.json", "*.jinja", RANKS], ["*.safetensors"]
 _ALLOWED = (
     f"a demo model ({', '.join(ALIASES)}), a GGUF file, a Hugging Face directory "
     "(config.json, safetensors, tokenizer.json), or hf:organisation/name"
@@ -64,7 +65,7 @@ def _check_config(path: Path, name: str) -> None:
 
 
 def _check_tokenizer(path: Path, name: str) -> None:
-    if not (path / _TOKENIZER).is_file():
+    if not (path / _TOKENIZER).is_file() and not (path / RANKS).is_file():
         raise ModelError(
             f"{name!r} has no {_TOKENIZER}; save the model's fast tokenizer into it "
             "(AutoTokenizer.from_pretrained(...).save_pretrained(...))"

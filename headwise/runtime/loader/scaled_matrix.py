@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.kernels.e4m3 import E4M3
 from headwise.runtime.loader.stored_matrix import StoredTensors
-from headwise.runtime.ops.e4m3 import E4M3
 from headwise.runtime.ops.quantised import GroupQuantised
 
 

@@ -13,6 +13,7 @@ from headwise.runtime.loader.chat import Chat, ChatTemplate, plain_chat, read_te
 from headwise.runtime.loader.checkpoint import read_json
 from headwise.runtime.loader.control_tokens import Marks, Rendered, unmarked
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, detokenizer_factory
+from headwise.runtime.loader.tiktoken_file import RANKS, read_tiktoken
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -61,26 +62,18 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path, chat_template: str = "") -> Tokenizer:
-        """Load ``tokenizer.json`` and, where they exist, the files that configure it.
+        """Load ``tokenizer.json``, or a file of ranks, and, where they exist, the files that configure it.
 
         chat_template: a file to take instead of the model's own template; empty: none
 
         Raises:
-            ModelError: ``tokenizer.json`` is missing, or a file cannot be read or used.
+            ModelError: there is neither ``tokenizer.json`` nor ``tiktoken.model``, or a file cannot be read or used.
             ConfigError: the file ``chat_template`` cannot be read.
         """
-        from tokenizers import Tokenizer as Backend
-
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{directory} lacks tokenizer.json; save the model's fast tokenizer into it")
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{path} cannot be read as a tokenizer: {error}; fetch the model again") from None
         files = {
             name: _optional(directory / f"{name}.json") for name in ("tokenizer_config", "generation_config", "config")
         }
+        backend = _backend(directory, files["tokenizer_config"])
         named = _special_tokens(files["tokenizer_config"])
         return cls(
             backend,
@@ -214,6 +207,21 @@ class Tokenizer:
 
     def _piece(self, token: int) -> str | None:
         return None if token in self._hidden else self._backend.id_to_token(token)
+
+
+def _backend(directory: Path, config: Mapping[str, Any]) -> Backend:
+    """Of ``tokenizer.json`` or, without that file, of the ranks that there are."""
+    from tokenizers import Tokenizer as Backend
+
+    path, ranks = directory / "tokenizer.json", directory / RANKS
+    if not path.is_file() and ranks.is_file():
+        return read_tiktoken(ranks, config)
+    if not path.is_file():
+        raise ModelError(f"{directory} lacks tokenizer.json; save the model's fast tokenizer into it")
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path} cannot be read as a tokenizer: {error}; fetch the model again") from None
 
 
 def _may_shorten(backend: Backend) -> bool:

@@ -98,6 +98,7 @@ class MlaConfig:
     value_dim: of a head's value
     q_rank:    numbers that a token's queries are made of (``q_lora_rank``); None: of its whole hidden state
     indexer:   None: attention sees all tokens
+    in_halves: of what is rotated, the elements ``(i, i + D / 2)`` turn together, not neighbours
     """
 
     rank: int
@@ -106,6 +107,7 @@ class MlaConfig:
     value_dim: int
     q_rank: int | None
     indexer: IndexerConfig | None = None
+    in_halves: bool = False
 
     @property
     def width(self) -> int:

@@ -29,11 +29,7 @@ V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 MOST_RANK = 1 << 16
 """No model has larger ranks or heads: a config that claims more would cost gigabytes."""
 
-_SERVED_VALUES: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "rope_interleave": (None, True),
-}
+_SERVED_VALUES: dict[str, tuple[Any, ...]] = {"mlp_bias": (None, False), "rope_interleave": (None, True)}
 _NORM_EPS = 1e-6
 """Of the norms of latents, whatever ``rms_norm_eps`` says."""
 
@@ -45,7 +41,12 @@ def parse_v2(config: HfConfig) -> ModelConfig:
 
 
 def parse_v3(config: HfConfig) -> ModelConfig:
-    return parse_latents(config, V3, v3_moe)
+    """As `parse_latents`; alone of all, its ``rope_interleave`` may be false."""
+    if config.get("rope_interleave") is not False:
+        return parse_latents(config, V3, v3_moe)
+    parsed = parse_latents({**config, "rope_interleave": True}, V3, v3_moe)
+    assert parsed.mla is not None, "parsed so"
+    return replace(parsed, mla=replace(parsed.mla, in_halves=True))
 
 
 def parse_latents(
@@ -122,7 +123,8 @@ class Deepseek(MoeDecoder):
     Rotary embedding: DeepSeek rotates neighbours ``(2i, 2i + 1)`` by the angle ``i``, the rope operation the elements
     ``(i, i + D / 2)``. So the rows of projections that make what is rotated are reordered when they are loaded, even
     ones before odd ones: then the rope operation turns the pairs that DeepSeek turns, and queries and keys, being
-    reordered alike, have the same products.
+    reordered alike, have the same products. Rows stay as they are where a model turns what the operation turns
+    (``rope_interleave: false``).
 
     Tensor parallel: query heads are dealt out, and what latents are made of is whole on every rank.
     """
@@ -142,12 +144,16 @@ class Deepseek(MoeDecoder):
 
     def load_attention(self, layer: int, at: str) -> LatentProjections:
         mla, ops, (first, last) = self.mla, self.ops, self._heads()
+        values = [(first * mla.value_dim, last * mla.value_dim)]
         into = "q_proj" if mla.q_rank is None else "q_a_proj"
         queries = self._queries if mla.q_rank is None else self._whole
         return LatentProjections(
-            into=self._linear_weight(
-                f"{at}{into} + kv_a_proj_with_mqa",
-                lambda: _stacked([queries(f"{at}{into}"), self._latent_rows(f"{at}kv_a_proj_with_mqa")]),
+            into=replace(
+                self._linear_weight(
+                    f"{at}{into} + kv_a_proj_with_mqa",
+                    lambda: _stacked([queries(f"{at}{into}"), self._latent_rows(f"{at}kv_a_proj_with_mqa")]),
+                ),
+                bias=self._into_bias(at),
             ),
             into_heads=None
             if mla.q_rank is None
@@ -157,12 +163,37 @@ class Deepseek(MoeDecoder):
             ),
             latent_norm=self._norm(f"{at}kv_a_layernorm.weight"),
             up=UpProjections(*(ops.kernel_array(ops.tensor(part)) for part in self._up(f"{at}kv_b_proj"))),
-            out=self._split_columns(f"{at}o_proj", [(first * mla.value_dim, last * mla.value_dim)], has_bias=False),
+            out=self._split_columns(f"{at}o_proj", values, self.config.out_bias),
         )
+
+    def _into_bias(self, at: str) -> Tensor | None:
+        """Of what queries and latents are made by; queries that have no rank of their own have none."""
+        if not self.config.attention_bias:
+            return None
+        mla, (first, last) = self.mla, self._heads()
+        latent = self._vector(f"{at}kv_a_proj_with_mqa.bias", mla.width)[self._order(mla.width)]
+        if mla.q_rank is None:
+            of_queries: Floats = np.zeros((last - first) * (mla.plain + mla.rotated), np.float32)
+        else:
+            of_queries = self._vector(f"{at}q_a_proj.bias", mla.q_rank)
+        return self.ops.linear_bias(np.concatenate([of_queries, latent]))
+
+    def _vector(self, name: str, size: int) -> Floats:
+        found = self._weights.tensor(name)
+        if found.shape != (size,):
+            raise ModelError(
+                f"{name} has the shape {found.shape} where config.json says {(size,)}: weights and config.json do not "
+                "belong together"
+            )
+        return found
+
+    def _order(self, count: int) -> NDArray[np.int64]:
+        """Of ``count`` rows, the last ones of which are rotated, the order in which the rope operation takes them."""
+        return np.arange(count) if self.mla.in_halves else _rotated_halved(count, self.mla.rotated)
 
     def _linear_weight(self, name: str, make: Callable[[], Matrix]) -> Linear:
         first, last = self._heads()
-        made_of = f"{name}[heads {first}:{last}, pairs in halves]"
+        made_of = f"{name}[heads {first}:{last}{'' if self.mla.in_halves else ', pairs in halves'}]"
         return Linear(self._prepare(made_of, lambda: self.ops.linear_weight(make())))
 
     def _whole(self, name: str) -> Matrix:
@@ -177,12 +208,12 @@ class Deepseek(MoeDecoder):
         inputs = self.config.hidden_size if mla.q_rank is None else mla.q_rank
         rows = self._rows_of(name, (first * size, last * size), inputs)
         heads = np.arange(last - first)[:, None] * size
-        return taken(rows, (heads + _rotated_halved(size, mla.rotated)).reshape(-1))
+        return taken(rows, (heads + self._order(size)).reshape(-1))
 
     def _latent_rows(self, name: str) -> Matrix:
         mla = self.mla
         rows = self._rows_of(name, (0, mla.width), self.config.hidden_size, is_all=True)
-        return taken(rows, _rotated_halved(mla.width, mla.rotated))
+        return taken(rows, self._order(mla.width))
 
     def _rows_of(self, name: str, part: tuple[int, int], inputs: int, is_all: bool = False) -> Matrix:
         """Rows of a matrix: as codes or in the model's dtype, where kept, else float32. is_all: it has no others"""

@@ -69,7 +69,7 @@ def model_config(config: HfConfig) -> ModelConfig:
     entry = next((_MODELS[name] for name in names if name in _MODELS), None)
     if entry is None:
         named = ", ".join(name if name.isidentifier() and len(name) < 80 else shown(name) for name in names[:4])
-        missing = what_is_missing(names[0], _MODELS) if names and len(names[0]) < 80 else ""
+        missing = what_is_missing(names[0], config, _MODELS) if names and len(names[0]) < 80 else ""
         raise ModelError(
             f"architecture {named or 'missing from config.json'} is not supported{missing and f': {missing}'}; "
             f"supported are {', '.join(sorted(_MODELS))}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,32 +17,97 @@ class Missing:
 
 
 _POSITIONS = "learned positions and layer norms"
+_MAMBA = "states of a state space model (Mamba)"
 
 MISSING = {
     "DeepseekV4ForCausalLM": Missing("a cache of compressed tokens", "DeepseekV32ForCausalLM"),
     "GlmMoeDsaForCausalLM": Missing("an indexer's choice that several layers share", "DeepseekV32ForCausalLM"),
-    "Glm4MoeForCausalLM": Missing("routing by sigmoid", "Qwen3MoeForCausalLM"),
-    "Qwen2MoeForCausalLM": Missing("a gated shared expert", "Qwen3MoeForCausalLM"),
+    "Glm4MoeForCausalLM": Missing(
+        "keys and values of grouped heads, partly rotated, beside sigmoid routing and shared experts",
+        "Qwen3MoeForCausalLM",
+    ),
+    "Qwen2MoeForCausalLM": Missing(
+        "biases of queries, keys and values beside a gated shared expert", "Qwen3MoeForCausalLM"
+    ),
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": Missing("the unified form's vision and audio", "Gemma4ForCausalLM"),
     "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),
+    "KimiK25ForConditionalGeneration": Missing(
+        "vision, around a language model of its own names", "DeepseekV3ForCausalLM"
+    ),
     "KimiLinearForCausalLM": Missing("states that decay by channel (KDA) beside latents", "Qwen3NextForCausalLM"),
     "Mistral3ForConditionalGeneration": Missing("vision", "MistralForCausalLM"),
     "Phi3SmallForCausalLM": Missing("block-sparse attention", "Phi3ForCausalLM"),
     "PhiMoEForCausalLM": Missing("layer norms and sparse mixing of experts", "MixtralForCausalLM"),
     "PhiForCausalLM": Missing("layer norms and parallel blocks", "Phi3ForCausalLM"),
     "FalconForCausalLM": Missing("layer norms and parallel blocks", "LlamaForCausalLM"),
-    "MambaForCausalLM": Missing("recurrent states in place of attention", "LlamaForCausalLM"),
+    "MambaForCausalLM": Missing(f"{_MAMBA} in place of all attention", "Qwen3NextForCausalLM"),
+    "Mamba2ForCausalLM": Missing(f"{_MAMBA} in place of all attention", "Qwen3NextForCausalLM"),
+    "NemotronHForCausalLM": Missing(f"{_MAMBA}, and layers of one kind of block each", "Qwen3NextForCausalLM"),
     "GPT2LMHeadModel": Missing(_POSITIONS, "LlamaForCausalLM"),
     "OPTForCausalLM": Missing(_POSITIONS, "LlamaForCausalLM"),
 }
 """Those that people are likely to ask for."""
 
 
-def what_is_missing(name: str, served: Iterable[str]) -> str:
-    """Half a sentence on an architecture that is not served; empty if nothing is known of it, nor alike."""
+@dataclass(frozen=True)
+class _Feature:
+    """What some fields of a ``config.json`` tell. nearest: architecture that is served and has it; empty: none has"""
+
+    what: str
+    fields: tuple[str, ...]
+    nearest: str
+
+
+_FEATURES = (
+    _Feature("an indexer", ("index_topk",), "DeepseekV32ForCausalLM"),
+    _Feature("latents", ("kv_lora_rank",), "DeepseekV3ForCausalLM"),
+    _Feature("states of linear attention", ("linear_num_key_heads", "linear_attn_config"), "Qwen3NextForCausalLM"),
+    _Feature(
+        "states of a state space model",
+        ("mamba_d_state", "ssm_state_size", "state_size", "ssm_cfg", "d_state", "mamba_num_heads"),
+        "Qwen3NextForCausalLM",
+    ),
+    _Feature("layers that share a cache", ("num_kv_shared_layers",), "Gemma4ForCausalLM"),
+    _Feature("heads of two sizes", ("global_head_dim",), "Gemma4ForCausalLM"),
+    _Feature("attention within chunks", ("attention_chunk_size",), "Llama4ForCausalLM"),
+    _Feature(
+        "experts", ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), "Qwen3MoeForCausalLM"
+    ),
+    _Feature("softcaps", ("attn_logit_softcapping", "final_logit_softcapping"), "Gemma2ForCausalLM"),
+    _Feature("windows", ("sliding_window",), "MistralForCausalLM"),
+    _Feature("an encoder", ("is_encoder_decoder", "encoder_layers"), ""),
+    _Feature("vision", ("vision_config",), ""),
+    _Feature("audio", ("audio_config",), ""),
+    _Feature("attention with grouped heads", ("num_key_value_heads",), "LlamaForCausalLM"),
+)
+"""The rarest first: the nearest architecture is that of the first one that a model has."""
+
+
+def what_is_missing(name: str, config: Mapping[str, Any], served: Iterable[str]) -> str:
+    """Half a sentence on an architecture that is not served; empty if nothing is known of it, nor alike.
+
+    config: its ``config.json``
+    """
     known = MISSING.get(name)
     if known is not None:
         return f"it needs {known.what}; the nearest that is served is {known.nearest}"
-    nearest = difflib.get_close_matches(name, list(served), n=1)
-    return f"the nearest by name that is served is {nearest[0]}" if nearest else ""
+    found = _features_of(config)
+    nearest = next((feature.nearest for feature, _ in found if feature.nearest), "")
+    if nearest:
+        told = ", ".join(f"{feature.what} ({field})" for feature, field in found)
+        return f"its config has {told}; the nearest that is served, by these, is {nearest}"
+    alike = difflib.get_close_matches(name, list(served), n=1)
+    return f"the nearest by name that is served is {alike[0]}" if alike else ""
+
+
+def _features_of(config: Mapping[str, Any]) -> list[tuple[_Feature, str]]:
+    """The features that a config has, and the field that says so; a multimodal one's are those of its text, too."""
+    text = config.get("text_config")
+    both = [text, config] if isinstance(text, Mapping) else [config]
+    found = []
+    for feature in _FEATURES:
+        field = next((field for field in feature.fields if any(each.get(field) for each in both)), "")
+        if field:
+            found.append((feature, field))
+    return found

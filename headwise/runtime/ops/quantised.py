@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
-from headwise.runtime.ops.e4m3 import E4M3
+from headwise.kernels.e4m3 import E4M3
 
 INT8_GROUP = 32
 """Neighbouring numbers of a row that share a scale in int8 weights."""

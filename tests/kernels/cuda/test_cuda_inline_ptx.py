@@ -9,8 +9,8 @@ import pytest
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.inline_ptx import run_inline
+from headwise.kernels.e4m3 import E4M3
 from headwise.kernels.nibbles import GROUP, pack, unpack
-from headwise.runtime.ops.e4m3 import E4M3
 
 pytest.importorskip("triton")
 

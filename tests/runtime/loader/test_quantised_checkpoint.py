@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.kernels.e4m3 import E4M3
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.loader.quantised_checkpoint import QuantisedCheckpoint, open_weights
-from headwise.runtime.ops.e4m3 import E4M3
 from headwise.runtime.ops.numba_ops import NumbaOps
 from headwise.runtime.ops.quantised import GroupQuantised
 

@@ -159,8 +159,14 @@ def test_window_layers_become_window_policies() -> None:
             {"architectures": ["GlmMoeDsaForCausalLM"]},
             "needs an indexer's choice that several layers share; the nearest that is served is DeepseekV32ForCausalLM",
         ),
-        ({"architectures": ["Gemma9ForCausalLM"]}, "the nearest by name that is served is Gemma[234]ForCausalLM; supp"),
-        ({"architectures": ["Xyzzy"]}, "architecture Xyzzy is not supported; supported are"),
+        (
+            {"architectures": ["Gemma9ForCausalLM"], "num_key_value_heads": None},
+            "the nearest by name that is served is Gemma[234]ForCausalLM; supp",
+        ),
+        (
+            {"architectures": ["Xyzzy"], "num_key_value_heads": None},
+            "Xyzzy is not supported; supported are",
+        ),
         ({"architectures": []}, "architecture missing from config.json is not supported"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive integer, got 0"),
         ({"hidden_size": "big"}, "'hidden_size' must be a positive integer, got 'big'"),

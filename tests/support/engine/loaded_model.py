@@ -29,7 +29,7 @@ ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
 _LIKE_ANOTHER_S = {
     "qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5",
-    "qwen3.5-moe", "gpt-oss-mxfp4",
+    "deepseek-v3-bias", "qwen3.5-moe", "gpt-oss-mxfp4",
 }  # fmt: skip
 TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS]
 CACHE_KINDS = [*DEMO_MODELS, *TINY_KINDS]

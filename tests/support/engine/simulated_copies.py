@@ -106,7 +106,7 @@ class SteppedStream:
 
     def reaches(self, piece: Piece, for_ever: bool) -> bool:
         """Whether the piece is over once somebody has waited for it."""
-        self.go_on()
+        self.go_on(piece)
         if not piece.done_at_last and for_ever:
             while not piece.done_at_last:
                 self._end()
@@ -114,9 +114,9 @@ class SteppedStream:
             self._faults.late_loads -= 1
         return piece.done_at_last
 
-    def go_on(self) -> None:
-        """End what is due."""
-        while self._pieces and not self._is_late:
+    def go_on(self, until: Piece | None = None) -> None:
+        """End what is due, and nothing behind a piece that somebody waits for."""
+        while self._pieces and not self._is_late and not (until is not None and until.done_at_last):
             takes = self._takes()
             if takes is None or self._pieces[0].step + takes > self._faults.step:
                 return

@@ -24,6 +24,9 @@ from headwise.storage.lookup import StorageLookup
 
 BLOCK = 4
 
+SOMEWHERE = {"storage": "file:///simulated?capacity=1GiB", "host_cache": "1KiB"}
+"""The configuration of an engine with storage, which nobody opens."""
+
 
 class LetterTokenizer:
     """Token t is one letter; nothing ends a text by itself."""
@@ -67,25 +70,27 @@ def make_engine(
 ) -> tuple[EngineCore, SimulatedExecutor]:  # fmt: skip
     config = {"max_batched_tokens": 16, **config}
     if storage is not None:
-        config |= {"storage": "file:///simulated?capacity=1GiB", "host_cache": "1KiB"}  # which nobody opens
+        config |= SOMEWHERE
     card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
-    groups = len(card.plan.groups)
     lookup: SimulatedLookup | StorageLookup | None = None
     if isinstance(storage, Path):
         executor = SimulatedExecutor(card, eager=eager, storage=_file_storage(storage, card), is_late=is_late)
-        lookup = StorageLookup([_file_storage(storage, card)], groups)
+        lookup = StorageLookup([_file_storage(storage, card)], len(card.plan.groups))
     else:
         executor = SimulatedExecutor(card, eager=eager, storage=storage, is_late=is_late)
-        lookup = None if storage is None else SimulatedLookup(storage, groups)
-    engine = EngineCore(
-        EngineConfig(block_size=BLOCK, **config),
-        card,
-        LetterTokenizer(),
-        executor,
-        clock=Ticks(),
-        lookup=lookup,
-    )
-    return engine, executor
+        lookup = lookup_in(storage, card)
+    return engine_over(executor, EngineConfig(block_size=BLOCK, **config), lookup), executor
+
+
+def engine_over(
+    executor: SimulatedExecutor, config: EngineConfig, lookup: SimulatedLookup | StorageLookup | None = None
+) -> EngineCore:
+    """An engine with a clock of its own."""
+    return EngineCore(config, executor.card, LetterTokenizer(), executor, clock=Ticks(), lookup=lookup)
+
+
+def lookup_in(storage: Storage | None, card: ModelCard) -> SimulatedLookup | None:
+    return None if storage is None else SimulatedLookup(storage, len(card.plan.groups))
 
 
 def _file_storage(directory: Path, card: ModelCard) -> FileStorage:

@@ -126,16 +126,22 @@ class SimulatedExecutor:
         self._answers: deque[StepResult | WorkerFailed] = deque()
         states = [group for group, policy in enumerate(card.plan.policies) if policy.is_state]
         self._device = SimulatedDevice(self.faults, states, is_late)
-        self.model = TokenModel(card.config, self._device.kernels)
+        self.model = self._make_model()
         parts = WorkerParts(
             read_card=lambda config, directory: card,
             load_model=lambda *arguments: self._load_model(),
             open_copies=self._open_copies,
             clock=lambda: 0.0,
         )
-        self.worker = ModelWorker(_CONFIG, Path(), 0, SingleRank(), self._device, parts)
+        self.worker = self._make_worker(parts)
         self.worker.initialize_cache()
         self._runner = StepRunner(self._begin, self._take, self._tell)
+
+    def _make_model(self) -> TokenModel:
+        return TokenModel(self.card.config, self._device.kernels)
+
+    def _make_worker(self, parts: WorkerParts) -> ModelWorker:
+        return ModelWorker(_CONFIG, Path(), 0, SingleRank(), self._device, parts)
 
     def _load_model(self) -> TokenModel:
         if self.fail_wake is not None:
@@ -209,8 +215,11 @@ class SimulatedExecutor:
 
     def poison(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
         if not self.is_asleep:
-            arena = self.worker._cache.arena
-            arena.reshape(self.card.spec.num_blocks, -1).view(np.int32)[list(blocks)] = DEVICE_POISON
+            self._fill(blocks, DEVICE_POISON)
+
+    def _fill(self, blocks: Sequence[int] | NDArray[np.int32], word: int) -> None:
+        arena = self.worker._cache.arena
+        arena.reshape(self.card.spec.num_blocks, -1).view(np.int32)[list(blocks)] = word
 
     def poison_host(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
         arena = self._copies._arena.array

@@ -19,6 +19,7 @@ from headwise.kernels.cuda.dsa_kernels import CudaIndexedKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.dsa import indexed_layout
 from headwise.kernels.dsa_base import IndexedKernels, IndexKeys, IndexQueries, RotatingIndexedKernels
+from headwise.kernels.mla import QUANTISED_LATENTS
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
 from headwise.runtime.models.attention.base import LayerCache, Serving
@@ -37,10 +38,16 @@ class IndexedLatentAttention(LatentAttention):
     indexer: IndexerConfig
 
     def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
-        return indexed_layout(block_size, slots, self.mla.width, self.indexer.head_dim, kv_dtype)
+        width, rotated = self.mla.width, self.mla.rotated
+        return indexed_layout(block_size, slots, width, self.indexer.head_dim, kv_dtype, rotated)
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
+        if serving.device == "cuda" and serving.kv_dtype in QUANTISED_LATENTS:
+            raise ConfigError(
+                f"kv_dtype {serving.kv_dtype} of latents with an indexer (DSA) is for a CPU, and {serving.model} is to "
+                "be served on a GPU: choose kv_dtype bfloat16"
+            )
         super().check(serving)
         dim = self.indexer.head_dim
         if serving.device != "cuda" and serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:

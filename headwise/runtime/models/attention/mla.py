@@ -18,6 +18,7 @@ from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla import latent_layout, latent_width
 from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpProjections
+from headwise.kernels.mla_quantised import FLOAT8
 from headwise.kernels.select import make_latent_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
@@ -45,6 +46,11 @@ class LatentAttention:
             raise ConfigError(
                 f"{serving.model} has latent attention (MLA), which tensor_ops paddle does not compute on a GPU: "
                 "choose tensor_ops cupy, or device cpu"
+            )
+        if serving.device == "cuda" and serving.kv_dtype == FLOAT8:
+            raise ConfigError(
+                f"kv_dtype {FLOAT8} of latents (MLA) is for a CPU, and {serving.model} is to be served on a GPU: "
+                "choose kv_dtype int8 or bfloat16"
             )
         if heads % serving.tp_size:
             fits = [size for size in range(1, heads + 1) if heads % size == 0]

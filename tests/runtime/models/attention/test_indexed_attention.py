@@ -62,13 +62,25 @@ def test_a_config_that_cannot_be_served_is_refused_before_weights_are_read(
     [
         ({"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"}, r"MLA.*tensor_ops paddle.*tensor_ops cupy"),
         ({"tp_size": 3}, r"tp_size 3 does not divide 4 query heads; sizes that fit: \[1, 2, 4\]"),
-        ({"kv_dtype": "int8"}, r"kv_dtype int8 cannot hold latents with an indexer \(DSA\).*bfloat16"),
+        ({"kv_dtype": "int4"}, r"kv_dtype int4 cannot hold latents \(MLA\): choose kv_dtype int8, bfloat16"),
+        *(
+            ({"device": "cuda", "dtype": "bfloat16", "kv_dtype": dtype}, rf"{dtype}.*indexer \(DSA\).*bfloat16$")
+            for dtype in ("int8", "float8_e4m3fn")
+        ),
     ],
 )
 def test_a_deployment_that_cannot_be_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
     directory = checkpoint(NAME)
     with pytest.raises(ConfigError, match=message):
         read_model_card(replace(CONFIG, model=str(directory), **changes), directory, identify=False)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_cache_has_scales_of_latents_and_of_keys(kv_dtype: str) -> None:
+    directory = checkpoint(NAME)
+    card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype=kv_dtype), directory, identify=False)
+    roles = [(role.name, role.shape) for role in card.layout.roles]
+    assert roles == [("latent", (48 + 2 * 16,)), ("latent_scale", ()), ("indexer", (32,)), ("indexer_scale", ())]
 
 
 def test_an_indexer_of_no_whole_vectors_needs_the_reference_kernels(tmp_path: Path) -> None:

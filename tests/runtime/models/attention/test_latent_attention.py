@@ -43,13 +43,20 @@ def test_latents_of_no_whole_vectors_need_the_reference_kernels(tmp_path: Path) 
     assert card.layout.roles[0].shape == (56,)
 
 
-def test_an_int8_cache_has_two_bytes_for_each_rotated_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_cache_has_two_bytes_for_each_rotated_number(tmp_path: Path, kv_dtype: str) -> None:
     directory = checkpoint("deepseek-v3")
-    card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype="int8"), directory, identify=False)
+    card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype=kv_dtype), directory, identify=False)
     assert [(role.name, role.shape) for role in card.layout.roles] == [("latent", (48 + 2 * 16,)), ("latent_scale", ())]
     (tmp_path / "config.json").write_text(json.dumps({**V3, "kv_lora_rank": 40, "qk_rope_head_dim": 24}))
     with pytest.raises(ConfigError, match=r"multiple of 16.*88.*kernels reference"):
-        read_model_card(replace(CONFIG, model=str(tmp_path), kv_dtype="int8"), tmp_path, identify=False)
+        read_model_card(replace(CONFIG, model=str(tmp_path), kv_dtype=kv_dtype), tmp_path, identify=False)
+
+
+def test_latents_in_fp8_are_refused_on_a_gpu() -> None:
+    directory, changes = checkpoint("deepseek-v3"), {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+    with pytest.raises(ConfigError, match=r"float8_e4m3fn of latents \(MLA\).*choose kv_dtype int8 or bfloat16$"):
+        read_model_card(replace(CONFIG, model=str(directory), **changes), directory, identify=False)
 
 
 def test_there_is_no_head_pattern_of_latents_to_measure() -> None:

@@ -1,0 +1,66 @@
+"""Caches of fewer bits, of every kind that keeps keys, values or latents: about what float32 says, from all tiers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.engine.loaded_model import GREEDY, LoadedModel
+from support.reference import Answer, answers
+
+INT8, FP8, INT4 = "int8", "float8_e4m3fn", "int4"
+TOKENS = 4
+
+
+def wanted_of(name: str) -> list[Answer]:
+    return [answer.first(TOKENS) for answer in answers(name)]
+
+
+def said(loaded: LoadedModel, **changes: object) -> dict[str, list[int]]:
+    """Tokens of the references' prompts, computed in chunks beside each other."""
+    wanted = wanted_of(loaded.name)
+    greedy = {answer.name: replace(GREEDY, max_tokens=TOKENS) for answer in wanted}
+    results, _ = loaded.run(wanted, greedy, max_batched_tokens=64, **changes)
+    return {name: result.token_ids for name, result in results.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("qwen2", INT4),
+        ("gemma4", INT8),
+        ("gemma4", INT4),
+        ("gemma4-shared", INT8),
+        ("gemma4-shared", FP8),
+        ("llama4", INT8),
+        ("gpt-oss", FP8),
+        ("gpt-oss", INT4),
+        ("qwen3-next", INT8),
+        ("qwen3-next", FP8),
+        ("qwen3.5", INT4),
+        ("deepseek-v2", INT8),
+        ("deepseek-v3", INT8),
+        ("deepseek-v3", FP8),
+    ],
+)
+def test_the_first_tokens_are_those_of_float32_and_the_host_changes_none(name: str, kv_dtype: str) -> None:
+    """A tiny random model's tokens turn more easily than a real one's: of the first ones few do."""
+    loaded = LoadedModel(name, kv_dtype=kv_dtype)
+    tokens = said(loaded)
+    same = [tokens[answer.name][0] == answer.output_ids[0] for answer in wanted_of(name)]
+    assert sum(same) >= len(same) - 1
+    assert said(loaded, host_cache="16MiB") == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("deepseek-v2", FP8), ("deepseek-v3.2", INT8), ("deepseek-v3.2", FP8), ("llama4", INT4)]
+)
+def test_where_rounding_turns_tokens_they_are_those_of_the_definition(name: str, kv_dtype: str) -> None:
+    """What an indexer chooses hangs on scores that lie close together in a random model; so most tokens are compared
+    with what the reference kernels make of a cache of the same bits."""
+    loaded = LoadedModel(name, kv_dtype=kv_dtype)
+    tokens, defined = said(loaded), said(LoadedModel(name, kv_dtype=kv_dtype, kernels="reference"))
+    same = [tokens[key][0] == defined[key][0] for key in tokens]
+    assert sum(same) >= len(same) - 2
+    assert sum(tokens[answer.name][0] == answer.output_ids[0] for answer in wanted_of(name)) > len(same) / 2
+    assert said(loaded, host_cache="16MiB") == tokens
