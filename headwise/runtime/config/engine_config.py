@@ -231,7 +231,10 @@ class EngineConfig:
     )
     write_through_threshold: int = _option(2, "Uses of a block that make write_through_selective copy it.", 1)
     load_timeout_s: float = _option(
-        5.0, "Seconds a step waits for a block to come from the host; then its request is computed anew.", 0.001
+        5.0,
+        "Seconds a step waits for a block to come from the host, and a request for another engine's blocks while none "
+        "come; then it is computed anew.",
+        0.001,
     )
     storage: str = _option(
         "",

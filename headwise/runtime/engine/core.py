@@ -86,7 +86,7 @@ class EngineCore:
             host=_host_config(config, card),
         )
         self._peer_loads = _peer_loads(config, self.cache, executor, peers, partial(exchange, config, card))
-        self._lending = _lending(config, self.cache, executor, peers)
+        self._lending = _lending(config, self.cache, executor, peers, lambda: self._counts["steps"])
         self._taking = _taking(config, self.cache, self._peer_loads, peers)
         self._peers = peers
         self.resources = ResourceManager(
@@ -450,7 +450,9 @@ def _peer_loads(
     return PeerLoads(cache, host.arrivals, peers, exchange, config.load_timeout_s, ways)
 
 
-def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peers: Peers | None) -> Lending | None:
+def _lending(
+    config: EngineConfig, cache: CacheManager, executor: Executor, peers: Peers | None, steps: Callable[[], int]
+) -> Lending | None:
     host = cache.host
     if peers is None or not isinstance(host, HostTier):
         return None
@@ -461,6 +463,7 @@ def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peer
         timeout_s=config.load_timeout_s,
         num_groups=len(cache.policies),
         max_blocks=cache.max_blocks,
+        steps=steps,
     )
 
 

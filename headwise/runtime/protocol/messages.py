@@ -369,6 +369,8 @@ class Leased:
     blocks:  ``int32 [m, 4]`` (column of the path, group, block, in which memory it is), those after the ``first``
     exports: where each rank is read: encoded `ExportAddress`es, by rank
     is_all:  no more will be leased
+    steps:   that the owner has ended since its start, while it computes some of the blocks, or lets them wait for their
+             turn: more of them are a sign that it gets on. 0: it computes nothing for this lease
     """
 
     lease: bytes
@@ -378,6 +380,7 @@ class Leased:
     blocks: NDArray[np.int32]
     exports: tuple[tuple[bytes, ...], ...]
     is_all: bool
+    steps: int = 0
 
 
 @register

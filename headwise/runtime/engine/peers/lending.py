@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -29,6 +29,7 @@ class Lending:
     timeout_s:  of silence after which a lease ends
     num_groups: head groups of a block table
     max_blocks: columns of one
+    steps:      how many this engine has ended
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class Lending:
         timeout_s: float,
         num_groups: int,
         max_blocks: int,
+        steps: Callable[[], int],
     ) -> None:
         self._leases, self._peers, self._exports = leases, peers, exports
         self._ways = frozenset(ways_to_devices(exports))
         self._timeout_s = timeout_s
-        self._num_groups, self._max_blocks = num_groups, max_blocks
+        self._num_groups, self._max_blocks, self._steps = num_groups, max_blocks, steps
         self._readers: dict[bytes, tuple[bytes, int]] = {}  # by lease: who reads it, and the epoch that it said
 
     def stats(self) -> dict[str, int]:
@@ -142,6 +144,8 @@ class Lending:
         """Tell a reader of the blocks that it has not heard of."""
         reader, epoch = self._readers[lease.name]
         first = min(max(0, first), len(lease.blocks))
+        steps = self._steps() if lease.is_growing else 0
+        new = lease.blocks[first:]
         self._peers.answer(
-            reader, Leased(lease.name, epoch, lease.grant, first, lease.blocks[first:], self._exports, lease.is_all)
+            reader, Leased(lease.name, epoch, lease.grant, first, new, self._exports, lease.is_all, steps)
         )

@@ -12,27 +12,29 @@ from headwise.runtime.protocol.request import GenerateRequest, PeerHint, Samplin
 
 @dataclass(eq=False)
 class Waiting:
-    """A sequence that is held back, and until when at most.
+    """A sequence that is held back.
 
     owner: the groups of the engine that its hint names
     path:  what that engine may have of it
+    limit: until when it waits at most, for all parts
     fetch: of the part that is under way
+    loads: that bring what of it comes from other engines
+    until: when the rest of it, which somebody else brings, should have come
     asked: blocks of this part and those before
-    load:  by which an owner computes its prompt, if one does
     """
 
     sequence: Sequence
     hint: PeerHint
     owner: OwnerGroups
     path: tuple[bytes, ...]
+    limit: float
     fetch: Fetch = field(default_factory=lambda: Fetch(0))
+    loads: tuple[Load, ...] = ()
     until: float = 0.0
     asked: int = 0
-    load: Load | None = None
 
     def is_over(self, now: float) -> bool:
-        is_computed = self.load is not None and not self.load.is_over
-        return not self.fetch.left or (now > self.until and not is_computed)
+        return not self.fetch.left or (now > self.until and all(load.is_over for load in self.loads))
 
 
 def prompt_of(sequence: Sequence, tokens: int) -> GenerateRequest:
