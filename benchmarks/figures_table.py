@@ -225,6 +225,10 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
             _policies,
         ),
         Row("Longest pause of a stream when a process is killed (hung: stopped)", _pauses),
+        Row(
+            "A prompt of 4,000 tokens that only another engine has computed: TTFT over that of computing it",
+            lambda f: _or_dash(f.get("peer_over_cold")),
+        ),
     ),
     "pd": (
         Row(

@@ -94,7 +94,7 @@ QUICK = Size(
     peer_prompts=1,
     faults=("store", "scheduler", "hung scheduler"),
 )
-SMOKE = replace(QUICK, faults=("scheduler",), peer_prompts=0)
+SMOKE = replace(QUICK, faults=("scheduler",), peer_tokens=256)
 QUESTION_TOKENS, ANSWER_TOKENS = 24, 8
 STREAM_TOKENS = 24
 CONFIG = EngineConfig(
@@ -103,6 +103,7 @@ CONFIG = EngineConfig(
     cpu_threads=1,
     block_size=16,
     engine_timeout_s=5.0,
+    host_cache="0",  # policies differ in nothing else
 )
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -352,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report[f"ttft_{name}_s"] = {policy: turns.quantile(share) for policy, turns in seen.items()}
         if len(seen) == 2:
             report[f"ttft_{name}_ratio"] = seen["round_robin"].quantile(share) / seen["cache_aware"].quantile(share)
-    loaded = load_from_peers(CONFIG, size, options.seed, options.ray) if size.peer_prompts else {}
+    loaded = load_from_peers(CONFIG, size, options.seed, options.ray)
     print(json.dumps(rounded({**report, **broken, **loaded})))
 
 

@@ -131,15 +131,14 @@ class Deployment:
 
     def _choose(self, progress: Progress) -> None:
         """Resolve the settings that depend on the cluster (the device), and log what was chosen."""
-        from headwise.actors.placement import cluster_gpus
+        from headwise.actors.placement import resolve
         from headwise.runtime.config.block_storage import foreign_storage
         from headwise.runtime.config.info import chosen
         from headwise.runtime.config.model_card import read_model_card
         from headwise.runtime.config.peer_blocks import check_exchanges
         from headwise.runtime.loader.resolve import resolve_model
-        from headwise.runtime.worker.device import resolve_device
 
-        self.config = resolve_device(self.config, cluster_gpus())
+        self.config = resolve(self.config)
         directory = resolve_model(self.config.model, self.config.cache_path, progress)  # for the scheduler, here
         card = read_model_card(self.config, directory, progress)
         check_exchanges(self.config, card)

@@ -17,11 +17,10 @@ from headwise.actors.found import deployments, end_all, find_actor, find_schedul
 from headwise.actors.front import Keys
 from headwise.actors.names import NAMESPACE, OWNER, actor_name
 from headwise.actors.owner import Owner, OwnerState
-from headwise.actors.placement import cluster_gpus, on_node, this_node
+from headwise.actors.placement import on_node, resolve, this_node
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.progress import Progress, SilentProgress
-from headwise.runtime.worker.device import resolve_device
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ def stop_detached(name: str, cluster: str, client_address: str = "") -> None:
 
 
 def _start(config: EngineConfig, progress: Progress) -> str:
-    resolved = resolve_device(config, cluster_gpus())
+    resolved = resolve(config)
     options = {
         "name": actor_name(config.name, OWNER),
         "namespace": NAMESPACE,

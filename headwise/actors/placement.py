@@ -16,6 +16,8 @@ from headwise.actors.demand import Demand, in_order
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.host_cache import NodeRoom, resolve_host_cache
+from headwise.runtime.worker.device import resolve_device
 
 _HEAD = "node:__internal_head__"
 """Resource that Ray gives to a cluster's head."""
@@ -54,6 +56,25 @@ def release(groups: list[PlacementGroup]) -> None:
 def cluster_gpus() -> int:
     """GPUs of the Ray cluster, in use or not."""
     return int(_ray.cluster_resources().get("GPU", 0))
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """What is ``auto`` and depends on the cluster, as what it stands for here.
+
+    Raises `ConfigError` if something that is configured does not go with that.
+    """
+    return resolve_host_cache(resolve_device(config, cluster_gpus()), _rooms())
+
+
+def _rooms() -> list[NodeRoom]:
+    """Of the nodes that can run engines; of all that there are, where none can yet."""
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [
+        NodeRoom(int(each.get("memory", 0)), each.get("CPU", 0.0), each.get("GPU", 0.0))
+        for each in found
+        if each.get("memory", 0)
+    ]
+    return [node for node in nodes if node.cpus] or nodes
 
 
 def in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:

@@ -59,6 +59,10 @@ class CopyCosts:
         """Whether bringing so many blocks from another engine to the device is faster than computing so many tokens."""
         return blocks * (self._load_s + self._peer_s) <= tokens * self._token_s
 
+    def computing_s(self, tokens: int) -> float:
+        """Seconds to compute so many tokens; infinite if that was not measured yet."""
+        return tokens * self._token_s if tokens else 0.0
+
     def retry(self, now: float) -> None:
         """Forget how slow copies were, `RETRY_S` after they ceased to be worth it: they are tried again.
 

@@ -35,6 +35,9 @@ MAX_LEASES = 256
 MAX_REMEMBERED = 1024
 """Leases that have ended lately of which it is known whether they held: who did not hear it may ask again."""
 
+LOOKED_AT = 64
+"""Pending blocks of a growing lease that are taken out of their array at a time."""
+
 _NO_PLACES: Blocks = np.empty((0, 2), dtype=np.int32)
 NO_BLOCKS: Blocks = np.empty((0, 4), dtype=np.int32)
 _NO_LOANS: NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
@@ -249,13 +252,22 @@ class Leases:
     def _known(self, lease: Lease) -> Blocks:
         """The first of a lease's pending blocks, up to one whose token block is not known, if it may come to be; of a
         lease that does not grow, what is not known is no longer pending."""
-        is_known = np.array(
-            [lease.hashes[column] in self._tree.nodes for column in lease.pending[:, 0].tolist()], dtype=np.bool_
-        )
         if lease.is_growing:
-            return lease.pending[: len(is_known) if is_known.all() else int(is_known.argmin())]
-        lease.pending = lease.pending[is_known]
+            return lease.pending[: self._count_known(lease)]
+        is_known = [lease.hashes[column] in self._tree.nodes for column in lease.pending[:, 0].tolist()]
+        lease.pending = lease.pending[np.array(is_known, dtype=np.bool_)]
         return lease.pending
+
+    def _count_known(self, lease: Lease) -> int:
+        """How many of a lease's pending blocks come before one whose token block is not known. A prompt's blocks come
+        to be known in turn, over many steps: what is behind the first unknown one is not looked at."""
+        nodes = self._tree.nodes
+        for begin in range(0, len(lease.pending), LOOKED_AT):
+            columns = lease.pending[begin : begin + LOOKED_AT, 0].tolist()
+            for at, column in enumerate(columns, begin):
+                if lease.hashes[column] not in nodes:
+                    return at
+        return len(lease.pending)
 
     def _hold(self, lease: Lease, places: Blocks, blocks: Blocks) -> bool:
         """Let a lease have host blocks; False if that is more than leases may hold: it gets no more than fits."""

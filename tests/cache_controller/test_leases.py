@@ -130,6 +130,24 @@ def test_a_lease_that_grows_waits_for_what_is_not_known_yet(cache) -> None:
     assert lease.is_all
 
 
+def test_what_is_behind_the_first_unknown_block_of_a_lease_that_grows_is_not_looked_at(cache) -> None:
+    """It is looked at on every turn of an engine, of prompts of any length."""
+    looked_at = []
+
+    class Path(tuple):
+        def __getitem__(self, column: int) -> bytes:
+            looked_at.append(column)
+            return super().__getitem__(column)
+
+    longer = hashes_of(range(90 * BLOCK))
+    leases = cache.host.leases
+    lease = leases.ask(b"a", longer, np.ones((90, 1), dtype=np.bool_), 5.0, is_growing=True)
+    assert columns(lease) == [0, 1]
+    lease.hashes = Path(longer)
+    leases.advance(1.0)
+    assert max(looked_at) == 4
+
+
 def test_a_reader_of_the_device_gets_what_is_settled_there_and_holds_none_of_it(cache) -> None:
     leases, settling = cache.host.leases, cache.host.settling
     lease = ask(leases, reads_device=True)

@@ -92,6 +92,8 @@ def test_replicas_are_measured_and_lose_no_stream(cluster: str, capsys: pytest.C
     assert list(found["recovery"]) == ["scheduler"]
     assert found["served"] > 0
     assert found["lost"] == 0
+    assert found["peer_over_cold"] > 0
+    assert found["peer_hit_tokens"] > 0
 
 
 @pytest.mark.soak

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from headwise.actors.deployment import Deployment
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import Failed, Outputs, Ping, Pong, Submit
 from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, PeerHint, SamplingParams
+from headwise.sockets.curve import ClientKeys, secure_client
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
@@ -31,13 +33,13 @@ CONFIG = EngineConfig(
     decode_replicas=1,
     max_model_len=1024,
     max_num_seqs=4,
-    kv_cache="96MiB",
-    host_cache="384MiB",
+    kv_cache="192MiB",
     block_size=16,
     cpu_threads=1,
     dtype="float32",
     max_batched_tokens=128,
     standby=False,
+    secure=True,
 )
 TOKENS = 8
 DEPLOYMENTS = [
@@ -53,21 +55,23 @@ DEPLOYMENTS = [
 @pytest.fixture(scope="module", params=DEPLOYMENTS)
 def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
     model, prefill, decode = request.param
-    with Deployment.start(replace(CONFIG, model=model, prefill_tp_size=prefill, decode_tp_size=decode)) as deployment:
+    transports = "auto" if (prefill, decode) == (3, 3) else "tcp"  # what is encrypted
+    config = replace(CONFIG, model=model, prefill_tp_size=prefill, decode_tp_size=decode, peer_transports=transports)
+    with Deployment.start(config) as deployment:
         yield deployment
 
 
 @pytest.fixture(scope="module")
 def client(deployment: Deployment) -> Iterator[Client]:
-    with Client(deployment.client_address) as client:
+    with Client(deployment.client_address, keys=deployment.client_keys) as client:
         yield client
 
 
 class Ask:
     """Sends requests straight to engines, with hints, as a client would that was told so by the scheduler."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, keys: ClientKeys | None) -> None:
+        self._client, self._keys = client, keys
         self._names = itertools.count()
 
     def engine(self, name: str) -> dict[str, Any]:
@@ -92,6 +96,7 @@ class Ask:
         result = GenerationResult(name)
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
+            secure_client(socket, self._keys)
             socket.connect(self.engine(engine)["endpoint"])
             socket.send(wire.encode(Submit(1, request)))
             meanwhile()
@@ -112,10 +117,10 @@ class Ask:
 
 
 @pytest.fixture(scope="module")
-def ask(client: Client) -> Ask:
+def ask(deployment: Deployment, client: Client) -> Ask:
     eventually(lambda: len(client.stats()["engines"]) == 2)
     time.sleep(1.0)  # the engines hear of each other with their next report but one
-    return Ask(client)
+    return Ask(client, deployment.client_keys)
 
 
 @pytest.fixture
@@ -181,15 +186,53 @@ def test_the_scheduler_sends_an_engine_to_the_one_that_has_a_prefix(client: Clie
     assert ask.peers(reader)["asked"] == before["asked"] + 1
 
 
+def test_engines_have_host_caches_by_themselves_and_hear_nobody_without_a_key(
+    deployment: Deployment, client: Client, ask: Ask
+) -> None:
+    assert deployment.config.host_cache == CONFIG.kv_cache
+    for engine in client.stats()["engines"].values():
+        assert engine["host"]["total_blocks"] > 0
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(engine["endpoint"])
+            socket.send(wire.encode(Ping()))
+            assert not socket.poll(200)
+
+
+def stop_while_it_is_read(deployment: Deployment, ask: Ask, owner: str, stopped: str) -> int:
+    """Stop an engine's worker a moment after it has begun, and wait until the owner reports a lease of what it
+    computes, which does not end then. The worker's process."""
+    time.sleep(0.3)
+    pid = deployment.worker_pids()[int(stopped.removeprefix("engine-"))][-1]
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: ask.peers(owner)["lent"]["leases"] > 0, otherwise=lambda: ask.peers(owner))
+    return pid
+
+
 def test_an_owner_that_is_killed_while_it_computes_and_is_read_changes_no_token(
     deployment: Deployment, ask: Ask, answer: Answer
 ) -> None:
     def kill() -> None:
-        time.sleep(0.3)
-        os.kill(deployment.worker_pids()[0][-1], signal.SIGKILL)
+        os.kill(stop_while_it_is_read(deployment, ask, "engine-0", "engine-0"), signal.SIGKILL)
 
     ask("engine-1", answer, ask.hint("engine-0", answer, prefills=True), kill, salt="killed")
     eventually(lambda: ask.engine("engine-0")["server"]["ready"])
+
+
+def test_an_owner_lets_go_of_what_a_reader_holds_that_is_killed_while_it_reads(
+    deployment: Deployment, client: Client, ask: Ask, answer: Answer
+) -> None:
+    by_role = {engine["role"]: name for name, engine in client.stats()["engines"].items()}
+    owner, reader = by_role["prefill"], by_role["decode"]
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    with ThreadPoolExecutor(1) as others:
+        asked = others.submit(client.generate, list(answer.prompt_ids), sampling, cache_salt="killed reader")
+        pid = stop_while_it_is_read(deployment, ask, owner, reader)
+        os.kill(pid, signal.SIGKILL)
+        assert_same(answer.first(TOKENS), asked.result().token_ids)
+    lent = ("leases", "held_blocks")
+    eventually(lambda: [ask.peers(owner)["lent"][name] for name in lent] == [0, 0], otherwise=lambda: ask.peers(owner))
+    eventually(lambda: ask.engine(reader)["server"]["ready"])
 
 
 def test_what_only_one_engine_has_is_a_hit_at_the_one_that_stays(client: Client, ask: Ask, answer: Answer) -> None:

@@ -234,7 +234,12 @@ class EngineConfig:
     gpu_memory_utilization: float = _option(
         0.9, "Share of a GPU's memory that a worker with kv_cache auto takes in all, weights included.", 0.05, 0.99
     )
-    host_cache: str = _option("0", "Host memory of each worker for blocks that left the device, such as 8GiB; 0: none.")
+    host_cache: str = _option(
+        "auto",
+        "Host memory of each worker for blocks that left the device, and for other engines to fetch, such as 8GiB; 0: "
+        "none. auto is 0 for one engine; with several at the start, or max_replicas, and peer_loads, as much as the "
+        "block pool, and at most an eighth of a node's memory for all of its engines.",
+    )
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = _option(
         "write_through_selective",
         "When a block is copied to the host: once it is computed, once it was computed or served "
@@ -242,7 +247,10 @@ class EngineConfig:
     )
     write_through_threshold: int = _option(2, "Uses of a block that make write_through_selective copy it.", 1)
     load_timeout_s: float = _option(
-        5.0, "Seconds a step waits for a block to come from the host; then its request is computed anew.", 0.001
+        5.0,
+        "Seconds a step waits for a block to come from the host, and a request for another engine's blocks while none "
+        "come; then it is computed anew.",
+        0.001,
     )
     storage: str = _option(
         "",
@@ -261,7 +269,8 @@ class EngineConfig:
     peer_loads: bool = _option(
         True,
         "Engines fetch from each other what they lack of a request's prefix, where that is faster than computing it. "
-        "Needs host_cache, prefix_caching, routing cache_aware, and max_replicas beyond 1.",
+        "Needs host_cache, which there is by itself with several engines, prefix_caching, routing cache_aware, and "
+        "max_replicas beyond 1.",
     )
     peer_transports: str = _option(
         "auto",
@@ -380,7 +389,7 @@ class EngineConfig:
             raise ConfigError(f"name must be letters, digits, '.', '_' or '-', got {self.name!r}")
         if self.kv_cache != "auto":
             parse_bytes(self.kv_cache)
-        if self.host_cache_bytes and not self.prefix_caching:
+        if self.host_cache != "auto" and parse_bytes(self.host_cache) and not self.prefix_caching:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
         parse_ports(self.engine_ports)
         parse_ports(self.peer_ports, "peer_ports")
@@ -394,7 +403,7 @@ class EngineConfig:
             from headwise.transfer.connectors.names import check_plain  # not for `--help`
 
             check_plain(self.peer_transports, self.is_encrypted, self.peer_plain)
-        if self.storage and not self.host_cache_bytes:
+        if self.storage and not self.host_cache_bytes and not self.chooses_host_cache:
             raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
         if self.storage:
             from headwise.storage.backends.select import check_storage  # not for `--help`
@@ -586,14 +595,22 @@ class EngineConfig:
 
     @property
     def host_cache_bytes(self) -> int:
-        return parse_bytes(self.host_cache)
+        """Of each worker; 0 where ``auto`` was not resolved (`resolve_host_cache`)."""
+        return 0 if self.host_cache == "auto" else parse_bytes(self.host_cache)
+
+    @property
+    def chooses_host_cache(self) -> bool:
+        """Whether the start of the deployment chooses a host cache, for engines to fetch blocks from each other."""
+        is_several = max(self.first_replicas, self.max_replicas, len(self.tp_sizes)) > 1 or self.elastic_roles
+        is_read = self.peer_loads and self.prefix_caching and self.routing == "cache_aware"
+        return self.host_cache == "auto" and is_several and is_read and self.peer_transports != "none"
 
     @property
     def without_peer_loads(self) -> str:
         """Why engines do not fetch blocks from each other; empty: they do."""
         reasons = {
             "peer_loads is off": not self.peer_loads,
-            "host_cache is 0": not self.host_cache_bytes,
+            "host_cache is 0": not self.host_cache_bytes and not self.chooses_host_cache,
             "prefix_caching is off": not self.prefix_caching,
             f"routing is {self.routing}": self.routing != "cache_aware",
             "there is one engine at most": self.most_replicas < 2,

@@ -14,6 +14,7 @@ from headwise.kernels.bandwidth import read_bandwidth
 from headwise.kernels.select import resolve_kernels_name
 from headwise.runtime.config.decode_reads import DecodeReads, decode_reads, kinds_of_blocks
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.host_cache import MOST_BYTES
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.models.attention.base import AttentionVariant
@@ -48,6 +49,8 @@ def describe(
     if spec.num_host_blocks:
         host = format_bytes(spec.num_host_blocks * layout.block_bytes)
         yield "host cache", f"{spec.num_host_blocks} blocks per rank, {host}, {config.write_policy}"
+    elif config.chooses_host_cache:
+        yield "host cache", f"chosen at start by the nodes' memory, at most {_most_host_cache(config)} per rank"
     if config.storage:
         yield "storage", f"{config.storage}, prefetch {config.prefetch}"
     if config.prefix_caching:
@@ -63,6 +66,10 @@ def describe(
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
     yield "replicas x TP ranks", _replicas(config)
     yield "blocks from other engines", f"no, {why_not}" if (why_not := config.without_peer_loads) else "yes"
+
+
+def _most_host_cache(config: EngineConfig) -> str:
+    return format_bytes(config.kv_cache_bytes or MOST_BYTES)
 
 
 def _replicas(config: EngineConfig) -> str:
@@ -122,7 +129,7 @@ def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
         f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
         f"dtype={config.dtype_name} weights_dtype={weights} kv_dtype={config.kv_dtype_name} "
         f"replicas={config.first_replicas} tp_size={'+'.join(map(str, config.tp_sizes))} "
-        f"head_groups={len(plan.groups)}x{slots} pool={pool}"
+        f"head_groups={len(plan.groups)}x{slots} pool={pool} host_cache={config.host_cache}"
     )
 
 

@@ -45,8 +45,8 @@ Exchange = Callable[[EngineConfig, ModelCard, int], HeadExchange]
 ASK_WAIT_S = 0.05
 """Longest wait for storage to say what it has, when there is nothing else to do."""
 
-OVERDUE = 4.0
-"""Times what steps of its size took so far: a step that takes so much longer, and `load_timeout_s`, may never end."""
+OVERDUE, OVERDUE_SHARE = 4.0, 0.25
+"""A step may never end that takes so many times what steps of its size took, and this share of `load_timeout_s`."""
 
 
 class EngineCore:
@@ -299,7 +299,7 @@ class EngineCore:
             return False
         times, batch = self.resources.step_times, self._steps[0].batch
         usual_s = times.decode_step_s + batch.num_tokens * times.prefill_token_s
-        return now > self._last_step + self.config.load_timeout_s + OVERDUE * usual_s
+        return now > self._last_step + max(OVERDUE_SHARE * self.config.load_timeout_s, OVERDUE * usual_s)
 
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
         self._last_step = self._clock()

@@ -12,6 +12,7 @@ from headwise.errors import ConfigError
 from headwise.runtime.cli.options import config_reference
 from headwise.runtime.config.addresses import parse_ports
 from headwise.runtime.config.engine_config import EngineConfig, parse_bytes
+from headwise.runtime.config.host_cache import NodeRoom, resolve_host_cache
 
 ROOT = Path(__file__).parents[3]
 
@@ -117,9 +118,15 @@ def test_a_bad_storage_url_is_told_where_it_is_given(storage: str, says: str) ->
         ({"replicas": 3, "max_replicas": 2}, "and replicas 3"),
         ({"replicas": 0}, "replicas 0 needs min_replicas 0, got 1"),
         ({"decode_replicas": 1}, "decode_replicas 1 needs prefill_replicas"),
-        ({"elastic_roles": True}, "elastic_roles needs engines that fetch blocks from each other, and host_cache is 0"),
+        (
+            {"elastic_roles": True, "host_cache": "0"},
+            "elastic_roles needs engines that fetch blocks from each other, and host_cache is 0",
+        ),
         ({"prefill_replicas": 2, "replicas": 2, "host_cache": "1GiB"}, "give decode_replicas, or more"),
-        ({"prefill_replicas": 1, "decode_replicas": 1}, "fetch blocks from each other, and host_cache is 0"),
+        (
+            {"prefill_replicas": 1, "decode_replicas": 1, "host_cache": "0"},
+            "fetch blocks from each other, and host_cache is 0",
+        ),
         ({"prefill_replicas": 2, "decode_replicas": 3, "max_replicas": 4}, "max_replicas 4 must be at least"),
     ],
 )
@@ -140,6 +147,51 @@ def test_numbers_of_engines_that_contradict_each_other_are_refused(values: dict[
 )
 def test_engines_fetch_from_each_other_unless_something_is_missing(values: dict[str, Any], why_not: str) -> None:
     assert EngineConfig(**{"host_cache": "1GiB", **values}).without_peer_loads == why_not
+
+
+@pytest.mark.parametrize(
+    ("values", "host_cache"),
+    [
+        ({}, "0"),
+        ({"replicas": 2}, "512MiB"),
+        ({"max_replicas": 3}, "512MiB"),
+        ({"min_replicas": 2}, "512MiB"),
+        ({"prefill_replicas": 1, "decode_replicas": 1, "tp_size": 2}, "512MiB"),
+        ({"elastic_roles": True}, "512MiB"),
+        ({"replicas": 2, "kv_cache": "64MiB"}, "64MiB"),
+        ({"replicas": 2, "kv_cache": "64GiB"}, "1024MiB"),  # an eighth of 16 GiB, by two
+        ({"replicas": 2, "max_replicas": 8, "kv_cache": "64GiB"}, "256MiB"),
+        ({"replicas": 8, "engine_cpus": 2.0, "kv_cache": "64GiB"}, "512MiB"),  # four fit there
+        ({"replicas": 2, "tp_size": 4, "decode_tp_size": 8, "kv_cache": "64GiB"}, "128MiB"),
+        ({"replicas": 2, "device": "cuda"}, "1024MiB"),
+        ({"replicas": 16, "device": "cuda", "tp_size": 2}, "512MiB"),  # two fit there
+        ({"replicas": 1000}, "0"),  # 2 MiB each
+        ({"replicas": 2, "host_cache": "0"}, "0"),
+        ({"replicas": 2, "host_cache": "3GiB"}, "3GiB"),
+        ({"host_cache": "3GiB"}, "3GiB"),
+        ({"replicas": 2, "peer_loads": False}, "0"),
+        ({"replicas": 2, "peer_transports": "none"}, "0"),
+        ({"replicas": 2, "prefix_caching": False}, "0"),
+        ({"replicas": 2, "routing": "round_robin"}, "0"),
+    ],
+)
+def test_several_engines_get_a_host_cache_by_themselves(values: dict[str, Any], host_cache: str) -> None:
+    nodes = [NodeRoom(64 << 30, 8, 4), NodeRoom(16 << 30, 8, 4)]
+    config = resolve_host_cache(EngineConfig(**{"device": "cpu", **values}), nodes)
+    assert config.host_cache == host_cache
+    assert bool(config.without_peer_loads) is (host_cache == "0")
+    assert resolve_host_cache(config, []) == config
+
+
+def test_what_needs_a_host_cache_is_refused_where_no_node_has_the_memory() -> None:
+    with pytest.raises(ConfigError, match=r"prefill_replicas needs engines that fetch blocks .* host_cache is 0"):
+        resolve_host_cache(EngineConfig(prefill_replicas=1, decode_replicas=1), [NodeRoom(64 << 20)])
+    with pytest.raises(ConfigError, match="storage is reached by way of the host's memory"):
+        resolve_host_cache(EngineConfig(replicas=2, storage="file:///tmp/x?capacity=1GiB"), [])
+
+
+def test_an_unresolved_host_cache_takes_no_memory() -> None:
+    assert EngineConfig(replicas=2).host_cache_bytes == 0
 
 
 def test_a_deployment_starts_with_its_replicas_but_no_fewer_than_the_fewest() -> None:
@@ -242,4 +294,4 @@ def test_roles_may_have_ranks_of_their_own() -> None:
     with pytest.raises(
         ConfigError, match="tp_size 1 are for engines that fetch blocks from each other, and host_cache is 0"
     ):
-        EngineConfig(decode_tp_size=3)
+        EngineConfig(decode_tp_size=3, host_cache="0")

@@ -40,7 +40,9 @@ TIMEOUT_S = 3.0
 class WireFaults:
     """lose, double: shares of the messages; delay: most ticks that one takes; lose_bytes, hang: shares of the copies
     that fail, and that take `HANG_TICKS` ticks; delay_bytes: most ticks that a copy takes; lose_devices: whether
-    what is on devices cannot be read"""
+    what is on devices cannot be read; in_order: whether a copy of a block takes just so many ticks, and begins when the
+    one before it is over; mute: an engine whose memory does not answer: a copy from there is given up after
+    `TIMEOUT_S`, and those behind it at once"""
 
     lose: float = 0.0
     double: float = 0.0
@@ -49,6 +51,8 @@ class WireFaults:
     lose_bytes: float = 0.0
     hang: float = 0.0
     lose_devices: bool = False
+    in_order: int = 0
+    mute: str = ""
 
 
 HANG_TICKS = 200
@@ -59,10 +63,8 @@ class ReadingExecutor:
     """Some ranks, which all do what the engine says, and copy from other engines' hosts in the background.
 
     exchange: with engines of so many ranks
-    hangs:    steps do not end, until it is False again
+    hangs_until: steps do not end before this tick
     """
-
-    hangs = False
 
     def __init__(self, network: Network, name: str, card: ModelCard, exchange: Callable[[int], HeadExchange]) -> None:
         self.ranks = [SimulatedExecutor(of_rank(card, rank)) for rank in range(card.plan.tp_size)]
@@ -80,6 +82,8 @@ class ReadingExecutor:
         self._merged = MergedReports(len(self.ranks))
         self._queue: deque[BatchRequest] = deque()
         self._reads: list[tuple[int, int, PeerFetch]] = []  # when it is over, our rank, one block of ours
+        self._read_until = 0
+        self.hangs_until = 0
         for addresses, rank in zip(self.exports, self.ranks, strict=True):
             arenas = partial(host_arena, rank), partial(device_arena, rank)
             network.arenas |= dict(zip(addresses, arenas, strict=False))
@@ -103,7 +107,9 @@ class ReadingExecutor:
         self._queue.append(batch)
 
     def poll(self, timeout_s: float | None) -> StepResult | None:
-        return self._execute(self._queue.popleft()) if self._queue and not self.hangs else None
+        if not self._queue or self._network.ticks < self.hangs_until:
+            return None
+        return self._execute(self._queue.popleft())
 
     def close(self) -> None:
         pass
@@ -113,7 +119,7 @@ class ReadingExecutor:
         for fetch in swap_in.from_peers:
             for ours in dict.fromkeys(fetch.blocks[:, 3].tolist()):
                 block = replace(fetch, blocks=fetch.blocks[fetch.blocks[:, 3] == ours])
-                self._reads += [(self._network.ends_at(), rank, block) for rank in range(len(self.ranks))]
+                self._reads += [(self._ends_at(fetch), rank, block) for rank in range(len(self.ranks))]
         batch = replace(batch, cache_swap_metadata=replace(swap_in, from_peers=()))
         answers = []
         for rank in self.ranks:
@@ -124,6 +130,22 @@ class ReadingExecutor:
             assert answer.token_ids.tolist() == answers[0].token_ids.tolist()
         reports = [self._with_reads(answer.copies, rank) for rank, answer in enumerate(answers)]
         return replace(answers[0], copies=self._merged.merge(reports))
+
+    def _ends_at(self, fetch: PeerFetch) -> int:
+        """When a copy that is begun now, or once those before it are over, is over itself."""
+        faults, ticks = self._network.faults, self._network.ticks
+        if not faults.in_order:
+            return self._network.ends_at()
+        begins = max(self._read_until, ticks)
+        if not self._is_mute(fetch):
+            self._read_until = begins + faults.in_order
+        elif not any(self._is_mute(other) for _, _, other in self._reads):
+            self._read_until = begins + round(TIMEOUT_S / TICK_S)
+        return self._read_until
+
+    def _is_mute(self, fetch: PeerFetch) -> bool:
+        name = self._network.faults.mute
+        return bool(name) and ExportAddress.decode(fetch.exports[0][0]).location.startswith(f"{name}/".encode())
 
     def _with_reads(self, report: CopyReport, rank: int) -> CopyReport:
         """A rank's report, with the reads of it that are over by now."""
@@ -145,7 +167,7 @@ class ReadingExecutor:
         """Fill this rank's part of one block; whether it came."""
         arena = self.host_arenas[rank]
         on_device = (fetch.blocks[:, 4] == DEVICE).any()
-        lost = self._network.random.random() < self._network.faults.lose_bytes
+        lost = self._network.random.random() < self._network.faults.lose_bytes or self._is_mute(fetch)
         is_asleep = any(self._network.arenas[of_rank[-1]]() is None for of_rank in fetch.exports)
         if lost or (on_device and (is_asleep or self._network.faults.lose_devices)):
             self.ranks[rank].poison_host(fetch.blocks[:1, 3])

@@ -17,6 +17,12 @@ from headwise.runtime.protocol.messages import AskLease, Leased
 MAX_RANKS, MAX_EXPORTS, MAX_EXPORT_BYTES = 1024, 8, 4096
 """What an owner may have: ranks, addresses of each, bytes of an address."""
 
+END_SHARE = 0.2
+"""Share of the timeout that is left to have an owner say that what was copied was held."""
+
+QUEUED = 2.0
+"""Timeouts that copies have whose turn has not come: what is read before them has one of its own."""
+
 Piece = tuple[int, int, int]
 """A group of the owner's, its block, and in which of the owner's memories that is."""
 
@@ -61,6 +67,8 @@ class Load:
     """A lease, and what comes by it.
 
     ask:     the question, as often as it is asked
+    moved:   when it last got on: blocks were leased or copied, or its owner, which computes them, had ended a step
+    limit:   until when it may last, however it gets on
     waits:   for the owner to lease all pieces of them, by column and group
     pieces:  what was leased of those, by the owner's group
     ordered: being copied
@@ -68,16 +76,17 @@ class Load:
     copied, failed: by all workers, or not by one of them
     grant:   of the lease; None: not heard yet
     heard:   blocks of the lease that the owner has told of
-    has_moved: copies have come that nobody has looked at yet
     is_part: it is to bring some of what a hit needs, and another load the rest
+    is_cut:  only what was copied then is of use: its lease is being ended
+    late:    being copied then
     is_over: nothing more is wanted of it, and what comes is missed
     """
 
     engine: str
     ask: AskLease
     owner: OwnerGroups
-    since: float
-    until: float
+    moved: float
+    limit: float
     say_at: float
     waits: dict[tuple[int, int], Arrival]
     is_part: bool = False
@@ -88,8 +97,9 @@ class Load:
     failed: list[Arrival] = field(default_factory=list)
     grant: int | None = None
     heard: int = 0
-    has_moved: bool = False
     is_all: bool = False
+    is_cut: bool = False
+    late: set[Arrival] = field(default_factory=set)
     is_over: bool = False
 
     @property
@@ -102,7 +112,7 @@ class Load:
 
     @property
     def prefills(self) -> bool:
-        """Whether the owner computes what it leases: that takes its time, as long as there are signs of life."""
+        """Whether the owner computes what it leases: that takes its time, as long as it gets on."""
         return self.ask.prompt is not None
 
     @property
@@ -110,8 +120,24 @@ class Load:
         """Whether all is there that will come, as far as the copies go."""
         return self.is_all and not self.ordered
 
+    def until(self, timeout_s: float, is_queued: bool) -> float:
+        """Until when it is waited for, if nothing more comes. is_queued: others' copies go before its own"""
+        if self.is_over or self.is_cut:
+            return self.limit
+        patience = QUEUED if is_queued else 1 - END_SHARE if self.copied else 1
+        return min(self.moved + patience * timeout_s, self.limit)
+
+    def cut(self, now: float, timeout_s: float) -> None:
+        """Want nothing more but what is copied, and not wait long for its owner to confirm that. Nobody may wait for
+        blocks to be leased any more."""
+        self.is_cut = self.is_all = True
+        self.waits.clear()
+        self.pieces.clear()
+        self.late, self.ordered = self.ordered, set()
+        self.limit = now + END_SHARE * timeout_s
+
     def arrivals(self) -> list[Arrival]:
-        return [*self.waits.values(), *self.ordered, *self.copied, *self.failed]
+        return [*self.waits.values(), *self.ordered, *self.late, *self.copied, *self.failed]
 
     def leased(self, blocks: Iterable[tuple[int, int, int, int]]) -> list[tuple[Arrival, list[Piece]]]:
         """Take in what the owner leases to us, (column, its group, its block, its memory) each; what is leased with all

@@ -3,9 +3,11 @@
     begin      room is made on the host, and the engine that the hint names is asked for a lease
     leased     what it holds for us is ordered from the workers, as it is told
     copied     when all copies are over the lease is ended, and its owner says whether it held
-    held       then the blocks are known to the prefix tree; else, or after `timeout_s`, they are free again
+    held       then the blocks are known to the prefix tree; else they are free again
 
-A request waits for that, and not longer than ``timeout_s``. Whatever fails, it is computed.
+A request waits for that as long as it gets on (`Load.until`): not longer than ``timeout_s`` without news, and at all
+not longer than `timeout_s` and what computing would take. What has come by then is kept, if the owner says in time that
+the lease held. Whatever fails, it is computed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.memories import DEVICE
 from headwise.errors import ConfigError, first_line
 from headwise.runtime.engine.peers.base import Peers
+from headwise.runtime.engine.peers.copy_queue import CopyQueue
 from headwise.runtime.engine.peers.devices import OtherDevices
 from headwise.runtime.engine.peers.lending import LEASE_BYTES, NO_GRANT
 from headwise.runtime.engine.peers.load import Load, OwnerGroups, Piece, is_sane
@@ -42,7 +45,8 @@ MAX_LOADS = 128
 """Most leases that are asked for or read from at a time."""
 
 MAX_LOAD_S = 120.0
-"""Longest that one load may take, however steadily blocks come, or an owner computes what it leases."""
+"""Longest that a request waits, for all parts of its prefix together; also if an owner computes it, whatever that says.
+"""
 
 ASK_SHARE, RENEW_SHARE = 0.1, 0.25
 """Shares of the timeout after which a question that was not answered is asked again, and a sign of life is given."""
@@ -72,7 +76,7 @@ class PeerCounts:
 
 class PeerLoads:
     """exchange:  with engines of so many ranks. Raises ValueError or `ConfigError` if there is none with such engines
-    timeout_s: longest that a request waits without news, and that an owner is believed to be there without a word
+    timeout_s: longest that a request waits without anything coming on
     ways:      how all workers can read devices' memory, as `ways_to_devices`; none: they cannot
     """
 
@@ -94,6 +98,7 @@ class PeerLoads:
         self._load_of: dict[Arrival, Load] = {}
         self._waiting: dict[str, Waiting] = {}
         self._orders: list[tuple[tuple[tuple[bytes, ...], ...], list[tuple[int, ...]]]] = []
+        self._queue = CopyQueue()
 
     @property
     def held(self) -> list[Sequence]:
@@ -107,7 +112,7 @@ class PeerLoads:
     @property
     def has_work(self) -> bool:
         """Whether a step should be sent to start copies, or to bring word of them."""
-        return bool(self._orders) or any(load.ordered for load in self._loads.values())
+        return bool(self._orders) or any(load.ordered or load.late for load in self._loads.values())
 
     def stats(self) -> dict[str, Any]:
         return {**asdict(self.counts), "loads": len(self._loads), "waiting": self.num_held}
@@ -125,11 +130,18 @@ class PeerLoads:
             self.counts.unknown_hints += 1
             return False
         servable = min(sequence.servable, max(0, hint.tokens))
-        waiting = Waiting(sequence, hint, owner, tuple(sequence.block_hashes(servable, self._cache.block_size)))
+        path = tuple(sequence.block_hashes(servable, self._cache.block_size))
+        waiting = Waiting(sequence, hint, owner, path, now + self._longest_s(len(path), hint.prefills))
         if not self._ask_more(waiting, now):
             return False
         self._waiting[sequence.id] = waiting
         return True
+
+    def _longest_s(self, num_columns: int, prefills: bool) -> float:
+        """How long a request waits for so many token blocks at most."""
+        if prefills:
+            return MAX_LOAD_S
+        return min(MAX_LOAD_S, self._timeout_s + self._cache.costs.computing_s(num_columns * self._cache.block_size))
 
     def _groups_of(self, engine: str, epoch: int) -> OwnerGroups | None:
         """How the blocks of an engine make up ours; None: it is not known, or they do not."""
@@ -154,7 +166,7 @@ class PeerLoads:
         if len(self._loads) >= MAX_LOADS and not self._arrivals.are_coming(path, groups)[part.wanted].all():
             return False
         waiting.fetch, arrivals = self._arrivals.expect(self, path, part.wanted, part.gained)
-        waiting.until = now + self._timeout_s
+        waiting.until = min(now + self._timeout_s, waiting.limit)
         waiting.asked += int(np.count_nonzero(part.wanted))
         if arrivals:
             wanted = waiting.owner.of_ours(_places(arrivals, len(path), groups))
@@ -163,9 +175,9 @@ class PeerLoads:
                 ask = replace(ask, prompt=prompt_of(waiting.sequence, len(path) * self._cache.block_size))
             else:
                 ask = replace(ask, hashes=b"".join(path))
-            self._ask(hint.engine, waiting.owner, ask, arrivals, now, is_part=not part.is_all)
+            self._ask(hint.engine, waiting.owner, ask, arrivals, now, waiting.limit, is_part=not part.is_all)
         loads = [self._load_of.get(arrival) for arrival in self._arrivals.awaited(waiting.fetch)]
-        waiting.loads = tuple({load.name: load for load in loads if load is not None}.values())
+        waiting.loads = tuple(dict.fromkeys(load for load in loads if load is not None))
         return True
 
     def fetch(self, engine: str, epoch: int, path: Items[bytes], wanted: NDArray[np.bool_], now: float) -> Fetch | None:
@@ -178,7 +190,7 @@ class PeerLoads:
         if arrivals:
             wanted = owner.of_ours(_places(arrivals, len(path), self._parts.num_groups))
             ask = self._question(engine, epoch, b"".join(path), wanted, now)
-            self._ask(engine, owner, ask, arrivals, now)
+            self._ask(engine, owner, ask, arrivals, now, now + MAX_LOAD_S)
         return fetch
 
     def takes_from(self, engine: str, epoch: int) -> bool:
@@ -211,11 +223,12 @@ class PeerLoads:
         ask: AskLease,
         arrivals: Items[Arrival],
         now: float,
+        limit: float,
         *,
         is_part: bool = False,
     ) -> None:
         waits = {(arrival.column, arrival.group): arrival for arrival in arrivals}
-        load = Load(engine, ask, owner, now, now + self._timeout_s, now, waits, is_part)
+        load = Load(engine, ask, owner, now, limit, now, waits, is_part)
         self._loads[ask.lease] = load
         self._load_of.update(dict.fromkeys(arrivals, load))
         self.counts.asked += 1
@@ -227,11 +240,10 @@ class PeerLoads:
             load = self._loads.get(answer.lease)
             if load is not None and answer.epoch == load.epoch:
                 self._take(load, answer, now)
+        self._queue.advance(now)
         for load in list(self._loads.values()):
-            if load.has_moved and not load.is_over:
-                self._put_off(load, now)
-            if now > load.until:
-                self._give_up(load)
+            if now > load.until(self._timeout_s, is_queued=self._queue.is_behind(load)):
+                self._end_early(load, now)
             elif now >= load.say_at:
                 self._say(load, now)
         over = [waiting for waiting in self._waiting.values() if waiting.is_over(now)]
@@ -240,15 +252,11 @@ class PeerLoads:
             del self._waiting[waiting.sequence.id]
         return [waiting.sequence for waiting in over]
 
-    def _put_off(self, load: Load, now: float) -> None:
-        """It goes on: so it may take that much longer."""
-        load.until, load.has_moved = min(now + self._timeout_s, load.since + MAX_LOAD_S), False
-
     def _goes_on(self, waiting: Waiting, now: float) -> bool:
         """Ask for the next part, if all of this one has come; whether there is one."""
         has_come = not waiting.fetch.left and not waiting.fetch.missed
         is_known = self._peers.knows(waiting.hint.engine, waiting.hint.epoch)
-        return has_come and is_known and self._ask_more(waiting, now)
+        return has_come and is_known and now < waiting.limit and self._ask_more(waiting, now)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence waits no more. What is being copied still comes; what nobody else waits for is not asked for."""
@@ -291,14 +299,15 @@ class PeerLoads:
     def _leased(self, load: Load, answer: Leased, now: float) -> None:
         """The owner holds blocks for us: have the workers copy those that were not told of before."""
         load.grant = answer.grant
-        if load.prefills:
-            self._put_off(load, now)
+        if load.prefills:  # it computes still, else it would say nothing
+            load.moved = now
         if answer.first > load.heard:  # what came between was lost
             self._say(load, now)
             return
         new = answer.blocks[load.heard - answer.first :].tolist()
         self.counts.answered += not load.heard and bool(new)
-        load.heard += len(new)
+        if new:
+            load.heard, load.moved = load.heard + len(new), now
         load.is_all = answer.is_all
         leased = load.leased(new)
         if load.is_all and not load.ordered and not load.copied and not self._would_gain(load, leased):
@@ -329,6 +338,7 @@ class PeerLoads:
             return
         self.counts.leased_blocks += len(leased)
         load.ordered.update(arrival for arrival, _ in leased)
+        self._queue.add(load, [arrival for arrival, _ in leased])
         rows: list[tuple[int, ...]] = [
             (theirs, block, arrival.group, arrival.block, memory)
             for arrival, parts in leased
@@ -356,10 +366,10 @@ class PeerLoads:
     def reported(self, came: Items[Arrival], missed: Items[Arrival]) -> None:
         """All workers have copied what ``came``, and one at least could not copy what it ``missed``."""
         loads = {self._load_of[arrival]: None for arrival in (*came, *missed)}
+        self._queue.reported(loads, (*came, *missed))
         for arrival in came:
             load = self._load_of[arrival]
-            load.copied.append(arrival)
-            load.has_moved = True
+            (load.failed if arrival in load.late else load.copied).append(arrival)
         for arrival in missed:
             load = self._load_of[arrival]
             load.failed.append(arrival)
@@ -367,12 +377,22 @@ class PeerLoads:
                 self._devices.lost(load.engine)
         for load in loads:
             load.ordered.difference_update(load.copied, load.failed)
+            load.late.difference_update(load.failed)
             self._go_on(load)
 
     def hit(self, tokens: int) -> None:
         self.counts.hit_tokens += tokens
 
     # ---- the end of a load ----
+
+    def _end_early(self, load: Load, now: float) -> None:
+        """It does not get on, or takes too long: use what has come, if its owner says in time that it held that."""
+        if load.is_cut or not load.copied or load.is_over:
+            self._give_up(load)
+            return
+        self._miss(list(load.waits.values()))
+        load.cut(now, self._timeout_s)
+        self._say(load, now)
 
     def _give_up(self, load: Load) -> None:
         """Use nothing of it. What workers still write to stays held until they are through."""
@@ -384,15 +404,22 @@ class PeerLoads:
         self._miss([*load.waits.values(), *load.copied, *load.failed])
         load.waits.clear()
         load.copied, load.failed = [], []
-        load.until = load.say_at = math.inf
-        if not load.ordered:
-            self._finish(load, (), ())
+        self._close(load)
 
     def _finish(self, load: Load, came: Items[Arrival], missed: Items[Arrival]) -> None:
         there, lacking = self._arrivals.end(came, missed)
         self._count(there, lacking)
+        load.copied, load.failed = [], []
         load.is_over = True
-        del self._loads[load.name]
+        self._close(load)
+
+    def _close(self, load: Load) -> None:
+        """Nothing is wanted of it any more, and nobody told: it goes once nobody writes to what it was to bring."""
+        load.limit = load.say_at = math.inf
+        load.ordered |= load.late
+        load.late.clear()
+        if not load.ordered:
+            del self._loads[load.name]
 
     def _miss(self, arrivals: Items[Arrival]) -> None:
         self._count(*self._arrivals.end((), arrivals))

@@ -12,24 +12,26 @@ from headwise.runtime.protocol.request import GenerateRequest, PeerHint, Samplin
 
 @dataclass(eq=False)
 class Waiting:
-    """A sequence that is held back, and until when at most.
+    """A sequence that is held back.
 
     owner: the groups of the engine that its hint names
     path:  what that engine may have of it
+    limit: until when it waits at most, for all parts
     fetch: of the part that is under way
+    loads: that bring what of it comes from other engines
+    until: when the rest of it, which somebody else brings, should have come
     asked: blocks of this part and those before
-    loads: of other engines' blocks that bring this part. Each has an end of its own, which moves while blocks come, or
-        while its owner computes them
     """
 
     sequence: Sequence
     hint: PeerHint
     owner: OwnerGroups
     path: tuple[bytes, ...]
+    limit: float
     fetch: Fetch = field(default_factory=lambda: Fetch(0))
+    loads: tuple[Load, ...] = ()
     until: float = 0.0
     asked: int = 0
-    loads: tuple[Load, ...] = ()
 
     def is_over(self, now: float) -> bool:
         return not self.fetch.left or (now > self.until and all(load.is_over for load in self.loads))
