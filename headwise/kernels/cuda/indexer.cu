@@ -31,7 +31,7 @@ __device__ __forceinline__ Floats normed(
     }
     const float scale = sqrtf(sum_of_warp(squares) / count + eps);
     if (!here) return own;
-    const Floats weights = floats_at(weight + at * ELEMENTS), biases = floats_at(bias + at * ELEMENTS);
+    const Floats weights = load_floats(weight + at * ELEMENTS), biases = load_floats(bias + at * ELEMENTS);
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) own.at[i] = own.at[i] / scale * weights.at[i] + biases.at[i];
     return own;
@@ -74,7 +74,7 @@ extern "C" __global__ void write_index(
             other.at[i] = __shfl_sync(ALL_LANES, own.at[i], (is_low ? at + half_vectors : at - half_vectors) & 31);
         const int angle = is_low ? at : at - half_vectors;
         if (turns) {
-            const Floats cosine = floats_at(cosines + angle * ELEMENTS), sine = floats_at(sines + angle * ELEMENTS);
+            const Floats cosine = load_floats(cosines + angle * ELEMENTS), sine = load_floats(sines + angle * ELEMENTS);
 #pragma unroll
             for (int i = 0; i < ELEMENTS; i++) {
                 const float across = other.at[i] * sine.at[i], along = own.at[i] * cosine.at[i];

@@ -3,17 +3,6 @@
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int WARP = 32;
 
-__device__ __forceinline__ Floats load_floats(const float* from)
-{
-    Floats floats;
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from + i);
-        floats.at[i] = four.x, floats.at[i + 1] = four.y, floats.at[i + 2] = four.z, floats.at[i + 3] = four.w;
-    }
-    return floats;
-}
-
 __device__ __forceinline__ float sum_over_lanes(float value, int lanes)
 {
     for (int across = lanes / 2; across > 0; across /= 2) value += __shfl_xor_sync(ALL_LANES, value, across);

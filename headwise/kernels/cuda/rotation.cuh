@@ -6,23 +6,12 @@ struct Pair {
     Floats low, high;
 };
 
-__device__ __forceinline__ Floats floats_at(const float* from)
-{
-    Floats floats;
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from + i);
-        floats.at[i] = four.x, floats.at[i + 1] = four.y, floats.at[i + 2] = four.z, floats.at[i + 3] = four.w;
-    }
-    return floats;
-}
-
 // Vector `at` of the first half of a row, and the one of the second half that it turns with. Rounded to the dtype.
 __device__ __forceinline__ Pair rotated(const char* row, int at, int half_bytes, const float* cosines, const float* sines)
 {
     const Floats low = widened(load(row + at * VECTOR)), high = widened(load(row + half_bytes + at * VECTOR));
     if (!cosines) return {low, high};
-    const Floats cosine = floats_at(cosines + at * ELEMENTS), sine = floats_at(sines + at * ELEMENTS);
+    const Floats cosine = load_floats(cosines + at * ELEMENTS), sine = load_floats(sines + at * ELEMENTS);
     Pair turned;
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) {

@@ -13,6 +13,17 @@ __device__ __forceinline__ uint4 load(const char* from)
     return *reinterpret_cast<const uint4*>(from);
 }
 
+__device__ __forceinline__ Floats load_floats(const float* from)
+{
+    Floats floats;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + i);
+        floats.at[i] = four.x, floats.at[i + 1] = four.y, floats.at[i + 2] = four.z, floats.at[i + 3] = four.w;
+    }
+    return floats;
+}
+
 __device__ __forceinline__ Floats widened(const uint4& vector)
 {
     const unsigned words[4] = {vector.x, vector.y, vector.z, vector.w};
