@@ -15,10 +15,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+_SLOW_PAIRS = frozenset({"sapphirerapids", "emeraldrapids"})
+"""CPUs, as LLVM names them, that multiply pairs of bfloat16 at half the rate of float32's multiply-and-add: a prompt's
+products come at 290 GFLOP/s there if they are widened first, else at 190 (two cores of an Emerald Rapids)."""
+
 
 @dataclass(frozen=True)
 class Isa:
-    """Instructions of the CPU that Numba compiles for; false for all that is not x86."""
+    """Instructions of the CPU that Numba compiles for, and that are worth it; false for all that is not x86."""
 
     avx512f: bool
     avx512bw: bool
@@ -32,14 +36,14 @@ def _features() -> dict[str, bool]:
     return dict(llvmlite.binding.get_host_cpu_features())
 
 
-def _compiled_for() -> Isa:
-    features = _features()
-    if llvmlite.binding.llvm_version_info[0] < 20:  # whose intrinsics for bfloat16 had other types
-        features["avx512bf16"] = False
+def _compiled_for(cpu: str, features: Mapping[str, bool]) -> Isa:
+    is_old = llvmlite.binding.llvm_version_info[0] < 20  # whose intrinsics for bfloat16 had other types
+    if is_old or cpu in _SLOW_PAIRS:
+        features = {**features, "avx512bf16": False}
     return Isa(**{name: bool(features.get(name)) for name in ("avx512f", "avx512bw", "avx512bf16", "f16c")})
 
 
-ISA = _compiled_for()
+ISA = _compiled_for(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name(), _features())
 
 
 def _named(isa: Isa, features: Mapping[str, bool], machine: str) -> str:
