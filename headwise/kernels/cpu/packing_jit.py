@@ -7,6 +7,8 @@ Layouts, all with `PANEL` columns (outputs of the weight) side by side, so that 
     bfloat16  [panels, turns, PANEL, 2]     uint16: a pair of depth
     int8      [panels, turns, PANEL, 2]     int8: a pair of depth
     int4      [panels, turns, PANEL, 2]     uint16: eight of depth, the code at 2 j + p in word p, digit j
+    int5      [panels, turns, 5, PANEL, 2]  uint16: 32 of depth; `code_words` has the codes at 2 j + p in words p
+    int6      [panels, turns, 3, PANEL, 2]  uint16: 16 of depth, likewise
     scales, minima  [panels, groups, PANEL] float16, as its bits
 """
 
@@ -29,7 +31,8 @@ from headwise.kernels.cpu.addresses import (
     record_at,
     words_at,
 )
-from headwise.kernels.cpu.matmul_jit import BFLOAT16, FLOAT32, INT8
+from headwise.kernels.cpu.code_words import depth_of, put_and_get, words_of
+from headwise.kernels.cpu.matmul_jit import BFLOAT16, FLOAT32, INT4, INT5, INT8
 from headwise.kernels.cpu.matmul_tiles import PANEL
 from headwise.kernels.cpu.records import PACKING, TAKING
 from headwise.kernels.cpu.threads import fetch_add
@@ -53,6 +56,34 @@ def _pair_at(panel, turns, k, depth, c):
     return ((panel * turns + k // depth) * PANEL + c) * 2 + (k & 1)
 
 
+def _codes(bits: int) -> tuple[Any, Any]:
+    """Make the functions that pack a column of codes of so many bits, and that read one of them."""
+    (put, get), count, depth = put_and_get(bits), words_of(bits), depth_of(bits)
+
+    @_pasted
+    def first_word(panel, turns, k, c):
+        return ((panel * turns + k // depth) * count * PANEL + c) * 2 + (k & 1)
+
+    @_pasted
+    def pack_column(own, row, panel, c):
+        codes = bytes_at(own.source + row * own.inputs, own.inputs)
+        words = halves_at(own.packed, 2 * own.panels * own.turns * count * PANEL)
+        for k in range(own.inputs):
+            put(words, first_word(panel, own.turns, k, c), 2 * PANEL, k % depth // 2, np.int64(codes[k]))
+
+    @_pasted
+    def code_at(own, panel, c, k):
+        words = halves_at(own.packed, 2 * own.panels * own.turns * count * PANEL)
+        return get(words, first_word(panel, own.turns, k, c), 2 * PANEL, k % depth // 2)
+
+    return pack_column, code_at
+
+
+_pack_int4, _int4_at = _codes(4)
+_pack_int5, _int5_at = _codes(5)
+_pack_int6, _int6_at = _codes(6)
+
+
 @_pasted
 def _pack_column(own, row, panel, c):
     inputs, turns, size = own.inputs, own.turns, own.panels * own.turns * PANEL
@@ -68,10 +99,25 @@ def _pack_column(own, row, panel, c):
         codes, bytes_ = int8s_at(own.source + row * inputs, inputs), int8s_at(own.packed, 2 * size)
         for k in range(inputs):
             bytes_[_pair_at(panel, turns, k, 2, c)] = codes[k]
+    elif own.kind == INT4:
+        _pack_int4(own, row, panel, c)
+    elif own.kind == INT5:
+        _pack_int5(own, row, panel, c)
     else:
-        digits, words = bytes_at(own.source + row * inputs, inputs), halves_at(own.packed, 2 * size)
-        for k in range(inputs):
-            words[_pair_at(panel, turns, k, 8, c)] |= np.uint16(digits[k]) << np.uint16((k & 7) >> 1 << 2)
+        _pack_int6(own, row, panel, c)
+
+
+@_pasted
+def _code(own, panel, c, k):
+    """A weight's code at ``k`` of a column."""
+    if own.kind == INT8:
+        codes = int8s_at(own.packed, 2 * own.panels * own.turns * PANEL)
+        return np.int64(codes[_pair_at(panel, own.turns, k, 2, c)])
+    if own.kind == INT4:
+        return _int4_at(own, panel, c, k)
+    if own.kind == INT5:
+        return _int5_at(own, panel, c, k)
+    return _int6_at(own, panel, c, k)
 
 
 def _pack(address, thread):
@@ -94,7 +140,7 @@ def _take(address, thread):
     counter = longs_at(own.counter, 1)
     ids, inputs, turns, size = ints_at(own.ids, own.count), own.inputs, own.turns, own.panels * own.turns * PANEL
     floats, words = floats_at(own.packed, size), halves_at(own.packed, 2 * size)
-    codes, each = int8s_at(own.packed, 2 * size), own.group_inputs
+    each = own.group_inputs
     i = fetch_add(counter, 0)
     while i < own.count:
         panel, c = ids[i] // PANEL, ids[i] % PANEL
@@ -107,10 +153,7 @@ def _take(address, thread):
             elif own.kind == BFLOAT16:
                 bits[k] = np.uint32(words[_pair_at(panel, turns, k, 2, c)]) << np.uint32(16)
             else:
-                code = np.int64(codes[_pair_at(panel, turns, k, 2, c)])
-                if own.kind != INT8:
-                    code = np.int64(words[_pair_at(panel, turns, k, 8, c)]) >> ((k & 7) >> 1 << 2) & 15
-                value = np.float32(code - own.offset) * scales[k // each]
+                value = np.float32(_code(own, panel, c, k) - own.offset) * scales[k // each]
                 if own.has_minima != 0:
                     value += minima[k // each]
                 out[k] = value

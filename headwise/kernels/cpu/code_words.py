@@ -1,0 +1,93 @@
+# mypy: ignore-errors
+"""Codes of 4, 5 and 6 bits in words of 16 bits: how packing writes them, and tiles read them.
+
+Of a column and a turn, codes at even depth lie in words of their own, and so do those at odd depth. Each word has as many
+whole codes as fit, the first of them lowest. The bits above those, from word to word, are one more row of bits, which has
+the turn's last codes: so no bit is left empty, and most codes take one shift to be read.
+
+    bits  in a word  bits above  words  depth of a turn
+       4          4           0      1                8
+       5          3           1      5               32
+       6          2           4      3               16
+
+A code's *place* is its number among those of its words: half its depth within the turn.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+WORD_BITS = 16
+
+_pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
+
+
+class Piece(NamedTuple):
+    """``count`` bits of a code from its bit ``to`` on, which lie in ``word`` from its bit ``at`` on."""
+
+    word: int
+    at: int
+    to: int
+    count: int
+
+
+def words_of(bits: int) -> int:
+    """Words of a turn, of one column and half of the depth."""
+    return bits // gcd(bits, WORD_BITS % bits)
+
+
+def depth_of(bits: int) -> int:
+    """Depth of a turn."""
+    return 2 * words_of(bits) * WORD_BITS // bits
+
+
+def pieces_of(bits: int, place: int) -> list[Piece]:
+    """Where the code at ``place`` lies."""
+    each, above = divmod(WORD_BITS, bits)
+    whole = each * words_of(bits)
+    if place < whole:
+        return [Piece(place // each, place % each * bits, 0, bits)]
+    pieces, done = [], 0
+    while done < bits:
+        word, from_there = divmod((place - whole) * bits + done, above)
+        count = min(bits - done, above - from_there)
+        pieces.append(Piece(word, WORD_BITS - above + from_there, done, count))
+        done += count
+    return pieces
+
+
+# --- compiled -------------------------------------------------------------------------------------------------------
+
+
+def put_and_get(bits: int) -> tuple[Any, Any]:
+    """Make the functions that write one code, to words that were 0, and that read one.
+
+    A code's words are ``words[first]``, ``words[first + step]`` and so on.
+    """
+    each, above = WORD_BITS // bits, max(1, WORD_BITS % bits)
+    whole, lowest, mask = each * words_of(bits), WORD_BITS - WORD_BITS % bits, (1 << bits) - 1
+
+    @_pasted
+    def put(words, first, step, place, code):
+        if place < whole:
+            words[first + place // each * step] |= np.uint16(code << (place % each * bits))
+            return
+        for bit in range(bits):
+            behind = (place - whole) * bits + bit
+            words[first + behind // above * step] |= np.uint16((code >> bit & 1) << (lowest + behind % above))
+
+    @_pasted
+    def get(words, first, step, place):
+        if place < whole:
+            return np.int64(words[first + place // each * step]) >> (place % each * bits) & mask
+        code = np.int64(0)
+        for bit in range(bits):
+            behind = (place - whole) * bits + bit
+            code |= (np.int64(words[first + behind // above * step]) >> (lowest + behind % above) & 1) << bit
+        return code
+
+    return put, get
