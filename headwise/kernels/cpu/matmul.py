@@ -312,28 +312,43 @@ def panels_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | Non
     return replace(weight, outputs=stop - start, packed=part, scales=scales, minima=minima, table=table)
 
 
-def take_rows(weight: PackedWeight, ids: NDArray[np.int32], threads: int = 1) -> NDArray[np.float32]:
-    """Rows ``ids [n]`` of a packed weight, as float32 ``[n, inputs]``. Each of ``ids`` is less than its outputs."""
-    out = np.empty((len(ids), weight.inputs), np.float32)
-    scales, minima = (_scales_of(numbers, ids) for numbers in (weight.scales, weight.minima))
-    groups, offset, counter = scales.shape[1], weight.offset, np.zeros(1, np.int64)
-    own = records.filled(
-        records.TAKING, kind=KINDS[weight.dtype], packed=place_of(weight.packed), panels=weight.packed.shape[0],
+def take_rows(
+    weight: PackedWeight, ids: NDArray[np.int32], threads: int = 1, out: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """Rows ``ids [n]`` of a packed weight, as float32 ``[n, inputs]``. Each of ``ids`` is less than its outputs.
+
+    out: where they go; no other array is allocated then
+    """
+    if out is None:
+        out = np.empty((len(ids), weight.inputs), np.float32)
+    elif out.shape != (len(ids), weight.inputs):
+        raise ValueError(f"out is {out.shape}, it must be {(len(ids), weight.inputs)}")
+    groups = weight.scales.shape[1]
+    own = _taking.fill(
+        kind=KINDS[weight.dtype], packed=place_of(weight.packed), panels=weight.packed.shape[0],
         turns=weight.packed.shape[1], ids=records.address_of(ids, np.int32), count=len(ids), inputs=weight.inputs,
-        scales=place_of(scales), minima=place_of(minima), groups=groups,
-        group_inputs=weight.depth // max(1, groups), offset=offset, has_minima=minima.size > 0, out=place_of(out),
-        counter=place_of(counter),
+        scales=place_of(weight.scales), minima=place_of(weight.minima), groups=groups,
+        group_inputs=weight.depth // max(1, groups), offset=weight.offset, has_minima=weight.minima.size > 0,
+        out=records.address_of(out, np.float32),
     )  # fmt: skip
     threads = max(1, min(threads, len(ids) // THREAD_ROWS))
-    pool_of_this_process().run(packing_jit.take().address, threads, place_of(own))
+    pool_of_this_process().run(packing_jit.take().address, threads, own)
     return out
 
 
-def _scales_of(numbers: NDArray[np.float16], ids: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Those of rows ``ids``, ``[n, groups]``."""
-    if not numbers.size:
-        return np.empty((len(ids), 0), np.float32)
-    return numbers[ids // PANEL, :, ids % PANEL].astype(np.float32)
+class _Taking(threading.local):
+    """One thread's `records.TAKING`, and its counter."""
+
+    def __init__(self) -> None:
+        self._record, self._counter = records.Record(records.TAKING), np.zeros(1, np.int64)
+
+    def fill(self, **fields: Any) -> int:
+        """With these fields, and a counter that is 0; where it lies."""
+        self._counter[0] = 0
+        return self._record.fill(counter=place_of(self._counter), **fields)
+
+
+_taking = _Taking()
 
 
 def _padded(number: int, step: int) -> int:

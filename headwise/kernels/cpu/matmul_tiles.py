@@ -397,11 +397,26 @@ def _sum_turns(
 
 def _half_vector(e: Emitter, array: Any, at: Any, vector: int) -> Any:
     """A vector of finite float16 numbers, as float32."""
-    place = e.at(array, at, at.type(vector * LANES))
+    return _widened_halves(e, _load(e, e.at(array, at, at.type(vector * LANES)), ir.VectorType(_I16, LANES)))
+
+
+def _widened_halves(e: Emitter, bits: Any) -> Any:
     if ISA.f16c:
-        return e.builder.fpext(_load(e, place, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+        return e.builder.fpext(e.builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
     # By integers: LLVM would call a function for it, which is not there. Exponents are 112 apart.
-    words = e.builder.zext(_load(e, place, ir.VectorType(_I16, LANES)), _INTS)
+    words = e.builder.zext(bits, _INTS)
     sign = e.builder.shl(e.builder.and_(words, _constant(_INTS, 0x8000)), _constant(_INTS, 16))
     rest = e.builder.shl(e.builder.and_(words, _constant(_INTS, 0x7FFF)), _constant(_INTS, 13))
     return e.builder.fmul(e.builder.bitcast(e.builder.or_(sign, rest), _FLOATS), e.fill(2.0**112))
+
+
+@intrinsic
+def widened_half(typing, bits):
+    """A finite float16 number, given as its bits, as float32."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        first = builder.insert_element(ir.Constant(ir.VectorType(_I16, LANES), ir.Undefined), e.args[0], _I32(0))
+        return builder.extract_element(_widened_halves(e, first), _I32(0))
+
+    return types.float32(types.uint16), emit

@@ -33,7 +33,7 @@ from headwise.kernels.cpu.addresses import (
 )
 from headwise.kernels.cpu.code_words import depth_of, put_and_get, words_of
 from headwise.kernels.cpu.matmul_jit import BFLOAT16, FLOAT32, INT4, INT5, INT8
-from headwise.kernels.cpu.matmul_tiles import PANEL
+from headwise.kernels.cpu.matmul_tiles import PANEL, widened_half
 from headwise.kernels.cpu.records import PACKING, TAKING
 from headwise.kernels.cpu.threads import fetch_add
 
@@ -135,28 +135,41 @@ def _pack(address, thread):
         panel = fetch_add(counter, 0)
 
 
+@_pasted
+def _take_codes(own, panel, c, out):
+    """Write a column of a weight of codes: a group's numbers have a scale in common, and perhaps a minimum."""
+    groups, each = own.groups, own.group_inputs
+    scales = halves_at(own.scales, own.panels * groups * PANEL)
+    minima = halves_at(own.minima, own.panels * groups * PANEL)
+    for group in range(groups):
+        at = (panel * groups + group) * PANEL + c
+        scale, minimum = widened_half(scales[at]), np.float32(0.0)
+        if own.has_minima != 0:
+            minimum = widened_half(minima[at])
+        for k in range(group * each, min((group + 1) * each, own.inputs)):
+            value = np.float32(_code(own, panel, c, k) - own.offset) * scale
+            if own.has_minima != 0:
+                value += minimum
+            out[k] = value
+
+
 def _take(address, thread):
     own = _taking_at(address)
     counter = longs_at(own.counter, 1)
     ids, inputs, turns, size = ints_at(own.ids, own.count), own.inputs, own.turns, own.panels * own.turns * PANEL
     floats, words = floats_at(own.packed, size), halves_at(own.packed, 2 * size)
-    each = own.group_inputs
     i = fetch_add(counter, 0)
     while i < own.count:
         panel, c = ids[i] // PANEL, ids[i] % PANEL
         out, bits = floats_at(own.out + i * inputs * 4, inputs), words_at(own.out + i * inputs * 4, inputs)
-        scales = floats_at(own.scales + i * own.groups * 4, own.groups)
-        minima = floats_at(own.minima + i * own.groups * 4, own.groups)
-        for k in range(inputs):
-            if own.kind == FLOAT32:
+        if own.kind == FLOAT32:
+            for k in range(inputs):
                 out[k] = floats[(panel * turns + k) * PANEL + c]
-            elif own.kind == BFLOAT16:
+        elif own.kind == BFLOAT16:
+            for k in range(inputs):
                 bits[k] = np.uint32(words[_pair_at(panel, turns, k, 2, c)]) << np.uint32(16)
-            else:
-                value = np.float32(_code(own, panel, c, k) - own.offset) * scales[k // each]
-                if own.has_minima != 0:
-                    value += minima[k // each]
-                out[k] = value
+        else:
+            _take_codes(own, panel, c, out)
         i = fetch_add(counter, 0)
 
 

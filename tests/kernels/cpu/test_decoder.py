@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from functools import cache, partial
 
@@ -187,23 +188,30 @@ def test_a_decoder_takes_caches_of_several_dtypes_in_turn() -> None:
     assert_equal(run(model, CacheShown), before)
 
 
-def test_a_step_of_the_same_size_allocates_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(pattern(config_of("gemma3")))
-    sequences, in_fused = PagedSequences(model.config, kernels()), []
+@pytest.mark.parametrize("weights_dtype", ["float32", "int8"])
+def test_a_step_of_the_same_size_allocates_no_array(weights_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the look-up of embeddings to the final norm: neither by NumPy's functions, nor within an operation."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 64}
+    model = model_of(pattern(model_config({**MODELS["gemma3"], **sizes})), weights_dtype)
+    sequences, peaks = PagedSequences(model.config, kernels()), []
     sequences.forward(model, [(0, 40), (1, 3)], CacheShown)
-    sequences.forward(model, [(0, 1), (1, 1)], CacheShown)
-    run_layers = module.CpuDecoder.run
+    sequences.forward(model, [(0, 16), (1, 16)], CacheShown)
+    forward = model.forward
 
-    def run(*arguments):
+    def measured(*arguments):
         with monkeypatch.context() as patch:
             for name in ("empty", "zeros", "ones", "full", "array", "asarray", "ascontiguousarray", "concatenate"):
                 patch.setattr(np, name, None)
-            run_layers(*arguments)
-        in_fused.append(True)
+            tracemalloc.start()
+            hidden = forward(*arguments)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        return hidden
 
-    monkeypatch.setattr(module.CpuDecoder, "run", run)
-    sequences.forward(model, [(0, 1), (1, 1)], CacheShown)
-    assert in_fused
+    monkeypatch.setattr(model, "forward", measured)
+    (found, _), bytes_of_x = sequences.forward(model, [(0, 16), (1, 16)], CacheShown), 32 * 1024 * 4
+    assert np.isfinite(found).all()
+    assert peaks[0] < bytes_of_x / 2, "objects take less, and the residual stream more"
 
 
 def test_arrays_that_compiled_code_would_misread_are_refused() -> None:
