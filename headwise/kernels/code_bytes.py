@@ -14,8 +14,8 @@ GPU_SCALES: Any = np.float32
 
 
 def bits_in_memory(bits: int, group: int, on_gpu: bool) -> int:
-    """What a code of 4, 5, 6 or 8 bits takes, with so many neighbours in a group: on a CPU, where 32 codes of 5 bits lie
-    together, 6 bits if groups cut these through; on a GPU 8 if it is not 4.
+    """What a code of 4, 5, 6 or 8 bits takes, with so many neighbours in a group. On a GPU 8, if it is not 4. On a CPU
+    32 codes of 5 bits lie together: if groups cut these apart, they take 6.
     """
     if on_gpu:
         return 4 if bits == 4 else 8

@@ -72,10 +72,10 @@ class FusedDecoder(Protocol):
         """Compile for a cache of this layout, or load what this machine has compiled before."""
 
     def embedded(self, table: Weight, ids: Array, scale: float = 1.0) -> Array:
-        """Rows ``ids int32 [rows]`` of an embedding, times ``scale``: float32 ``[rows, hidden]``, until the next call."""
+        """Rows ``ids int32 [rows]`` of an embedding, times ``scale``: ``[rows, hidden]``, there until the next call."""
 
     def rotations(self, positions: Array, inverses: Sequence[Array], scales: Sequence[Array | None]) -> Array:
-        """Cosines and sines for `run`, of each kind of rotation, until the next call; see `TensorOps.rotation`."""
+        """Cosines and sines for `run`, of several kinds, there until the next call; see `TensorOps.rotation`."""
 
     def run(
         self,

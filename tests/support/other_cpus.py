@@ -25,7 +25,7 @@ INNER = "compiled_for_other_cpus"
 
 
 def assert_passes(path: str, cpu: str, selected: str = "") -> None:
-    """Run the tests of a file that ``selected`` names, or all, as one of `OTHER_CPUS` would; skips if this one cannot."""
+    """Run the tests of a file that ``selected`` names, or all, as one of `OTHER_CPUS` would, if this one can, too."""
     name, features = OTHER_CPUS[cpu]
     here = llvmlite.binding.get_host_cpu_features()
     if not all(here.get(feature[1:]) for feature in features.split(",") if feature):

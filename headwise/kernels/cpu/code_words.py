@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Codes of 4, 5 and 6 bits in words of 16 bits: how packing writes them, and tiles read them.
 
-Of a column and a turn, codes at even depth lie in words of their own, and so do those at odd depth. Each word has as many
-whole codes as fit, the first of them lowest. The bits above those, from word to word, are one more row of bits, which has
-the turn's last codes: so no bit is left empty, and most codes take one shift to be read.
+Of a column and a turn, codes at even depth lie in words of their own, and so do those at odd depth. Each word has as
+many whole codes as fit, the first of them lowest. The bits above those, from word to word, are one more row of bits,
+which has the turn's last codes: so no bit is left empty, and most codes take one shift to be read.
 
     bits  in a word  bits above  words  depth of a turn
        4          4           0      1                8

@@ -52,8 +52,8 @@ MOST_LOOKED_UP = 5
 """Bits of codes whose numbers, as floats, have room in two registers."""
 
 _LARGE, _LARGE_VALUE = 0x4B000000, float(1 << 23)
-"""The bits of a float whose last bit stands for 1, and that float. A small integer in its last bits is added to it: that
-takes fewer instructions than a conversion, and ones that the CPU has more units for.
+"""The bits of a float whose last bit stands for 1, and that float. A small integer in its last bits is added to it, and
+taking the float off again makes a float of it: a conversion would wait for the one unit that shifts need, too.
 """
 
 
@@ -202,11 +202,8 @@ class Codes(Kind):
                 yield 2 * place + half, [self._widened(e, e.builder.lshr(each, shift), prepared) for each in together]
 
     def _together(self, e: Emitter, words: list[Any], pieces: list[Piece]) -> Any:
-        """The words with a code in the lowest bits of each, and bits of others above it."""
-        parts = []
-        for piece in pieces:
-            word, by = words[piece.word], piece.at - piece.to
-            parts.append(e.builder.lshr(word, _constant(word.type, by)) if by >= 0 else e.builder.shl(word, _constant(word.type, -by)))
+        """A code in the lowest bits of each word; if it is of one piece, others' bits are above it."""
+        parts = [e.builder.lshr(words[at.word], _constant(words[at.word].type, at.at - at.to)) for at in pieces]
         if len(parts) == 1:
             return parts[0]
         masked = [e.builder.and_(part, _in_each(part.type, piece)) for part, piece in zip(parts, pieces, strict=True)]
@@ -227,17 +224,14 @@ def _in_each(kind: Any, piece: Piece) -> Any:
 
 
 def _looked_up(e: Emitter, index: Any, table: list[Any]) -> Any:
-    """What one or two registers have at the lowest bits of each index: as many as their numbers take."""
-    kind, size = table[0].type, "hi" if table[0].type == _WORDS else "sf"
-    if len(table) == 1:
-        return _called(e, f"llvm.x86.avx512.permvar.{size}.512", kind, table[0], index)
-    size = size if kind == _WORDS else "ps"
-    return _called(e, f"llvm.x86.avx512.vpermi2var.{size}.512", kind, table[0], index, table[1])
-
-
-def _called(e: Emitter, name: str, result: Any, *args: Any) -> Any:
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), args)
+    """What one or two registers have at the lowest bits of each index: as many as count them all."""
+    kind, is_words = table[0].type, table[0].type == _WORDS
+    name, args = f"permvar.{'hi' if is_words else 'sf'}", [table[0], index]
+    if len(table) == 2:
+        name, args = f"vpermi2var.{'hi' if is_words else 'ps'}", [table[0], index, table[1]]
+    signature = ir.FunctionType(kind, [arg.type for arg in args])
+    function = cgutils.get_or_insert_function(e.builder.module, signature, f"llvm.x86.avx512.{name}.512")
+    return e.builder.call(function, args)
 
 
 def _vector_at(e: Emitter, pointer: Any, vector: int, column_bytes: int) -> Any:

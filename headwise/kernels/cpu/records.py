@@ -191,7 +191,7 @@ TAKING = np.dtype(
 """Rows to be read of a packed weight.
 
 ids:            int32, ``count`` of them
-scales, minima: of the weight, float16 ``[panels, groups, PANEL]``, where it has them; a group is ``group_inputs`` numbers
+scales, minima: of the weight, float16 ``[panels, groups, PANEL]``; ``group_inputs`` numbers are a group
 offset:         taken off each code
 out:            float32 ``[count, inputs]``
 counter:        one, that is 0

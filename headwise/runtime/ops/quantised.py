@@ -56,7 +56,7 @@ class GroupQuantised:
 
         w[n, k] = scale[n, k // group] * codes[n, k] + minimum[n, k // group]
 
-    codes:   uint8 or int8 ``[N, K]``, each in a byte of its own even if it has fewer bits; may be a view of a mapped file
+    codes:   uint8 or int8 ``[N, K]``, each in a byte even if it has fewer bits; may be a view of a mapped file
     scale:   float32 ``[N, K // group]``
     minimum: float32 ``[N, K // group]``; None: 0 everywhere
     group:   number of neighbours in a row that share a scale and a minimum; divides ``K``
@@ -149,7 +149,7 @@ class GroupQuantised:
         codes, is_float = self.codes, form.dtype == _FLOAT
         if not is_float:
             if self.is_float or (self.bits == 8 and codes.dtype == np.uint8 and codes.max(initial=0) > _LARGEST):
-                raise ValueError(f"a matrix of form {self.form} cannot be one of {form.dtype} in groups of {form.group}")
+                raise ValueError(f"a matrix of form {self.form} cannot be one of form {form}")
             codes = codes.astype(form.dtype, copy=False)
         scale, minimum, times = self.scale, self.minimum, self.group // form.group
         if form.has_minimum and minimum is None:

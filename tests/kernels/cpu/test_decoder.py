@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from support.engine.dense_oracle import DenseAttention
+from support.engine.dense_oracle import DenseAttention, DictWeights
 from support.other_cpus import OTHER_CPUS, assert_passes
 from support.paged_steps import CacheShown, LayerByCall, PagedSequences, Step, only_shard
 from support.random_models import BASE, CONFIGS, random_weights
@@ -20,6 +20,7 @@ from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.runtime.models.base import Model, ModelConfig
 from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.ops.quantised import GroupQuantised, quantise_int8
 from headwise.runtime.ops.select import make_ops
 
 LLAMA = {**BASE, "architectures": ["LlamaForCausalLM"]}
@@ -112,6 +113,35 @@ def test_fused_layers_compute_the_same_with_windows_and_sinks_by_head_and_layer(
 def test_fused_layers_compute_the_same_with_narrow_weights(name: str, weights_dtype: str) -> None:
     config = model_config({**MODELS[name], "intermediate_size": 64})  # whole groups of int8
     assert_same_but_for_rounding(model_of(config, weights_dtype), "bfloat16", is_narrow=True)
+
+
+class InCodes(DictWeights):
+    """Weights whose projections are kept as codes of ``bits`` bits, of which kernels are ``told`` another number."""
+
+    def __init__(self, weights: DictWeights, bits: int, told: int) -> None:
+        super().__init__({name: weights.tensor(name) for name in weights.names})
+        self._bits, self._told = bits, told
+
+    def kept_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        return self._codes(self.rows(name, start, stop)) if "_proj." in name else None
+
+    def kept_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        return self._codes(self.columns(name, start, stop)) if "_proj." in name else None
+
+    def _codes(self, values: np.ndarray) -> GroupQuantised:
+        wide, shift = quantise_int8(values), 8 - self._bits
+        return GroupQuantised(wide.codes >> shift, wide.scale * np.float32(1 << shift), None, 32, self._told)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_fused_layers_compute_from_few_bits_what_they_do_from_a_byte_for_each_code(bits: int) -> None:
+    config = config_of("wide")
+    found = []
+    for told in (bits, 8):
+        weights, ops = InCodes(random_weights(config), bits, told), make_ops("numba", 2, "bfloat16", "gguf")
+        model = build_model(config, weights, ops, SingleRank(), only_shard(config))
+        found.append(run(model, CacheShown))
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "mistral_window"])
