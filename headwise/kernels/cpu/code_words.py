@@ -63,31 +63,34 @@ def pieces_of(bits: int, place: int) -> list[Piece]:
 # --- compiled -------------------------------------------------------------------------------------------------------
 
 
-def put_and_get(bits: int) -> tuple[Any, Any]:
-    """Make the functions that write one code, to words that were 0, and that read one.
+def pack_and_get(bits: int) -> tuple[Any, Any]:
+    """Make the functions that pack a turn's codes of one column and half of the depth, and that read one of them.
 
-    A code's words are ``words[first]``, ``words[first + step]`` and so on.
+    codes: a pointer to bytes, of which every second one is a code of theirs
+    words: a pointer; theirs are ``words[0]``, ``words[step]`` and so on
     """
-    each, above = WORD_BITS // bits, max(1, WORD_BITS % bits)
-    whole, lowest, mask = each * words_of(bits), WORD_BITS - WORD_BITS % bits, (1 << bits) - 1
+    each, above, count = WORD_BITS // bits, WORD_BITS % bits, words_of(bits)
+    whole, lowest = each * count, WORD_BITS - above
+    places, mask, mask_above = depth_of(bits) // 2, (1 << bits) - 1, (1 << above) - 1
 
     @_pasted
-    def put(words, first, step, place, code):
-        if place < whole:
-            words[first + place // each * step] |= np.uint16(code << (place % each * bits))
-            return
-        for bit in range(bits):
-            behind = (place - whole) * bits + bit
-            words[first + behind // above * step] |= np.uint16((code >> bit & 1) << (lowest + behind % above))
+    def pack(codes, words, step):
+        last = 0
+        for place in range(whole, places):
+            last |= np.int64(codes[2 * place]) << ((place - whole) * bits)
+        for word in range(count):
+            value = (last >> (word * above) & mask_above) << lowest
+            for i in range(each):
+                value |= np.int64(codes[2 * (word * each + i)]) << (i * bits)
+            words[word * step] = np.uint16(value)
 
     @_pasted
-    def get(words, first, step, place):
+    def get(words, step, place):
         if place < whole:
-            return np.int64(words[first + place // each * step]) >> (place % each * bits) & mask
-        code = np.int64(0)
-        for bit in range(bits):
-            behind = (place - whole) * bits + bit
-            code |= (np.int64(words[first + behind // above * step]) >> (lowest + behind % above) & 1) << bit
-        return code
+            return np.int64(words[place // each * step]) >> (place % each * bits) & mask
+        last = 0
+        for word in range(count):
+            last |= np.int64(words[word * step]) >> lowest << (word * above)
+        return last >> ((place - whole) * bits) & mask
 
-    return put, get
+    return pack, get

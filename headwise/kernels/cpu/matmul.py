@@ -63,7 +63,7 @@ _weights = Slabs()
 class PackedWeight:
     """A weight of ``outputs`` rows of ``inputs`` numbers, in the order that the kernels read.
 
-    dtype:  ``float32``, ``bfloat16``, or ``int8`` to ``int4``
+    dtype:  ``float32``, ``bfloat16``, ``int8``, ``int6``, ``int5`` or ``int4``
     gated:  the activation between the two halves of a gated MLP that its outputs are: they lie interleaved
     packed: `packing_jit` has the layout
     scales, minima: float16 ``[panels, groups, PANEL]``; ``minima`` may have no groups
@@ -119,7 +119,10 @@ def pack_quantised(
     bits = bits_in_memory(bits, group, on_gpu=False)
     dtype, depth = f"int{bits}", _padded(inputs, max(group, _DEPTH_STEP))
     offset = 1 << bits - 1 if bits < 8 and codes.dtype == np.int8 else 0
-    stored = codes.astype(np.int8, copy=False) if bits == 8 else (codes + offset).astype(np.uint8, copy=False)
+    stored = codes.astype(np.int8, copy=False)
+    if bits < 8:
+        stored = np.zeros((outputs, depth), np.uint8)
+        np.add(codes, offset, out=stored[:, :inputs], casting="unsafe")
     packed = _packed(dtype, stored, order, depth)
     return _packed_weight(
         KINDS[dtype], dtype, outputs, inputs, gated, packed, depth, _halves(scale, order, depth // group),

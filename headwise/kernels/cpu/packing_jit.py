@@ -23,15 +23,17 @@ import numpy as np
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
     bytes_at,
+    bytes_from,
     floats_at,
     halves_at,
+    halves_from,
     int8s_at,
     ints_at,
     longs_at,
     record_at,
     words_at,
 )
-from headwise.kernels.cpu.code_words import depth_of, put_and_get, words_of
+from headwise.kernels.cpu.code_words import depth_of, pack_and_get, words_of
 from headwise.kernels.cpu.matmul_jit import BFLOAT16, FLOAT32, INT4, INT5, INT8
 from headwise.kernels.cpu.matmul_tiles import PANEL, widened_half
 from headwise.kernels.cpu.records import PACKING, TAKING
@@ -58,23 +60,23 @@ def _pair_at(panel, turns, k, depth, c):
 
 def _codes(bits: int) -> tuple[Any, Any]:
     """Make the functions that pack a column of codes of so many bits, and that read one of them."""
-    (put, get), count, depth = put_and_get(bits), words_of(bits), depth_of(bits)
+    (pack, get), count, depth = pack_and_get(bits), words_of(bits), depth_of(bits)
 
     @_pasted
-    def first_word(panel, turns, k, c):
-        return ((panel * turns + k // depth) * count * PANEL + c) * 2 + (k & 1)
+    def turn_at(own, panel, turn, c):
+        return own.packed + ((panel * own.turns + turn) * count * PANEL + c) * 4
 
     @_pasted
     def pack_column(own, row, panel, c):
-        codes = bytes_at(own.source + row * own.inputs, own.inputs)
-        words = halves_at(own.packed, 2 * own.panels * own.turns * count * PANEL)
-        for k in range(own.inputs):
-            put(words, first_word(panel, own.turns, k, c), 2 * PANEL, k % depth // 2, np.int64(codes[k]))
+        for turn in range(own.turns):
+            codes, words = own.source + row * own.inputs + turn * depth, turn_at(own, panel, turn, c)
+            for half in range(2):
+                pack(bytes_from(codes + half), halves_from(words + 2 * half), 2 * PANEL)
 
     @_pasted
     def code_at(own, panel, c, k):
-        words = halves_at(own.packed, 2 * own.panels * own.turns * count * PANEL)
-        return get(words, first_word(panel, own.turns, k, c), 2 * PANEL, k % depth // 2)
+        words = halves_from(turn_at(own, panel, k // depth, c) + 2 * (k & 1))
+        return get(words, 2 * PANEL, k % depth // 2)
 
     return pack_column, code_at
 

@@ -176,7 +176,7 @@ rows, piece: to be written, and those that a thread takes at a time
 PACKING = np.dtype(_numbers("kind source inputs order panels turns panel_bytes packed counter"))
 """A weight to be packed.
 
-source:  its numbers ``[rows, inputs]``: float32; or int8; or uint8, of fewer bits
+source:  its numbers ``[rows, inputs]``: float32; or int8; or uint8, of fewer bits and of whole turns
 order:   which row each packed column is, -1 for none
 turns:   of a panel, of ``panel_bytes`` bytes
 packed:  where they go, see `packing_jit`
