@@ -71,6 +71,12 @@ class FusedDecoder(Protocol):
     def make_ready(self, layout: BlockLayout) -> None:
         """Compile for a cache of this layout, or load what this machine has compiled before."""
 
+    def embedded(self, table: Weight, ids: Array, scale: float = 1.0) -> Array:
+        """Rows ``ids int32 [rows]`` of an embedding, times ``scale``: ``[rows, hidden]``, there until the next call."""
+
+    def rotations(self, positions: Array, inverses: Sequence[Array], scales: Sequence[Array | None]) -> Array:
+        """Cosines and sines for `run`, of several kinds, there until the next call; see `TensorOps.rotation`."""
+
     def run(
         self,
         x: Array,

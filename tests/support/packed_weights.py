@@ -9,8 +9,11 @@ import numpy as np
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cpu.matmul import PackedWeight, pack_float, pack_quantised
 
-FORMS = ("float32", "bfloat16", "int8", "int8 by 16", "int8 with minima", "int4", "int4 by 16", "int4 with minima")
-"""Of weights; int4 without minima has signed codes. Groups are of 32 inputs where nothing else is said."""
+FORMS = (
+    "float32", "bfloat16", "int8", "int8 by 16", "int8 with minima", "int4", "int4 by 16", "int4 with minima",
+    "int5", "int5 with minima", "int6 by 16", "int6 with minima",
+)  # fmt: skip
+"""Of weights; fewer bits than 8 without minima are signed codes. Groups are of 32 inputs where nothing else is said."""
 
 
 def as_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -43,7 +46,7 @@ def random_weight(form: str, outputs: int, inputs: int, gated: bool = False, see
     group, bits = 16 if "by 16" in form else 32, int(dtype[3:])
     scale = _halves(draw.uniform(0.01, 0.1, (outputs, inputs // group)))
     minimum = _halves(draw.standard_normal(scale.shape)) if "minima" in form else None
-    low, high = (0, 16) if bits == 4 and minimum is not None else (-(2 ** (bits - 1)), 2 ** (bits - 1))
+    low, high = (0, 2**bits) if bits < 8 and minimum is not None else (-(2 ** (bits - 1)), 2 ** (bits - 1))
     codes = draw.integers(low, high, (outputs, inputs)).astype(np.uint8 if low == 0 else np.int8)
     values = codes * np.repeat(scale, group, axis=1).astype(np.float64)
     sizes = np.abs(values)

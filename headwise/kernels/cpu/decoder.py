@@ -21,7 +21,7 @@ from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import CacheKernels, PlanTable, score_factor
 from headwise.kernels.cpu.attention_plan import Planner
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_layers
-from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
+from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight, take_rows
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import Record, Room, address_of, place_of
 from headwise.kernels.fused import DecoderLayer, DecoderShape
@@ -54,7 +54,8 @@ class CpuDecoder:
         self._planners: list[Planner] = []
         self._rooms = _Rooms.empty(0, self)
         self._plans = PlanTable.room(0)
-        self._counters, self._scratch, self._partials = Room(np.int64), Room(np.float32), Room(np.float32)
+        self._counters, self._angles = Room(np.int64), Room(np.float32)
+        self._scratch, self._partials = Room(np.float32), Room(np.float32)
         self._pass, self._step = Record(records.PASS), Record(records.STEP)
         self._kernels: CacheKernels | None = None
 
@@ -68,6 +69,30 @@ class CpuDecoder:
         run_layers()
         for dtype in self._dtypes:
             matmul_jit.product_of(KINDS[dtype])
+
+    def embedded(self, table: PackedWeight, ids: NDArray[np.int32], scale: float = 1.0) -> Floats:
+        """See `FusedDecoder.embedded`."""
+        x = take_rows(table, ids, self._threads, self._rooms_for(len(ids)).stream[: len(ids)])
+        if scale != 1.0:
+            x *= np.float32(scale)
+        return x
+
+    def rotations(
+        self, positions: NDArray[np.int32], inverses: Sequence[Floats], scales: Sequence[Floats | None]
+    ) -> Floats:
+        """See `FusedDecoder.rotations`."""
+        kinds, rows, half = len(inverses), len(positions), self._shape.head_dim // 2
+        room = self._angles.of(rows + kinds * 2 * rows * half)
+        places, found = room[:rows], room[rows : rows + kinds * 2 * rows * half].reshape(kinds, 2, rows, half)
+        places[:] = positions
+        for (cosines, sines), inverse, scale in zip(found, inverses, scales, strict=True):
+            np.multiply(places[:, None], inverse, out=cosines)
+            np.sin(cosines, out=sines)
+            np.cos(cosines, out=cosines)
+            if scale is not None:
+                cosines *= scale
+                sines *= scale
+        return found
 
     def run(
         self,
@@ -162,8 +187,12 @@ class CpuDecoder:
 
 @dataclass(frozen=True)
 class _Rooms:
-    """What the phases of a layer pass on, for so many rows; and a scratch for each thread. See `records.STEP`."""
+    """What the phases of a layer pass on, for so many rows; and a scratch for each thread. See `records.STEP`.
 
+    stream: the residual stream's
+    """
+
+    stream: Floats
     qkv: Floats
     heads: Floats
     added: Floats
@@ -181,6 +210,7 @@ class _Rooms:
             return np.empty(lengths, np.float32)
 
         return _Rooms(
+            stream=floats(rows, decoder._hidden),
             qkv=floats(rows, decoder.all_heads * shape.head_dim),
             heads=floats(rows, shape.q_heads * shape.head_dim),
             added=floats(rows, decoder._hidden),

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cores import usable_cores
-from headwise.kernels.code_bytes import CPU_SCALES
+from headwise.kernels.code_bytes import CPU_SCALES, bits_in_memory
 from headwise.kernels.cpu import matmul_jit, packing_jit, records
 from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
 from headwise.kernels.cpu.memory import CACHE_LINE, Slabs
@@ -30,8 +30,8 @@ EPILOGUES = {
     "gelu_tanh": matmul_jit.GELU,
     "clamped": matmul_jit.CLAMPED,
 }
-KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
-PACKED_VERSION = 1
+KINDS = dict(zip(("float32", "bfloat16", "int8", "int4", "int5", "int6"), matmul_jit.KINDS, strict=True))
+PACKED_VERSION = 2
 """Goes up when the same weight is packed differently: copies of packed weights on disk are then made again."""
 
 THREAD_FLOPS = 2_000_000
@@ -47,12 +47,14 @@ _DEPTH_STEP = 32
 """Inputs of a narrow weight are padded to a multiple of this."""
 
 _LAYOUTS: Mapping[str, tuple[Any, int, tuple[int, ...]]] = {
-    "float32": (np.float32, 1, ()),
-    "bfloat16": (np.uint16, 2, (2,)),
-    "int8": (np.int8, 2, (2,)),
-    "int4": (np.uint16, 8, (2,)),
+    "float32": (np.float32, 1, (PANEL,)),
+    "bfloat16": (np.uint16, 2, (PANEL, 2)),
+    "int8": (np.int8, 2, (PANEL, 2)),
+    "int4": (np.uint16, 8, (PANEL, 2)),
+    "int5": (np.uint16, 32, (5, PANEL, 2)),
+    "int6": (np.uint16, 16, (3, PANEL, 2)),
 }
-"""Elements of packed arrays, inputs that lie in one row of a panel, and the axes after `PANEL`; see `packing_jit`."""
+"""Elements of packed arrays, inputs of a turn, and its axes; see `packing_jit`."""
 
 _weights = Slabs()
 
@@ -61,7 +63,7 @@ _weights = Slabs()
 class PackedWeight:
     """A weight of ``outputs`` rows of ``inputs`` numbers, in the order that the kernels read.
 
-    dtype:  ``float32``, ``bfloat16``, ``int8`` or ``int4``
+    dtype:  ``float32``, ``bfloat16``, ``int8``, ``int6``, ``int5`` or ``int4``
     gated:  the activation between the two halves of a gated MLP that its outputs are: they lie interleaved
     packed: `packing_jit` has the layout
     scales, minima: float16 ``[panels, groups, PANEL]``; ``minima`` may have no groups
@@ -109,14 +111,18 @@ def pack_quantised(
 ) -> PackedWeight:
     """A weight ``scale * codes + minimum`` of ``codes [outputs, inputs]``, ``scale [outputs, inputs / group]``.
 
-    bits: 4, of codes 0 to 15 in uint8 or -8 to 7 in int8; or 8, of codes that fit in an int8. A group has a
-    multiple of 16 inputs. Scales and minima are kept in float16.
+    bits: 4 to 6, of codes 0 to 15 in uint8 or -8 to 7 in int8, and so on; or 8, of codes that fit in an int8. A group
+    has a multiple of 16 inputs. Scales and minima are kept in float16.
     """
     order, (outputs, inputs) = _order(len(codes), gated), codes.shape
-    group, dtype = inputs // scale.shape[1], f"int{bits}"
-    depth = _padded(inputs, max(group, _DEPTH_STEP))
-    offset = 8 if bits == 4 and codes.dtype == np.int8 else 0
-    stored = (codes + offset).astype(np.uint8) if bits == 4 else codes.astype(np.int8, copy=False)
+    group = inputs // scale.shape[1]
+    bits = bits_in_memory(bits, group, on_gpu=False)
+    dtype, depth = f"int{bits}", _padded(inputs, max(group, _DEPTH_STEP))
+    offset = 1 << bits - 1 if bits < 8 and codes.dtype == np.int8 else 0
+    stored = codes.astype(np.int8, copy=False)
+    if bits < 8:
+        stored = np.zeros((outputs, depth), np.uint8)
+        np.add(codes, offset, out=stored[:, :inputs], casting="unsafe")
     packed = _packed(dtype, stored, order, depth)
     return _packed_weight(
         KINDS[dtype], dtype, outputs, inputs, gated, packed, depth, _halves(scale, order, depth // group),
@@ -140,12 +146,12 @@ def repacked(
     Raises:
         ValueError: they do not go together; compiled code would read what is not there.
     """
-    (element, step, pair), panels = _LAYOUTS[dtype], len(_order(outputs, gated)) // PANEL
+    (element, step, turn), panels = _LAYOUTS[dtype], len(_order(outputs, gated)) // PANEL
     halves = [numbers for numbers in (scales, minima) if numbers is not None]
     groups = 0 if scales is None else scales.shape[1]
     fits = (
         packed.dtype == element
-        and packed.shape == (panels, depth // step, PANEL, *pair)
+        and packed.shape == (panels, depth // step, *turn)
         and all(numbers.dtype == CPU_SCALES and numbers.shape == (panels, groups, PANEL) for numbers in halves)
         and inputs <= depth
         and bool(groups) == dtype.startswith("int")
@@ -161,8 +167,8 @@ def repacked(
 
 def _packed(dtype: str, numbers: NDArray[Any], order: NDArray[np.int64], depth: int) -> NDArray[Any]:
     """``numbers [rows, inputs]``, padded to ``depth``, as `packing_jit` has the layout of a weight in ``dtype``."""
-    element, step, pair = _LAYOUTS[dtype]
-    packed = _weights.empty((len(order) // PANEL, depth // step, PANEL, *pair), element)
+    element, step, turn = _LAYOUTS[dtype]
+    packed = _weights.empty((len(order) // PANEL, depth // step, *turn), element)
     numbers, counter = np.ascontiguousarray(numbers), np.zeros(1, np.int64)
     own = records.filled(
         records.PACKING, kind=KINDS[dtype], source=place_of(numbers), inputs=numbers.shape[1],
@@ -309,28 +315,43 @@ def panels_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | Non
     return replace(weight, outputs=stop - start, packed=part, scales=scales, minima=minima, table=table)
 
 
-def take_rows(weight: PackedWeight, ids: NDArray[np.int32], threads: int = 1) -> NDArray[np.float32]:
-    """Rows ``ids [n]`` of a packed weight, as float32 ``[n, inputs]``. Each of ``ids`` is less than its outputs."""
-    out = np.empty((len(ids), weight.inputs), np.float32)
-    scales, minima = (_scales_of(numbers, ids) for numbers in (weight.scales, weight.minima))
-    groups, offset, counter = scales.shape[1], weight.offset, np.zeros(1, np.int64)
-    own = records.filled(
-        records.TAKING, kind=KINDS[weight.dtype], packed=place_of(weight.packed), panels=weight.packed.shape[0],
+def take_rows(
+    weight: PackedWeight, ids: NDArray[np.int32], threads: int = 1, out: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """Rows ``ids [n]`` of a packed weight, as float32 ``[n, inputs]``. Each of ``ids`` is less than its outputs.
+
+    out: where they go; no other array is allocated then
+    """
+    if out is None:
+        out = np.empty((len(ids), weight.inputs), np.float32)
+    elif out.shape != (len(ids), weight.inputs):
+        raise ValueError(f"out is {out.shape}, it must be {(len(ids), weight.inputs)}")
+    groups = weight.scales.shape[1]
+    own = _taking.fill(
+        kind=KINDS[weight.dtype], packed=place_of(weight.packed), panels=weight.packed.shape[0],
         turns=weight.packed.shape[1], ids=records.address_of(ids, np.int32), count=len(ids), inputs=weight.inputs,
-        scales=place_of(scales), minima=place_of(minima), groups=groups,
-        group_inputs=weight.depth // max(1, groups), offset=offset, has_minima=minima.size > 0, out=place_of(out),
-        counter=place_of(counter),
+        scales=place_of(weight.scales), minima=place_of(weight.minima), groups=groups,
+        group_inputs=weight.depth // max(1, groups), offset=weight.offset, has_minima=weight.minima.size > 0,
+        out=records.address_of(out, np.float32),
     )  # fmt: skip
     threads = max(1, min(threads, len(ids) // THREAD_ROWS))
-    pool_of_this_process().run(packing_jit.take().address, threads, place_of(own))
+    pool_of_this_process().run(packing_jit.take().address, threads, own)
     return out
 
 
-def _scales_of(numbers: NDArray[np.float16], ids: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Those of rows ``ids``, ``[n, groups]``."""
-    if not numbers.size:
-        return np.empty((len(ids), 0), np.float32)
-    return numbers[ids // PANEL, :, ids % PANEL].astype(np.float32)
+class _Taking(threading.local):
+    """One thread's `records.TAKING`, and its counter."""
+
+    def __init__(self) -> None:
+        self._record, self._counter = records.Record(records.TAKING), np.zeros(1, np.int64)
+
+    def fill(self, **fields: Any) -> int:
+        """With these fields, and a counter that is 0; where it lies."""
+        self._counter[0] = 0
+        return self._record.fill(counter=place_of(self._counter), **fields)
+
+
+_taking = _Taking()
 
 
 def _padded(number: int, step: int) -> int:

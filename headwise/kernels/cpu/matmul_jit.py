@@ -46,8 +46,8 @@ from headwise.kernels.cpu.matmul_tiles import (
     TILE_ROWS,
     VECTORS,
     Bfloat16,
+    Codes,
     Float32,
-    Int4,
     Int8,
     Kind,
     grouped_tile,
@@ -58,7 +58,7 @@ from headwise.kernels.cpu.simd import LANES, Emitter
 from headwise.kernels.cpu.threads import fetch_add, take_item, wait_for
 from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 
-FLOAT32, BFLOAT16, INT8, INT4 = range(4)
+KINDS = FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 = range(6)
 """Kinds of packed weights."""
 
 ROW_BLOCK = 96
@@ -73,7 +73,6 @@ MOST_ALONE = 2
 TILE = ROW_BLOCK * PANEL
 """Floats of a thread's scratch."""
 
-KINDS = (FLOAT32, BFLOAT16, INT8, INT4)
 PLAIN, SILU, GELU, CLAMPED = range(4)
 """Epilogues: as it is; or ``act(gate) * up``, where a panel is half gate, half up."""
 
@@ -330,7 +329,7 @@ def _grouped_rows(kind: Kind) -> Any:
 
 
 _float32_rows, _bfloat16_rows = _plain_rows(Float32()), _plain_rows(Bfloat16())
-_int8_rows, _int4_rows = _grouped_rows(Int8()), _grouped_rows(Int4())
+_int8_rows, _int4_rows, _int5_rows, _int6_rows = map(_grouped_rows, (Int8(), Codes(4), Codes(5), Codes(6)))
 
 
 PRODUCT_INTEGERS = 15
@@ -378,7 +377,8 @@ def _product(rows_of_kind: Any) -> Any:
     return product
 
 
-_of_float32, _of_bfloat16, _of_int8, _of_int4 = map(_product, (_float32_rows, _bfloat16_rows, _int8_rows, _int4_rows))
+_of_float32, _of_bfloat16 = map(_product, (_float32_rows, _bfloat16_rows))
+_of_int8, _of_int4, _of_int5, _of_int6 = map(_product, (_int8_rows, _int4_rows, _int5_rows, _int6_rows))
 
 
 def _float32(
@@ -421,10 +421,30 @@ def _int4(
     )  # fmt: skip
 
 
+def _int5(
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads,
+    beyond,
+):  # fmt: skip
+    _of_int5(
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread,
+        threads, beyond,
+    )  # fmt: skip
+
+
+def _int6(
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads,
+    beyond,
+):  # fmt: skip
+    _of_int6(
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread,
+        threads, beyond,
+    )  # fmt: skip
+
+
 @cache
 def product_of(kind: int) -> Any:
     """The compiled product with weights of a kind, as a C function of `PRODUCT_INTEGERS`."""
-    function = (_float32, _bfloat16, _int8, _int4)[kind]
+    function = (_float32, _bfloat16, _int8, _int4, _int5, _int6)[kind]
     return machine_code.unit(function, PRODUCT_INTEGERS, fastmath=_MATH, error_model="numpy")
 
 

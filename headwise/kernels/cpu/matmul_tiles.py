@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -21,6 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from headwise.kernels.cpu.code_words import WORD_BITS, Piece, depth_of, pieces_of, words_of
 from headwise.kernels.cpu.simd import ISA, LANES, BFloat, Emitter
 
 NATIVE = ISA.avx512bf16 and ISA.avx512bw
@@ -45,6 +47,14 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(_I32, LANES)
 _PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 _WORDS = ir.VectorType(_I16, 2 * LANES)
+
+MOST_LOOKED_UP = 5
+"""Bits of codes whose numbers, as floats, have room in two registers."""
+
+_LARGE, _LARGE_VALUE = 0x4B000000, float(1 << 23)
+"""The bits of a float whose last bit stands for 1, and that float. A small integer in its last bits is added to it, and
+taking the float off again makes a float of it: a conversion would wait for the one unit that shifts need, too.
+"""
 
 
 def _constant(kind: Any, value: int) -> Any:
@@ -129,9 +139,12 @@ class Int8(Kind):
             yield 0, [self._pairs(e, place) for place in places]
             return
         words = [e.builder.zext(_load(e, place, ir.VectorType(_I16, LANES)), _INTS) for place in places]
-        for i, shift in enumerate((24, 16)):  # a byte to the top, and back with its sign
-            shifted = [e.builder.shl(word, _constant(_INTS, shift)) for word in words]
-            yield i, [e.builder.sitofp(e.builder.ashr(word, _constant(_INTS, 24)), _FLOATS) for word in shifted]
+        low = [e.builder.and_(word, _constant(_INTS, 255)) for word in words]
+        high = [e.builder.lshr(word, _constant(_INTS, 8)) for word in words]
+        for i, codes in enumerate((low, high)):
+            # With its sign turned a byte is a code plus 128: no sign to be spread, and nothing to be converted.
+            large = [e.builder.xor(code, _constant(_INTS, _LARGE | 128)) for code in codes]
+            yield i, [e.builder.fsub(e.builder.bitcast(each, _FLOATS), e.fill(_LARGE_VALUE + 128)) for each in large]
 
     def _pairs(self, e: Emitter, place: Any) -> Any:
         # Integers of eight bits are exact in bfloat16.
@@ -147,38 +160,78 @@ class Int8(Kind):
         return e.builder.call(function, [halves[1], halves[0]])
 
 
-class Int4(Kind):
-    """Words of four codes 0 to 15, of successive pairs of depth; ``offset`` is taken off each."""
+class Codes(Kind):
+    """Codes of ``bits`` bits from 0 on, as `code_words` has them; ``offset`` is taken off each."""
 
-    turn_bytes, column_bytes, x_per_turn = 4 * PANEL, 4, 4 if NATIVE else 8
+    def __init__(self, bits: int) -> None:
+        self._bits, self._words, depth = bits, words_of(bits), depth_of(bits)
+        self.turn_bytes, self.column_bytes = 4 * PANEL * self._words, 4
+        self.x_per_turn, self._places = depth // 2 if NATIVE else depth, depth // 2
+        self._looks_up = NATIVE or (ISA.avx512f and bits <= MOST_LOOKED_UP)
 
     def prepare(self, e: Emitter, offset: Any) -> Any:
-        if not self.native:
-            return e.fill(e.builder.sitofp(offset, ir.FloatType()))
-        tables = [ir.Constant(_WORDS, [_bfloat16_bits(code - off) for code in range(16)] * 2) for off in (0, 8)]
-        return e.builder.select(e.builder.icmp_signed("==", offset, offset.type(0)), *tables)
+        """Registers with what each code stands for; or what turns a code with `_LARGE` into it."""
+        if not self._looks_up:
+            return e.fill(e.builder.fadd(e.builder.sitofp(offset, ir.FloatType()), ir.FloatType()(_LARGE_VALUE)))
+        unsigned, signed = (self._registers(off) for off in (0, 1 << self._bits - 1))
+        is_unsigned = e.builder.icmp_signed("==", offset, offset.type(0))
+        return [e.builder.select(is_unsigned, *both) for both in zip(unsigned, signed, strict=True)]
+
+    def _registers(self, offset: int) -> list[Any]:
+        """Constants: a table of all codes' numbers, over as many registers as it takes, and repeated to fill one."""
+        kind, value = (_WORDS, _bfloat16_bits) if self.native else (_FLOATS, float)
+        numbers = [value(code - offset) for code in range(1 << self._bits)]
+        numbers *= max(1, kind.count // len(numbers))
+        return [ir.Constant(kind, numbers[at : at + kind.count]) for at in range(0, len(numbers), kind.count)]
 
     def steps(self, e: Emitter, pointer: Any, vectors: int, prepared: Any) -> Iterator[tuple[int, list[Any]]]:
-        places = [_vector_at(e, pointer, v, 4) for v in range(vectors)]
-        for digit in range(4):
+        kind = _WORDS if self.native else _INTS
+        first = [_vector_at(e, pointer, v, 4) for v in range(vectors)]
+        words = [
+            [_load(e, e.at(place, ir.IntType(64)(4 * PANEL * word)), kind) for word in range(self._words)]
+            for place in first
+        ]
+        for place in range(self._places):
+            pieces = pieces_of(self._bits, place)
+            together = [self._together(e, own, pieces) for own in words]
             if self.native:
-                yield digit, [self._look_up(e, place, digit, prepared) for place in places]
+                yield place, [e.builder.bitcast(_looked_up(e, each, prepared), _PAIRS) for each in together]
                 continue
             for half in range(2):
-                yield 2 * digit + half, [self._widened(e, place, 4 * digit + 16 * half, prepared) for place in places]
+                shift = _constant(_INTS, WORD_BITS * half)
+                yield 2 * place + half, [self._widened(e, e.builder.lshr(each, shift), prepared) for each in together]
 
-    def _look_up(self, e: Emitter, place: Any, digit: int, table: Any) -> Any:
-        # The look-up takes five bits of each word, so the table is there twice.
-        words = e.builder.lshr(_load(e, place, _WORDS), _constant(_WORDS, 4 * digit))
-        function = cgutils.get_or_insert_function(
-            e.builder.module, ir.FunctionType(_WORDS, [_WORDS, _WORDS]), "llvm.x86.avx512.permvar.hi.512"
-        )
-        return e.builder.bitcast(e.builder.call(function, [table, words]), _PAIRS)
+    def _together(self, e: Emitter, words: list[Any], pieces: list[Piece]) -> Any:
+        """A code in the lowest bits of each word; if it is of one piece, others' bits are above it."""
+        parts = [e.builder.lshr(words[at.word], _constant(words[at.word].type, at.at - at.to)) for at in pieces]
+        if len(parts) == 1:
+            return parts[0]
+        masked = [e.builder.and_(part, _in_each(part.type, piece)) for part, piece in zip(parts, pieces, strict=True)]
+        return reduce(e.builder.or_, masked)
 
-    def _widened(self, e: Emitter, place: Any, shift: int, offset: Any) -> Any:
-        words = e.builder.lshr(_load(e, place, _INTS), _constant(_INTS, shift))
-        code = e.builder.uitofp(e.builder.and_(words, _constant(_INTS, 15)), _FLOATS)
-        return e.builder.fsub(code, offset)
+    def _widened(self, e: Emitter, code: Any, prepared: Any) -> Any:
+        if self._looks_up:
+            return _looked_up(e, code, prepared)
+        code = e.builder.and_(code, _constant(_INTS, (1 << self._bits) - 1))
+        large = e.builder.or_(code, _constant(_INTS, _LARGE))
+        return e.builder.fsub(e.builder.bitcast(large, _FLOATS), prepared)
+
+
+def _in_each(kind: Any, piece: Piece) -> Any:
+    """A mask of a piece's bits, in each word of 16 bits."""
+    mask = ((1 << piece.count) - 1) << piece.to
+    return _constant(kind, mask if kind == _WORDS else mask | mask << WORD_BITS)
+
+
+def _looked_up(e: Emitter, index: Any, table: list[Any]) -> Any:
+    """What one or two registers have at the lowest bits of each index: as many as count them all."""
+    kind, is_words = table[0].type, table[0].type == _WORDS
+    name, args = f"permvar.{'hi' if is_words else 'sf'}", [table[0], index]
+    if len(table) == 2:
+        name, args = f"vpermi2var.{'hi' if is_words else 'ps'}", [table[0], index, table[1]]
+    signature = ir.FunctionType(kind, [arg.type for arg in args])
+    function = cgutils.get_or_insert_function(e.builder.module, signature, f"llvm.x86.avx512.{name}.512")
+    return e.builder.call(function, args)
 
 
 def _vector_at(e: Emitter, pointer: Any, vector: int, column_bytes: int) -> Any:
@@ -338,11 +391,26 @@ def _sum_turns(
 
 def _half_vector(e: Emitter, array: Any, at: Any, vector: int) -> Any:
     """A vector of finite float16 numbers, as float32."""
-    place = e.at(array, at, at.type(vector * LANES))
+    return _widened_halves(e, _load(e, e.at(array, at, at.type(vector * LANES)), ir.VectorType(_I16, LANES)))
+
+
+def _widened_halves(e: Emitter, bits: Any) -> Any:
     if ISA.f16c:
-        return e.builder.fpext(_load(e, place, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+        return e.builder.fpext(e.builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
     # By integers: LLVM would call a function for it, which is not there. Exponents are 112 apart.
-    words = e.builder.zext(_load(e, place, ir.VectorType(_I16, LANES)), _INTS)
+    words = e.builder.zext(bits, _INTS)
     sign = e.builder.shl(e.builder.and_(words, _constant(_INTS, 0x8000)), _constant(_INTS, 16))
     rest = e.builder.shl(e.builder.and_(words, _constant(_INTS, 0x7FFF)), _constant(_INTS, 13))
     return e.builder.fmul(e.builder.bitcast(e.builder.or_(sign, rest), _FLOATS), e.fill(2.0**112))
+
+
+@intrinsic
+def widened_half(typing, bits):
+    """A finite float16 number, given as its bits, as float32."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        first = builder.insert_element(ir.Constant(ir.VectorType(_I16, LANES), ir.Undefined), e.args[0], _I32(0))
+        return builder.extract_element(_widened_halves(e, first), _I32(0))
+
+    return types.float32(types.uint16), emit

@@ -7,6 +7,8 @@ Layouts, all with `PANEL` columns (outputs of the weight) side by side, so that 
     bfloat16  [panels, turns, PANEL, 2]     uint16: a pair of depth
     int8      [panels, turns, PANEL, 2]     int8: a pair of depth
     int4      [panels, turns, PANEL, 2]     uint16: eight of depth, the code at 2 j + p in word p, digit j
+    int5      [panels, turns, 5, PANEL, 2]  uint16: 32 of depth; `code_words` has the codes at 2 j + p in words p
+    int6      [panels, turns, 3, PANEL, 2]  uint16: 16 of depth, likewise
     scales, minima  [panels, groups, PANEL] float16, as its bits
 """
 
@@ -21,16 +23,19 @@ import numpy as np
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
     bytes_at,
+    bytes_from,
     floats_at,
     halves_at,
+    halves_from,
     int8s_at,
     ints_at,
     longs_at,
     record_at,
     words_at,
 )
-from headwise.kernels.cpu.matmul_jit import BFLOAT16, FLOAT32, INT8
-from headwise.kernels.cpu.matmul_tiles import PANEL
+from headwise.kernels.cpu.code_words import depth_of, pack_and_get, words_of
+from headwise.kernels.cpu.matmul_jit import BFLOAT16, FLOAT32, INT4, INT5, INT8
+from headwise.kernels.cpu.matmul_tiles import PANEL, widened_half
 from headwise.kernels.cpu.records import PACKING, TAKING
 from headwise.kernels.cpu.threads import fetch_add
 
@@ -53,6 +58,34 @@ def _pair_at(panel, turns, k, depth, c):
     return ((panel * turns + k // depth) * PANEL + c) * 2 + (k & 1)
 
 
+def _codes(bits: int) -> tuple[Any, Any]:
+    """Make the functions that pack a column of codes of so many bits, and that read one of them."""
+    (pack, get), count, depth = pack_and_get(bits), words_of(bits), depth_of(bits)
+
+    @_pasted
+    def turn_at(own, panel, turn, c):
+        return own.packed + ((panel * own.turns + turn) * count * PANEL + c) * 4
+
+    @_pasted
+    def pack_column(own, row, panel, c):
+        for turn in range(own.turns):
+            codes, words = own.source + row * own.inputs + turn * depth, turn_at(own, panel, turn, c)
+            for half in range(2):
+                pack(bytes_from(codes + half), halves_from(words + 2 * half), 2 * PANEL)
+
+    @_pasted
+    def code_at(own, panel, c, k):
+        words = halves_from(turn_at(own, panel, k // depth, c) + 2 * (k & 1))
+        return get(words, 2 * PANEL, k % depth // 2)
+
+    return pack_column, code_at
+
+
+_pack_int4, _int4_at = _codes(4)
+_pack_int5, _int5_at = _codes(5)
+_pack_int6, _int6_at = _codes(6)
+
+
 @_pasted
 def _pack_column(own, row, panel, c):
     inputs, turns, size = own.inputs, own.turns, own.panels * own.turns * PANEL
@@ -68,10 +101,25 @@ def _pack_column(own, row, panel, c):
         codes, bytes_ = int8s_at(own.source + row * inputs, inputs), int8s_at(own.packed, 2 * size)
         for k in range(inputs):
             bytes_[_pair_at(panel, turns, k, 2, c)] = codes[k]
+    elif own.kind == INT4:
+        _pack_int4(own, row, panel, c)
+    elif own.kind == INT5:
+        _pack_int5(own, row, panel, c)
     else:
-        digits, words = bytes_at(own.source + row * inputs, inputs), halves_at(own.packed, 2 * size)
-        for k in range(inputs):
-            words[_pair_at(panel, turns, k, 8, c)] |= np.uint16(digits[k]) << np.uint16((k & 7) >> 1 << 2)
+        _pack_int6(own, row, panel, c)
+
+
+@_pasted
+def _code(own, panel, c, k):
+    """A weight's code at ``k`` of a column."""
+    if own.kind == INT8:
+        codes = int8s_at(own.packed, 2 * own.panels * own.turns * PANEL)
+        return np.int64(codes[_pair_at(panel, own.turns, k, 2, c)])
+    if own.kind == INT4:
+        return _int4_at(own, panel, c, k)
+    if own.kind == INT5:
+        return _int5_at(own, panel, c, k)
+    return _int6_at(own, panel, c, k)
 
 
 def _pack(address, thread):
@@ -89,31 +137,41 @@ def _pack(address, thread):
         panel = fetch_add(counter, 0)
 
 
+@_pasted
+def _take_codes(own, panel, c, out):
+    """Write a column of a weight of codes: a group's numbers have a scale in common, and perhaps a minimum."""
+    groups, each = own.groups, own.group_inputs
+    scales = halves_at(own.scales, own.panels * groups * PANEL)
+    minima = halves_at(own.minima, own.panels * groups * PANEL)
+    for group in range(groups):
+        at = (panel * groups + group) * PANEL + c
+        scale, minimum = widened_half(scales[at]), np.float32(0.0)
+        if own.has_minima != 0:
+            minimum = widened_half(minima[at])
+        for k in range(group * each, min((group + 1) * each, own.inputs)):
+            value = np.float32(_code(own, panel, c, k) - own.offset) * scale
+            if own.has_minima != 0:
+                value += minimum
+            out[k] = value
+
+
 def _take(address, thread):
     own = _taking_at(address)
     counter = longs_at(own.counter, 1)
     ids, inputs, turns, size = ints_at(own.ids, own.count), own.inputs, own.turns, own.panels * own.turns * PANEL
     floats, words = floats_at(own.packed, size), halves_at(own.packed, 2 * size)
-    codes, each = int8s_at(own.packed, 2 * size), own.group_inputs
     i = fetch_add(counter, 0)
     while i < own.count:
         panel, c = ids[i] // PANEL, ids[i] % PANEL
         out, bits = floats_at(own.out + i * inputs * 4, inputs), words_at(own.out + i * inputs * 4, inputs)
-        scales = floats_at(own.scales + i * own.groups * 4, own.groups)
-        minima = floats_at(own.minima + i * own.groups * 4, own.groups)
-        for k in range(inputs):
-            if own.kind == FLOAT32:
+        if own.kind == FLOAT32:
+            for k in range(inputs):
                 out[k] = floats[(panel * turns + k) * PANEL + c]
-            elif own.kind == BFLOAT16:
+        elif own.kind == BFLOAT16:
+            for k in range(inputs):
                 bits[k] = np.uint32(words[_pair_at(panel, turns, k, 2, c)]) << np.uint32(16)
-            else:
-                code = np.int64(codes[_pair_at(panel, turns, k, 2, c)])
-                if own.kind != INT8:
-                    code = np.int64(words[_pair_at(panel, turns, k, 8, c)]) >> ((k & 7) >> 1 << 2) & 15
-                value = np.float32(code - own.offset) * scales[k // each]
-                if own.has_minima != 0:
-                    value += minima[k // each]
-                out[k] = value
+        else:
+            _take_codes(own, panel, c, out)
         i = fetch_add(counter, 0)
 
 

@@ -28,7 +28,7 @@ WEIGHT = np.dtype(
 )
 """A packed weight. ``data`` are bytes, ``scales`` and ``minima`` float16 ``[panels, groups, PANEL]``.
 
-kind:        `matmul_jit.FLOAT32` to `matmul_jit.INT4`
+kind:        one of `matmul_jit.KINDS`
 columns:     of the weight; the last panel may have more
 depth:       numbers of a row that it multiplies, padded to whole turns
 turns:       of a panel
@@ -122,9 +122,12 @@ scratch:           ``scratch_floats`` for each thread
 factor, softcap:   of queries; of scores, 0 for none
 """
 
+PRODUCTS = 6
+"""Kinds of packed weights."""
+
 STEP = np.dtype(
     [
-        ("products", _N, (4,)),
+        ("products", _N, (PRODUCTS,)),
         *_numbers(
             "x rows hidden layers layer_count epilogue widest intermediate added gated factors factors_length sums"
             " sums_length tiles values counters counters_per_layer threads attention write attend final_norm"
@@ -173,7 +176,7 @@ rows, piece: to be written, and those that a thread takes at a time
 PACKING = np.dtype(_numbers("kind source inputs order panels turns panel_bytes packed counter"))
 """A weight to be packed.
 
-source:  its numbers ``[rows, inputs]``: float32; or int8, or uint8 of 0 to 15
+source:  its numbers ``[rows, inputs]``: float32; or int8; or uint8, of fewer bits and of whole turns
 order:   which row each packed column is, -1 for none
 turns:   of a panel, of ``panel_bytes`` bytes
 packed:  where they go, see `packing_jit`
@@ -188,7 +191,7 @@ TAKING = np.dtype(
 """Rows to be read of a packed weight.
 
 ids:            int32, ``count`` of them
-scales, minima: of these rows, float32 ``[count, groups]``, where it has them; a group is ``group_inputs`` numbers
+scales, minima: of the weight, float16 ``[panels, groups, PANEL]``; ``group_inputs`` numbers are a group
 offset:         taken off each code
 out:            float32 ``[count, inputs]``
 counter:        one, that is 0

@@ -2,8 +2,9 @@
 
 It is a safetensors file with a suffix of its own, so that no loader takes it for a part of the weights. A matrix
 ``NAME`` is stored as the tensors ``NAME.codes``, ``NAME.scale`` and, for some types, ``NAME.minimum`` (see
-`GroupQuantised`). Codes of 4 bits are packed two to a byte, the first of a pair in the low half. Signed ones, -8..7,
-are stored with 8 added; where a type has no more than 16 codes (`BlockFormat.numbers`), each by its place among them.
+`GroupQuantised`), a code to a byte. Codes of 4 bits are packed two to a byte, the first of a pair in the low half.
+Signed ones, -8..7, are stored with 8 added; where a type has no more than 16 codes (`BlockFormat.numbers`), each by its
+place among them.
 
 Experts have a file of their own, of the same kind, and no copy as float32: that would take up to eight times a GGUF
 file's size.
@@ -53,7 +54,7 @@ class BlockFile:
     def rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
         """Rows ``start`` to ``stop`` of a matrix; None if the file does not have it.
 
-        Codes of 8 bits, scales and minima are read-only views of the mapped file; codes of 4 bits are unpacked.
+        Codes of more than 4 bits, scales and minima are read-only views of the mapped file; those of 4 are unpacked.
         """
         return self._part(name, slice(start, stop), None)
 
@@ -140,7 +141,7 @@ def _tensor_forms(name: str, shape: tuple[int, int], form: BlockFormat) -> dict[
 
 
 def _stored_bits(form: BlockFormat) -> int:
-    return 4 if form.numbers else form.bits
+    return 4 if form.numbers or form.bits == 4 else 8
 
 
 def _tensors(matrices: Iterable[GroupQuantised], forms: Iterable[BlockFormat]) -> Iterator[NDArray[Any]]:
@@ -152,7 +153,7 @@ def _tensors(matrices: Iterable[GroupQuantised], forms: Iterable[BlockFormat]) -
 
 
 def _packed(matrix: GroupQuantised, form: BlockFormat) -> NDArray[Any]:
-    """A matrix's codes in their stored form: 8 bits as they are, 4 bits two to a byte."""
+    """A matrix's codes in their stored form: 4 bits two to a byte, more as they are."""
     if _stored_bits(form) == 8:
         return matrix.codes
     codes = matrix.codes.view(np.uint8)

@@ -124,7 +124,7 @@ class Checkpoint:
 
         None if the checkpoint was opened without ``blocks``, or the GGUF file has it in a type that is not in
         `FORMATS`, such as floating point; and if it was opened without ``keeps``, or has it in another dtype.
-        Codes of 8 bits, and floats, are a read-only view of the mapped file; codes of 4 bits are unpacked.
+        Codes of more than 4 bits, and floats, are a read-only view of the mapped file; those of 4 are unpacked.
         """
         if self._blocks is None:
             return self._kept(name, 0, slice(start, stop))

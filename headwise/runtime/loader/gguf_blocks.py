@@ -163,12 +163,12 @@ FORMATS: Mapping[str, BlockFormat] = {
     "Q8_0": BlockFormat(8, 32, True, False, _q8_0),
     "Q4_0": BlockFormat(4, 32, True, False, _q4_0),
     "Q4_1": BlockFormat(4, 32, False, True, _q4_1),
-    "Q5_0": BlockFormat(8, 32, True, False, _q5_0),
-    "Q5_1": BlockFormat(8, 32, False, True, _q5_1),
+    "Q5_0": BlockFormat(5, 32, True, False, _q5_0),
+    "Q5_1": BlockFormat(5, 32, False, True, _q5_1),
     "Q4_K": BlockFormat(4, 32, False, True, _q4_k),
-    "Q5_K": BlockFormat(8, 32, False, True, _q5_k),
-    "Q6_K": BlockFormat(8, 16, True, False, _q6_k),
-    "MXFP4": BlockFormat(8, 32, True, False, _mxfp4, _MXFP4_NUMBERS),
+    "Q5_K": BlockFormat(5, 32, False, True, _q5_k),
+    "Q6_K": BlockFormat(6, 16, True, False, _q6_k),
+    "MXFP4": BlockFormat(5, 32, True, False, _mxfp4, _MXFP4_NUMBERS),
 }
 """The quantised types that are kept and computed from without conversion, by their names in GGUF."""
 

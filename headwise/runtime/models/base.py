@@ -296,7 +296,7 @@ class PagedAttentionLayer(AttentionLayer, Protocol):
 
 
 class Model(ABC):
-    """A decoder. Built with its weights; holds no state between calls."""
+    """A decoder. Built with its weights; holds nothing between calls but room for the next one's results."""
 
     config: ModelConfig
 
@@ -308,10 +308,10 @@ class Model(ABC):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
     ) -> Tensor:
-        """Hidden states ``[T, hidden]`` after the final norm, the same on every rank.
+        """Hidden states ``[T, hidden]`` after the final norm, the same on every rank, until the next call.
 
         ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them. ``embeds`` takes the place
-        of what `Decoder.embed` makes of these tokens; whatever else a model looks up, it looks up by ``token_ids``.
+        of what `Decoder.embedded` makes of these tokens; whatever else a model looks up, it looks up by ``token_ids``.
         """
 
     @abstractmethod

@@ -297,12 +297,10 @@ class Decoder(Model):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
     ) -> Tensor:
-        rotations = self.rotations(positions)
-        x = self.embedded(token_ids, embeds)
         cache = _cache_of(attention) if self._fused else None
         if self._fused and cache:
-            self._run_fused(self._fused, x, rotations, cache)
-            return x
+            return self._run_fused(self._fused, token_ids, positions, embeds, cache)
+        rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
@@ -340,28 +338,39 @@ class Decoder(Model):
         )
         return ops.fuse(list(map(_fusible, self._layers, self.rotation_of)), shape)
 
-    def _run_fused(self, fused: FusedDecoder, x: Tensor, rotations: list[Rotation], cache: PagedCache) -> None:
-        """Take the residual stream ``x`` through all layers and the final norm, in place; layer by layer if the cache
-        comes so."""
-        joined = np.concatenate([angles for rotation in rotations for angles in rotation])
-        angles = joined.reshape(len(rotations), 2, len(x), -1)
+    def _run_fused(
+        self,
+        fused: FusedDecoder,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        embeds: Embeds | None,
+        cache: PagedCache,
+    ) -> Tensor:
+        """All layers and the final norm in one call; layer by layer if the cache comes so."""
+        x = fused.embedded(self._embedding, token_ids, self.embedding_scale)
+        if embeds is not None:
+            self.ops.put_rows(x, *embeds)
+        rotations = fused.rotations(positions, self._frequencies, self._rotation_scales)
         step = 1 if cache.wait_layer else len(self._layers)
         for first in range(0, len(self._layers), step):
             if cache.wait_layer:
                 cache.wait_layer(first)
             layers = range(first, first + step)
             norm = self._final_norm if layers.stop == len(self._layers) else None
-            fused.run(x, layers, angles, cache.arena, cache.layout, cache.batch, cache.heads, norm)
+            fused.run(x, layers, rotations, cache.arena, cache.layout, cache.batch, cache.heads, norm)
+        return x
 
     def embedded(self, token_ids: KernelArray, embeds: Embeds | None) -> Tensor:
         """The tokens' embeddings ``[T, hidden]``, with those that are given in their places."""
-        x = self.embed(token_ids)
+        x = self.ops.embedding(self._embedding, token_ids, self.embedding_scale)
         if embeds is not None:
             self.ops.put_rows(x, *embeds)
         return x
 
-    def embed(self, token_ids: KernelArray) -> Tensor:
-        return self.ops.embedding(self._embedding, token_ids)
+    @property
+    def embedding_scale(self) -> float:
+        """What the tokens' embeddings are multiplied with."""
+        return 1.0
 
     def after_attention(self, layer: Layer, x: Tensor, attended: Tensor) -> Residual:
         """The residual stream ``x`` after attention, normed for the MLP; ``attended`` is this rank's part."""

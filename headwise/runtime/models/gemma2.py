@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, named_layer_types, number, positive
-from headwise.runtime.ops.base import KernelArray, Tensor
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 
@@ -52,5 +51,6 @@ class Gemma2(Decoder):
     activation = "gelu_tanh"
     norm_offset = 1.0
 
-    def embed(self, token_ids: KernelArray) -> Tensor:
-        return self.ops.embedding(self._embedding, token_ids, self.config.hidden_size**0.5)
+    @property
+    def embedding_scale(self) -> float:
+        return float(self.config.hidden_size**0.5)

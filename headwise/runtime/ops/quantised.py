@@ -18,6 +18,7 @@ INT8_GROUP = 32
 
 _LARGEST = np.float32(127)
 _FLOAT = "float8_e4m3fn"
+_BITS = (4, 5, 6, 8)
 _BLOCK_ELEMENTS = 1 << 20
 """Numbers that are quantised at a time, so that temporary arrays stay in a core's cache, or near it."""
 
@@ -35,14 +36,18 @@ class CodeForm(NamedTuple):
 
 
 def common_form(forms: Sequence[CodeForm]) -> CodeForm:
-    """The form of matrices of these forms together, which have no other one by then: a group that divides all, int8
-    codes of 8 bits, or float8_e4m3fn if all are that, and minima if one has some.
+    """The form of matrices of these forms together, which have no other one by then: a group that divides all, minima
+    if one has some, and the fewest bits that hold all codes, signed if some are; or float8_e4m3fn if all are that.
     """
     if len(set(forms)) == 1:
         return forms[0]
-    is_float = all(form.dtype == _FLOAT for form in forms)
-    group = gcd(*(form.group for form in forms))
-    return CodeForm(_FLOAT if is_float else "int8", 8, group, any(form.has_minimum for form in forms))
+    group, has_minimum = gcd(*(form.group for form in forms)), any(form.has_minimum for form in forms)
+    if all(form.dtype == _FLOAT for form in forms):
+        return CodeForm(_FLOAT, 8, group, has_minimum)
+    is_unsigned = all(form.dtype == "uint8" and form.bits < 8 for form in forms)
+    bits = max(form.bits + (form.dtype == "uint8" and not is_unsigned) for form in forms)
+    taken = next((each for each in _BITS if each >= bits), 8)
+    return CodeForm("uint8" if is_unsigned else "int8", taken, group, has_minimum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +56,11 @@ class GroupQuantised:
 
         w[n, k] = scale[n, k // group] * codes[n, k] + minimum[n, k // group]
 
-    codes:   uint8 or int8 ``[N, K]``, each in a byte of its own even if it has 4 bits; may be a view of a mapped file
+    codes:   uint8 or int8 ``[N, K]``, each in a byte even if it has fewer bits; may be a view of a mapped file
     scale:   float32 ``[N, K // group]``
     minimum: float32 ``[N, K // group]``; None: 0 everywhere
     group:   number of neighbours in a row that share a scale and a minimum; divides ``K``
-    bits:    4 if all codes are in 0..15 (uint8) or -8..7 (int8), else 8
+    bits:    4 if all codes are in 0..15 (uint8) or -8..7 (int8), 5 or 6 if they are in twice or four times that, else 8
     is_float: codes (uint8) are the bits of float8_e4m3fn, which stand for its numbers
 
     Raises `ValueError` if shapes, group or bits do not go together.
@@ -72,7 +77,7 @@ class GroupQuantised:
         rows, columns = self.codes.shape
         groups = (rows, columns // self.group)
         minimum = groups if self.minimum is None else self.minimum.shape
-        if columns % self.group or not groups == self.scale.shape == minimum or self.bits not in (4, 8):
+        if columns % self.group or not groups == self.scale.shape == minimum or self.bits not in _BITS:
             raise ValueError(
                 f"codes {self.codes.shape} of {self.bits} bits in groups of {self.group} do not go with scales "
                 f"{self.scale.shape} and minima {minimum}"
@@ -129,7 +134,7 @@ class GroupQuantised:
             return parts[0]
         if len({part.form for part in parts}) > 1:
             form = common_form([part.form for part in parts])
-            parts = [part._widened(form.group, form.has_minimum, form.dtype == _FLOAT) for part in parts]
+            parts = [part._widened(form) for part in parts]
         minima = [part.minimum for part in parts if part.minimum is not None]
         return GroupQuantised(
             np.concatenate([part.codes for part in parts], axis),
@@ -140,19 +145,19 @@ class GroupQuantised:
             parts[0].is_float,
         )
 
-    def _widened(self, group: int, has_minimum: bool, is_float: bool) -> GroupQuantised:
-        codes = self.codes
+    def _widened(self, form: CodeForm) -> GroupQuantised:
+        codes, is_float = self.codes, form.dtype == _FLOAT
         if not is_float:
-            if self.is_float or (codes.dtype == np.uint8 and codes.max(initial=0) > _LARGEST):
-                raise ValueError(f"a matrix of form {self.form} cannot be one of int8 in groups of {group}")
-            codes = codes.astype(np.int8, copy=False)
-        scale, minimum = self.scale, self.minimum
-        if has_minimum and minimum is None:
+            if self.is_float or (self.bits == 8 and codes.dtype == np.uint8 and codes.max(initial=0) > _LARGEST):
+                raise ValueError(f"a matrix of form {self.form} cannot be one of form {form}")
+            codes = codes.astype(form.dtype, copy=False)
+        scale, minimum, times = self.scale, self.minimum, self.group // form.group
+        if form.has_minimum and minimum is None:
             minimum = np.zeros_like(scale)
-        if self.group > group:
-            scale = scale.repeat(self.group // group, axis=1)
-            minimum = None if minimum is None else minimum.repeat(self.group // group, axis=1)
-        return GroupQuantised(codes, scale, minimum, group, 8, is_float)
+        if times > 1:
+            scale = scale.repeat(times, axis=1)
+            minimum = None if minimum is None else minimum.repeat(times, axis=1)
+        return GroupQuantised(codes, scale, minimum, form.group, form.bits, is_float)
 
 
 def quantise_int8(weight: NDArray[np.float32], group: int = INT8_GROUP) -> GroupQuantised:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
 import pytest
-from support.engine.dense_oracle import DenseAttention
+from support.engine.dense_oracle import DenseAttention, DictWeights
 from support.other_cpus import OTHER_CPUS, assert_passes
 from support.paged_steps import CacheShown, LayerByCall, PagedSequences, Step, only_shard
 from support.random_models import BASE, CONFIGS, random_weights
@@ -19,6 +20,7 @@ from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.runtime.models.base import Model, ModelConfig
 from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.ops.quantised import GroupQuantised, quantise_int8
 from headwise.runtime.ops.select import make_ops
 
 LLAMA = {**BASE, "architectures": ["LlamaForCausalLM"]}
@@ -113,6 +115,35 @@ def test_fused_layers_compute_the_same_with_narrow_weights(name: str, weights_dt
     assert_same_but_for_rounding(model_of(config, weights_dtype), "bfloat16", is_narrow=True)
 
 
+class InCodes(DictWeights):
+    """Weights whose projections are kept as codes of ``bits`` bits, of which kernels are ``told`` another number."""
+
+    def __init__(self, weights: DictWeights, bits: int, told: int) -> None:
+        super().__init__({name: weights.tensor(name) for name in weights.names})
+        self._bits, self._told = bits, told
+
+    def kept_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        return self._codes(self.rows(name, start, stop)) if "_proj." in name else None
+
+    def kept_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        return self._codes(self.columns(name, start, stop)) if "_proj." in name else None
+
+    def _codes(self, values: np.ndarray) -> GroupQuantised:
+        wide, shift = quantise_int8(values), 8 - self._bits
+        return GroupQuantised(wide.codes >> shift, wide.scale * np.float32(1 << shift), None, 32, self._told)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_fused_layers_compute_from_few_bits_what_they_do_from_a_byte_for_each_code(bits: int) -> None:
+    config = config_of("wide")
+    found = []
+    for told in (bits, 8):
+        weights, ops = InCodes(random_weights(config), bits, told), make_ops("numba", 2, "bfloat16", "gguf")
+        model = build_model(config, weights, ops, SingleRank(), only_shard(config))
+        found.append(run(model, CacheShown))
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "mistral_window"])
 def test_steps_over_a_cache_compute_what_dense_attention_computes_of_whole_sequences(name: str) -> None:
     model = model_of(pattern(config_of(name)))
@@ -187,23 +218,30 @@ def test_a_decoder_takes_caches_of_several_dtypes_in_turn() -> None:
     assert_equal(run(model, CacheShown), before)
 
 
-def test_a_step_of_the_same_size_allocates_no_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(pattern(config_of("gemma3")))
-    sequences, in_fused = PagedSequences(model.config, kernels()), []
+@pytest.mark.parametrize("weights_dtype", ["float32", "int8"])
+def test_a_step_of_the_same_size_allocates_no_array(weights_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the look-up of embeddings to the final norm: neither by NumPy's functions, nor within an operation."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 64}
+    model = model_of(pattern(model_config({**MODELS["gemma3"], **sizes})), weights_dtype)
+    sequences, peaks = PagedSequences(model.config, kernels()), []
     sequences.forward(model, [(0, 40), (1, 3)], CacheShown)
-    sequences.forward(model, [(0, 1), (1, 1)], CacheShown)
-    run_layers = module.CpuDecoder.run
+    sequences.forward(model, [(0, 16), (1, 16)], CacheShown)
+    forward = model.forward
 
-    def run(*arguments):
+    def measured(*arguments):
         with monkeypatch.context() as patch:
             for name in ("empty", "zeros", "ones", "full", "array", "asarray", "ascontiguousarray", "concatenate"):
                 patch.setattr(np, name, None)
-            run_layers(*arguments)
-        in_fused.append(True)
+            tracemalloc.start()
+            hidden = forward(*arguments)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        return hidden
 
-    monkeypatch.setattr(module.CpuDecoder, "run", run)
-    sequences.forward(model, [(0, 1), (1, 1)], CacheShown)
-    assert in_fused
+    monkeypatch.setattr(model, "forward", measured)
+    (found, _), bytes_of_x = sequences.forward(model, [(0, 16), (1, 16)], CacheShown), 32 * 1024 * 4
+    assert np.isfinite(found).all()
+    assert peaks[0] < bytes_of_x / 2, "objects take less, and the residual stream more"
 
 
 def test_arrays_that_compiled_code_would_misread_are_refused() -> None:

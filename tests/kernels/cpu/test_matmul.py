@@ -10,13 +10,14 @@ from support.other_cpus import OTHER_CPUS, assert_passes
 from support.packed_weights import FORMS, RandomWeight, random_weight
 from support.thread_pools import NoCoreForOthers
 
-from headwise.kernels.code_bytes import code_bytes
+from headwise.kernels.code_bytes import bits_in_memory, code_bytes
 from headwise.kernels.cpu import matmul as module
 from headwise.kernels.cpu.matmul import (
     PackedWeight,
     matmul,
     pack_bias,
     pack_float,
+    pack_quantised,
     panels_of,
     repacked,
     take_rows,
@@ -199,14 +200,34 @@ def test_packed_weights_have_the_bytes_that_their_dtype_promises() -> None:
         return random_weight(form, 128, 1024).packed.nbytes * 8 / (128 * 1024)
 
     sizes = [bits(form) for form in FORMS]
-    assert sizes == [32, 16, 8.5, 9, 9, 4.5, 5, 5]
-    codes = [(8, False), (8, True), (8, True), (4, False), (4, True), (4, True)]
-    assert sizes[2:] == [8 * code_bytes(bits, 32, has_minimum, on_gpu=False) for bits, has_minimum in codes]
+    assert sizes == [32, 16, 8.5, 9, 9, 4.5, 5, 5, 5.5, 6, 7, 7]
+    codes = [
+        *((bits, *rest) for bits in (8, 4) for rest in ((32, False), (16, False), (32, True))),
+        (5, 32, False), (5, 32, True), (6, 16, False), (6, 32, True),
+    ]  # fmt: skip
+    assert sizes[2:] == [8 * code_bytes(bits, group, minimum, on_gpu=False) for bits, group, minimum in codes]
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("group", [16, 32, 48])
+def test_codes_of_fewer_bits_give_the_bits_that_a_byte_for_each_gives(bits: int, signed: bool, group: int) -> None:
+    draw, low = np.random.default_rng(bits), -(1 << bits - 1) if signed else 0
+    codes = draw.integers(low, low + (1 << bits), (130, 6 * group)).astype(np.int8 if signed else np.uint8)
+    scale = draw.standard_normal((130, 6), dtype=np.float32)
+    narrow, wide = (pack_quantised(codes, scale, None if signed else -scale, each) for each in (bits, 8))
+    taken = bits_in_memory(bits, group, on_gpu=False)
+    assert narrow.packed.nbytes * 8 == wide.packed.nbytes * taken
+    for rows in (1, 2, 4, 6, 97):
+        x = normal(rows, 6 * group)
+        np.testing.assert_array_equal(matmul(x, narrow, 2), matmul(x, wide, 2))
+    ids = np.arange(130, dtype=np.int32)
+    np.testing.assert_array_equal(take_rows(narrow, ids), take_rows(wide, ids))
 
 
 # --- other CPUs ---------------------------------------------------------------------------------------------------
 
-SOME = "stored_values or any_number or alone_and_among or gated_weight or not_finite"
+SOME = "stored_values or any_number or alone_and_among or gated_weight or not_finite or fewer_bits"
 
 
 def test_products_compiled_for_other_cpus_without_avx_512_are_right() -> None:

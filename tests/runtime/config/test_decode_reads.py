@@ -23,6 +23,7 @@ from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.gguf_convert import converted_directory
 from headwise.runtime.loader.progress import SilentProgress
+from headwise.runtime.ops.numba_ops import NumbaOps
 
 KINDS = gguf.GGMLQuantizationType
 
@@ -72,6 +73,18 @@ def test_of_a_gguf_file_its_own_blocks_are_read_and_the_rest_as_bfloat16(llama: 
     expected = (elements(weights, "blk.") - 2 * odd) * q8_0 + odd * mixed + odd * 2
     assert found.layers == expected, "gate and up are one matrix, of one form"
     assert found.lm_head == elements(weights, "token_embd") * q8_0
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q5_0", 5.5), ("Q5_1", 6), ("Q4_0", 4.5), ("Q4_1", 5)])
+def test_of_a_gguf_file_few_bits_are_read_where_it_has_few(tmp_path: Path, kind: str, bits: float) -> None:
+    kinds = {name: KINDS[kind] for name, values in llama_tensors().items() if values.ndim == 2}
+    directory = convert(write_llama_gguf(tmp_path / "tiny.gguf", quantized=kinds))
+    found, ops = reads(directory, weights_dtype="gguf"), NumbaOps(1, "gguf")
+    assert found.layers == elements(llama_tensors(), "blk.") * bits / 8
+    checkpoint = Checkpoint(directory, blocks=True)
+    head = checkpoint.kept_rows("model.embed_tokens.weight", 0, 64)
+    assert head is not None
+    assert ops.linear_weight(head).nbytes == head.codes.size * bits / 8, "as packed"
 
 
 def test_of_a_gguf_files_experts_those_of_a_token_are_read_and_all_are_kept(tmp_path: Path) -> None:

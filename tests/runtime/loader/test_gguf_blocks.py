@@ -43,5 +43,8 @@ def test_blocks_have_the_form_that_was_announced(name: str) -> None:
     form = FORMATS[name]
     found = take_apart(random_blocks(gguf.GGMLQuantizationType[name]).reshape(-1), name, (ROWS, COLUMNS))
     assert found.form == ("int8" if form.signed else "uint8", form.bits, form.group, form.has_minimum)
-    low, high = (-8, 7) if form.signed else (0, 15)
-    assert form.bits == 8 or (found.codes.min() >= low and found.codes.max() <= high)
+    low = -(1 << form.bits - 1) if form.signed else 0
+    high = low + (1 << form.bits) - 1
+    assert low <= found.codes.min() <= found.codes.max() <= high
+    expected = (min(form.numbers), max(form.numbers)) if form.numbers else (low, high)
+    assert (found.codes.min(), found.codes.max()) == expected, "no bit is more than it takes"

@@ -262,7 +262,7 @@ def test_mxfp4_stays_four_bits_on_disk_and_is_exact(tmp_path: Path) -> None:
     assert SafetensorsFile(directory / EXPERTS, INTEGERS | {"F32": FLOATS["F32"]}).shape(f"{name}.codes") == (64, 48)
     form = blocks.code_form(name)
     assert form is not None
-    assert (form.bits, form.group) == (8, 32), "in memory a code has a byte"
+    assert (form.bits, form.group) == (5, 32), "in memory codes are integers, from -12 to 12"
     source, weights = GgufFile(tmp_path / "x.gguf"), Checkpoint(directory)
     np.testing.assert_array_equal(weights.tensor(name), source.tensor("blk.0.ffn_down_exps.weight")[2])
 

@@ -33,6 +33,10 @@ def blocks() -> Iterator[GroupQuantised]:
         yield GroupQuantised(signed, scale, None, group, 4)
         yield GroupQuantised(signed, scale, -scale, group, 8)
         yield GroupQuantised(signed, scale, None, group, 8)
+        for bits in (5, 6):
+            wide = (np.arange(ROWS * COLUMNS) * 7 % (1 << bits)).astype(np.uint8).reshape(ROWS, COLUMNS)
+            yield GroupQuantised(wide, scale, -scale, group, bits)
+            yield GroupQuantised(wide.view(np.int8) - np.int8(1 << bits - 1), scale, None, group, bits)
 
 
 def packed_parts(weights_dtype: str) -> Iterator[PackedParts]:
@@ -43,7 +47,7 @@ def packed_parts(weights_dtype: str) -> Iterator[PackedParts]:
 
 
 WEIGHTS_DTYPES = ("float32", "bfloat16", "int8", "gguf")
-PACKED_AS = {"numba 1": 1565068951}
+PACKED_AS = {"numba 2": 2155613146}
 """What the bytes of all weights above come to."""
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headwise.errors import ConfigError
-from headwise.runtime.ops.quantised import GroupQuantised, quantise_int8
+from headwise.runtime.ops.quantised import CodeForm, GroupQuantised, common_form, quantise_int8
 
 
 def random_matrix(
@@ -26,6 +26,9 @@ FORMS = [
     {"signed": True, "bits": 4, "minimum": False},
     {"signed": True, "bits": 8, "minimum": False, "group": 16},
     {"signed": False, "bits": 8, "minimum": True},
+    {"signed": False, "bits": 5, "minimum": True},
+    {"signed": True, "bits": 5, "minimum": False},
+    {"signed": True, "bits": 6, "minimum": False, "group": 16},
 ]
 
 
@@ -64,14 +67,32 @@ def test_matrices_of_any_forms_become_one_of_the_same_numbers(first: dict, secon
     assert first != second or joined.form == parts[0].form, "what has one form keeps it"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "taken"),
+    [
+        (("uint8", 4, 32, True), ("int8", 6, 16, False), ("int8", 6, 16, True)),  # Q4_K and Q6_K
+        (("uint8", 5, 32, True), ("int8", 6, 16, False), ("int8", 6, 16, True)),
+        (("uint8", 5, 32, True), ("int8", 5, 32, False), ("int8", 6, 32, True)),
+        (("uint8", 4, 32, True), ("int8", 5, 32, False), ("int8", 5, 32, True)),
+        (("uint8", 4, 32, True), ("int8", 4, 32, False), ("int8", 5, 32, True)),  # Q4_1 and Q4_0
+        (("uint8", 4, 32, True), ("uint8", 5, 32, True), ("uint8", 5, 32, True)),
+        (("uint8", 4, 32, True), ("int8", 8, 32, False), ("int8", 8, 32, True)),
+        (("uint8", 6, 32, True), ("int8", 4, 32, False), ("int8", 8, 32, True)),
+    ],
+)
+def test_matrices_of_two_forms_take_the_fewest_bits_that_hold_both(first: tuple, second: tuple, taken: tuple) -> None:
+    forms = [CodeForm(*first), CodeForm(*second)]
+    assert common_form(forms) == common_form(forms[::-1]) == taken
+
+
 def test_codes_that_int8_does_not_hold_are_not_mixed_with_others() -> None:
     wide = GroupQuantised(np.full((6, 128), 200, np.uint8), np.ones((6, 4), np.float32), None, 32, 8)
-    with pytest.raises(ValueError, match="cannot be one of int8"):
+    with pytest.raises(ValueError, match=r"cannot be one of form .*int8"):
         GroupQuantised.concatenate([wide, random_matrix(signed=True, minimum=False)], 0)
 
 
 @pytest.mark.parametrize(
-    ("scale", "group", "bits"), [((6, 3), 32, 4), ((5, 4), 32, 4), ((6, 2), 48, 4), ((6, 4), 32, 5)]
+    ("scale", "group", "bits"), [((6, 3), 32, 4), ((5, 4), 32, 4), ((6, 2), 48, 4), ((6, 4), 32, 7)]
 )
 def test_scales_that_do_not_fit_the_codes_are_refused(scale: tuple[int, int], group: int, bits: int) -> None:
     with pytest.raises(ValueError, match="do not go with scales"):
