@@ -102,7 +102,7 @@ def test_a_model_without_experts_is_dense() -> None:
 
 
 def test_query_heads_decide_how_many_ranks_there_may_be() -> None:
-    assert valid_tp_sizes(model_config(V3)) == [1, 2, 4]
+    assert valid_tp_sizes(model_config(V3)) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["kv_b_proj", "kv_a_proj_with_mqa", "q_a_proj", "q_b_proj"])

@@ -61,7 +61,7 @@ def test_a_config_that_cannot_be_served_is_refused_before_weights_are_read(
     ("changes", "message"),
     [
         ({"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"}, r"MLA.*tensor_ops paddle.*tensor_ops cupy"),
-        ({"tp_size": 3}, r"tp_size 3 does not divide 4 query heads; sizes that fit: \[1, 2, 4\]"),
+        ({"tp_size": 5}, r"tp_size 5 is more than the 4 query heads of .*: choose up to that"),
         ({"kv_dtype": "int4"}, r"kv_dtype int4 cannot hold latents \(MLA\): choose kv_dtype int8, bfloat16"),
         *(
             ({"device": "cuda", "dtype": "bfloat16", "kv_dtype": dtype}, rf"{dtype}.*indexer \(DSA\).*bfloat16$")
@@ -101,7 +101,7 @@ def test_fields_that_are_left_out_are_those_of_transformers() -> None:
     parsed = model_config({key: value for key, value in V32.items() if not key.startswith("index_")})
     assert parsed.mla is not None
     assert parsed.mla.indexer == IndexerConfig(heads=64, head_dim=128, top=2048)
-    assert valid_tp_sizes(parsed) == [1, 2, 4]  # query heads decide: every rank has the whole indexer
+    assert valid_tp_sizes(parsed) == [1, 2, 3, 4]  # query heads decide: every rank has the whole indexer
     named = model_config({**V32, "mlp_layer_types": ["sparse", "dense", "sparse"]})
     assert named.moe is not None
     assert named.moe.layers == (0, 2)

@@ -26,7 +26,7 @@ CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
     ("changes", "message"),
     [
         ({"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"}, r"MLA.*tensor_ops paddle.*tensor_ops cupy"),
-        ({"tp_size": 3}, r"tp_size 3 does not divide 4 query heads; sizes that fit: \[1, 2, 4\]"),
+        ({"tp_size": 5}, r"tp_size 5 is more than the 4 query heads of .*: choose up to that"),
     ],
 )
 def test_a_deployment_that_cannot_be_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
