@@ -19,10 +19,14 @@ from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla import latent_layout, latent_width
 from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpProjections
 from headwise.kernels.mla_quantised import FLOAT8
+from headwise.kernels.nibbles import INT4
 from headwise.kernels.select import make_latent_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+
+CPU_ONLY = (FLOAT8, INT4)
+"""Dtypes of latents that a GPU's kernels do not read."""
 
 CPU_WIDTH_MULTIPLE = 16
 """Of a latent's numbers, for the CPU's kernels to read them: the lanes of a vector."""
@@ -47,10 +51,10 @@ class LatentAttention:
                 f"{serving.model} has latent attention (MLA), which tensor_ops paddle does not compute on a GPU: "
                 "choose tensor_ops cupy, or device cpu"
             )
-        if serving.device == "cuda" and serving.kv_dtype == FLOAT8:
+        if serving.device == "cuda" and serving.kv_dtype in CPU_ONLY:
             raise ConfigError(
-                f"kv_dtype {FLOAT8} of latents (MLA) is for a CPU, and {serving.model} is to be served on a GPU: "
-                "choose kv_dtype int8 or bfloat16"
+                f"kv_dtype {serving.kv_dtype} of latents (MLA) is for a CPU, and {serving.model} is to be served on a "
+                "GPU: choose kv_dtype int8 or bfloat16"
             )
         if serving.tp_size > heads:
             raise ConfigError(

@@ -62,10 +62,9 @@ def test_a_config_that_cannot_be_served_is_refused_before_weights_are_read(
     [
         ({"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"}, r"MLA.*tensor_ops paddle.*tensor_ops cupy"),
         ({"tp_size": 5}, r"tp_size 5 is more than the 4 query heads of .*: choose up to that"),
-        ({"kv_dtype": "int4"}, r"kv_dtype int4 cannot hold latents \(MLA\): choose kv_dtype int8, bfloat16"),
         *(
             ({"device": "cuda", "dtype": "bfloat16", "kv_dtype": dtype}, rf"{dtype}.*indexer \(DSA\).*bfloat16$")
-            for dtype in ("int8", "float8_e4m3fn")
+            for dtype in ("int8", "float8_e4m3fn", "int4")
         ),
     ],
 )
@@ -81,6 +80,18 @@ def test_a_quantised_cache_has_scales_of_latents_and_of_keys(kv_dtype: str) -> N
     card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype=kv_dtype), directory, identify=False)
     roles = [(role.name, role.shape) for role in card.layout.roles]
     assert roles == [("latent", (48 + 2 * 16,)), ("latent_scale", ()), ("indexer", (32,)), ("indexer_scale", ())]
+
+
+def test_beside_latents_in_four_bits_keys_have_eight() -> None:
+    directory = checkpoint(NAME)
+    card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype="int4"), directory, identify=False)
+    roles = [(role.name, role.shape, role.dtype) for role in card.layout.roles]
+    assert roles == [
+        ("latent", (64 + 32,), "int4"),
+        ("latent_scale", (3, 2), "float16"),
+        ("indexer", (32,), "int8"),
+        ("indexer_scale", (), "float32"),
+    ]
 
 
 def test_an_indexer_of_no_whole_vectors_needs_the_reference_kernels(tmp_path: Path) -> None:
