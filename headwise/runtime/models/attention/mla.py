@@ -25,9 +25,6 @@ from headwise.runtime.models.attention.base import CachedAttention, LayerCache, 
 from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
-CPU_ONLY = (FLOAT8, INT4)
-"""Dtypes of latents that a GPU's kernels do not read."""
-
 CPU_WIDTH_MULTIPLE = 16
 """Of a latent's numbers, for the CPU's kernels to read them: the lanes of a vector."""
 
@@ -51,10 +48,10 @@ class LatentAttention:
                 f"{serving.model} has latent attention (MLA), which tensor_ops paddle does not compute on a GPU: "
                 "choose tensor_ops cupy, or device cpu"
             )
-        if serving.device == "cuda" and serving.kv_dtype in CPU_ONLY:
+        if serving.device == "cuda" and serving.kv_dtype == INT4:
             raise ConfigError(
-                f"kv_dtype {serving.kv_dtype} of latents (MLA) is for a CPU, and {serving.model} is to be served on a "
-                "GPU: choose kv_dtype int8 or bfloat16"
+                f"kv_dtype {INT4} of latents (MLA) is for a CPU, and {serving.model} is to be served on a "
+                f"GPU: choose kv_dtype int8, {FLOAT8} or bfloat16"
             )
         if serving.tp_size > heads:
             raise ConfigError(
