@@ -155,6 +155,8 @@ def test_info_of_latents(tmp_path: Path, name: str, layers: int, geometry: str, 
         ("qwen3-next-80b-a3b", 2, None),
         ("qwen3-next-80b-a3b", 8, "each member by 4 of 8; a token takes 4 times the bytes that it would on one rank"),
         ("gemma-4-31b", 8, "each member by 1 or 2 of 8; a token takes 1.09 times the bytes that it would on one rank"),
+        ("qwen2.5-7b", 8, "each member by 2 of 8; a token takes 2 times the bytes that it would on one rank"),
+        ("qwen2.5-0.5b", 5, "each member by 2 or 3 of 5; a token takes 2.5 times the bytes that it would on one rank"),
         ("deepseek-v3", 4, "each member by 4 of 4; a token takes 4 times the bytes that it would on one rank"),
     ],
 )
