@@ -54,7 +54,9 @@ class Size:
     kv_cache: of each engine: half of what the conversations take
     users:    conversations that have a request under way at a time
     faults:   of `FAULTS`, in this order
+    rest_s:   of a stream's reader, before it asks anew
     peer_tokens, peer_prompts: prompts that another engine has computed: their length, and how many are measured
+    alone:    whether these have a deployment of their own
     """
 
     policies: tuple[Literal["round_robin", "cache_aware"], ...] = ("round_robin", "cache_aware")
@@ -66,8 +68,10 @@ class Size:
     turns: int = 6
     users: int = 3
     streams: int = 9
+    rest_s: float = 0.0
     peer_tokens: int = 4000
     peer_prompts: int = 3
+    alone: bool = True
     faults: tuple[str, ...] = (
         "store",
         "scheduler",
@@ -94,7 +98,7 @@ QUICK = Size(
     peer_prompts=1,
     faults=("store", "scheduler", "hung scheduler"),
 )
-SMOKE = replace(QUICK, faults=("scheduler",), peer_tokens=256)
+SMOKE = replace(QUICK, faults=("scheduler",), rest_s=0.5, peer_tokens=192, alone=False)
 QUESTION_TOKENS, ANSWER_TOKENS = 24, 8
 STREAM_TOKENS = 24
 CONFIG = EngineConfig(
@@ -170,13 +174,14 @@ def ask(client: Client, seen: Turns, history: list[int], question: list[int]) ->
 class Load:
     """Streams that are asked for again and again, and what they should say."""
 
-    def __init__(self, client: Client, streams: int, seed: int) -> None:
-        draw = np.random.default_rng(seed)
+    def __init__(self, client: Client, size: Size, seed: int) -> None:
+        draw, streams = np.random.default_rng(seed), size.streams
         self.client = client
         self.prompts = [tokens(draw, 24) for _ in range(streams)]
         self.expected = [self.said(prompt) for prompt in self.prompts]
         self.moments: list[list[float]] = [[] for _ in self.prompts]
         self.served = self.lost = 0
+        self._rest_s = size.rest_s
         self._ending = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(streams)]
         for thread in self._threads:
@@ -196,6 +201,7 @@ class Load:
                 print(f"a stream ended with {type(error).__name__}: {error}", flush=True)
             self.served += 1
             self.lost += said != self.expected[index]
+            self._ending.wait(self._rest_s)
 
     def longest_pause(self, since: float) -> float:
         """Seconds that a stream at most was without a token, from a moment on."""
@@ -250,7 +256,7 @@ FAULTS: dict[str, Callable[[Deployment, Client], tuple[int, int]]] = {
 
 
 def break_things(deployment: Deployment, client: Client, size: Size, seed: int) -> dict[str, Any]:
-    load, recovery = Load(client, size.streams, seed), dict[str, Any]()
+    load, recovery = Load(client, size, seed), dict[str, Any]()
     for fault in size.faults:
         time.sleep(3.0)
         while not deployment.has_standby:  # one is made some seconds after the last one was needed
@@ -290,25 +296,26 @@ def first_token_s(client: Client, engine: str, prompt: Sequence[int], hint: Peer
                 return time.perf_counter() - since
 
 
-def load_from_peers(config: EngineConfig, size: Size, seed: int, ray: str | None) -> dict[str, Any]:
+def with_peers(config: EngineConfig, size: Size) -> EngineConfig:
+    cache, host = f"{size.peer_tokens // 16}MiB", f"{size.peer_tokens // 4}MiB"
+    return replace(config, replicas=2, max_model_len=size.peer_tokens + 64, kv_cache=cache, host_cache=host)
+
+
+def load_from_peers(client: Client, size: Size, seed: int) -> dict[str, Any]:
     """The first prompt of each engine is not measured: kernels are called, and speeds measured, for the first time."""
     draw, computed, loaded = np.random.default_rng(seed), list[float](), list[float]()
-    cache = f"{size.peer_tokens // 16}MiB"
-    config = replace(config, replicas=2, max_model_len=size.peer_tokens + 64, kv_cache=cache)
-    config = replace(config, host_cache=f"{size.peer_tokens // 4}MiB")
     show("prompt", "computed s", "from a peer s")
-    with Deployment.start(config, ray) as deployment, Client(deployment.client_address) as client:
-        while len(client.stats()["engines"]) < 2:
-            time.sleep(0.1)
-        time.sleep(1.5)  # until the engines have been told of each other
-        epoch = client.stats()["engines"]["engine-0"]["epoch"]
-        for index in range(size.peer_prompts + 1):
-            prompt = tokens(draw, size.peer_tokens + 1)
-            computed.append(first_token_s(client, "engine-0", prompt))
-            loaded.append(first_token_s(client, "engine-1", prompt, PeerHint("engine-0", epoch, size.peer_tokens)))
-            show(index, computed[-1], loaded[-1])
-        time.sleep(1.0)
-        peers = client.stats()["engines"]["engine-1"]["peers"]
+    while len(client.stats()["engines"]) < 2:
+        time.sleep(0.1)
+    time.sleep(1.5)  # until the engines have been told of each other
+    epoch = client.stats()["engines"]["engine-0"]["epoch"]
+    for index in range(size.peer_prompts + 1):
+        prompt = tokens(draw, size.peer_tokens + 1)
+        computed.append(first_token_s(client, "engine-0", prompt))
+        loaded.append(first_token_s(client, "engine-1", prompt, PeerHint("engine-0", epoch, size.peer_tokens)))
+        show(index, computed[-1], loaded[-1])
+    time.sleep(1.0)
+    peers = client.stats()["engines"]["engine-1"]["peers"]
     ratio = float(np.median(loaded[1:]) / np.median(computed[1:]))
     return {
         "peer_over_cold": ratio,
@@ -330,14 +337,15 @@ def rounded(value: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two engines, one policy, three faults: a minute")
-    parser.add_argument("--smoke", action="store_true", help="the same with one fault: seconds")
+    parser.add_argument("--smoke", action="store_true", help="the same with one fault and one deployment: seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
     options = parser.parse_args(arguments)
     size = SMOKE if options.smoke else QUICK if options.quick else FULL
     config = replace(CONFIG, replicas=size.replicas, kv_cache=size.kv_cache, max_model_len=size.max_model_len)
+    config = config if size.alone else with_peers(config, size)
     seen: dict[str, Turns] = {}
-    broken: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     show("policy", "hit rate", "TTFT p50 s", "TTFT p90 s")
     for policy in size.policies:
         with (
@@ -348,14 +356,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             show(policy, seen[policy].hit_rate, seen[policy].quantile(0.5), seen[policy].quantile(0.9))
             if policy == "cache_aware":
                 show("fault", "longest pause s", "new request s", "whole after s")
-                broken = break_things(deployment, client, size, options.seed)
+                found |= break_things(deployment, client, size, options.seed)
+            if not size.alone:
+                found |= load_from_peers(client, size, options.seed)
     report: dict[str, Any] = {"hit_rate": {policy: turns.hit_rate for policy, turns in seen.items()}}
     for name, share in (("p50", 0.5), ("p90", 0.9)):
         report[f"ttft_{name}_s"] = {policy: turns.quantile(share) for policy, turns in seen.items()}
         if len(seen) == 2:
             report[f"ttft_{name}_ratio"] = seen["round_robin"].quantile(share) / seen["cache_aware"].quantile(share)
-    loaded = load_from_peers(CONFIG, size, options.seed, options.ray)
-    print(json.dumps(rounded({**report, **broken, **loaded})))
+    if size.alone:
+        with (
+            Deployment.start(with_peers(CONFIG, size), options.ray) as deployment,
+            Client(deployment.client_address) as client,
+        ):
+            found |= load_from_peers(client, size, options.seed)
+    print(json.dumps(rounded({**report, **found})))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 
-SMOLLM2 = pytest.param("smollm2-135m", marks=pytest.mark.model)
+SMOLLM2 = pytest.param("smollm2-135m", marks=[pytest.mark.model, pytest.mark.soak])
 NAMES = [SMOLLM2, "gemma2", "deepseek-v3", "qwen3-next"]
 """Embeddings as they are, scaled (Gemma), with latents, with states."""
 PLACEHOLDER = 5

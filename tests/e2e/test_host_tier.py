@@ -49,6 +49,8 @@ def again(wanted: list[Answer]) -> list[Answer]:
 def test_prefixes_come_back_from_the_host(loaded: LoadedModel, policy: str) -> None:
     if policy == "write_back" and loaded.name != "smollm2-135m":
         pytest.skip("a pool this small cannot keep six groups' blocks until they are copied")
+    if policy == "write_through" and loaded.name == "smollm2-135m":
+        pytest.skip("what is written through to storage comes back by the host, too")
     answer = long_prompt(loaded)
     card = loaded.preprocessor.card
     engine, executor = loaded.engine(
@@ -118,8 +120,11 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(loaded: LoadedModel) -
     assert engine.stats()["host"]["evicted_blocks"] > 0
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("loaded", [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize(
+    "loaded",
+    ["qwen3", *(pytest.param(name, marks=[pytest.mark.model, pytest.mark.soak]) for name in MODELS)],
+    indirect=True,
+)
 def test_a_load_that_comes_too_late_is_computed_anew(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = long_prompt(loaded)
     engine, executor = loaded.engine(

@@ -8,6 +8,8 @@ import pytest
 from support.engine.loaded_model import GREEDY, LoadedModel
 from support.reference import Answer, answers
 
+from headwise.runtime.protocol.request import GenerationResult
+
 INT8, FP8, INT4 = "int8", "float8_e4m3fn", "int4"
 TOKENS = 4
 
@@ -16,12 +18,16 @@ def wanted_of(name: str) -> list[Answer]:
     return [answer.first(TOKENS) for answer in answers(name)]
 
 
-def said(loaded: LoadedModel, **changes: object) -> dict[str, list[int]]:
-    """Tokens of the references' prompts, computed in chunks beside each other."""
+def results(loaded: LoadedModel, **changes: object) -> dict[str, GenerationResult]:
+    """Of the references' prompts, computed in chunks beside each other, with the likeliest three of each token."""
     wanted = wanted_of(loaded.name)
-    greedy = {answer.name: replace(GREEDY, max_tokens=TOKENS) for answer in wanted}
-    results, _ = loaded.run(wanted, greedy, max_batched_tokens=64, **changes)
-    return {name: result.token_ids for name, result in results.items()}
+    greedy = {answer.name: replace(GREEDY, max_tokens=TOKENS, logprobs=3) for answer in wanted}
+    found, _ = loaded.run(wanted, greedy, max_batched_tokens=64, **changes)
+    return found
+
+
+def said(loaded: LoadedModel, **changes: object) -> dict[str, list[int]]:
+    return {name: result.token_ids for name, result in results(loaded, **changes).items()}
 
 
 @pytest.mark.parametrize(
@@ -59,10 +65,13 @@ def test_the_first_tokens_are_those_of_float32_and_the_host_changes_none(name: s
 )
 def test_where_rounding_turns_tokens_they_are_those_of_the_definition(name: str, kv_dtype: str) -> None:
     """What an indexer chooses hangs on scores that lie close together in a random model; so most tokens are compared
-    with what the reference kernels make of a cache of the same bits."""
+    with what the reference kernels make of a cache of the same bits. Those of float32 are among the three likeliest of
+    263: which one is first hangs on how the CPU rounds."""
     loaded = LoadedModel(name, kv_dtype=kv_dtype)
-    tokens, defined = said(loaded), said(LoadedModel(name, kv_dtype=kv_dtype, kernels="reference"))
+    found, defined = results(loaded), said(LoadedModel(name, kv_dtype=kv_dtype, kernels="reference"))
+    tokens = {key: result.token_ids for key, result in found.items()}
     same = [tokens[key][0] == defined[key][0] for key in tokens]
     assert sum(same) >= len(same) - 2
-    assert sum(tokens[answer.name][0] == answer.output_ids[0] for answer in wanted_of(name)) >= len(same) // 2
+    likely = [answer.output_ids[0] in dict(found[answer.name].logprobs[0].top) for answer in wanted_of(name)]
+    assert sum(likely) >= len(likely) - (2 if kv_dtype == INT4 else 1)
     assert said(loaded, host_cache="16MiB") == tokens

@@ -35,8 +35,9 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> LoadedModel:
-    return LoadedModel("smollm2-135m")
+def tiny() -> LoadedModel:
+    """For what is done to storage: it holds blocks of bytes, whatever computed them."""
+    return LoadedModel("qwen3")
 
 
 def long_prompt(loaded: LoadedModel) -> Answer:
@@ -65,10 +66,10 @@ def run(loaded: LoadedModel, directory: Path, **changes: Any) -> tuple[int, Engi
 
 
 @pytest.fixture(scope="module")
-def left(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def left(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an engine left that nothing went wrong with; to be copied."""
     directory = tmp_path_factory.mktemp("left")
-    assert run(smollm2, directory)[0] == 0
+    assert run(tiny, directory)[0] == 0
     return directory
 
 
@@ -85,12 +86,10 @@ def test_a_new_engine_is_warm_from_what_the_last_one_left(loaded: LoadedModel, t
     assert stats["transfers"]["fetch"]["bytes"] > 0
 
 
-def test_what_another_layout_left_is_not_found_and_both_are_kept(
-    smollm2: LoadedModel, left: Path, tmp_path: Path
-) -> None:
+def test_what_another_layout_left_is_not_found_and_both_are_kept(tiny: LoadedModel, left: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(left, tmp_path / "storage")
-    assert run(smollm2, directory, block_size=32)[0] == 0
-    assert run(smollm2, directory)[0] > 600
+    assert run(tiny, directory, block_size=32)[0] == 0
+    assert run(tiny, directory)[0] > 600
 
 
 def segments(directory: Path) -> list[Path]:
@@ -110,26 +109,26 @@ def truncate(directory: Path) -> None:
 
 
 def flip_a_bit_everywhere(directory: Path) -> None:
-    """One in every 100,000 bytes: in every block, and in some headers."""
+    """One in every 10,000 bytes: in every block, and in some headers."""
     for path in segments(directory):
         data = bytearray(path.read_bytes())
-        for at in range(50_000, len(data), 100_000):
+        for at in range(5_000, len(data), 10_000):
             data[at] ^= 0x10
         path.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", [vanish, pytest.param(truncate, marks=pytest.mark.soak), flip_a_bit_everywhere])
 def test_damaged_storage_is_a_miss_and_serves_again(
-    smollm2: LoadedModel, left: Path, tmp_path: Path, damage: Callable[[Path], None]
+    tiny: LoadedModel, left: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     directory = shutil.copytree(left, tmp_path / "storage")
     damage(directory)
-    cached, engine = run(smollm2, directory)
+    cached, engine = run(tiny, directory)
     assert cached < 600
     if damage is flip_a_bit_everywhere:
         assert engine.stats()["storage"]["missed_blocks"] > 0
     if damage is vanish:
-        assert run(smollm2, directory)[0] > 600
+        assert run(tiny, directory)[0] > 600
 
 
 def refuse_writes(patch: pytest.MonkeyPatch, error: int) -> None:
@@ -144,32 +143,32 @@ def refuse_writes(patch: pytest.MonkeyPatch, error: int) -> None:
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.soak)])
 def test_storage_that_cannot_be_written_serves_what_it_has(
-    smollm2: LoadedModel, left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    tiny: LoadedModel, left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     refuse_writes(monkeypatch, error)
-    assert run(smollm2, left)[0] > 600
-    cached, engine = run(smollm2, tmp_path)
+    assert run(tiny, left)[0] > 600
+    cached, engine = run(tiny, tmp_path)
     assert cached == 0
     assert engine.stats()["storage"]["failed_puts"] > 0
 
 
-def test_the_directory_vanishes_while_an_engine_serves(smollm2: LoadedModel, tmp_path: Path) -> None:
+def test_the_directory_vanishes_while_an_engine_serves(tiny: LoadedModel, tmp_path: Path) -> None:
     directory = tmp_path / "storage"
-    wanted = long_prompt(smollm2)
-    engine, executor = smollm2.engine(
+    wanted = long_prompt(tiny)
+    engine, executor = tiny.engine(
         block_size=16, host_cache="256MiB", write_policy="write_through", storage=f"file://{directory}?capacity=1GiB"
     )
     for turn in range(2):
-        serve_greedily(smollm2, engine, replace(wanted, name=f"turn {turn}"))
+        serve_greedily(tiny, engine, replace(wanted, name=f"turn {turn}"))
         engine.cache.reset()
         shutil.rmtree(directory, ignore_errors=True)
     executor.close()
-    smollm2.worker.close()
+    tiny.worker.close()
 
 
-def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(smollm2: LoadedModel, tmp_path: Path) -> None:
-    wanted = long_prompt(smollm2)
-    engine, executor = smollm2.engine(
+def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(tiny: LoadedModel, tmp_path: Path) -> None:
+    wanted = long_prompt(tiny)
+    engine, executor = tiny.engine(
         block_size=16,
         host_cache="256MiB",
         write_policy="write_through",
@@ -177,29 +176,29 @@ def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(smollm2
         prefetch="wait_complete",
         storage_timeout_s=0.5,
     )
-    serve_greedily(smollm2, engine, wanted)
+    serve_greedily(tiny, engine, wanted)
     engine.cache.reset()
     eventually(lambda: any(path.stat().st_size for path in tmp_path.rglob("*.seg")))  # writing may have stalled, too
     pipes = segments(tmp_path)
     for pipe in pipes:
         pipe.unlink()
         os.mkfifo(pipe)  # to open it for reading takes until somebody writes
-    result = serve_greedily(smollm2, engine, replace(wanted, name="again"))
+    result = serve_greedily(tiny, engine, replace(wanted, name="again"))
     assert result.usage is not None
     assert result.usage.cached_tokens == 0
     assert engine.stats()["storage"]["is_stalled"]
     for pipe in pipes:
         os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # whoever waits may go on
     executor.close()
-    smollm2.worker.close()
+    tiny.worker.close()
 
 
 @pytest.mark.soak
-def test_a_mooncake_master_dies_and_comes_back(smollm2: LoadedModel) -> None:
+def test_a_mooncake_master_dies_and_comes_back(tiny: LoadedModel) -> None:
     require_mooncake()
-    wanted = long_prompt(smollm2)
+    wanted = long_prompt(tiny)
     with Master() as master:
-        engine, executor = smollm2.engine(
+        engine, executor = tiny.engine(
             block_size=16,
             host_cache="256MiB",
             write_policy="write_through",
@@ -211,7 +210,7 @@ def test_a_mooncake_master_dies_and_comes_back(smollm2: LoadedModel) -> None:
         def cached() -> int:
             """Tokens that storage has of the prompt, which is served right whatever those are."""
             engine.cache.reset()
-            result = serve_greedily(smollm2, engine, replace(wanted, name=f"turn {next(turns)}"))
+            result = serve_greedily(tiny, engine, replace(wanted, name=f"turn {next(turns)}"))
             assert result.usage is not None
             return result.usage.cached_tokens
 
@@ -223,10 +222,10 @@ def test_a_mooncake_master_dies_and_comes_back(smollm2: LoadedModel) -> None:
         master.start()
         eventually(lambda: cached() > 600)
         executor.close()
-        smollm2.worker.close()
+        tiny.worker.close()
 
 
-def test_a_storage_that_is_none_is_refused_at_start(smollm2: LoadedModel, tmp_path: Path) -> None:
+def test_a_storage_that_is_none_is_refused_at_start(tiny: LoadedModel, tmp_path: Path) -> None:
     for url, message in {
         "ftp://host/path": "unknown scheme",
         f"file://{tmp_path}": "gives no capacity",
@@ -236,6 +235,6 @@ def test_a_storage_that_is_none_is_refused_at_start(smollm2: LoadedModel, tmp_pa
         "mooncake://": "host and port",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            smollm2.engine(storage=url, host_cache="64MiB")
+            tiny.engine(storage=url, host_cache="64MiB")
     with pytest.raises(ConfigError, match="give host_cache"):
-        smollm2.engine(storage=f"file://{tmp_path}?capacity=1GiB")
+        tiny.engine(storage=f"file://{tmp_path}?capacity=1GiB")

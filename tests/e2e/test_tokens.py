@@ -240,7 +240,7 @@ def test_plain_greedy_requests_pay_nothing_for_what_others_may_ask_for(
     assert not loaded.worker._tokens._editor._rows
 
 
-@all_but("smollm2-135m")
+@all_but(*MODELS)
 def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> None:
     if loaded.preprocessor.card.config.layer_heads or loaded.preprocessor.card.has_states:
         pytest.skip("layers of unlike members have no index in common")

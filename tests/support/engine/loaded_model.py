@@ -40,9 +40,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 BASE = EngineConfig(dtype="float32", kv_cache="256MiB", max_batched_tokens=512, max_model_len=4096)
 
 
-def all_but(name: str) -> pytest.MarkDecorator:
-    """A test of `ALL_MODELS`, one of which, slow and with little to add, is for the soak."""
-    return pytest.mark.parametrize("loaded", [*_demo_models(name), *TINY_CONFIGS], indirect=True)
+def all_but(*names: str) -> pytest.MarkDecorator:
+    """A test of `ALL_MODELS`, of which some, slow and with little to add, are for the soak."""
+    return pytest.mark.parametrize("loaded", [*_demo_models(*names), *TINY_CONFIGS], indirect=True)
 
 
 def cache_kinds_but(name: str) -> pytest.MarkDecorator:
@@ -50,8 +50,8 @@ def cache_kinds_but(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("loaded", [*_demo_models(name), *TINY_KINDS], indirect=True)
 
 
-def _demo_models(slow: str) -> list[ParameterSet]:
-    marks = {name: [pytest.mark.model, *([pytest.mark.soak] if name == slow else [])] for name in MODELS}
+def _demo_models(*slow: str) -> list[ParameterSet]:
+    marks = {name: [pytest.mark.model, *([pytest.mark.soak] if name in slow else [])] for name in MODELS}
     return [pytest.param(name, marks=marks[name]) for name in MODELS]
 
 
