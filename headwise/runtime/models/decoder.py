@@ -233,10 +233,16 @@ class Decoder(Model):
     def load_more(self) -> None:
         """Load the weights that a model has beside its embedding, layers, last norm and LM head."""
 
-    def gated_mlp(self, at: str, size: int) -> GatedMlp:
-        """This rank's part of a gated MLP of intermediate size ``size``."""
-        shard, has_bias = self._shard, self.config.mlp_bias
-        mine = [shard.columns(size)]
+    def gated_mlp(self, at: str, size: int, experts: int = 1) -> GatedMlp:
+        """This rank's part of a gated MLP of intermediate size ``size``.
+
+        experts: that it is made of, side by side: the part is as large as those of so many
+        """
+        shard, has_bias, one = self._shard, self.config.mlp_bias, size // experts
+        start, stop = shard.columns(one)
+        mine = [(expert * one + start, expert * one + stop) for expert in range(experts)]
+        if not one % shard.size:
+            mine = [shard.columns(size)]
         gate, up, down = (at + name for name in self.mlp_parts)
         return GatedMlp(
             gate_up=self._split_rows([(gate, mine), (up, mine)], has_bias, gated=True),
