@@ -4,10 +4,13 @@ A member is what one layer keeps of a sequence: keys and values of one KV head, 
 one head. Where members differ in size, groups differ in how many of them a block holds. States and what is kept for
 every token never share a group.
 
-Where there are more ranks than KV heads in a layer, equally many of them keep each head, and share its query heads:
+Where there are more ranks than KV heads in a layer, each rank keeps one of these, and those that keep the same one
+share its query heads, as equally as these divide:
 
     8 query heads, 2 KV heads, 4 ranks    rank 0: KV head 0, query heads 0 1    rank 2: KV head 1, query heads 4 5
                                           rank 1: KV head 0, query heads 2 3    rank 3: KV head 1, query heads 6 7
+    8 query heads, 2 KV heads, 3 ranks    rank 0: KV head 0, query heads 0 1    rank 2: KV head 1, query heads 4 5 6 7
+                                          rank 1: KV head 0, query heads 2 3
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -57,7 +59,7 @@ class Member(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """What a rank has of the query heads of its KV heads of a layer: one of equal parts.
+    """What a rank has of the query heads of its KV heads of a layer: one of parts that differ by a head at most.
 
     part:  which, from 0 on
     ranks: that keep the same KV heads, and have a part each; 1: nobody else keeps them
@@ -65,6 +67,10 @@ class Sharing(NamedTuple):
 
     part: int
     ranks: int
+
+    def of(self, count: int) -> range:
+        """Which of ``count`` query heads, over one KV head, are this part."""
+        return range(self.part * count // self.ranks, (self.part + 1) * count // self.ranks)
 
 
 @dataclass(frozen=True)
@@ -176,8 +182,8 @@ def plan_head_groups(
 
     sizes:         ``[num_layers]``, bytes of a slot of each layer's members; None: all are equal
     is_replicated: every rank keeps all members, as of MLA, whose one latent serves all query heads; else each rank
-                   has equally many of every layer's, or one, where equally many ranks keep each (but of states, which
-                   are not shared)
+                   has equally many of every layer's, or one, where there are more ranks (but of states, which are not
+                   shared)
 
     Raises ValueError if the members of a layer cannot be so dealt to ``tp_size`` ranks, the policies or sizes are not
     a full table, or ``per_head_index`` is asked of layers that differ.
@@ -239,11 +245,11 @@ def _check_table(policies: Policies, sizes: Sequence[int] | None) -> None:
 
 
 def can_be_dealt(heads: int, tp_size: int, *, is_state: bool = False) -> bool:
-    """Whether ranks can have equally many of a layer's ``heads`` each, or equally many ranks can keep each head.
+    """Whether ranks can have equally many of a layer's ``heads`` each: a part of them, or one that others keep, too.
 
     A state is of all value heads of its key head: those would have to be split, not shared.
     """
-    return not heads % tp_size or (not is_state and not tp_size % heads)
+    return not heads % tp_size or (not is_state and tp_size > heads)
 
 
 def _check_deals(policies: Policies, tp_size: int) -> None:
@@ -253,7 +259,7 @@ def _check_deals(policies: Policies, tp_size: int) -> None:
     counts = sorted({count for count, _ in kinds})
     sizes = range(1, counts[-1] + 1)
     fits = [size for size in sizes if all(can_be_dealt(count, size, is_state=state) for count, state in kinds)]
-    more = "" if any(is_state for _, is_state in kinds) else f", and multiples of {lcm(*counts)}"
+    more = "" if any(is_state for _, is_state in kinds) else f", and more than {counts[-1]}"
     heads = " or ".join(map(str, counts))
     raise ValueError(f"tp_size {tp_size} does not divide the model's {heads} KV heads; sizes that fit: {fits}{more}")
 
@@ -263,16 +269,18 @@ def _deal(policies: Policies, tp_size: int) -> list[list[list[int]]]:
 
     A layer of one policy is dealt in contiguous runs, the usual sharding. Any other is dealt loosest head first, in
     rounds that give each rank one; in a round, the rank that has the fewest heads so loose chooses first. Where a layer
-    has fewer heads than there are ranks, equally many are dealt each of them.
+    has fewer heads than there are ranks, each head is dealt to as many of them as any other, or to one more.
     """
     order = _loosest_first(policies)
     dealt: list[list[list[int]]] = [[[] for _ in policies] for _ in range(tp_size)]
     # counts[rank, p]: heads of the rank that are as loose as policy p or looser
     counts: NDArray[np.int64] = np.zeros((tp_size, len(order)), dtype=np.int64)
     for layer, row in enumerate(policies):
+        if not row:
+            continue
         heads, room = sorted(range(len(row)), key=lambda head: (order[row[head]], head)), max(1, len(row) // tp_size)
-        copies = max(1, tp_size // len(row)) if row else 0
-        for place, head in enumerate(head for head in heads for _ in range(copies)):
+        each = heads if len(row) >= tp_size else [heads[rank * len(row) // tp_size] for rank in range(tp_size)]
+        for place, head in enumerate(each):
             if order[row[heads[0]]] == order[row[heads[-1]]]:
                 rank = place // room
             else:

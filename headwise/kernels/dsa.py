@@ -17,7 +17,8 @@ from headwise.errors import ConfigError
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.gqa import role_view
 from headwise.kernels.mla import Index, bits_view, has_scales, is_latent, latent_layout
-from headwise.kernels.mla_quantised import dequantise_keys, quantise_keys
+from headwise.kernels.mla_quantised import INT8, dequantise_keys, quantise_keys
+from headwise.kernels.nibbles import INT4
 
 INDEXER, INDEXER_SCALE = "indexer", "indexer_scale"
 
@@ -29,13 +30,14 @@ def indexed_layout(
     ``indexer`` of ``index_dim``.
 
     In int8 and E4M3 both have scales, and the last ``rotated`` numbers of a latent take two bytes each: see
-    `latent_layout`. Those of keys, which lose no more by it, take one.
+    `latent_layout`. Those of keys, which lose no more by it, take one. Beside latents in int4 keys are int8: four bits
+    would have other tokens chosen.
 
     Raises:
         ConfigError: latents are not kept in this dtype.
     """
     latents = latent_layout(block_size, slots, width, dtype, rotated)
-    roles = [Role(INDEXER, (index_dim,), dtype)]
+    roles = [Role(INDEXER, (index_dim,), INT8 if dtype == INT4 else dtype)]
     if has_scales(latents):
         roles.append(Role(INDEXER_SCALE, (), "float32"))
     return replace(latents, roles=(*latents.roles, *roles))

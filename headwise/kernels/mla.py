@@ -16,10 +16,12 @@ from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.gqa import role_view
+from headwise.kernels.mla_nibbles import pack_latents, stored_width, unpack_latents
 from headwise.kernels.mla_quantised import FLOAT8, INT8, dequantise_latents, quantise_latents
+from headwise.kernels.nibbles import GROUP, INT4, SCALE_DTYPE
 
 LATENT, LATENT_SCALE = "latent", "latent_scale"
-QUANTISED_LATENTS = (INT8, FLOAT8)
+QUANTISED_LATENTS = (INT8, FLOAT8, INT4)
 LATENT_DTYPES = ("float32", "float16", "bfloat16", *QUANTISED_LATENTS)
 """Dtypes of latents, and of those that have scales."""
 
@@ -31,13 +33,18 @@ def latent_layout(block_size: int, slots: int, width: int, dtype: str = "float32
     """The layout of blocks that hold, per member and token, one ``latent`` of ``width`` numbers.
 
     In int8 and E4M3 a latent is a row of `headwise.kernels.mla_quantised`, and ``latent_scale`` has its scale. The last
-    ``rotated`` of its numbers take two bytes each.
+    ``rotated`` of its numbers take two bytes each. In int4 it is one of `headwise.kernels.mla_nibbles`, and
+    ``latent_scale`` has its groups' scales and minima.
 
     Raises:
-        ConfigError: latents are not kept in this dtype.
+        ConfigError: latents are not kept in this dtype, or those of this width are not.
     """
     if dtype not in LATENT_DTYPES:
         raise ConfigError(f"kv_dtype {dtype} cannot hold latents (MLA): choose kv_dtype int8, bfloat16 or float32")
+    if dtype == INT4:
+        stored = stored_width(width, rotated)
+        scales = Role(LATENT_SCALE, (stored // GROUP, 2), SCALE_DTYPE)
+        return BlockLayout(block_size, slots, (Role(LATENT, (stored,), dtype), scales))
     is_quantised = dtype in QUANTISED_LATENTS
     roles = [Role(LATENT, (width + rotated * is_quantised,), dtype)]
     if is_quantised:
@@ -62,14 +69,15 @@ def latent_width(layout: BlockLayout) -> int:
 
 
 def has_scales(layout: BlockLayout) -> bool:
-    """Whether latents are stored in int8 or E4M3, with a scale for each."""
+    """Whether latents are stored in int8, E4M3 or int4, with scales for each."""
     return LATENT_SCALE in layout.role_offsets
 
 
 def latent_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[Any]:
     """Latents of an arena as stored, ``[num_blocks, slots, block_size, width]``, sharing its memory.
 
-    Those of a bfloat16 or E4M3 arena are its bits, uint16 or uint8: see `headwise.kernels.bfloat16` and `e4m3`.
+    Those of a bfloat16 or E4M3 arena are its bits, uint16 or uint8: see `headwise.kernels.bfloat16` and `e4m3`. Those
+    of int4 are ``uint8 [..., width / 2]``.
 
     Raises:
         ConfigError: the arena is not a whole number of blocks, or the layout is of another attention variant.
@@ -80,12 +88,17 @@ def latent_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[Any]:
 
 def bits_view(arena: NDArray[np.uint8], layout: BlockLayout, role: Role) -> NDArray[Any]:
     """What an arena holds of a role, of dtypes that NumPy lacks as bits: see `headwise.kernels.gqa.role_view`."""
+    if role.dtype == INT4:
+        return role_view(arena, layout, replace(role, shape=(role.shape[0] // 2,), dtype="uint8"))
     bits = {"bfloat16": "uint16", FLOAT8: "uint8"}
     return role_view(arena, layout, replace(role, dtype=bits.get(role.dtype, role.dtype)))
 
 
-def latent_scale_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.float32]:
-    """Scales of a quantised arena's latents, ``[num_blocks, slots, block_size]``, sharing its memory."""
+def latent_scale_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[Any]:
+    """Scales of a quantised arena's latents, ``[num_blocks, slots, block_size]``, sharing its memory.
+
+    Those of int4 are ``[..., width / 32, 2]``: a scale and a minimum for each group.
+    """
     return role_view(arena, layout, layout.roles[1])
 
 
@@ -93,7 +106,8 @@ def store_latents(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, late
     """Store ``latents [tokens, width]`` at these places, as the layout has them."""
     view = latent_view(arena, layout)
     if has_scales(layout):
-        stored = quantise_latents(latents, view.shape[3] - latents.shape[1], layout.roles[0].dtype)
+        dtype, twice = layout.roles[0].dtype, latent_width(layout) - latents.shape[1]
+        stored = pack_latents(latents, twice) if dtype == INT4 else quantise_latents(latents, twice, dtype)
         view[at], latent_scale_view(arena, layout)[at] = stored
     else:
         view[at] = to_bits(latents) if view.dtype == np.uint16 else latents
@@ -106,5 +120,6 @@ def load_latents(
     view = latent_view(arena, layout)
     stored = view[at]
     if has_scales(layout):
-        return dequantise_latents(stored, latent_scale_view(arena, layout)[at], view.shape[3] - width, dtype)
+        read = unpack_latents if layout.roles[0].dtype == INT4 else dequantise_latents
+        return read(stored, latent_scale_view(arena, layout)[at], latent_width(layout) - width, dtype)
     return (to_float32(stored) if stored.dtype == np.uint16 else stored).astype(dtype, copy=False)

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels import mla_nibbles
 from headwise.kernels.e4m3 import E4M3, LARGEST, to_e4m3
+from headwise.kernels.nibbles import INT4
 
 COARSE = 16
 """Fine units in a coarse one."""
@@ -91,10 +93,19 @@ def dequantise_latents(
 
 
 def stretch_queries(query: NDArray[np.float32], rotated: int, dtype: str = INT8) -> NDArray[np.float32]:
-    """Queries of latents ``[..., width]`` as their products with stored rows take them: ``[..., width + rotated]``."""
+    """Queries of latents ``[..., width]`` as their products with stored rows take them: ``[..., stored width]``."""
+    if dtype == INT4:
+        return mla_nibbles.stretch_queries(query, rotated)
     coarse, fine = map(np.float32, _units(dtype == FLOAT8))
     turned = query[..., -rotated:]
     return np.concatenate([query[..., :-rotated], coarse * turned, fine * turned], axis=-1)
+
+
+def compressed_of(mixed: NDArray[np.float32], rotated: int, dtype: str) -> NDArray[np.float32]:
+    """The compressed part ``[..., rank]`` of weighted sums of stored rows, which may be changed."""
+    if dtype == INT4:
+        return mla_nibbles.compressed_of(mixed, rotated)
+    return mixed[..., : mixed.shape[-1] - 2 * rotated]
 
 
 def _units(is_float8: bool) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -70,16 +71,17 @@ def test_greedy_tokens_of_several_prompts_at_once(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("model", ["gpt-oss", "gemma4"])
-def test_ranks_that_share_heads_say_the_reference_tokens(model: str) -> None:
+@pytest.mark.parametrize(("model", "size"), [("gpt-oss", 4), ("gpt-oss", 3), ("gemma4", 4), ("deepseek-v3", 3)])
+def test_ranks_that_share_heads_say_the_reference_tokens(model: str, size: int) -> None:
     """Their kernels are those that were made ready at start."""
     directory, tokens = checkpoint(model), 3
     config = EngineConfig(
-        model=str(directory), device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256, tp_size=4
+        model=str(directory), device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256, tp_size=size
     )
     ranks = Ranks(config, directory, device=lambda: EmulatedGpu(LIBRARIES, "float32"))
-    plans = [worker._device.kernels._attention._plans for worker in ranks.workers]
-    made_ready, preprocessor, executor = list(map(dict, plans)), Preprocessor.open(config), LocalExecutor(ranks)
+    kernels = [worker._device.kernels for worker in ranks.workers]
+    plans = [each._latents._prepared if model == "deepseek-v3" else each._attention._plans for each in kernels]
+    made_ready, preprocessor, executor = list(map(copy, plans)), Preprocessor.open(config), LocalExecutor(ranks)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:2]
     greedy = replace(GREEDY, max_tokens=tokens)

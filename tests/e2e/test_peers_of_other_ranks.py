@@ -130,6 +130,7 @@ def full_blocks(answer: Answer, config: EngineConfig) -> int:
         ("llama4", 1, 1),  # chunks
         pytest.param("gpt-oss", 4, 2, marks=pytest.mark.soak),
         pytest.param("qwen3", 4, 1, marks=pytest.mark.soak),
+        pytest.param("qwen3", 3, 2, marks=pytest.mark.soak),  # of three ranks two keep the first head
         pytest.param("gemma4-shared", 2, 4, marks=pytest.mark.soak),
         pytest.param("deepseek-v3.2", 1, 1, marks=pytest.mark.soak),
         pytest.param("qwen3-next", 1, 1, marks=pytest.mark.soak),

@@ -84,6 +84,22 @@ def test_four_ranks_that_share_two_heads_say_the_reference_tokens(name: str) -> 
     run_twice(name, 4, block_size=16)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-oss",  # windows, biases, a learned sink for each query head, experts that three ranks do not divide
+        "deepseek-v3",  # latents, all of which each has
+        pytest.param("qwen3", marks=pytest.mark.soak),  # normed queries and keys
+        pytest.param("qwen2", marks=pytest.mark.soak),
+        pytest.param("gemma4-shared", marks=pytest.mark.soak),
+        pytest.param("llama4", marks=pytest.mark.soak),
+        pytest.param("deepseek-v3.2", marks=pytest.mark.soak),
+    ],
+)
+def test_three_ranks_that_share_four_query_heads_unequally_say_the_reference_tokens(name: str) -> None:
+    run_twice(name, 3, block_size=16)
+
+
 def test_ranks_that_share_a_head_have_all_of_it_each() -> None:
     arenas = run_twice("qwen3", 4)
     for rank in (1, 3):
@@ -106,16 +122,25 @@ def test_four_ranks_that_share_the_one_head_of_a_real_model_say_the_reference_to
     executor.close()
 
 
-def one_kv_head_and_four_key_heads(directory: Path) -> Path:
+def one_kv_head_and_four_key_heads(directory: Path, query_heads: int) -> Path:
     """A model as qwen3.5, with more heads of delta-nets and fewer of attention."""
     known = reference("qwen3.5")
-    config = {**known["config"], "num_key_value_heads": 1, "linear_num_key_heads": 4}
+    config = {
+        **known["config"],
+        "num_key_value_heads": 1,
+        "linear_num_key_heads": 4,
+        "num_attention_heads": query_heads,
+    }
     shapes, keys = dict(known["shapes"]), 2 * 2 * config["linear_key_head_dim"]
     for name, (rows, *others) in shapes.items():
         if name.endswith((".in_proj_qkv.weight", ".conv1d.weight")):
             shapes[name] = [rows + keys, *others]
         elif name.endswith((".k_proj.weight", ".v_proj.weight")):
             shapes[name] = [rows // 2, *others]
+        elif name.endswith(".q_proj.weight"):
+            shapes[name] = [rows * query_heads // 4, *others]
+        elif name.endswith(".o_proj.weight"):
+            shapes[name] = [rows, others[0] * query_heads // 4]
     return write_checkpoint(directory, config, shapes)
 
 
@@ -132,9 +157,13 @@ def assert_likeliest(directory: Path, prompt: list[int], output: list[int]) -> N
     assert logits[len(prompt) - 1 :].argmax(axis=1).tolist()[:judged] == output[:judged]
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 4])
-def test_ranks_that_have_states_of_their_own_may_share_a_kv_head(tmp_path: Path, size: int) -> None:
-    directory = one_kv_head_and_four_key_heads(tmp_path)
+@pytest.mark.parametrize(
+    ("size", "query_heads"),
+    [pytest.param(2, 4, marks=pytest.mark.soak), pytest.param(4, 4, marks=pytest.mark.soak), (4, 7)],
+)
+def test_ranks_that_have_states_of_their_own_may_share_a_kv_head(tmp_path: Path, size: int, query_heads: int) -> None:
+    """Also one whose query heads, with gates of their own, they do not divide."""
+    directory = one_kv_head_and_four_key_heads(tmp_path, query_heads)
     config = replace(BASE, model=str(directory), block_size=16, kv_cache="24MiB", tp_size=size, cpu_threads=1)
     ranks, preprocessor = Ranks(config, directory), Preprocessor.open(config)
     plan, executor = preprocessor.card.plan, LocalExecutor(ranks)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.indexed_scene import IndexedCase, IndexedScene
+from support.latent_scene import kept_in
 
 from headwise.errors import ConfigError
 from headwise.kernels.cpu import dsa_attention
@@ -71,14 +72,14 @@ def test_a_cache_of_bfloat16(kernels: IndexedKernels) -> None:
     assert_right(kernels, IndexedCase((1, 60), (300, 90), dtype="bfloat16", rank=64, top=50), atol=0.15)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int4"])
 def test_any_batch_over_a_quantised_cache(kernels: IndexedKernels, dtype: str) -> None:
     """What is chosen is exact; attention to it is as over a cache of bfloat16."""
 
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=cases(), rotated_size=st.sampled_from([0.1, 1.0, 8.0]))
     def check(case: IndexedCase, rotated_size: float) -> None:
-        scene = IndexedScene(replace(case, dtype=dtype, rotated_size=rotated_size))
+        scene = IndexedScene(kept_in(dtype, replace(case, rotated_size=rotated_size)))
         scene.write(kernels)
         right = scene.expected()
         np.testing.assert_allclose(scene.attend(kernels), right, rtol=0, atol=0.02 * np.abs(right).max(initial=1))
@@ -86,12 +87,12 @@ def test_any_batch_over_a_quantised_cache(kernels: IndexedKernels, dtype: str) -
     check()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int4"])
 def test_scores_of_quantised_keys_are_those_of_what_is_stored(dtype: str) -> None:
     """Of keys with scales of their own, from one token to the next: the same tokens are chosen as by the reference."""
     both = []
     for name in ("reference", "numba"):
-        scene = IndexedScene(IndexedCase((1, 40), (300, 90), dtype=dtype, rank=64, top=40))
+        scene = IndexedScene(kept_in(dtype, IndexedCase((1, 40), (300, 90), rank=64, top=40)))
         draw = np.random.default_rng(1)
         scene.keys = [draw.normal(0, draw.uniform(0.1, 3, (len(keys), 1)), keys.shape) for keys in scene.keys]
         scene.write(make_indexed_kernels(name, threads=2))
@@ -106,9 +107,9 @@ def test_a_token_takes_scales_for_its_latent_and_its_key() -> None:
     assert layout.slot_bytes < 0.56 * indexed_layout(64, 1, 576, 128, "bfloat16").slot_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_queries_and_scores_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    case = IndexedCase((60, 1, 40), (150, 70, 40), heads=4, top=30, dtype=dtype)
+    case = kept_in(dtype, IndexedCase((60, 1, 40), (150, 70, 40), heads=4, top=30))
     expected = IndexedScene(case)
     numba_kernels = make_indexed_kernels("numba", threads=2)
     expected.write(numba_kernels)
@@ -142,31 +143,31 @@ def test_a_sequence_says_the_same_in_any_company(threads: int) -> None:
         np.testing.assert_allclose(out, together[rows], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_unmapped_tokens_are_neither_written_nor_chosen(kernels: IndexedKernels, dtype: str) -> None:
-    scene = IndexedScene(IndexedCase((1, 50), (90, 80), dtype=dtype))
+    scene = IndexedScene(kept_in(dtype, IndexedCase((1, 50), (90, 80))))
     scene.batch.block_tables[:, 1:3] = -1
     scene.write(kernels)
     mapped = set(scene.batch.block_tables[1::2].ravel().tolist()) - {-1}
-    views = (latent_scale_view, index_scale_view) if dtype == "int8" else (latent_view, index_view)
+    views = (latent_scale_view, index_scale_view) if dtype != "float32" else (latent_view, index_view)
     for view in (view(scene.arena, scene.layout) for view in views):
         untouched = [block for block in range(len(view)) if block not in mapped]
         assert untouched
         assert np.isnan(view[untouched]).all()
     reference = make_indexed_kernels("reference", threads=1)
     right = scene.attend(reference)
-    atol = 0.02 * np.abs(right).max() if dtype == "int8" else 1e-4
+    atol = 0.02 * np.abs(right).max() if dtype != "float32" else 1e-4
     np.testing.assert_allclose(scene.attend(kernels), right, rtol=0, atol=atol)
     scene.batch.block_tables[:] = -1
     assert (scene.attend(kernels) == 0).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_a_key_that_was_never_written_makes_what_is_computed_of_it_nan(kernels: IndexedKernels, dtype: str) -> None:
-    scene = IndexedScene(IndexedCase((2, 2), (90, 80), dtype=dtype))
+    scene = IndexedScene(kept_in(dtype, IndexedCase((2, 2), (90, 80))))
     scene.write(kernels)
     block = scene.batch.block_tables[1, 1]
-    (index_scale_view if dtype == "int8" else index_view)(scene.arena, scene.layout)[block] = np.nan
+    (index_scale_view if dtype != "float32" else index_view)(scene.arena, scene.layout)[block] = np.nan
     out = scene.attend(kernels)
     assert np.isnan(out[:2]).all()
     assert np.isfinite(out[2:]).all()
@@ -191,8 +192,8 @@ def test_wrong_use_is_refused_with_the_remedy() -> None:
         scene.index = index
         with pytest.raises(ValueError, match="do not fit"):
             scene.attend(numba_kernels)
-    with pytest.raises(ConfigError, match=r"int4 cannot hold latents.*int8, bfloat16"):
-        indexed_layout(16, 1, 64, 32, "int4")
+    with pytest.raises(ConfigError, match=r"int2 cannot hold latents.*int8, bfloat16"):
+        indexed_layout(16, 1, 64, 32, "int2")
     with pytest.raises(ConfigError, match=r"no keys of an indexer.*indexed_layout"):
         index_view(scene.arena, latent_layout(16, 1, 64))
     with pytest.raises(ConfigError, match="auto, numba, reference"):

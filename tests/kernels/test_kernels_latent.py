@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.latent_scene import LatentCase, LatentScene
+from support.latent_scene import LatentCase, LatentScene, kept_in
 
 from headwise.errors import ConfigError
 from headwise.kernels.cpu import mla_attention
@@ -88,14 +88,14 @@ def test_a_cache_of_bfloat16(kernels: LatentKernels) -> None:
     assert_right(kernels, LatentCase((1, 60), (300, 90), dtype="bfloat16", rank=64), atol=0.15)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int4"])
 def test_any_batch_over_a_quantised_cache(kernels: LatentKernels, dtype: str) -> None:
     """As exactly as over one of bfloat16: queries of a chunk are that, too, and of int8 those of one token integers."""
 
     @settings(max_examples=15, suppress_health_check=list(HealthCheck))
     @given(case=cases(), rotated_size=st.sampled_from([0.1, 1.0, 8.0]))
     def check(case: LatentCase, rotated_size: float) -> None:
-        scene = LatentScene(replace(case, dtype=dtype, rotated_size=rotated_size))
+        scene = LatentScene(kept_in(dtype, replace(case, rotated_size=rotated_size)))
         scene.write(kernels)
         right = scene.expected()
         np.testing.assert_allclose(scene.attend(kernels), right, rtol=0, atol=0.02 * np.abs(right).max(initial=1))
@@ -161,8 +161,10 @@ def test_wrong_use_is_refused_with_the_remedy() -> None:
     scene.up = UpProjections(scene.up.key[:2], scene.up.value)
     with pytest.raises(ValueError, match="do not fit"):
         scene.attend(numba_kernels)
-    with pytest.raises(ConfigError, match=r"int4 cannot hold latents.*int8, bfloat16"):
-        latent_layout(16, 1, 64, "int4")
+    with pytest.raises(ConfigError, match=r"int2 cannot hold latents.*int8, bfloat16"):
+        latent_layout(16, 1, 64, "int2")
+    with pytest.raises(ConfigError, match=r"int4 takes latents \(MLA\) of a multiple of 32 .*not of 48: choose .*int8"):
+        latent_layout(16, 1, 48, "int4", 16)
     with pytest.raises(ConfigError, match="latent_layout"):
         latent_view(scene.arena, gqa_layout(16, 1, 16))
     with pytest.raises(ConfigError, match="auto, numba, reference"):

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.latent_scene import LatentCase, LatentScene
+from support.latent_scene import LatentCase, LatentScene, kept_in
 
 from headwise.kernels.e4m3 import E4M3, to_e4m3
 from headwise.kernels.mla import latent_layout, latent_scale_view, latent_view
-from headwise.kernels.mla_quantised import dequantise_latents, quantise_latents, stretch_queries
+from headwise.kernels.mla_nibbles import pack_latents, stored_twice, unpack_latents
+from headwise.kernels.mla_quantised import compressed_of, dequantise_latents, quantise_latents, stretch_queries
+from headwise.kernels.nibbles import GROUP, unpack
 from headwise.kernels.select import make_latent_kernels
 
 RANK, ROTATED = 32, 8
@@ -88,7 +90,40 @@ def test_a_token_takes_a_byte_a_number_two_if_rotated_and_a_scale(dtype: str) ->
     assert latent_scale_view(arena, layout).shape == (2, 1, 64)
 
 
-@DTYPES
+@given(st.integers(0, 2**16), st.sampled_from([(32, 32), (48, 16), (64, 8), (96, 40)]), st.floats(1e-2, 1e2))
+def test_in_four_bits_every_number_is_kept_to_half_a_step_of_its_group_and_rotated_ones_to_a_32nd(
+    seed: int, sizes: tuple[int, int], rotated_size: float
+) -> None:
+    rank, rotated = sizes if sum(sizes) % GROUP == 0 else (sizes[0] + GROUP - sum(sizes) % GROUP, sizes[1])
+    latents = np.random.default_rng(seed).standard_normal((5, rank + rotated)).astype(np.float32)
+    latents[:, rank:] *= np.float32(rotated_size)
+    codes, scales = pack_latents(latents, stored_twice(rotated))
+    stored = rank + rotated + stored_twice(rotated)
+    assert (codes.shape, scales.shape) == ((5, stored // 2), (5, stored // GROUP, 2))
+    error = np.abs(unpack_latents(codes, scales, stored_twice(rotated), np.float64) - latents)
+    groups = latents.reshape(5, -1, GROUP)
+    steps = np.repeat((groups.max(axis=-1) - groups.min(axis=-1)) / 15, GROUP, axis=-1)
+    rounding = 2.0**-10 * np.repeat(np.abs(groups).max(axis=-1), GROUP, axis=-1)  # of scales and minima to float16
+    assert (error <= steps / 2 + 2 * rounding).all()
+    assert (error[:, rank:] <= steps[:, rank:] / 30 + rounding[:, rank:] / 4).all()
+
+
+@pytest.mark.parametrize(("rank", "rotated"), [(64, 32), (48, 16)])
+def test_products_and_sums_of_rows_in_four_bits_are_those_of_latents(rank: int, rotated: int) -> None:
+    draw = np.random.default_rng(0)
+    latents, query = (draw.standard_normal((4, rank + rotated)).astype(np.float32) for _ in range(2))
+    packed = pack_latents(latents, stored_twice(rotated))
+    read, rows = unpack_latents(*packed, stored_twice(rotated)), unpack(*packed)
+    np.testing.assert_allclose(stretch_queries(query, rotated, "int4") @ rows.T, query @ read.T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        compressed_of(query[:, :4] @ rows, rotated, "int4"), query[:, :4] @ read[:, :rank], atol=1e-4
+    )
+
+
+ALL_DTYPES = pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int4"])
+
+
+@ALL_DTYPES
 @pytest.mark.parametrize("name", ["reference", "numba"])
 @pytest.mark.parametrize("rotated_size", [0.1, 1.0, 10.0])
 def test_attention_is_that_of_a_float32_cache_to_a_few_percent(name: str, rotated_size: float, dtype: str) -> None:
@@ -101,15 +136,23 @@ def test_attention_is_that_of_a_float32_cache_to_a_few_percent(name: str, rotate
         each.scale /= 512**0.5 * max(1, rotated_size)
         each.write(kernels)
     right = exact.expected()
-    most = {"int8": 0.02, "float8_e4m3fn": 0.04}[dtype]
+    most = {"int8": 0.02, "float8_e4m3fn": 0.04, "int4": 0.1}[dtype]
     assert np.abs(scene.attend(kernels) - right).max() < most * np.abs(right).max()
 
 
-@DTYPES
+def test_a_token_in_four_bits_takes_half_a_byte_a_number_and_a_scale_and_a_minimum_a_group() -> None:
+    layout = latent_layout(64, 1, 576, "int4", rotated=64)
+    assert layout.slot_bytes == 64 * ((512 + 2 * 64) // 2 + 20 * 4)
+    arena = np.zeros(2 * layout.block_bytes, np.uint8)
+    assert latent_view(arena, layout).shape == (2, 1, 64, 320)
+    assert latent_scale_view(arena, layout).shape == (2, 1, 64, 20, 2)
+
+
+@ALL_DTYPES
 def test_all_kernels_store_the_same_bytes(dtype: str) -> None:
     arenas = []
     for name in ("reference", "numba"):
-        scene = LatentScene(LatentCase((1, 50), (90, 80), dtype=dtype))
+        scene = LatentScene(kept_in(dtype, LatentCase((1, 50), (90, 80))))
         scene.batch.block_tables[:, 1:3] = -1
         scene.write(make_latent_kernels(name, threads=2))
         arenas.append(scene.arena)

@@ -15,8 +15,8 @@ from headwise.kernels.base import AttentionBatch
 from headwise.kernels.dsa import indexed_layout
 from headwise.kernels.dsa_base import IndexedKernels, IndexQueries
 
-LARGEST = {"int8": 127, "float8_e4m3fn": 448}
-"""Of the quantised dtypes, the largest number that each stores."""
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "int4": 127}
+"""Of the quantised dtypes, the largest number that each stores of a key: int4 has those in int8."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.mla import QUANTISED_LATENTS, latent_layout
 from headwise.kernels.mla_base import LatentKernels, UpProjections
+from headwise.kernels.mla_nibbles import pack_latents, stored_twice, unpack_latents
 from headwise.kernels.mla_quantised import dequantise_latents, quantise_latents
+from headwise.kernels.nibbles import GROUP, INT4
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,15 @@ class LatentCase:
     dtype: str = "float32"
     rotated_size: float = 1.0
     seed: int = 0
+
+
+Case = TypeVar("Case", bound=LatentCase)
+
+
+def kept_in(dtype: str, case: Case) -> Case:
+    """The case over a cache of that dtype; in int4 with latents of whole groups."""
+    width = case.rank + case.rotated
+    return replace(case, dtype=dtype, rank=case.rank + (-width % GROUP if dtype == INT4 else 0))
 
 
 class LatentScene:
@@ -92,8 +104,10 @@ class LatentScene:
         return np.array(rule, dtype=bool).reshape(queries, length)
 
     def _as_stored(self, latents: np.ndarray) -> np.ndarray:
+        rotated = self.case.rotated
+        if self.case.dtype == INT4:
+            return unpack_latents(*pack_latents(latents, stored_twice(rotated)), stored_twice(rotated))
         if self.case.dtype in QUANTISED_LATENTS:
-            rotated = self.case.rotated
             return dequantise_latents(*quantise_latents(latents, rotated, self.case.dtype), rotated)
         return to_float32(to_bits(latents)) if self.case.dtype == "bfloat16" else latents
 

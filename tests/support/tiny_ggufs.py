@@ -7,6 +7,7 @@ written down here once more: nothing of this is what headwise reads them with.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,20 +138,66 @@ def write_directory(directory: Path, tiny: TinyGguf) -> Path:
     return write_checkpoint(directory, tiny.config, shapes, tiny.weights())
 
 
+K_QUANTS = TinyGguf(
+    "qwen3moe",
+    "qwen3-moe",
+    {**_EVERY_LAYER, "hidden_size": 256, "moe_intermediate_size": 256},
+    {1: 0},
+    {
+        **{part: {64: 256} for part in ("layernorm", "embed_tokens", "lm_head", "model.norm", "_proj")},
+        "mlp": {64: 256, 32: 256},
+    },
+)
+"""Its experts' rows have 256 numbers: a block of the types that are called K."""
+
+
 def floats(name: str, values: np.ndarray) -> Kind:
     return Kind.F32
+
+
+def experts_in_k_quants(name: str, values: np.ndarray) -> Kind:
+    """As llama.cpp's mixed files have them."""
+    return Kind.F32 if "_exps" not in name else Kind.Q6_K if "down" in name else Kind.Q4_K
+
+
+def quantised(name: str, values: np.ndarray, kind: Kind) -> np.ndarray:
+    return values if kind == Kind.F32 else gguf.quantize(np.ascontiguousarray(values), kind)
+
+
+def random_k_blocks(name: str, values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Instead of ``values``, which nothing here can quantise so: random bytes, whose numbers are about as large."""
+    if kind == Kind.F32:
+        return values
+    size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(zlib.crc32(name.encode()))
+    blocks = draw.integers(0, 256, (values.size // size, nbytes), dtype=np.uint8)
+    unit = values.std() * draw.uniform(0.5, 1, (len(blocks), 1))
+    if kind == Kind.Q6_K:
+        blocks[:, -2:] = (unit / 1300).astype("<f2").view(np.uint8)
+    else:
+        scale_and_minimum = unit / 200 * [1, 7.5]  # so that the mean is about zero
+        blocks[:, :4] = scale_and_minimum.astype("<f2").view(np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def random_k_numbers(name: str, values: np.ndarray, kind: Kind) -> np.ndarray:
+    """What the ``gguf`` package reads of `random_k_blocks`."""
+    kind = experts_in_k_quants(name, values)
+    return values if kind == Kind.F32 else gguf.dequantize(random_k_blocks(name, values, kind), kind)
 
 
 def write_tiny_gguf(
     path: Path,
     tiny: TinyGguf,
     choose: Choose = floats,
+    encode: Callable[[str, np.ndarray, Kind], np.ndarray] = quantised,
     but: tuple[str, ...] = (),
     keys: Mapping[str, Any] | None = None,
     is_split: bool = True,
     joins_gate_up: bool = False,
 ) -> Path:
     """
+    encode:        name, values and type of a matrix -> what is written of it
     but:           names of tensors that the file lacks
     keys:          that have other values, None for those that the file lacks
     is_split:      whether keys and values of latents, and what goes into delta-nets, are apart, as in newer files
@@ -165,7 +212,7 @@ def write_tiny_gguf(
             continue
         if kind is None and values.ndim > 1 and values.shape[-1] > 1:
             kind = choose(name, values)
-            values = values if kind == Kind.F32 else gguf.quantize(np.ascontiguousarray(values), kind)
+            values = encode(name, values, kind)
         writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -84,7 +84,7 @@ class CacheKernels:
     @property
     def expands(self) -> bool:
         """Whether keys and values are made floats before they are multiplied."""
-        return not is_latent(self.layout) and kv_dtype_of(self.layout) == INT4
+        return kv_dtype_of(self.layout) == INT4
 
     @staticmethod
     def of_tokens(layout: BlockLayout) -> CacheKernels:

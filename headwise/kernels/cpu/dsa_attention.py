@@ -29,7 +29,7 @@ from headwise.kernels.dsa import INDEXER_SCALE, index_role, store_keys
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.mla import has_scales, latent_scale_view, latent_view
 from headwise.kernels.mla_base import UpProjections
-from headwise.kernels.mla_quantised import stretch_queries
+from headwise.kernels.mla_quantised import compressed_of, stretch_queries
 
 SCORES = 1 << 22
 """That are computed at a time, unless those of one query are more."""
@@ -50,7 +50,7 @@ Ints = NDArray[np.int32]
 
 
 class NumbaIndexedKernels(NumbaLatentKernels):
-    """`IndexedKernels` for float32 arrays in host memory; what is cached is float32, bfloat16, int8 or E4M3.
+    """`IndexedKernels` for float32 arrays in host memory; what is cached is float32, bfloat16, int8, E4M3 or int4.
 
     A token's score depends neither on the batch nor on the number of threads, so neither does what is chosen.
 
@@ -180,8 +180,9 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         absorbed[:, :, rank:] = query[rows, :, plain:]
         self._multiply(query[rows, :, :plain], up.key, absorbed[:, :, :rank])
         kernels: NumbaKernels = self._tokens
-        if has_scales(layout):
-            absorbed = stretch_queries(absorbed, query.shape[2] - plain, layout.roles[0].dtype)
+        rotated, dtype, is_quantised = query.shape[2] - plain, layout.roles[0].dtype, has_scales(layout)
+        if is_quantised:
+            absorbed = stretch_queries(absorbed, rotated, dtype)
             kernels = self._latents
             arena, layout, places = _copied(arena, layout, int(heads_at.slot[0]), places)
         table = np.full((count, places.shape[1] + heads - 1), -1, np.int32)
@@ -195,7 +196,8 @@ class NumbaIndexedKernels(NumbaLatentKernels):
             out=mixed.reshape(count * heads, 1, -1),
         )  # fmt: skip
         part = np.empty_like(out, shape=(count, *out.shape[1:]))
-        self._multiply(mixed[:, :, :rank], up.value, part)
+        compressed = compressed_of(mixed, rotated, dtype) if is_quantised else mixed[:, :, :rank]
+        self._multiply(compressed, up.value, part)
         part[np.concatenate([choice.is_broken for choice in choices])] = np.nan
         out[rows] = part
 

@@ -22,7 +22,7 @@ from headwise.kernels.cpu.sharing import share_out
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.mla import Index, has_scales, load_latents, store_latents
 from headwise.kernels.mla_base import UpProjections, saves_arithmetic
-from headwise.kernels.mla_quantised import stretch_queries
+from headwise.kernels.mla_quantised import compressed_of, stretch_queries
 
 EXPANDED_QUERIES = 32
 """Queries of a sequence that are worth expanding its latents for, whatever the arithmetic says."""
@@ -44,7 +44,7 @@ Floats = NDArray[np.float32]
 
 class NumbaLatentKernels:
     """`LatentKernels` for float32 arrays in host memory, callable from any thread; latents are float32, bfloat16,
-    int8 or E4M3.
+    int8, E4M3 or int4.
 
     Arrays are as `NumbaKernels` takes them, queries C-contiguous. Making the first one in a process loads or compiles
     the kernels of what is expanded; those of latents are loaded when first called.
@@ -123,11 +123,14 @@ class NumbaLatentKernels:
         absorbed = np.empty((*query.shape[:2], rank + rotated.shape[2]), np.float32)
         absorbed[:tokens, :, rank:] = rotated
         self._multiply(query[:tokens, :, :plain], up.key, absorbed[:tokens, :, :rank])
+        dtype = layout.roles[0].dtype
         if has_scales(layout):
-            absorbed = stretch_queries(absorbed, rotated.shape[2], layout.roles[0].dtype)
+            absorbed = stretch_queries(absorbed, rotated.shape[2], dtype)
         mixed = np.empty_like(absorbed)
         self._latents.attend(absorbed, arena, layout, batch, heads, scale=scale, softcap=0.0, out=mixed)
-        self._multiply(mixed[:tokens, :, :rank], up.value, out[:tokens])
+        seen = mixed[:tokens]
+        compressed = compressed_of(seen, rotated.shape[2], dtype) if has_scales(layout) else seen[..., :rank]
+        self._multiply(compressed, up.value, out[:tokens])
 
     def _multiply(self, x: Floats, weights: Floats, out: Floats) -> None:
         """``x [tokens, heads, inputs]`` times each head's ``weights [heads, inputs, outputs]``."""

@@ -44,7 +44,11 @@ def gather_latents(
         at_scale = block * (block_bytes // 4) + slot * (slot_bytes // 4) + within
         scales = tl.load(latent_scale + at_scale[:, None], mask=there, other=0.0)
         compressed *= scales
-        carrying = (carrying * COARSE + converted(fine, tl.float32)) * scales
+        fine = converted(fine, tl.float32)
+        if latent.dtype.element_ty == tl.int8:
+            carrying = (carrying * COARSE + fine) * scales
+        else:
+            carrying = (carrying + fine * (1 / COARSE)) * scales
     at_out = row.to(tl.int64)[:, None] * (RANK + ROTATED)
     dtype = gathered.dtype.element_ty
     tl.store(gathered + at_out + dims, compressed.to(dtype), mask=some[:, None] & (dims < RANK))

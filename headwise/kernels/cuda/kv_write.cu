@@ -8,6 +8,7 @@
 // INT8, E4M3, which store a scale per row, or INT4, of whole groups of 32, which stores a scale and a minimum for each.
 
 #include "numbers.cuh"
+#include "e4m3.cuh"
 #include "sequences.cuh"
 
 constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
@@ -43,16 +44,6 @@ __device__ __forceinline__ float element(const Lane& lane, int i)
     const unsigned word = lane.words[i / WORD_ELEMENTS];
     if constexpr (WORD_ELEMENTS == 1) return to_f32<INPUT>(word);
     return to_f32<INPUT>(i % 2 ? word >> 16 : word & 0xffff);
-}
-
-// The 8 bits of `value`, which is at most 448 in magnitude, as float8_e4m3fn: rounds half to even.
-__device__ __forceinline__ unsigned to_e4m3(float value)
-{
-    const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
-    if (magnitude < 0x3c800000)  // below 2^-6 lie multiples of 2^-9; the largest rounds up to the code of 2^-6 itself
-        return sign | static_cast<unsigned>(rintf(__uint_as_float(magnitude) * 512.0f));
-    const unsigned rounded = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20;  // 3 bits of mantissa left
-    return sign | (rounded - ((127 - 7) << 3));                                    // the exponent's bias becomes 7
 }
 
 __device__ __forceinline__ unsigned quantised(float value, float scale)

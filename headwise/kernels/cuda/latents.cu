@@ -3,22 +3,24 @@
 // One block of threads a token. Rows are read and written in vectors of 16 bytes; what is rotated is a pair of vectors,
 // half the rotated part apart, which one thread has.
 //
-// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of what is given; CACHE, the same or INT8, which stores
+// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of what is given; CACHE, the same, or INT8 or E4M3, which store
 // `compressed | coarse | fine` and a scale per token: see kernels/mla_quantised.py.
 
 #include "numbers.cuh"
+#include "e4m3.cuh"
 #include "sequences.cuh"
 #include "vectors.cuh"
 #include "rotation.cuh"
 
-constexpr bool QUANTISED = CACHE == INT8;
+constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
 constexpr int CACHE_BYTES = QUANTISED ? 1 : NUMBER_BYTES;
 constexpr float COARSE = 16.0f;  // fine units in a coarse one
-constexpr float LARGEST = 127.0f;
+constexpr float LARGEST = CACHE == INT8 ? 127.0f : 448.0f;
+constexpr float TURNED = CACHE == INT8 ? COARSE : 1.0f;  // of the unit, what the coarse part of a rotated number counts
 
-static_assert(QUANTISED || int(CACHE) == int(NUMBER), "only int8 differs from what is given");
+static_assert(QUANTISED || int(CACHE) == int(NUMBER), "only int8 and E4M3 differ from what is given");
 
-// ---- int8 ----
+// ---- int8 and E4M3 ----
 
 __device__ __forceinline__ float largest_of(const Floats& floats, float least)
 {
@@ -44,6 +46,12 @@ __device__ __forceinline__ float largest_of_block(float value)
     return value;
 }
 
+__device__ __forceinline__ unsigned byte_of(float value)
+{
+    if constexpr (CACHE == INT8) return static_cast<unsigned>(static_cast<int>(value)) & 0xff;
+    return to_e4m3(fminf(fmaxf(value, -LARGEST), LARGEST));
+}
+
 __device__ __forceinline__ void store_bytes(char* to, const Floats& floats)
 {
     unsigned packed[ELEMENTS / 4];
@@ -52,25 +60,37 @@ __device__ __forceinline__ void store_bytes(char* to, const Floats& floats)
         packed[word] = 0;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            packed[word] |= (static_cast<unsigned>(static_cast<int>(floats.at[4 * word + i])) & 0xff) << 8 * i;
+            packed[word] |= byte_of(floats.at[4 * word + i]) << 8 * i;
         reinterpret_cast<unsigned*>(to)[word] = packed[word];
     }
 }
 
+// Floats over the scale, of int8 as whole numbers.
 __device__ __forceinline__ Floats rounded(const Floats& floats, float scale)
 {
     Floats whole;
 #pragma unroll
-    for (int i = 0; i < ELEMENTS; i++) whole.at[i] = rintf(floats.at[i] / scale);
+    for (int i = 0; i < ELEMENTS; i++) {
+        const float value = floats.at[i] / scale;
+        whole.at[i] = CACHE == INT8 ? rintf(value) : value;
+    }
     return whole;
 }
 
 __device__ __forceinline__ void store_coarse_and_fine(char* coarse_at, char* fine_at, const Floats& floats, float scale)
 {
-    const Floats whole = rounded(floats, scale), coarse = rounded(whole, COARSE);
-    Floats fine;
+    const Floats whole = rounded(floats, scale);
+    Floats coarse, fine;
 #pragma unroll
-    for (int i = 0; i < ELEMENTS; i++) fine.at[i] = whole.at[i] - COARSE * coarse.at[i];
+    for (int i = 0; i < ELEMENTS; i++) {
+        if constexpr (CACHE == INT8) {
+            coarse.at[i] = rintf(whole.at[i] / COARSE);
+            fine.at[i] = whole.at[i] - COARSE * coarse.at[i];
+        } else {
+            coarse.at[i] = whole.at[i];
+            fine.at[i] = COARSE * (whole.at[i] - of_e4m3(byte_of(whole.at[i])));
+        }
+    }
     store_bytes(coarse_at, coarse), store_bytes(fine_at, fine);
 }
 
@@ -117,7 +137,7 @@ extern "C" __global__ void write_latents(
             const Pair turned = rotated(carrying, i, half_bytes, cosines, sines);
             turned_largest = largest_of(turned.high, largest_of(turned.low, turned_largest));
         }
-        largest = largest_of_block(fmaxf(largest, turned_largest / COARSE));
+        largest = largest_of_block(fmaxf(largest, turned_largest / TURNED));
         const float scale = largest > 0.0f ? largest / LARGEST : 1.0f;
         for (int i = threadIdx.x; i < vectors; i += blockDim.x)
             store_bytes(to + i * ELEMENTS, rounded(widened(load(plain + i * VECTOR)), scale));

@@ -14,17 +14,18 @@ from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
 from headwise.kernels.cuda.launch import Array, Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.mla import LATENT, LATENT_SCALE, has_scales, latent_width
+from headwise.kernels.mla_quantised import FLOAT8, INT8
 
 SOURCE, KERNEL = "latents.cu", "write_latents"
 THREADS = 128
-_INT8 = "INT8"
+_QUANTISED = {INT8: "INT8", FLOAT8: "E4M3"}
 
 
 class CudaLatentWrite:
     """`LatentKernels.write_latent` on device arrays: one launch, on the current stream.
 
-    What is given is float16, bfloat16 or float32, of the cache's dtype unless that is int8. Arrays of the batch are
-    C-contiguous but for ``block_tables``, whose rows may have gaps. The grid depends on shapes alone. Tokens beyond
+    What is given is float16, bfloat16 or float32, of the cache's dtype unless that is quantised. Arrays of the batch
+    are C-contiguous but for ``block_tables``, whose rows may have gaps. The grid depends on shapes alone. Tokens beyond
     ``cu_seqlens_q[-1]`` and sequences without queries are padding.
 
     Raises:
@@ -100,18 +101,18 @@ def variant_of(layout: BlockLayout, dtype: np.dtype[Any]) -> Defines:
         ConfigError: there is no such variant.
     """
     given, kept = str(dtype), layout.roles[0].dtype
-    if given not in NUMBERS or kept not in (given, "int8"):
+    if given not in NUMBERS or kept not in (given, *_QUANTISED):
         raise ConfigError(
             f"latents of {given} cannot be kept as {kept} on a GPU: give {', '.join(NUMBERS)}, and keep them so or as "
-            "int8"
+            f"{' or '.join(_QUANTISED)}"
         )
-    return {"NUMBER": NUMBERS[given], "CACHE": _INT8 if kept == "int8" else NUMBERS[given]}
+    return {"NUMBER": NUMBERS[given], "CACHE": _QUANTISED.get(kept, NUMBERS[given])}
 
 
 def all_variants() -> Iterator[Defines]:
     """The macros of every variant of `latents.cu`, to compile them ahead."""
     for number in NUMBERS.values():
-        for cache in (number, _INT8):
+        for cache in (number, *_QUANTISED.values()):
             yield {"NUMBER": number, "CACHE": cache}
 
 

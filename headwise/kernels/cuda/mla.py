@@ -18,6 +18,7 @@ from headwise.kernels.cuda.attention import (
     FLOATS,
     LOG2E,
     OLDEST_SM,
+    OLDEST_SM_E4M3,
     TRITON_TYPES,
     Tuning,
 )
@@ -25,8 +26,11 @@ from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address
 from headwise.kernels.cuda.tiles import Tile, latent_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.mla import LATENT_SCALE, has_scales, latent_width
+from headwise.kernels.mla_quantised import FLOAT8, INT8
 
 MODULE = "mla_jit"
+QUANTISED = (INT8, FLOAT8)
+"""Dtypes of latents with a scale each that the kernels read."""
 MOST_RANK = 512
 """Of latents: a tile's sums are in registers."""
 MOST_ROTATED = 128
@@ -42,7 +46,7 @@ class LatentShape:
 
     heads:  query heads of the rank; a call may be of some of them
     rank, rotated: numbers of a latent in its two parts
-    kv_dtype: of the cache: that of queries, or int8
+    kv_dtype: of the cache: that of queries, int8 or float8_e4m3fn
     """
 
     heads: int
@@ -66,7 +70,7 @@ class LatentShape:
 
     @property
     def is_quantised(self) -> bool:
-        return self.kv_dtype == "int8"
+        return self.kv_dtype in QUANTISED
 
     @property
     def width(self) -> int:
@@ -92,10 +96,15 @@ def check_latents(shape: LatentShape, sm: int) -> None:
             )
     if shape.q_dtype not in FLOATS:
         raise ConfigError(f"dtype {shape.q_dtype} is not supported on a GPU: choose one of {', '.join(FLOATS)}")
-    if shape.kv_dtype not in (shape.q_dtype, "int8"):
+    if shape.kv_dtype not in (shape.q_dtype, *QUANTISED):
         raise ConfigError(
             f"kv_dtype {shape.kv_dtype} cannot keep latents of dtype {shape.q_dtype} on a GPU: choose "
-            f"{shape.q_dtype} or int8"
+            f"{shape.q_dtype}, {' or '.join(QUANTISED)}"
+        )
+    if shape.kv_dtype == FLOAT8 and sm < OLDEST_SM_E4M3:
+        raise ConfigError(
+            f"kv_dtype {FLOAT8} needs compute capability {OLDEST_SM_E4M3 / 10} or newer, this card has {sm / 10}: "
+            "choose kv_dtype int8"
         )
     if shape.block_size & (shape.block_size - 1):
         raise ConfigError(f"block_size {shape.block_size} is not supported on a GPU: choose a power of two, 16 or more")

@@ -10,6 +10,7 @@ tokens that lie in a row and for ones that an indexer chose.
 
 Latents in int8 are rows of integers with a scale each, ``compressed | coarse | fine``, see
 `headwise.kernels.mla_quantised`: the rotated part is ``16 * coarse + fine``, and each of the two is multiplied exactly.
+In E4M3 it is ``coarse + fine / 16``: the products with the two change places, and what lies between them is a 16th.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM102
@@ -44,11 +45,16 @@ def latent_step(
     carrying = tl.load(latent + RANK + (at + turned[None, :]), mask=read_turned, other=0.0)
     compressed = converted(stored, compressed_query.dtype)
     carrying = converted(carrying, compressed_query.dtype)
-    scores = tl.dot(rotated_query, tl.trans(carrying), input_precision="ieee")
+    if not QUANTISED or stored.dtype == tl.int8:
+        scores = tl.dot(rotated_query, tl.trans(carrying), input_precision="ieee")
     if QUANTISED:
         fine = tl.load(latent + RANK + ROTATED + (at + turned[None, :]), mask=read_turned, other=0.0)
         fine = converted(fine, compressed_query.dtype)
-        scores = tl.dot(rotated_query, tl.trans(fine), scores * COARSE, input_precision="ieee")
+        if stored.dtype == tl.int8:
+            scores = tl.dot(rotated_query, tl.trans(fine), scores * COARSE, input_precision="ieee")
+        else:
+            finest = tl.dot(rotated_query, tl.trans(fine), input_precision="ieee")
+            scores = tl.dot(rotated_query, tl.trans(carrying), finest * (1 / COARSE), input_precision="ieee")
     scores = tl.dot(compressed_query, tl.trans(compressed), scores, input_precision="ieee")
     if QUANTISED:
         scales = tl.load(latent_scale + scales_at, mask=there, other=0.0)

@@ -63,11 +63,12 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
 def cache_reads(card: ModelCard, tokens: int) -> int:
     """Bytes of the cache that the last of a sequence's ``tokens`` tokens reads on all ranks: of states, all."""
     model, total = card.config, 0
-    kept = zip(model.policies, card.plan.sharing(0), strict=True)
-    layers = model.by_cache_layer([(row, sharing.ranks) for row, sharing in kept])
-    for (row, ranks), layout in zip(layers, card.layouts, strict=True):
-        seen = sum(_tokens_seen(policy, tokens, layout.block_size) for policy in row)
-        total += ranks * seen * layout.slot_bytes
+    on_ranks = [card.plan.kv_heads(rank) for rank in range(card.plan.tp_size)]
+    kept = [
+        [row[head] for rank in on_ranks for head in rank[layer]] for layer, row in enumerate(model.policies)
+    ]  # a head as often as ranks keep it
+    for row, layout in zip(model.by_cache_layer(kept), card.layouts, strict=True):
+        total += layout.slot_bytes * sum(_tokens_seen(policy, tokens, layout.block_size) for policy in row)
     return total // card.layout.block_size
 
 

@@ -151,8 +151,8 @@ class EngineConfig:
     )
     tp_size: int = _option(
         1,
-        "Tensor-parallel workers per engine; must divide the model's query heads, and divide its KV heads or be a "
-        "multiple of them.",
+        "Tensor-parallel workers per engine; must divide the model's KV heads, or be more, up to one for each query "
+        "head.",
         1,
         1024,
     )

@@ -10,7 +10,7 @@ from headwise.errors import ConfigError
 from headwise.kernels.cuda.packed import bits_taken, check_groups
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.quantisation import scheme_of
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.base import ModelConfig, split
 from headwise.runtime.ops.quantised import INT8_GROUP
 
 
@@ -26,8 +26,8 @@ def check_expert_codes(config: EngineConfig, model: ModelConfig, found: Mapping[
         return
     group, bits = _group_and_bits(config, found)
     for ranks in config.tp_sizes:
-        inner = model.moe.expert_size // ranks
-        for depth in (model.hidden_size, inner):
+        parts = (split(model.moe.expert_size, rank, ranks) for rank in range(ranks))
+        for depth in (model.hidden_size, *sorted({stop - start for start, stop in parts})):
             size = gcd(group, depth) if config.weights_dtype == "fp8" else group or depth
             if depth % size:
                 raise ConfigError(

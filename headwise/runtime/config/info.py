@@ -144,7 +144,8 @@ def _bytes_of_thousand(card: ModelCard) -> str:
 
 def _copies(card: ModelCard) -> str:
     """What it costs that ranks keep the same members, and share the query heads that use them."""
-    layers = zip(card.plan.sharing(0), card.config.policies, strict=True)
+    of_ranks = (zip(card.plan.sharing(rank), card.config.policies, strict=True) for rank in range(card.plan.tp_size))
+    layers = (layer for rank in of_ranks for layer in rank)
     counts = sorted({sharing.ranks for sharing, row in layers if row and not row[0].is_state})
     every = f"each member by {' or '.join(map(str, counts))} of {card.plan.tp_size}"
     return f"{every}; a token takes {card.plan.copies:.3g} times the bytes that it would on one rank"

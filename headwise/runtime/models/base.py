@@ -209,18 +209,44 @@ class ModelConfig:
 
 
 def valid_tp_sizes(config: ModelConfig) -> list[int]:
-    """Tensor-parallel sizes that divide query heads, delta-nets' key heads and every MLP, and fit all KV heads.
+    """Tensor-parallel sizes with which each rank has a query head and a part of every MLP, and that fit all KV heads.
 
-    See `can_be_dealt`: they divide each number of KV heads, or are a multiple of it.
+    See `can_be_dealt`: they divide each number of KV heads, or are more. They divide the key heads of delta-nets.
     """
-    delta = () if config.delta is None else (config.delta.key_heads,)
-    divided = config.num_heads, *delta, *config.mlp_sizes
+    delta = 1 if config.delta is None else config.delta.key_heads
     return [
         size
         for size in range(1, config.num_heads + 1)
-        if not any(total % size for total in divided)
+        if (config.delta is None or not delta % size)
+        and all(can_be_split(total, size) for total in config.mlp_sizes)
         and all(can_be_dealt(count, size) for count in config.kv_head_counts)
     ]
+
+
+_UNITS = (256, 128, 64, 32)
+"""Columns of an MLP that stay together where ranks cannot have equally many: so many do groups of codes have."""
+
+_EVEN = 8
+"""With so many units a rank, none has over an eighth more than another."""
+
+
+def can_be_split(total: int, ranks: int) -> bool:
+    """Whether each rank can have a part of an MLP of intermediate size ``total``."""
+    return total >= ranks
+
+
+def split(total: int, rank: int, ranks: int) -> tuple[int, int]:
+    """From and to which of an MLP's ``total`` columns are a rank's: equally many, or whole units that differ by one.
+
+    A unit is the largest of `_UNITS` of which each rank has `_EVEN`, or else the smallest; where there are not enough
+    of those, a column.
+    """
+    unit = 1
+    if total % ranks:
+        dividing = [size for size in _UNITS if not total % size and total >= size * ranks]
+        unit = next((size for size in dividing if total >= size * ranks * _EVEN), dividing[-1] if dividing else 1)
+    units = total // unit
+    return units * rank // ranks * unit, units * (rank + 1) // ranks * unit
 
 
 @dataclass(frozen=True)
@@ -230,6 +256,8 @@ class Shard:
     kv_heads: ``[num_layers]`` tuples of the global KV heads dealt to this rank, in ascending order, of the layer whose
               cache each uses; their query heads go with them, or a part of these where other ranks keep them, too
     sharing:  ``[num_layers]``, which part; empty: all of them are this rank's own
+
+    Ranks may have different numbers of query heads where they share KV heads, but each of its own KV heads has as many.
     """
 
     rank: int
@@ -246,9 +274,12 @@ class Shard:
     def query_heads(self, config: ModelConfig, layer: int) -> list[tuple[int, int]]:
         """Ranges of a layer's query heads that are this rank's, in the order of its KV heads."""
         share = config.num_heads // config.heads_of(layer).kv_heads
-        part, ranks = self.sharing[layer] if self.sharing else (0, 1)
-        own = share // ranks
-        return [(head * share + part * own, head * share + (part + 1) * own) for head in self.kv_heads[layer]]
+        part = (self.sharing[layer] if self.sharing else Sharing(0, 1)).of(share)
+        return [(head * share + part.start, head * share + part.stop) for head in self.kv_heads[layer]]
+
+    def columns(self, total: int) -> tuple[int, int]:
+        """From and to which of an MLP's ``total`` columns are this rank's."""
+        return split(total, self.rank, self.size)
 
 
 Rotation = tuple[KernelArray, KernelArray]

@@ -20,6 +20,7 @@ from headwise.runtime.models.base import (
     RopeConfig,
     Rotation,
     Shard,
+    can_be_split,
     valid_tp_sizes,
 )
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
@@ -135,11 +136,11 @@ class Decoder(Model):
         shard: Shard,
         prepare: Prepare = make_anew,
     ) -> None:
-        undivided = next((size for size in config.mlp_sizes if size % shard.size), None)
+        undivided = next((size for size in config.mlp_sizes if not can_be_split(size, shard.size)), None)
         if undivided is not None:
             fitting = ", ".join(map(str, valid_tp_sizes(config)))
             raise ModelError(
-                f"tp_size {shard.size} does not divide the model's MLP size, {undivided}; choose {fitting}"
+                f"tp_size {shard.size} is too much for the model's MLP size, {undivided}; choose {fitting}"
             )
         self.config = config
         self.ops = ops
@@ -232,11 +233,16 @@ class Decoder(Model):
     def load_more(self) -> None:
         """Load the weights that a model has beside its embedding, layers, last norm and LM head."""
 
-    def gated_mlp(self, at: str, size: int) -> GatedMlp:
-        """This rank's part of a gated MLP of intermediate size ``size``."""
-        shard, has_bias = self._shard, self.config.mlp_bias
-        part = size // shard.size
-        mine = [(shard.rank * part, (shard.rank + 1) * part)]
+    def gated_mlp(self, at: str, size: int, experts: int = 1) -> GatedMlp:
+        """This rank's part of a gated MLP of intermediate size ``size``.
+
+        experts: that it is made of, side by side: the part is as large as those of so many
+        """
+        shard, has_bias, one = self._shard, self.config.mlp_bias, size // experts
+        start, stop = shard.columns(one)
+        mine = [(expert * one + start, expert * one + stop) for expert in range(experts)]
+        if not one % shard.size:
+            mine = [shard.columns(size)]
         gate, up, down = (at + name for name in self.mlp_parts)
         return GatedMlp(
             gate_up=self._split_rows([(gate, mine), (up, mine)], has_bias, gated=True),

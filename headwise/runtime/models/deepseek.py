@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.planner import Sharing
 from headwise.cache_controller.policy import FULL
 from headwise.errors import ModelError
 from headwise.kernels.mla_base import UpProjections
@@ -137,8 +138,8 @@ class Deepseek(MoeDecoder):
 
     def _heads(self) -> tuple[int, int]:
         """This rank's query heads, from and to."""
-        share = self.config.num_heads // self._shard.size
-        return self._shard.rank * share, (self._shard.rank + 1) * share
+        part = Sharing(self._shard.rank, self._shard.size).of(self.config.num_heads)
+        return part.start, part.stop
 
     # ---- weights ----
 

@@ -58,7 +58,9 @@ class MoeDecoder(Decoder):
             experts=self.ops.experts(
                 self.mixture(moe, correction),
                 routed,
-                self.gated_mlp(f"{at}{self.shared_name}.", shared_size) if shared_size else None,
+                self.gated_mlp(f"{at}{self.shared_name}.", shared_size, moe.num_shared_experts)
+                if shared_size
+                else None,
             ),
         )
 

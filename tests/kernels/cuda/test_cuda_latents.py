@@ -65,9 +65,9 @@ def cases(draw: st.DrawFn, make: Callable[..., LatentCase]) -> LatentCase:
 
 
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases(LatentCase), is_int8=st.booleans())
-def test_any_batch_matches_dense_attention(case: LatentCase, is_int8: bool) -> None:
-    assert_right(replace(case, dtype="int8") if is_int8 else case, latent_kernels())
+@given(case=cases(LatentCase), dtype=st.sampled_from(["float32", "int8", "float8_e4m3fn"]))
+def test_any_batch_matches_dense_attention(case: LatentCase, dtype: str) -> None:
+    assert_right(replace(case, dtype=dtype), latent_kernels())
 
 
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
@@ -98,7 +98,7 @@ def attend_knowing(scene: LatentScene, kernels: CudaLatentKernels) -> np.ndarray
     return scene.attend(kernels)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("case", [
     LatentCase((1, 40, 0, 30, 1), (60, 40, 9, 75, 33), block_size=16),
     LatentCase((50,), (50,), policy=(20, 5), block_size=4, heads=2, plain=24, value_dim=20),
@@ -269,14 +269,15 @@ def test_what_carries_positions_is_rotated_on_the_way_and_keys_are_normed() -> N
         )
 
 
+@pytest.mark.parametrize("kept", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_latents_in_int8_are_those_of_the_rule(dtype: str) -> None:
-    scene = LatentScene(LatentCase((1,), (40,), rank=48, dtype="int8", rotated_size=8.0))
+def test_quantised_latents_are_those_of_the_rule(dtype: str, kept: str) -> None:
+    scene = LatentScene(LatentCase((1,), (40,), rank=48, dtype=kept, rotated_size=8.0))
     rows = scene.latents[0].astype(numpy_dtype(dtype))
     rows[3] = 0
     scene.latents = [rows]
     scene.write(latent_kernels())
-    stored, _ = quantise_latents(rows, 16)
+    stored, _ = quantise_latents(rows, 16, kept)
     table = scene.batch.block_tables[1]
     found = latent_view(scene.arena, scene.layout)[table, scene.heads.slot[0]].reshape(-1, 80)[:40]
     np.testing.assert_array_equal(found, stored)
@@ -312,6 +313,11 @@ INDEX = IndexShape(heads=64, dim=128, block_size=64, dtype="bfloat16")
             for sm in (80, 90, 100)
             for heads, kv_dtype in ((16, "bfloat16"), (16, "int8"), (64, "bfloat16"), (128, "int8"))
         ),
+        *(
+            pytest.param(sm, heads, "float8_e4m3fn", slice(None), marks=pytest.mark.soak)
+            for sm in (90, 100)
+            for heads in (16, 128)
+        ),
     ],
 )
 def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_dtype: str, some: slice) -> None:
@@ -321,7 +327,14 @@ def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_
         variants += dsa.variants_of(shape, INDEX, sm)
     for variant in variants[some]:
         compiled = compile_variant(variant, Target(sm, cuda=12))
-        assert compiled.spilled_bytes <= (8 if (sm, heads, kv_dtype) == (100, 128, "int8") else 0)  # one instruction
+        few = (
+            16
+            if (heads, kv_dtype) == (128, "float8_e4m3fn")
+            else 8
+            if (sm, heads, kv_dtype) == (100, 128, "int8")
+            else 0
+        )
+        assert compiled.spilled_bytes <= few  # an instruction or two
         assert not compiled.is_serialised
         assert "cp.async.c" in compiled.ptx
         if variant.kernel == "attend_latents" and heads == 16 and sm == 90 and variant.num_stages == 2:
@@ -331,7 +344,7 @@ def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_
 @pytest.mark.parametrize("source", [latents.SOURCE, indexer.SOURCE])
 def test_writes_are_whole_vectors_and_do_not_spill(source: str) -> None:
     defines = [*latents.all_variants()] if source == latents.SOURCE else [indexer.variant_of("bfloat16")]
-    for variant in defines[2:4] if len(defines) > 1 else defines:  # bfloat16, as it is and in int8
+    for variant in defines[3:6] if len(defines) > 1 else defines:  # bfloat16, as it is, in int8 and in E4M3
         compiled = machine_code(source, variant, 90)
         assert spilled(compiled) == []
         assert "v4.u32" in accesses(compiled, "ld")
@@ -347,7 +360,7 @@ def test_writes_are_whole_vectors_and_do_not_spill(source: str) -> None:
         ({"rotated": 24}, "qk_rope_head_dim 24 is not supported on a GPU"),
         (
             {"kv_dtype": "float16"},
-            "kv_dtype float16 cannot keep latents of dtype bfloat16.*choose bfloat16 or int8",
+            "kv_dtype float16 cannot keep latents of dtype bfloat16.*choose bfloat16, int8 or float8_e4m3fn",
         ),
         ({"block_size": 48}, "block_size 48.*power of two"),
     ],
@@ -357,6 +370,10 @@ def test_what_the_kernels_do_not_serve_is_refused_in_one_line(changes: dict[str,
         check_latents(replace(PUBLISHED, **changes), 90)
     with pytest.raises(ConfigError, match=r"compute capability 7\.5 is too old"):
         check_latents(PUBLISHED, 75)
+    with pytest.raises(
+        ConfigError, match=r"float8_e4m3fn needs compute capability 8\.9.*has 8\.0: choose kv_dtype int8"
+    ):
+        check_latents(replace(PUBLISHED, kv_dtype="float8_e4m3fn"), 80)
     with pytest.raises(ConfigError, match="index_head_dim 512 of bfloat16"):
         dsa.check_index(replace(INDEX, dim=512))
 

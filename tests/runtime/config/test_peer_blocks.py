@@ -26,9 +26,10 @@ def test_engines_of_all_tp_sizes_of_a_deployment_serve_together() -> None:
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
-    config = replace(CONFIG, decode_tp_size=3)
-    with pytest.raises(ConfigError, match=r"3") as refused:
-        check_exchanges(config, card_of(CONFIG))
+    config = replace(CONFIG, model=str(checkpoint("gemma4")))
+    card = read_model_card(config, checkpoint("gemma4"), identify=False)
+    with pytest.raises(ConfigError, match=r"tp_size 3 does not divide the model's 2 or 4 KV heads") as refused:
+        check_exchanges(replace(config, decode_tp_size=3), card)
     assert "\n" not in str(refused.value)
 
 

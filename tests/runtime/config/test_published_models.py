@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from headwise.cache_controller.planner import plan_head_groups
+from headwise.cache_controller.policy import STATE
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import describe
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.models.attention.base import Serving
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import valid_tp_sizes
+from headwise.runtime.models.base import ModelConfig, Shard, valid_tp_sizes
 from headwise.runtime.models.registry import model_config
 from headwise.units import format_bytes
 
@@ -26,14 +27,25 @@ def published(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-SIZES = {"ernie-4.5-21b-a3b": [1, 2, 4], "gemma-3-1b": [1, 2, 4], "qwen2.5-7b": [1, 2, 4], "qwen2.5-0.5b": [1, 2]}
-"""Those up to 8 of models with 20, 4, 28 and 14 query heads, which eight ranks cannot have equally many of."""
+EVERY = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def sizes_up_to_eight(model: ModelConfig) -> list[int]:
+    """Those that divide all KV heads or are more, states' key heads are divided by, and that have a query head each."""
+    if model.delta is not None:
+        return [1, 2, 4, 8]
+    return [
+        size
+        for size in EVERY
+        if size <= model.num_heads and all(count % size == 0 or size > count for count in model.kv_head_counts)
+    ]
 
 
 def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(published: Path) -> None:
     model = model_config(json.loads(published.read_text()))
-    attention, ranks = attention_of(model), SIZES.get(published.stem, [1, 2, 4, 8])
+    attention, ranks = attention_of(model), sizes_up_to_eight(model)
     assert [size for size in valid_tp_sizes(model) if size <= 8] == ranks
+    assert {1, 2, 4, 8} <= {*ranks} or model.num_heads < 8
     sizes = [attention.layout(64, 1, "bfloat16", layer).slot_bytes for layer in range(model.num_layers)]
     for size in ranks:
         attention.check(Serving(published.stem, size, "cpu", "auto", "bfloat16"))
@@ -44,6 +56,30 @@ def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(publi
         for layer, row in enumerate(model.policies):
             counts = {len(plan.kv_heads(rank)[layer]) for rank in range(size)}
             assert counts == {len(row) if attention.is_replicated or not row else max(1, len(row) // size)}
+        shards = [Shard.of(model, plan, rank) for rank in range(size)]
+        if model.mla is None:
+            for layer in range(model.num_layers):
+                heads = [head for shard in shards for part in shard.query_heads(model, layer) for head in range(*part)]
+                if model.policies[layer][:1] != (STATE,):
+                    assert sorted(heads) == list(range(model.num_heads))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen2.5-0.5b", EVERY),
+        ("qwen2.5-7b", [1, 2, 4, 5, 6, 7, 8]),
+        ("ernie-4.5-21b-a3b", [1, 2, 4, 5, 6, 7, 8]),
+        ("gemma-3-1b", [1, 2, 3, 4]),
+        ("gemma-4-31b", [1, 2, 4, 8]),
+        ("deepseek-v3", EVERY),
+        ("qwen3-8b", [1, 2, 4, 8]),
+        ("qwen3-next-80b-a3b", [1, 2, 4, 8]),
+    ],
+)
+def test_sizes_of_some(name: str, sizes: list[int]) -> None:
+    model = model_config(json.loads((PUBLISHED[0].parent / f"{name}.json").read_text()))
+    assert sizes_up_to_eight(model) == sizes
 
 
 def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
@@ -119,6 +155,8 @@ def test_info_of_latents(tmp_path: Path, name: str, layers: int, geometry: str, 
         ("qwen3-next-80b-a3b", 2, None),
         ("qwen3-next-80b-a3b", 8, "each member by 4 of 8; a token takes 4 times the bytes that it would on one rank"),
         ("gemma-4-31b", 8, "each member by 1 or 2 of 8; a token takes 1.09 times the bytes that it would on one rank"),
+        ("qwen2.5-7b", 8, "each member by 2 of 8; a token takes 2 times the bytes that it would on one rank"),
+        ("qwen2.5-0.5b", 5, "each member by 2 or 3 of 5; a token takes 2.5 times the bytes that it would on one rank"),
         ("deepseek-v3", 4, "each member by 4 of 4; a token takes 4 times the bytes that it would on one rank"),
     ],
 )

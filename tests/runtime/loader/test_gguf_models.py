@@ -19,7 +19,16 @@ import numpy as np
 import pytest
 from support.engine.dense_oracle import run_rank, run_ranks
 from support.reference import CLOSE, answers
-from support.tiny_ggufs import JUDGED_GGUFS, TINY_GGUFS, write_directory, write_tiny_gguf
+from support.tiny_ggufs import (
+    JUDGED_GGUFS,
+    K_QUANTS,
+    TINY_GGUFS,
+    experts_in_k_quants,
+    random_k_blocks,
+    random_k_numbers,
+    write_directory,
+    write_tiny_gguf,
+)
 
 from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
@@ -209,6 +218,19 @@ def test_a_model_of_blocks_computes_what_it_does_of_the_same_numbers_expanded(na
     every = {each for blocks in files for each, kind in blocks.kinds.items() if kind == "Q8_0"}
     expanded = [each for each in every - asked.kept if not each.endswith(EXPANDED)]
     assert expanded == []
+
+
+def test_experts_in_k_quants_are_the_numbers_that_the_gguf_package_reads(tmp_path: Path) -> None:
+    """Also on two ranks, each of which has half of every block of a row."""
+    packed = write_tiny_gguf(tmp_path / "k.gguf", K_QUANTS, experts_in_k_quants, random_k_blocks)
+    floats = write_tiny_gguf(tmp_path / "f.gguf", K_QUANTS, encode=random_k_numbers)
+    expected = logits(convert(floats, tmp_path / "floats"), some_ids())
+    asked, ids = Asked(Checkpoint(convert(packed, tmp_path), blocks=True)), np.array(some_ids(), np.int32)
+    config = model_config(asked.config)
+    for found in (run_rank(config, asked, SingleRank(), ids), run_ranks(config, asked, 2, ids)[0]):
+        assert found is not None
+        np.testing.assert_allclose(found, expected, atol=1e-3, rtol=0)
+    assert len([name for name in asked.kept if ".experts." in name]) == 3 * 8 * 3, "all matrices of all experts"
 
 
 class Asked:

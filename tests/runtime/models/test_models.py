@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from support.random_models import CONFIGS, LLAMA3, random_weights
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.models.base import Shard, valid_tp_sizes
+from headwise.runtime.models.base import Shard, split, valid_tp_sizes
 from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
@@ -233,9 +234,9 @@ def test_mistral_has_a_window_unless_its_config_says_null() -> None:
 
 
 def test_a_tp_size_that_does_not_fit_the_mlp_names_those_that_do() -> None:
-    config = model_config({**CONFIGS["llama"], "intermediate_size": 50})
+    config = model_config({**CONFIGS["llama"], "intermediate_size": 3})
     shard = Shard(0, 4, ((0,),) * 3)
-    with pytest.raises(ModelError, match="tp_size 4 does not divide the model's MLP size, 50; choose 1, 2"):
+    with pytest.raises(ModelError, match="tp_size 4 is too much for the model's MLP size, 3; choose 1, 2"):
         build_model(config, random_weights(config), make_ops("numpy"), SingleRank(), shard)
 
 
@@ -246,11 +247,45 @@ def test_weights_of_another_model_are_refused() -> None:
         run_rank(other, random_weights(config), SingleRank(), IDS)
 
 
-def test_tp_sizes_must_divide_query_heads_and_mlp_and_divide_or_multiply_kv_heads() -> None:
-    assert valid_tp_sizes(model_config(CONFIGS["llama"])) == [1, 2, 4, 8]
-    assert valid_tp_sizes(model_config({**CONFIGS["llama"], "intermediate_size": 50})) == [1, 2]
+def test_tp_sizes_divide_the_kv_heads_or_are_more_up_to_one_rank_a_query_head() -> None:
+    assert valid_tp_sizes(model_config(CONFIGS["llama"])) == [1, 2, 4, 5, 6, 7, 8]
+    assert valid_tp_sizes(model_config({**CONFIGS["llama"], "intermediate_size": 6})) == [1, 2, 4, 5, 6]
     three = {"num_attention_heads": 12, "num_key_value_heads": 3}
-    assert valid_tp_sizes(model_config({**CONFIGS["llama"], **three})) == [1, 3, 6, 12]
+    assert valid_tp_sizes(model_config({**CONFIGS["llama"], **three})) == [1, 3, *range(4, 13)]
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "unit"),
+    [
+        (14336, 7, 2048),
+        (18944, 3, 256),
+        (18944, 7, 256),
+        (4864, 3, 128),
+        (4864, 7, 64),
+        (1536, 5, 32),
+        (1536, 7, 32),
+        (50, 4, 1),
+    ],
+)
+def test_an_mlp_is_split_in_whole_units_where_ranks_do_not_divide_it(total: int, ranks: int, unit: int) -> None:
+    parts = [split(total, rank, ranks) for rank in range(ranks)]
+    assert parts[0][0] == 0
+    assert parts[-1][1] == total
+    assert all(before[1] == after[0] for before, after in pairwise(parts))
+    sizes = [stop - start for start, stop in parts]
+    assert all(size % unit == 0 for size in sizes)
+    assert min(sizes) > 0
+    assert max(sizes) - min(sizes) in ({0} if total % ranks == 0 else {unit})
+
+
+@pytest.mark.parametrize("tp_size", [3, 5, 7])
+def test_ranks_that_divide_neither_query_heads_nor_mlp_compute_what_one_does(tp_size: int) -> None:
+    """Of 14 query heads over two KV heads, with biases, in the proportions of Qwen2.5-0.5B."""
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 38}
+    config = model_config({**CONFIGS["llama"], **heads, "attention_bias": True})
+    weights = random_weights(config)
+    alone, together = run_rank(config, weights, SingleRank(), IDS), run_ranks(config, weights, tp_size, IDS)[0]
+    np.testing.assert_allclose(together, alone, atol=1e-4, rtol=0)
 
 
 @given(
@@ -271,6 +306,7 @@ def test_every_query_head_is_one_rank_s_and_beside_the_kv_head_that_it_uses(kv_h
         assert sorted(dealt) == list(range(config.num_heads))
         for shard in shards:
             spans = shard.query_heads(config, layer)
-            assert sum(stop - start for start, stop in spans) == config.num_heads // size
+            assert len({stop - start for start, stop in spans}) == 1, "kernels share a KV head's queries alike"
+            assert spans[0][0] < spans[0][1]
             for kv_head, span in zip(shard.kv_heads[layer], spans, strict=True):
                 assert {head // share for head in range(*span)} == {kv_head}

@@ -9,12 +9,14 @@ import pytest
 from support.engine.dense_oracle import DictWeights, run_rank
 from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference
 
+from headwise.cache_controller.planner import plan_head_groups
 from headwise.errors import ModelError
 from headwise.kernels.experts import route
-from headwise.runtime.models.base import valid_tp_sizes
+from headwise.runtime.models.base import Shard, valid_tp_sizes
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
-from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.ops.select import make_ops
 
 V2, V3 = TINY_CONFIGS["deepseek-v2"], TINY_CONFIGS["deepseek-v3"]
 V2_GROUPS = {**V2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": 32}
@@ -102,7 +104,20 @@ def test_a_model_without_experts_is_dense() -> None:
 
 
 def test_query_heads_decide_how_many_ranks_there_may_be() -> None:
-    assert valid_tp_sizes(model_config(V3)) == [1, 2, 4]
+    assert valid_tp_sizes(model_config(V3)) == [1, 2, 3, 4]
+
+
+def test_a_rank_has_as_much_of_shared_experts_as_of_so_many_routed_ones() -> None:
+    """Though three ranks have unlike parts of each: 10, 11 and 11 of 32 columns. A GPU computes them alike."""
+    config, weights = model_config(V3), DictWeights(draw_weights(V3, reference("deepseek-v3")["shapes"]))
+    plan, found = plan_head_groups(config.policies, 3, is_replicated=True), []
+    for rank in range(3):
+        model = build_model(config, weights, make_ops("numpy"), SingleRank(), Shard.of(config, plan, rank))
+        experts = model._layers[-1].mlp.experts
+        routed, shared = (mlp.down.weight.shape[0] for mlp in (experts.routed[0], experts.shared))
+        assert shared == 2 * routed
+        found.append(routed)
+    assert found == [10, 11, 11]
 
 
 @pytest.mark.parametrize("name", ["kv_b_proj", "kv_a_proj_with_mqa", "q_a_proj", "q_b_proj"])

@@ -23,7 +23,7 @@ from headwise.kernels.mla import QUANTISED_LATENTS
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
 from headwise.runtime.models.attention.base import LayerCache, Serving
-from headwise.runtime.models.attention.mla import LatentAttention, LatentOverCache
+from headwise.runtime.models.attention.mla import LatentAttention, LatentOverCache, heads_of_ranks
 from headwise.runtime.models.base import IndexerConfig, MlaConfig, Rotation
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
@@ -63,9 +63,10 @@ class IndexedLatentAttention(LatentAttention):
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> CudaIndexedKernels:
         kernels, mla = CudaIndexedKernels(parts), self.mla
-        sizes = layouts[0], self.config.num_heads // tp_size, mla.rank, mla.rotated
-        kernels.prepare(*sizes, dtype)
-        kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
+        for heads in heads_of_ranks(self.config, tp_size):
+            sizes = layouts[0], heads, mla.rank, mla.rotated
+            kernels.prepare(*sizes, dtype)
+            kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
         kernels.prepare_index(layouts[0], self.indexer.heads, self.indexer.head_dim, dtype)
         return kernels
 

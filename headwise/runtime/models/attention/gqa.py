@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.cache_controller.layout import BlockLayout
-from headwise.cache_controller.planner import can_be_dealt
+from headwise.cache_controller.planner import Sharing, can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable, RotatingKernels
@@ -54,19 +54,24 @@ class GroupedQueryAttention:
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> AttentionKernels:
         kernels = CudaKernels(parts.launcher, parts.programs, parts.allocate)
-        shapes = {self._shape(layer, layout, tp_size, dtype): layout for layer, layout in enumerate(layouts)}
+        shapes = {
+            self._shape(layer, layout, share, tp_size, dtype): layout
+            for layer, layout in enumerate(layouts)
+            for share in query_shares(self.config, layer, tp_size)
+        }
         for shape, layout in shapes.items():
             check_supported(shape.head_dim, dtype, shape.kv_dtype, parts.launcher.sm, shape.block_size)
             kernels.prepare(layout, shape)
         return kernels
 
-    def _shape(self, layer: int, layout: BlockLayout, tp_size: int, dtype: str) -> AttentionShape:
-        """What a layer asks of the kernels, the same on every rank: each has as many heads of both kinds."""
+    def _shape(self, layer: int, layout: BlockLayout, share: int, tp_size: int, dtype: str) -> AttentionShape:
+        """What a layer asks of the kernels of a rank with ``share`` query heads over each of its KV heads."""
         c = self.config
+        kv_heads = max(1, c.heads_of(layer).kv_heads // tp_size)
         return AttentionShape.of(
             layout,
-            c.num_heads // tp_size,
-            max(1, c.heads_of(layer).kv_heads // tp_size),
+            share * kv_heads,
+            kv_heads,
             dtype,
             c.attention_softcap,
             sink_logits=c.sink_logits,
@@ -94,15 +99,24 @@ class GroupedQueryAttention:
         return f"{count} (layer, KV head) pairs"
 
 
+def query_shares(config: ModelConfig, layer: int, tp_size: int) -> list[int]:
+    """Query heads over each of a rank's KV heads of a layer, ascending: ranks that share these may differ."""
+    kv_heads = config.heads_of(layer).kv_heads
+    share = config.num_heads // kv_heads
+    keeping = {tp_size // kv_heads, -(-tp_size // kv_heads)} if tp_size > kv_heads else {1}
+    return sorted({len(Sharing(part, ranks).of(share)) for ranks in keeping for part in range(ranks)})
+
+
 def check_heads_dealt(config: ModelConfig, tp_size: int) -> None:
-    """Raise ConfigError unless ranks can have equally many query heads, and equally many KV heads or one each."""
+    """Raise ConfigError unless ranks can have equally many KV heads, or one each, and at least one query head."""
     if not all(can_be_dealt(count, tp_size) for count in config.kv_head_counts):
-        heads = f"the model's {' or '.join(map(str, config.kv_head_counts))} KV heads, nor is it a multiple of them"
-    elif config.num_heads % tp_size:
-        heads = f"{config.num_heads} query heads"
+        heads = " or ".join(map(str, config.kv_head_counts))
+        wrong = f"does not divide the model's {heads} KV heads, nor is it more than these"
+    elif tp_size > config.num_heads:
+        wrong = f"is more than the model's {config.num_heads} query heads"
     else:
         return
-    raise ConfigError(f"tp_size {tp_size} does not divide {heads}; sizes that fit: {valid_tp_sizes(config)}")
+    raise ConfigError(f"tp_size {tp_size} {wrong}; sizes that fit: {valid_tp_sizes(config)}")
 
 
 class GroupedQueryOverCache:

@@ -19,6 +19,7 @@ from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla import latent_layout, latent_width
 from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpProjections
 from headwise.kernels.mla_quantised import FLOAT8
+from headwise.kernels.nibbles import INT4
 from headwise.kernels.select import make_latent_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
@@ -47,14 +48,15 @@ class LatentAttention:
                 f"{serving.model} has latent attention (MLA), which tensor_ops paddle does not compute on a GPU: "
                 "choose tensor_ops cupy, or device cpu"
             )
-        if serving.device == "cuda" and serving.kv_dtype == FLOAT8:
+        if serving.device == "cuda" and serving.kv_dtype == INT4:
             raise ConfigError(
-                f"kv_dtype {FLOAT8} of latents (MLA) is for a CPU, and {serving.model} is to be served on a GPU: "
-                "choose kv_dtype int8 or bfloat16"
+                f"kv_dtype {INT4} of latents (MLA) is for a CPU, and {serving.model} is to be served on a "
+                f"GPU: choose kv_dtype int8, {FLOAT8} or bfloat16"
             )
-        if heads % serving.tp_size:
-            fits = [size for size in range(1, heads + 1) if heads % size == 0]
-            raise ConfigError(f"tp_size {serving.tp_size} does not divide {heads} query heads; sizes that fit: {fits}")
+        if serving.tp_size > heads:
+            raise ConfigError(
+                f"tp_size {serving.tp_size} is more than the {heads} query heads of {serving.model}: choose up to that"
+            )
         if serving.device != "cuda" and serving.kernels != "reference" and width % CPU_WIDTH_MULTIPLE:
             raise ConfigError(
                 f"the kernels of a CPU take latents of a multiple of {CPU_WIDTH_MULTIPLE} numbers, those of "
@@ -68,9 +70,10 @@ class LatentAttention:
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> CudaLatentKernels:
         kernels, mla = CudaLatentKernels(parts), self.mla
-        sizes = layouts[0], self.config.num_heads // tp_size, mla.rank, mla.rotated
-        kernels.prepare(*sizes, dtype)
-        kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
+        for heads in heads_of_ranks(self.config, tp_size):
+            sizes = layouts[0], heads, mla.rank, mla.rotated
+            kernels.prepare(*sizes, dtype)
+            kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
         return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
@@ -91,6 +94,11 @@ class LatentAttention:
 
     def members(self, count: int, policy: HeadPolicy) -> str:
         return f"{count} layers' latents"
+
+
+def heads_of_ranks(config: ModelConfig, tp_size: int) -> list[int]:
+    """Query heads that a rank may have, ascending: they differ by one where ``tp_size`` does not divide them."""
+    return sorted({config.num_heads // tp_size, -(-config.num_heads // tp_size)})
 
 
 class LatentOverCache:

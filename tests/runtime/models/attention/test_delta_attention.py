@@ -34,7 +34,7 @@ CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
             r"recurrent states.*tensor_ops paddle.*choose tensor_ops cupy, or device cpu",
         ),
         ({"tp_size": 4}, r"tp_size 4 does not divide the 2 key heads of .* delta-nets, .* fit: \[1, 2\]"),
-        ({"tp_size": 3}, r"tp_size 3 does not divide the model's 2 KV heads, .* sizes that fit: \[1, 2\]"),
+        ({"tp_size": 3}, r"tp_size 3 does not divide the 2 key heads .* sizes that fit: \[1, 2\]"),
         ({"head_grouping": "per_head_index"}, "per_head_index.*choose auto"),
         ({"head_pattern": "heads.tsv"}, "keeps states in some layers.*no head pattern"),
     ],

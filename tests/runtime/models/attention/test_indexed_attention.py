@@ -61,11 +61,10 @@ def test_a_config_that_cannot_be_served_is_refused_before_weights_are_read(
     ("changes", "message"),
     [
         ({"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"}, r"MLA.*tensor_ops paddle.*tensor_ops cupy"),
-        ({"tp_size": 3}, r"tp_size 3 does not divide 4 query heads; sizes that fit: \[1, 2, 4\]"),
-        ({"kv_dtype": "int4"}, r"kv_dtype int4 cannot hold latents \(MLA\): choose kv_dtype int8, bfloat16"),
+        ({"tp_size": 5}, r"tp_size 5 is more than the 4 query heads of .*: choose up to that"),
         *(
             ({"device": "cuda", "dtype": "bfloat16", "kv_dtype": dtype}, rf"{dtype}.*indexer \(DSA\).*bfloat16$")
-            for dtype in ("int8", "float8_e4m3fn")
+            for dtype in ("int8", "float8_e4m3fn", "int4")
         ),
     ],
 )
@@ -81,6 +80,18 @@ def test_a_quantised_cache_has_scales_of_latents_and_of_keys(kv_dtype: str) -> N
     card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype=kv_dtype), directory, identify=False)
     roles = [(role.name, role.shape) for role in card.layout.roles]
     assert roles == [("latent", (48 + 2 * 16,)), ("latent_scale", ()), ("indexer", (32,)), ("indexer_scale", ())]
+
+
+def test_beside_latents_in_four_bits_keys_have_eight() -> None:
+    directory = checkpoint(NAME)
+    card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype="int4"), directory, identify=False)
+    roles = [(role.name, role.shape, role.dtype) for role in card.layout.roles]
+    assert roles == [
+        ("latent", (64 + 32,), "int4"),
+        ("latent_scale", (3, 2), "float16"),
+        ("indexer", (32,), "int8"),
+        ("indexer_scale", (), "float32"),
+    ]
 
 
 def test_an_indexer_of_no_whole_vectors_needs_the_reference_kernels(tmp_path: Path) -> None:
@@ -101,7 +112,7 @@ def test_fields_that_are_left_out_are_those_of_transformers() -> None:
     parsed = model_config({key: value for key, value in V32.items() if not key.startswith("index_")})
     assert parsed.mla is not None
     assert parsed.mla.indexer == IndexerConfig(heads=64, head_dim=128, top=2048)
-    assert valid_tp_sizes(parsed) == [1, 2, 4]  # query heads decide: every rank has the whole indexer
+    assert valid_tp_sizes(parsed) == [1, 2, 3, 4]  # query heads decide: every rank has the whole indexer
     named = model_config({**V32, "mlp_layer_types": ["sparse", "dense", "sparse"]})
     assert named.moe is not None
     assert named.moe.layers == (0, 2)

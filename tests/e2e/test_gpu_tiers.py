@@ -1,0 +1,94 @@
+"""Every kind of memory on an emulated GPU: preempted, and again from the host, requests say the references' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine.loaded_model import GREEDY
+from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.emulated_gpu import EmulatedGpu
+from support.reference import Answer, answers, assert_same
+from support.tiny_checkpoints import checkpoint
+from support.waiting import PATIENCE_S
+
+from headwise import EngineConfig, LocalEngine
+from headwise.runtime.protocol.request import GenerateRequest, GenerationResult
+
+pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+
+TOKENS, BLOCK = 2, 16
+KINDS = ["gpt-oss", "deepseek-v3.2", "qwen3.5"]
+"""Windows and sinks of KV heads, latents with an indexer's keys, states beside attention."""
+
+
+def wanted_of(name: str, *lengths: int) -> list[Answer]:
+    return [answer.first(TOKENS) for answer in answers(name) if len(answer.prompt_ids) in lengths]
+
+
+def engine_of(name: str, **changes: Any) -> LocalEngine:
+    tiers = {"host_cache": "16MiB", "write_policy": "write_through", "load_timeout_s": PATIENCE_S}
+    given = {
+        "kv_cache": "8MiB",
+        "max_model_len": 256,
+        "block_size": BLOCK,
+        "max_batched_tokens": 32,
+        "max_num_seqs": 2,
+        **tiers,
+    }
+    config = EngineConfig(model=str(checkpoint(name)), device="cuda", dtype="float32", **{**given, **changes})
+    return LocalEngine(config, EmulatedGpu(LIBRARIES, "float32"))
+
+
+def serve(engine: LocalEngine, wanted: list[Answer], preempted_at: Sequence[int] = ()) -> list[GenerationResult]:
+    """What comes of the prompts beside each other; all of them are preempted before the steps of these numbers."""
+    core, results = engine.core, [GenerationResult(answer.name) for answer in wanted]
+    for answer in wanted:
+        params = replace(GREEDY, max_tokens=TOKENS)
+        core.add(GenerateRequest(answer.name, np.array(answer.prompt_ids, np.int32), params))
+    by_name, steps = {result.request_id: result for result in results}, 0
+    while core.has_work():
+        if steps in preempted_at:
+            assert core.resources.running
+            core.resources.preempt_all()
+        for delta in core.step(None):
+            assert delta.error is None, delta.error
+            by_name[delta.request_id].add(delta)
+        steps += 1
+    core.cache.check_integrity()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("gpt-oss", (40,)),
+        *(pytest.param(name, (9, 40, 90), marks=pytest.mark.soak) for name in KINDS),
+    ],
+)
+def test_preempted_within_prompt_and_answer_and_again_from_the_host(name: str, lengths: Sequence[int]) -> None:
+    wanted = wanted_of(name, *lengths)
+    with engine_of(name) as engine:
+        for answer, result in zip(wanted, serve(engine, wanted, preempted_at=(1, 4)), strict=True):
+            assert_same(answer, result.token_ids)
+        assert engine.reset_cache("device") > 0
+        for answer, result in zip(wanted, serve(engine, wanted), strict=True):
+            assert_same(answer, result.token_ids)
+        assert engine.stats()["cache"]["host_hit_tokens"] >= 2 * BLOCK
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
+def test_latents_of_fewer_bits_say_what_they_do_on_a_cpu(kv_dtype: str) -> None:
+    name = "deepseek-v3"
+    on_cpu = EngineConfig(
+        model=str(checkpoint(name)), dtype="float32", kv_dtype=kv_dtype, kv_cache="8MiB", max_model_len=256,
+        block_size=BLOCK, max_batched_tokens=32, tensor_ops="numpy", kernels="reference",
+    )  # fmt: skip
+    wanted = wanted_of(name, 9, 40)
+    with LocalEngine(on_cpu) as cpu, engine_of(name, kv_dtype=kv_dtype) as gpu:
+        expected = [result.token_ids for result in serve(cpu, wanted)]
+        assert [result.token_ids for result in serve(gpu, wanted)] == expected
