@@ -150,6 +150,18 @@ def ratio(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if part and whole else None
 
 
+def compared(seen: Mapping[str, Seen]) -> dict[str, Any]:
+    """What is told of what clients saw, ``mixed`` and ``apart``."""
+    mixed, apart = seen["mixed"], seen["apart"]
+    return {
+        "p99_tbt_ratio": ratio(mixed.tbt_p99_s, apart.tbt_p99_s),
+        "throughput_ratio": ratio(apart.tokens_per_s, mixed.tokens_per_s),
+        "ttft_p50_s": {name: round(float(np.median(one.ttft_s)), 4) for name, one in seen.items()},
+        "tbt_p99_s": {name: round(one.tbt_p99_s, 4) for name, one in seen.items()},
+        "same_tokens": mixed.answers == apart.answers,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few short requests: a minute or two")
@@ -173,7 +185,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{one.tokens_per_s:>10.1f}{moved / 1e6:>13.1f}",
             flush=True,
         )
-    mixed, apart = seen["mixed"], seen["apart"]
     whole = windowed = 0
     if not options.smoke:
         with_windows = replace(config, head_pattern=str(PATTERN), sparsity=0.75, sink=32, window=128)
@@ -181,16 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         windowed = bytes_of_a_prompt(with_windows, size, options.seed)
         print(f"for one long prompt {whole / 1e6:.1f} MB are fetched, {windowed / 1e6:.1f} MB with windows")
     rounds_and_share = (3, 8) if options.smoke else (21, 1)
-    report: dict[str, Any] = {
-        "p99_tbt_ratio": ratio(mixed.tbt_p99_s, apart.tbt_p99_s),
-        "throughput_ratio": ratio(apart.tokens_per_s, mixed.tokens_per_s),
+    report = {
+        **compared(seen),
         "bytes_ratio": ratio(windowed, whole),
         "shm_over_memcpy": over_plain(measured([SHARED_MEMORY], *rounds_and_share), SHARED_MEMORY),
         "fetched_gb_per_s": ratio(moved / busy_s / 1e9, 1.0) if busy_s else None,
-        "ttft_p50_s": {name: round(float(np.median(one.ttft_s)), 4) for name, one in seen.items()},
-        "tbt_p99_s": {name: round(one.tbt_p99_s, 4) for name, one in seen.items()},
         "fetched_mb": round(moved / 1e6, 2),
-        "same_tokens": mixed.answers == apart.answers,
     }
     print(json.dumps(report))
 
