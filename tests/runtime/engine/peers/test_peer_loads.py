@@ -318,6 +318,18 @@ def test_an_engine_whose_workers_hang_holds_nobody_up_whose_prompt_it_computes(p
     assert network.nodes["p"].core.stats()["requests"]["aborted"] == 1
 
 
+@pytest.mark.parametrize("when", range(2, 10))
+def test_an_engine_whose_workers_hang_when_a_prompt_is_computed_and_not_stored_holds_nobody_up(when: int) -> None:
+    network = Network("pd", (FULL,), write_policy="write_back")
+    network.nodes["d"].core.add(to_prefill(network, "r", PROMPT, 5, "p"))
+    for _ in range(when):
+        network.turn()
+    begun = network.clock()
+    network.nodes["p"].executor.hangs_until = network.ticks + 100_000
+    assert finish(network, "d", "r") == continuation(PROMPT, 5)
+    assert network.clock() - begun < TIMEOUT_S + 1.5
+
+
 def test_a_prompt_is_waited_for_whose_engine_takes_longer_than_the_timeout_for_a_step_as_it_mostly_does() -> None:
     network = Network("pd", (FULL,))
     prompt, computes = [1 + i % 50 for i in range(58)], network.nodes["p"]
