@@ -111,8 +111,8 @@ class Lending:
     def renew(self, reader: bytes, name: bytes, epoch: int, heard: int, now: float) -> None:
         """A reader is there still: tell it what it has not heard of, or that there is no such lease.
 
-        Without news it says that it is there only while it computes what the lease is to have, and does not stand still:
-        after ``timeout_s`` of silence the reader computes.
+        Without news an owner answers only while it computes what the lease is to have, and does not stand still: after
+        ``timeout_s`` of silence the reader of a prompt computes.
         """
         lease = self._leases.find(name, now + self._timeout_s)
         if lease is None:
