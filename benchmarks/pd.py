@@ -1,6 +1,6 @@
 """Two real engines: both serve whole requests, or one computes prompts and the other one decodes.
 
-    python benchmarks/pd.py [--quick | --smoke] [--seed 0]
+    python benchmarks/pd.py [--quick | --smoke] [--seed 0] [--ray HOST:PORT]
 
 Chats of short prompts and long answers run without end, while long prompts arrive at a fixed rate. ``mixed`` and
 ``apart`` (one engine for prompts, one to decode) get the same requests at the same times.
@@ -135,10 +135,10 @@ def fetched(client: Client) -> tuple[int, float]:
     return sum(each.get("bytes", 0) for each in transfers), sum(each.get("busy_s", 0.0) for each in transfers)
 
 
-def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int) -> int:
+def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int, ray: str | None) -> int:
     """What is fetched for one long prompt that is computed apart."""
     with (
-        Deployment.start(replace(config, **SPLITS["apart"])) as deployment,
+        Deployment.start(replace(config, **SPLITS["apart"]), ray) as deployment,
         Client(deployment.client_address) as client,
     ):
         fetched(client)  # by then engines have heard of each other
@@ -167,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few short requests: a minute or two")
     parser.add_argument("--smoke", action="store_true", help="fewer still, and nothing with windows: seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
     options = parser.parse_args(arguments)
     size = SMOKE if options.smoke else QUICK if options.quick else FULL
     config = replace(CONFIG, kv_cache=size.kv_cache, host_cache=size.host_cache)
@@ -175,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'':8}{'TBT p50, ms':>14}{'p99, ms':>10}{'TTFT of long prompts, s':>26}{'tokens/s':>10}{'fetched, MB':>13}")
     for name, split in SPLITS.items():
         with (
-            Deployment.start(replace(config, **split)) as deployment,
+            Deployment.start(replace(config, **split), options.ray) as deployment,
             Client(deployment.client_address) as client,
         ):
             one = seen[name] = serve(client, size, options.seed)
@@ -188,8 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     whole = windowed = 0
     if not options.smoke:
         with_windows = replace(config, head_pattern=str(PATTERN), sparsity=0.75, sink=32, window=128)
-        whole = bytes_of_a_prompt(config, size, options.seed)
-        windowed = bytes_of_a_prompt(with_windows, size, options.seed)
+        whole = bytes_of_a_prompt(config, size, options.seed, options.ray)
+        windowed = bytes_of_a_prompt(with_windows, size, options.seed, options.ray)
         print(f"for one long prompt {whole / 1e6:.1f} MB are fetched, {windowed / 1e6:.1f} MB with windows")
     rounds_and_share = (3, 8) if options.smoke else (21, 1)
     report = {
