@@ -630,7 +630,7 @@ class Patience:
             for waiting in loads._waiting.values():
                 computing = {load.engine for load in waiting.loads if load.prefills}
                 steps = tuple(self._network.nodes[engine].core.stats()["steps"] for engine in computing)
-                heard = tuple((load.heard, len(load.copied), load.is_cut) for load in waiting.loads)
+                heard = tuple((load.name, load.heard, len(load.copied), load.is_cut) for load in waiting.loads)
                 are_behind = tuple(loads._queue.is_behind(load) for load in waiting.loads)
                 state = waiting.asked, waiting.fetch.left, copied, heard, steps, are_behind
                 before, since = self._seen.get(waiting.sequence.id, (None, 0.0))
