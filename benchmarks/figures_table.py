@@ -64,6 +64,10 @@ def _peer_loads(f: Figures) -> str:
     return f"{fetching}{ttft['today']:.2f} s. {apart}"
 
 
+def _not_paying(f: Figures) -> str:
+    return listed(*(f"{case}: {', '.join(worse)}" for case, worse in f["does_not_pay"].items() if worse)) or "nothing"
+
+
 def _routing(f: Figures) -> str:
     p90 = f["ttft_p90_s"]
     seconds = (f"{p90[policy]:.1f} s" for policy in ("cache_aware", "least_loaded", "round_robin", "oracle"))
@@ -256,6 +260,11 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
             "Simulated: that trace, engines that fetch from each other: hit rate, p50 TTFT; as today. 5 engines for "
             "prompts and 3 to decode: p99 time between tokens, p50 TTFT; as today",
             _peer_loads,
+        ),
+        Row(
+            "Simulated: where neither pays, of fetching (also over a slow link, and without shared storage) and of "
+            "engines for prompts + to decode: what is worse than today by more than 1 %",
+            _not_paying,
         ),
     ),
     "autoscaling": (

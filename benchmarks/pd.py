@@ -1,6 +1,6 @@
 """Two real engines: both serve whole requests, or one computes prompts and the other one decodes.
 
-    python benchmarks/pd.py [--quick | --smoke] [--seed 0]
+    python benchmarks/pd.py [--quick | --smoke] [--seed 0] [--ray HOST:PORT]
 
 Chats of short prompts and long answers run without end, while long prompts arrive at a fixed rate. ``mixed`` and
 ``apart`` (one engine for prompts, one to decode) get the same requests at the same times.
@@ -135,10 +135,10 @@ def fetched(client: Client) -> tuple[int, float]:
     return sum(each.get("bytes", 0) for each in transfers), sum(each.get("busy_s", 0.0) for each in transfers)
 
 
-def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int) -> int:
+def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int, ray: str | None) -> int:
     """What is fetched for one long prompt that is computed apart."""
     with (
-        Deployment.start(replace(config, **SPLITS["apart"])) as deployment,
+        Deployment.start(replace(config, **SPLITS["apart"]), ray) as deployment,
         Client(deployment.client_address) as client,
     ):
         fetched(client)  # by then engines have heard of each other
@@ -150,11 +150,24 @@ def ratio(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if part and whole else None
 
 
+def compared(seen: Mapping[str, Seen]) -> dict[str, Any]:
+    """What is told of what clients saw, ``mixed`` and ``apart``."""
+    mixed, apart = seen["mixed"], seen["apart"]
+    return {
+        "p99_tbt_ratio": ratio(mixed.tbt_p99_s, apart.tbt_p99_s),
+        "throughput_ratio": ratio(apart.tokens_per_s, mixed.tokens_per_s),
+        "ttft_p50_s": {name: round(float(np.median(one.ttft_s)), 4) for name, one in seen.items()},
+        "tbt_p99_s": {name: round(one.tbt_p99_s, 4) for name, one in seen.items()},
+        "same_tokens": mixed.answers == apart.answers,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few short requests: a minute or two")
     parser.add_argument("--smoke", action="store_true", help="fewer still, and nothing with windows: seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
     options = parser.parse_args(arguments)
     size = SMOKE if options.smoke else QUICK if options.quick else FULL
     config = replace(CONFIG, kv_cache=size.kv_cache, host_cache=size.host_cache)
@@ -163,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'':8}{'TBT p50, ms':>14}{'p99, ms':>10}{'TTFT of long prompts, s':>26}{'tokens/s':>10}{'fetched, MB':>13}")
     for name, split in SPLITS.items():
         with (
-            Deployment.start(replace(config, **split)) as deployment,
+            Deployment.start(replace(config, **split), options.ray) as deployment,
             Client(deployment.client_address) as client,
         ):
             one = seen[name] = serve(client, size, options.seed)
@@ -173,24 +186,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{one.tokens_per_s:>10.1f}{moved / 1e6:>13.1f}",
             flush=True,
         )
-    mixed, apart = seen["mixed"], seen["apart"]
     whole = windowed = 0
     if not options.smoke:
         with_windows = replace(config, head_pattern=str(PATTERN), sparsity=0.75, sink=32, window=128)
-        whole = bytes_of_a_prompt(config, size, options.seed)
-        windowed = bytes_of_a_prompt(with_windows, size, options.seed)
+        whole = bytes_of_a_prompt(config, size, options.seed, options.ray)
+        windowed = bytes_of_a_prompt(with_windows, size, options.seed, options.ray)
         print(f"for one long prompt {whole / 1e6:.1f} MB are fetched, {windowed / 1e6:.1f} MB with windows")
     rounds_and_share = (3, 8) if options.smoke else (21, 1)
-    report: dict[str, Any] = {
-        "p99_tbt_ratio": ratio(mixed.tbt_p99_s, apart.tbt_p99_s),
-        "throughput_ratio": ratio(apart.tokens_per_s, mixed.tokens_per_s),
+    report = {
+        **compared(seen),
         "bytes_ratio": ratio(windowed, whole),
         "shm_over_memcpy": over_plain(measured([SHARED_MEMORY], *rounds_and_share), SHARED_MEMORY),
         "fetched_gb_per_s": ratio(moved / busy_s / 1e9, 1.0) if busy_s else None,
-        "ttft_p50_s": {name: round(float(np.median(one.ttft_s)), 4) for name, one in seen.items()},
-        "tbt_p99_s": {name: round(one.tbt_p99_s, 4) for name, one in seen.items()},
         "fetched_mb": round(moved / 1e6, 2),
-        "same_tokens": mixed.answers == apart.answers,
     }
     print(json.dumps(report))
 

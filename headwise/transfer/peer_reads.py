@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.errors import ConfigError, first_line
-from headwise.transfer.base import Event, Stream, end, ends_by
+from headwise.transfer.base import Stream
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Reader, Runs
+from headwise.transfer.lanes import Lanes
 from headwise.transfer.stats import TransferStats, TransferTotals
 
 log = logging.getLogger(__name__)
 
+MAX_OWNERS = 4
+"""Most owners that a worker reads at a time: so many must hang before one that does not waits for them."""
 BATCH_BLOCKS = 64
 """Most blocks of one read: enough for few calls, few enough for the first ones of a long prefix to come early."""
 BATCH_BYTES = 64 << 20
@@ -58,24 +61,28 @@ class PeerBlocks:
 
 @dataclass(eq=False)
 class _Batch:
-    """Blocks of one read. rows: ``int32 [m, 5]`` (its group, its block, our group, our host block, its memory)"""
+    """Blocks of one read. rows: ``int32 [m, 5]`` (its group, its block, our group, our host block, its memory);
+    busy_s: that it took"""
 
     exports: Exports
     rows: NDArray[np.int32]
     ours: NDArray[np.int32]
     is_read: bool = False
-    event: Event = field(init=False)
+    busy_s: float = 0.0
+    is_over: bool = False
 
 
 class PeerReads:
-    """Fills host blocks from those of other engines, on a stream of its own.
+    """Fills host blocks from those of other engines, on streams of its own.
 
     Used by the worker's thread alone, which never waits for an owner but in `drain` and `close`. Whatever goes wrong
-    makes blocks ``missed``; nothing writes to them any more once they are. Owners are read one after the other.
+    makes blocks ``missed``; nothing writes to them any more once they are. Of one owner one read follows the other; as
+    many owners are read at a time as there are streams, so that one that is slow or hangs holds up nobody else's.
 
     readers:   by transport, for all owners
     blocks:    what is in our arena
     arena:     flat uint8
+    streams:   `MAX_OWNERS`, mostly
     timeout_s: longest wait for an owner, for each read of at most `BATCH_BYTES`
     clock:     in seconds
     """
@@ -86,19 +93,19 @@ class PeerReads:
         blocks: PeerBlocks,
         arena: NDArray[np.uint8],
         *,
-        stream: Stream,
+        streams: Sequence[Stream],
         timeout_s: float,
         batch_blocks: int = BATCH_BLOCKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._readers, self._blocks, self._arena = readers, blocks, arena
-        self._stream, self._timeout_s = stream, timeout_s
+        self._lanes, self._timeout_s = Lanes(streams, clock), timeout_s
         self._batch_blocks, self._clock = batch_blocks, clock
-        self._batches: deque[_Batch] = deque()
+        self._batches: list[_Batch] = []
         self._totals = TransferTotals()
-        self._last: Event | None = None
         self._may_read = True
-        # Of the stream's thread alone:
+        # Of the streams' threads:
+        self._lock = threading.Lock()
         self._exchanges: dict[int, HeadExchange | str] = {}  # by the owner's ranks; or why there is none
         self._lost: dict[bytes, float] = {}  # address: when it may be tried again
         self._logged: set[str] = set()
@@ -107,7 +114,7 @@ class PeerReads:
         """Start to fill host blocks: ``blocks [m, 5]`` (its group, its block, our group, our host block, its memory).
 
         Returns at once. A block of ours may be in several rows, one for each group of the owner's that it is filled
-        from; it is there once all are copied. Blocks come in the order in which they are first named.
+        from; it is there once all are copied. An owner's blocks come in the order in which they are first named.
 
         Raises:
             ValueError: ``blocks`` are of another shape.
@@ -122,43 +129,50 @@ class PeerReads:
         for start in range(0, len(ours), step):
             part = rows[slice(*np.searchsorted(place, (start, start + step)))]
             batch = _Batch(exports, part, np.unique(part[:, 3]))
-            batch.event = self._last = self._stream.submit(partial(self._read, batch))
             self._batches.append(batch)
+            self._lanes.submit(exports, partial(self._read, batch))
 
     def finished(self) -> FinishedReads:
         """The blocks whose reads came to an end since the last call, each once. Never waits."""
         fetched, missed = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
-        while self._batches and self._batches[0].event.done:
-            batch = self._batches.popleft()
+        under_way = []
+        for batch in self._batches:
+            if not batch.is_over:
+                under_way.append(batch)
+                continue
             (fetched if batch.is_read else missed).append(batch.ours)
             read = len(batch.ours) if batch.is_read else 0
-            busy_s = batch.event.busy_s if batch.is_read else 0.0  # waiting for who is gone says nothing of copies
+            busy_s = batch.busy_s if batch.is_read else 0.0  # waiting for who is gone says nothing of copies
             self._totals.add(read, read * self._blocks.block_bytes, busy_s, failed_blocks=len(batch.ours) - read)
+        self._batches = under_way
         return FinishedReads(np.concatenate(fetched), np.concatenate(missed))
 
     def stats(self) -> TransferStats:
-        """Statistics as of the last `finished`. ``failed_blocks`` were missed."""
-        return self._totals.stats(self._stream.waited_s, sum(len(batch.ours) for batch in self._batches))
+        """Statistics as of the last `finished`. ``failed_blocks`` were missed; ``busy_s`` is the sum of all owners'."""
+        return self._totals.stats(0.0, sum(len(batch.ours) for batch in self._batches))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all reads are over, and return whether they are."""
-        return self._last is None or ends_by(self._last, timeout_s)
+        return self._lanes.drain(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Give up what has not begun, and close readers and stream, within about ``timeout_s``. The last call but for
-        `finished`. A read that is under way then is left to the stream's thread, which ends with it.
+        """Give up what has not begun, and close readers and streams, within about ``timeout_s``. The last call but for
+        `finished`. A read that is under way then is left to its stream's thread, which ends with it; the last one
+        closes the readers.
         """
         self._may_read = False
-        self._last = self._stream.submit(self._close_readers)
-        self.drain(timeout_s)
-        end(self._stream, self._last)
+        self._lanes.close(self._close_readers, timeout_s)
 
-    # ---- on the stream ----
+    # ---- on the streams ----
 
     def _read(self, batch: _Batch) -> None:
-        if not self._may_read:
-            return
-        deadline = self._clock() + self._timeout_s
+        begun = self._clock()
+        if self._may_read:
+            self._fill(batch, begun + self._timeout_s)
+        batch.busy_s = self._clock() - begun
+        batch.is_over = True
+
+    def _fill(self, batch: _Batch, deadline: float) -> None:
         try:
             exchange = self._exchange(len(batch.exports))
             for (owner_rank, memory), runs in runs_of(exchange, self._blocks.rank, batch.rows).items():
@@ -191,7 +205,7 @@ class PeerReads:
                 continue
             if address.identity != self._blocks.identity:
                 raise PeerLostError("they are of another model, or kept in another way, than this engine's")
-            if self._lost.get(encoded, -math.inf) > self._clock():
+            if self._is_lost(encoded):
                 why = "it could not be read a moment ago"
                 continue
             try:
@@ -200,24 +214,34 @@ class PeerReads:
                 why = f"{address.transport}: {error}"
                 self._give_up(encoded, reader, address)
                 continue
-            if (key := f"{address.transport}/{address.node}") not in self._logged:
-                self._logged.add(key)
+            if self._is_new(f"{address.transport}/{address.node}"):
                 log.info("blocks of engines on node %s come by %s", address.node, address.transport)
             return
         raise PeerLostError(why)
+
+    def _is_lost(self, encoded: bytes) -> bool:
+        with self._lock:
+            return self._lost.get(encoded, -math.inf) > self._clock()
 
     def _give_up(self, encoded: bytes, reader: Reader, address: ExportAddress) -> None:
         """Do not try an address for a while, in which the blocks that wait for it are missed at once."""
         reader.forget(address)
         now = self._clock()
-        self._lost = {other: until for other, until in self._lost.items() if until > now}
-        self._lost[encoded] = now + LOST_S
+        with self._lock:
+            self._lost = {other: until for other, until in self._lost.items() if until > now}
+            self._lost[encoded] = now + LOST_S
 
     def _log(self, text: str, error: Exception) -> None:
         """Once for each kind of failure: what is missed is counted."""
-        if text not in self._logged:
-            self._logged.add(text)
+        if self._is_new(text):
             log.warning(text + "; they are computed, and further ones are not logged", first_line(error))
+
+    def _is_new(self, text: str) -> bool:
+        """Whether that was not logged yet; now it is."""
+        with self._lock:
+            is_new = text not in self._logged
+            self._logged.add(text)
+            return is_new
 
     def _close_readers(self) -> None:
         for reader in self._readers.values():

@@ -9,6 +9,7 @@ from typing import Any
 
 import autoscaling
 import figures
+import pd
 import pytest
 from figures_table import SCRIPTS, rows, table
 from support.benchmark_runs import quick_figures
@@ -91,6 +92,17 @@ def test_without_its_trace_autoscaling_says_so(tmp_path: Path, capsys: pytest.Ca
 
 
 # ---- README's table ----
+
+
+def test_prefill_apart_is_compared_by_what_clients_saw() -> None:
+    mixed = pd.Seen([0.1] * 50 + [0.8] * 50, [1.0, 2.0, 9.0], {"chat": [1, 2, 3], "prompt": [4]}, seconds=2.0)
+    apart = pd.Seen([0.1] * 90 + [0.2] * 10, [3.0], {"chat": [1, 2, 3], "prompt": [4]}, seconds=4.0)
+    found = pd.compared({"mixed": mixed, "apart": apart})
+    assert (found["p99_tbt_ratio"], found["throughput_ratio"]) == (4.0, 0.5)
+    assert found["ttft_p50_s"] == {"mixed": 2.0, "apart": 3.0}
+    assert found["same_tokens"]
+    apart.answers["prompt"] = [5]
+    assert not pd.compared({"mixed": mixed, "apart": apart})["same_tokens"]
 
 
 def test_every_benchmark_is_run_by_make_figures() -> None:

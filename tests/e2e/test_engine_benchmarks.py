@@ -98,8 +98,9 @@ def test_replicas_are_measured_and_lose_no_stream(cluster: str, capsys: pytest.C
 
 @pytest.mark.soak
 @pytest.mark.ray
-def test_prefill_and_decode_apart_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures_of("pd", capsys, "--smoke")
+def test_prefill_and_decode_apart_are_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("pd", capsys, "--smoke", "--ray", cluster)
+    assert {"p99_tbt_ratio", "throughput_ratio", "bytes_ratio", "shm_over_memcpy"} <= set(found)
     assert found["same_tokens"]
     assert found["throughput_ratio"] > 0
     assert found["fetched_mb"] > 0

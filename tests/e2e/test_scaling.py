@@ -63,9 +63,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def deployment(cluster: None, storage: str) -> Iterator[Deployment]:
-    config = replace(
-        CONFIG, host_cache="32MiB", storage=storage, max_num_seqs=4, elastic_roles=True, upscale_delay_s=2.0
-    )
+    config = replace(CONFIG, storage=storage, max_num_seqs=4, elastic_roles=True, upscale_delay_s=2.0)
     with Deployment.start(config, address="auto") as deployment:
         yield deployment
 
@@ -107,6 +105,8 @@ def generate(client: Client, answer: Answer) -> GenerationResult:
 def test_one_engine_becomes_three_and_one_again_under_load_and_every_request_gets_its_tokens(
     deployment: Deployment, client: Client
 ) -> None:
+    """The one has a host cache, though nothing said that there would be others: so they fetch from it, too."""
+    assert deployment.config.host_cache == CONFIG.kv_cache
     load = EndlessLoad(client, STREAMS, TOKENS)
     assert client.scale(3) == "1 -> 3: set by hand"
     assert client.scale(3) == "3: set by hand"
@@ -116,6 +116,7 @@ def test_one_engine_becomes_three_and_one_again_under_load_and_every_request_get
     eventually(lambda: "2 for prompts, 1 to decode -> 1 for prompts, 2 to decode" in decided(client))
     eventually(lambda: sorted(roles(client)) == ["decode", "decode", "prefill"], otherwise=client.stats)
     load.goes_on()
+    assert all(engine["host"]["total_blocks"] for engine in client.stats()["engines"].values())
     client.scale(3, split=(0, 0))
     before = deployment.actor_pids()
     assert client.scale(1) == "3 -> 1: set by hand"

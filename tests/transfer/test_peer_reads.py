@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_streams import SimulatedClock, SimulatedStream
+from support.waiting import eventually
 
 from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
 from headwise.cache_controller.memories import DEVICE, HOST
@@ -18,7 +21,7 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.kernels.block_copy import reference_run_copy
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs
 from headwise.transfer.cpu_stream import CpuStream
-from headwise.transfer.peer_reads import LOST_S, PeerBlocks, PeerReads, merged, runs_of
+from headwise.transfer.peer_reads import LOST_S, MAX_OWNERS, PeerBlocks, PeerReads, merged, runs_of
 
 BLOCKS, WAIT_S, TIMEOUT_S = 16, 60.0, 5.0
 POLICIES = [[FULL, HeadPolicy(8), FULL, HeadPolicy(8)]] * 2
@@ -33,9 +36,11 @@ def arrangement(ranks: int) -> Arrangement:
 class Owners:
     """`Reader` of owners in this process, which fail when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: SimulatedClock) -> None:
+        self.clock = clock
         self.arenas: dict[bytes, np.ndarray] = {}
         self.reads: list[bytes] = []
+        self.places: list[tuple[bytes, int]] = []  # of each read its owner, and the first byte that it fills
         self.forgotten: list[bytes] = []
         self.fail: Callable[[ExportAddress], None] = lambda address: None
         self.is_closed = False
@@ -54,7 +59,9 @@ class Owners:
         self.reads.append(address.location)
         assert 0 < timeout_s <= TIMEOUT_S
         check_runs(runs, address.arena_bytes, arena.size)
+        self.clock.advance(1.0)
         self.fail(address)
+        self.places.append((address.location, int(runs[:, 1].min())))
         reference_run_copy(self.arenas[address.location], arena, runs)
 
     def forget(self, address: ExportAddress) -> None:
@@ -65,11 +72,11 @@ class Owners:
 
 
 class Simulated:
-    """Reads on a simulated stream, where every piece of work takes a second; owners of ``ranks`` ranks."""
+    """Reads on a simulated stream, each of which takes a second; owners of ``ranks`` ranks."""
 
     def __init__(self, ranks: int = 1, batch_blocks: int = 4) -> None:
-        self.clock, self.owners = SimulatedClock(), Owners()
-        self.stream = SimulatedStream(self.clock, delay_s=lambda: 1.0)
+        self.clock = SimulatedClock()
+        self.owners, self.stream = Owners(self.clock), SimulatedStream(self.clock)
         self.ours, self.theirs = arrangement(1), arrangement(ranks)
         self.arena = np.zeros(BLOCKS * self.ours.block_bytes, dtype=np.uint8)
         rng = np.random.default_rng(ranks)
@@ -80,7 +87,7 @@ class Simulated:
             {"memory": self.owners, "other": self.owners},
             blocks,
             self.arena,
-            stream=self.stream,
+            streams=[self.stream],
             timeout_s=TIMEOUT_S,
             batch_blocks=batch_blocks,
             clock=self.clock,
@@ -92,9 +99,8 @@ class Simulated:
         return HeadExchange(self.ours, arrangement(ranks))
 
     def told(self) -> dict[str, list[int]]:
-        return {
-            kind: sorted(blocks.tolist()) for kind, blocks in self.reads.finished()._asdict().items() if len(blocks)
-        }
+        self.stream.catch_up()
+        return {kind: blocks.tolist() for kind, blocks in self.reads.finished()._asdict().items() if len(blocks)}
 
     def content(self, block: int) -> np.ndarray:
         return self.arena.reshape(BLOCKS, -1)[block]
@@ -113,11 +119,8 @@ def simulated() -> Simulated:
 def test_blocks_come_in_the_order_in_which_they_are_asked_for_and_are_told_once(simulated) -> None:
     simulated.reads.fetch(simulated.exports, rows(*((block, 15 - block) for block in range(10))))
     assert simulated.reads.stats().queued_blocks == 10
-    seen = []
-    for _ in range(4):
-        simulated.clock.advance(1.0)
-        seen.append(simulated.told())
-    assert seen == [{"fetched": [12, 13, 14, 15]}, {"fetched": [8, 9, 10, 11]}, {"fetched": [6, 7]}, {}]
+    assert simulated.told() == {"fetched": [12, 13, 14, 15, 8, 9, 10, 11, 6, 7]}, "four at a time"
+    assert simulated.told() == {}
     theirs = simulated.sources[0].reshape(BLOCKS, -1)
     for block in range(10):
         assert (simulated.content(15 - block) == theirs[block]).all()
@@ -260,28 +263,119 @@ def test_close_gives_up_what_has_not_begun_and_closes_readers(simulated) -> None
     assert simulated.owners.is_closed
 
 
+class Hanging:
+    """Reads on threads, of owners that hang until they are let go."""
+
+    def __init__(self, owners: int, streams: int = MAX_OWNERS) -> None:
+        self.simulated = Simulated()
+        self.exports = [((self.simulated.owners.export(self.simulated.sources[0]),),) for _ in range(owners)]
+        self.begun = [threading.Event() for _ in self.exports]
+        self.may_end = [threading.Event() for _ in self.exports]
+        self.under_way = self.most = 0
+        self.lock = threading.Lock()
+        self.simulated.owners.fail = self._hang
+        blocks = PeerBlocks(b"id", 0, self.simulated.ours.block_bytes, self.simulated.exchange)
+        self.streams = [CpuStream(f"test-peer-{at}") for at in range(streams)]
+        readers = {"memory": self.simulated.owners}
+        self.reads = PeerReads(
+            readers, blocks, self.simulated.arena, streams=self.streams, timeout_s=TIMEOUT_S, batch_blocks=1
+        )
+
+    def _hang(self, address: ExportAddress) -> None:
+        which = [exports[0][0] for exports in self.exports].index(address.encode())
+        with self.lock:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        self.begun[which].set()
+        assert self.may_end[which].wait(WAIT_S)
+        with self.lock:
+            self.under_way -= 1
+
+    def fetch(self, owner: int, *ours: int) -> None:
+        self.reads.fetch(self.exports[owner], rows(*((block, block) for block in ours)))
+
+    def comes(self) -> list[int]:
+        """What comes next."""
+        came: list[int] = []
+        eventually(lambda: came.extend(self.reads.finished().fetched.tolist()) or came)
+        return came
+
+    def end(self) -> None:
+        for may_end in self.may_end:
+            may_end.set()
+        assert self.reads.drain(WAIT_S)
+        self.reads.close(WAIT_S)
+
+
 def test_a_read_that_hangs_does_not_hold_up_the_worker_nor_its_end() -> None:
-    import threading
+    hanging = Hanging(owners=1)
+    hanging.fetch(0, 1)
+    assert hanging.begun[0].wait(WAIT_S)
+    assert not hanging.reads.drain(0.01)
+    assert [len(part) for part in hanging.reads.finished()] == [0, 0]
+    hanging.reads.close(0.01)
+    assert not hanging.simulated.owners.is_closed, "it is in use"
+    hanging.may_end[0].set()
+    for stream in hanging.streams:
+        stream._thread.join(WAIT_S)
+    assert hanging.simulated.owners.is_closed
 
-    simulated, hangs, may_go = Simulated(), threading.Event(), threading.Event()
 
-    def hang(address: ExportAddress) -> None:
-        hangs.set()
-        may_go.wait(WAIT_S)
+def test_an_owner_that_hangs_holds_up_its_own_blocks_and_no_other_owners() -> None:
+    hanging = Hanging(owners=3)
+    hanging.fetch(0, 1, 2, 3, 4, 5, 6)
+    assert hanging.begun[0].wait(WAIT_S)
+    hanging.may_end[1].set()
+    hanging.may_end[2].set()
+    for _ in range(3):
+        hanging.fetch(1, 7)
+        assert hanging.comes() == [7]
+        hanging.fetch(2, 8)
+        assert hanging.comes() == [8]
+    assert hanging.simulated.owners.reads.count(b"1") == 1, "of one owner one read follows the other"
+    hanging.may_end[0].set()
+    assert hanging.reads.drain(WAIT_S)
+    assert hanging.reads.finished().fetched.tolist() == [1, 2, 3, 4, 5, 6]
+    hanging.end()
 
-    simulated.owners.fail = hang
-    blocks = PeerBlocks(b"id", 0, simulated.ours.block_bytes, simulated.exchange)
-    stream = CpuStream("test-peer")
-    reads = PeerReads({"memory": simulated.owners}, blocks, simulated.arena, stream=stream, timeout_s=TIMEOUT_S)
-    reads.fetch(simulated.exports, rows((0, 1)))
-    assert hangs.wait(WAIT_S)
-    assert not reads.drain(0.01)
-    assert [len(part) for part in reads.finished()] == [0, 0]
-    reads.close(0.01)
-    assert not simulated.owners.is_closed, "it is in use"
-    may_go.set()
-    stream._thread.join(WAIT_S)
-    assert simulated.owners.is_closed
+
+def test_so_many_owners_are_read_at_a_time_and_the_next_one_when_one_of_them_is_through() -> None:
+    hanging = Hanging(owners=4, streams=3)
+    for owner in range(4):
+        hanging.fetch(owner, 1 + owner, 5 + owner)
+    for owner in range(3):
+        assert hanging.begun[owner].wait(WAIT_S)
+    assert not hanging.begun[3].is_set()
+    hanging.may_end[3].set()
+    hanging.may_end[1].set()
+    assert hanging.reads.drain(0.0) is False
+    eventually(lambda: hanging.begun[3].is_set())
+    came = set()
+    while len(came) < 4:
+        came.update(hanging.comes())
+    assert came == {2, 6, 4, 8}
+    hanging.end()
+    assert hanging.most == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_owners_do_each_block_comes_once_and_an_owners_in_order(seed: int) -> None:
+    random = Random(seed)
+    hanging = Hanging(owners=5, streams=random.randint(1, 4))
+    for may_end in hanging.may_end:
+        may_end.set()
+    asked = [(random.randrange(5), block) for block in random.sample(range(BLOCKS), BLOCKS)]
+    for owner, block in asked:
+        hanging.fetch(owner, block)
+    assert hanging.reads.drain(WAIT_S)
+    hanging.end()
+    assert sorted(hanging.reads.finished().fetched.tolist()) == list(range(BLOCKS))
+    assert (hanging.simulated.arena == hanging.simulated.sources[0]).all()
+    assert hanging.most <= len(hanging.streams)
+    size, places = hanging.simulated.ours.block_bytes, hanging.simulated.owners.places
+    for owner in range(5):
+        read = [place // size for location, place in places if location == b"%d" % (owner + 1)]
+        assert read == [block for of, block in asked if of == owner]
 
 
 def test_blocks_of_another_shape_are_refused(simulated) -> None:

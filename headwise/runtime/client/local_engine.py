@@ -11,7 +11,7 @@ from headwise.errors import InvalidRequestError
 from headwise.kernels.cuda.cards import count_cards
 from headwise.runtime.client.local_calls import LocalCalls
 from headwise.runtime.config.block_storage import open_lookup
-from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.engine_config import EngineConfig, storage_without_host_cache
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
@@ -36,8 +36,13 @@ class LocalEngine:
     """
 
     def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
-        """``device`` is the configured one, unless another is given."""
+        """``device`` is the configured one, unless another is given.
+
+        ``host_cache`` auto is none: nobody fetches from here. Raises `ConfigError` if something configured needs one.
+        """
         self.config = config = resolve_device(config, count_cards())
+        if config.storage and not config.host_cache_bytes:
+            raise storage_without_host_cache()
         self.preprocessor = Preprocessor.open(config)
         card, tokenizer = self.preprocessor.card, self.preprocessor.tokenizer
         check_memory(config, card)

@@ -237,8 +237,8 @@ class EngineConfig:
     host_cache: str = _option(
         "auto",
         "Host memory of each worker for blocks that left the device, and for other engines to fetch, such as 8GiB; 0: "
-        "none. auto is 0 for one engine; with several at the start, or max_replicas, and peer_loads, as much as the "
-        "block pool, and at most an eighth of a node's memory for all of its engines.",
+        "none. auto is 0 without peer_loads or with max_replicas 1, and else, as there may be several engines, as much "
+        "as the block pool, and at most an eighth of a node's memory for all of its engines.",
     )
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = _option(
         "write_through_selective",
@@ -249,7 +249,7 @@ class EngineConfig:
     load_timeout_s: float = _option(
         5.0,
         "Seconds a step waits for a block to come from the host, and a request for another engine's blocks while none "
-        "come; then it is computed anew.",
+        "come, of two minutes in all; then it is computed anew.",
         0.001,
     )
     storage: str = _option(
@@ -269,8 +269,7 @@ class EngineConfig:
     peer_loads: bool = _option(
         True,
         "Engines fetch from each other what they lack of a request's prefix, where that is faster than computing it. "
-        "Needs host_cache, which there is by itself with several engines, prefix_caching, routing cache_aware, and "
-        "max_replicas beyond 1.",
+        "Needs host_cache, which there is by itself, prefix_caching, routing cache_aware, and no max_replicas 1.",
     )
     peer_transports: str = _option(
         "auto",
@@ -404,7 +403,7 @@ class EngineConfig:
 
             check_plain(self.peer_transports, self.is_encrypted, self.peer_plain)
         if self.storage and not self.host_cache_bytes and not self.chooses_host_cache:
-            raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
+            raise storage_without_host_cache()
         if self.storage:
             from headwise.storage.backends.select import check_storage  # not for `--help`
 
@@ -601,9 +600,8 @@ class EngineConfig:
     @property
     def chooses_host_cache(self) -> bool:
         """Whether the start of the deployment chooses a host cache, for engines to fetch blocks from each other."""
-        is_several = max(self.first_replicas, self.max_replicas, len(self.tp_sizes)) > 1 or self.elastic_roles
-        is_read = self.peer_loads and self.prefix_caching and self.routing == "cache_aware"
-        return self.host_cache == "auto" and is_several and is_read and self.peer_transports != "none"
+        is_read = self.peer_loads and self.prefix_caching and self.routing == "cache_aware" and self.most_replicas > 1
+        return self.host_cache == "auto" and is_read and self.peer_transports != "none"
 
     @property
     def without_peer_loads(self) -> str:
@@ -672,6 +670,10 @@ class EngineConfig:
         if path is not None:
             values = _read_yaml(Path(path))
         return cls.from_dict({**values, **overrides}, source=str(path) if path else "configuration")
+
+
+def storage_without_host_cache() -> ConfigError:
+    return ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from headwise.runtime.config.engine_config import EngineConfig
 
 SHARE = 1 / 8
-"""Of a node's memory, that all engines there take together by themselves, of those that a deployment is configured for.
-What clients scale it to beyond these, at most four times as many, fits as well."""
+"""Of a node's memory, that all engines there take together by themselves, of those that a deployment is configured for,
+or of a quarter of those that clients may scale it to: so these fit as well."""
 
 MOST_BYTES = 16 << 30
 """Of each worker, where its block pool is measured later."""
@@ -27,8 +27,8 @@ class NodeRoom:
     gpus: float = 0.0
 
     def engines(self, config: EngineConfig, ranks: int) -> int:
-        """Most engines with so many ranks that it may have, of those that the deployment is configured for."""
-        most = max(config.first_replicas, config.max_replicas)
+        """Most engines with so many ranks that it is to have room for."""
+        most = max(config.first_replicas, config.max_replicas, config.most_replicas // 4)
         if config.on_gpu:
             most = min(most, int(self.gpus / ranks))
         if config.engine_cpus:
@@ -37,8 +37,8 @@ class NodeRoom:
 
 
 def resolve_host_cache(config: EngineConfig, nodes: Iterable[NodeRoom]) -> EngineConfig:
-    """``host_cache`` auto as what it stands for on these nodes: where there are several engines, as much as the block
-    pool, and no more than the node with the least room has for it; 0 otherwise.
+    """``host_cache`` auto as what it stands for on these nodes: where there may be several engines, as much as the
+    block pool, and no more than the node with the least room has for it; 0 otherwise.
 
     All engines get the same, also on nodes that come later. The device must have been resolved.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from headwise.errors import first_line
+from headwise.kernels.block_copy import RunCopy, Runs
 from headwise.kernels.select import make_run_copy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
@@ -15,12 +17,12 @@ from headwise.runtime.config.peer_blocks import exchange_with, identity_of_block
 from headwise.transfer.base import Stream
 from headwise.transfer.connectors.base import DeviceExport, Export
 from headwise.transfer.connectors.select import Memories, PeerAccess, open_exports, open_readers
-from headwise.transfer.peer_reads import PeerBlocks, PeerReads
+from headwise.transfer.peer_reads import MAX_OWNERS, PeerBlocks, PeerReads
 
 log = logging.getLogger(__name__)
 
 COPY_THREADS = 1
-"""Threads that copy what comes: the forward pass wants the cores."""
+"""Threads that copy what comes, of all owners together: the forward pass wants the cores."""
 
 
 class PeerParts:
@@ -49,10 +51,10 @@ class PeerParts:
         )
         self.exports: list[Export] = open_exports(transports, access, memories, blocks.identity, copy)
         self.reads = PeerReads(
-            open_readers(transports, access, copy, memories.sharing),
+            open_readers(transports, access, _one_at_a_time(copy), memories.sharing),
             blocks,
             memories.host.array,
-            stream=background("headwise-peer"),
+            streams=[background(f"headwise-peer-{at}") for at in range(MAX_OWNERS)],
             timeout_s=config.load_timeout_s,
         )
 
@@ -69,6 +71,17 @@ class PeerParts:
             with _and_the_others_go_on(export):
                 export.close()
         self.reads.close(timeout_s)
+
+
+def _one_at_a_time(copy: RunCopy) -> RunCopy:
+    """Owners are waited for at the same time; what comes of them is copied in turn."""
+    lock = threading.Lock()
+
+    def copy_in_turn(source: Any, target: Any, runs: Runs) -> None:
+        with lock:
+            copy(source, target, runs)
+
+    return copy_in_turn
 
 
 @contextmanager

@@ -108,7 +108,8 @@ class DeviceExport(Export, Protocol):
 
 
 class Reader(Protocol):
-    """The receiver's side of one transport, for any number of owners. Used by one thread, that of a stream."""
+    """The receiver's side of one transport, for any number of owners. Several threads use it at a time, each for
+    another owner."""
 
     def reaches(self, address: ExportAddress) -> bool:
         """Whether this transport leads there: it may still turn out that nobody is there."""

@@ -28,9 +28,9 @@ class Endings:
         with self._lock:
             self._unwatch(key)
             self._watched[key] = fd
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="headwise-peer-ends", daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="headwise-peer-ends", daemon=True)
+                self._thread.start()
         os.write(self._wake_write, b"+")
 
     def forget(self, key: bytes) -> None:

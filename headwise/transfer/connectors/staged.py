@@ -4,11 +4,13 @@
 
 Why not straight to the arena: neither library takes back a transfer that it has begun. After a timeout the bytes still
 come, once an owner that stood still goes on, and by then the arena has other blocks there. So a piece of staging memory
-is used again only when its transfer has ended. One part of a read is copied while the next one is on its way.
+is used again only when its transfer has ended. One part of a read is copied while the next one is on its way. Reads of
+several owners take turns with the library, and wait at the same time.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from headwise.transfer.connectors.parts import parts_of
 
 STAGING_BYTES = 8 << 20
 """Most bytes of one transfer."""
-MAX_STAGINGS = 8
+MAX_STAGINGS = 16
 """Pieces of staging memory that a reader has, with those whose transfers are late."""
 UNDER_WAY = 2
 """Transfers of one read at a time."""
@@ -40,7 +42,7 @@ class Transfer(Protocol):
 
 
 class Library(Protocol):
-    """What a library does for a reader. Called by one thread, and never waits for an owner.
+    """What a library does for a reader. Called by one thread at a time, and never waits for an owner.
 
     max_runs:       of one transfer
     ends_on_errors: a transfer that failed writes no more. If not, only `close` ends it
@@ -95,7 +97,8 @@ class StagedReader:
         self._library = make()
         self._free: list[NDArray[np.uint8]] = []
         self._late: list[_Piece] = []
-        self._num_stagings = 0
+        self._num_stagings = self._num_reads = 0
+        self._lock = threading.Lock()  # of all that the library is asked, and of the stagings
 
     def reaches(self, address: ExportAddress) -> bool:
         """See `Reader.reaches`."""
@@ -105,21 +108,27 @@ class StagedReader:
         """See `Reader.read`."""
         check_runs(runs, address.arena_bytes, arena.size)
         deadline = self._clock() + timeout_s
-        self._take_back()
+        with self._lock:
+            self._take_back()
+            self._num_reads += 1
         asked = parts_of(runs[runs[:, 2] > 0], STAGING_BYTES, self._library.max_runs)
         under_way: deque[_Piece] = deque()
         try:
             while True:
                 while len(under_way) < UNDER_WAY and (part := next(asked, None)) is not None:
-                    under_way.append(self._start(address, part))
+                    with self._lock:
+                        under_way.append(self._start(address, part))
                 if not under_way:
                     return
                 piece = under_way[0]
                 self._wait(piece.transfer, deadline)
                 self._copy(piece.staging, arena, piece.runs)
-                self._free.append(under_way.popleft().staging)
+                with self._lock:
+                    self._free.append(under_way.popleft().staging)
         finally:
-            self._late += under_way
+            with self._lock:
+                self._late += under_way
+                self._num_reads -= 1
 
     def _start(self, address: ExportAddress, part: Runs) -> _Piece:
         staging = self._staging()
@@ -146,11 +155,15 @@ class StagedReader:
 
     def _wait(self, transfer: Transfer, deadline: float) -> None:
         spins = 0
-        while not transfer.is_done():
+        while not self._is_done(transfer):
             if self._clock() >= deadline:
                 raise PeerLostError("it did not answer in time")
             spins += 1
             self._sleep(0 if spins < _SPINS else _SLEEP_S)
+
+    def _is_done(self, transfer: Transfer) -> bool:
+        with self._lock:
+            return transfer.is_done()
 
     def _take_back(self) -> None:
         """Free what late transfers have let go of."""
@@ -165,7 +178,8 @@ class StagedReader:
                     continue
             self._late.remove(piece)
             self._free.append(piece.staging)
-        if failed and len(failed) == len(self._late) and self._num_stagings - len(failed) < UNDER_WAY:
+        has_failed = failed and len(failed) == len(self._late) and not self._num_reads
+        if has_failed and self._num_stagings - len(failed) < UNDER_WAY:
             self._start_anew()
 
     def _start_anew(self) -> None:
@@ -176,8 +190,10 @@ class StagedReader:
 
     def forget(self, address: ExportAddress) -> None:
         """See `Reader.forget`."""
-        self._library.forget(address)
+        with self._lock:
+            self._library.forget(address)
 
     def close(self) -> None:
-        self._library.close()
-        self._late, self._free = [], []
+        with self._lock:
+            self._library.close()
+            self._late, self._free = [], []

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import itertools
 import logging
 import math
 import re
@@ -178,8 +179,9 @@ class TcpReader:
     ) -> None:
         self._copy, self._keys, self._clock = copy, keys, clock
         self._context = open_context()
-        self._connections: dict[bytes, _Connection] = {}  # by location
-        self._number = 0
+        self._lock = threading.Lock()
+        self._connections: dict[bytes, _Connection] = {}  # by location; while one is read from, its thread has it
+        self._numbers = itertools.count(1)
 
     def reaches(self, address: ExportAddress) -> bool:
         """See `Reader.reaches`."""
@@ -190,22 +192,30 @@ class TcpReader:
         check_runs(runs, address.arena_bytes, arena.size)
         deadline = self._clock() + timeout_s
         connection = self._connections.pop(address.location, None) or _Connection(self._context, address, self._keys)
-        self._connections[address.location] = connection
-        while len(self._connections) > MAX_OWNERS:  # those that are gone are among the least recently used
-            self._connections.pop(next(iter(self._connections))).close()
         try:
             self._read(connection, questions(runs), arena, deadline)
-        except PeerLostError:
-            self.forget(address)  # what is still to come goes nowhere
+        except BaseException:
+            connection.close()  # what is still to come goes nowhere
             raise
+        self._keep(address.location, connection)
+
+    def _keep(self, location: bytes, connection: _Connection) -> None:
+        with self._lock:
+            unused = [self._connections.pop(location, None)]
+            self._connections[location] = connection
+            while len(self._connections) > MAX_OWNERS:  # those that are gone are among the least recently used
+                unused.append(self._connections.pop(next(iter(self._connections)), None))
+        for each in unused:
+            if each is not None:
+                each.close()
 
     def _read(self, connection: _Connection, asked: Iterator[Runs], arena: NDArray[np.uint8], deadline: float) -> None:
         open_: deque[tuple[int, Runs]] = deque()
         while True:
             while len(open_) < WINDOW and (runs := next(asked, None)) is not None:
-                self._number += 1
-                connection.ask(self._number, runs)
-                open_.append((self._number, runs))
+                number = next(self._numbers)
+                connection.ask(number, runs)
+                open_.append((number, runs))
             if not open_:
                 return
             number, runs = open_.popleft()

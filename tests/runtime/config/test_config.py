@@ -152,7 +152,10 @@ def test_engines_fetch_from_each_other_unless_something_is_missing(values: dict[
 @pytest.mark.parametrize(
     ("values", "host_cache"),
     [
-        ({}, "0"),
+        ({}, "512MiB"),  # others may come
+        ({"kv_cache": "64GiB"}, "1024MiB"),  # a sixteenth of 16 GiB
+        ({"max_replicas": 1}, "0"),
+        ({"replicas": 0, "min_replicas": 0}, "512MiB"),
         ({"replicas": 2}, "512MiB"),
         ({"max_replicas": 3}, "512MiB"),
         ({"min_replicas": 2}, "512MiB"),

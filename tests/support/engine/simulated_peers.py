@@ -30,7 +30,7 @@ from headwise.runtime.protocol.copies import CopyReport, MergedReports, PeerFetc
 from headwise.runtime.protocol.messages import Taken
 from headwise.runtime.protocol.request import GenerationResult
 from headwise.transfer.connectors.base import ExportAddress
-from headwise.transfer.peer_reads import runs_of
+from headwise.transfer.peer_reads import MAX_OWNERS, runs_of
 
 TICK_S = 0.05
 TIMEOUT_S = 3.0
@@ -40,9 +40,9 @@ TIMEOUT_S = 3.0
 class WireFaults:
     """lose, double: shares of the messages; delay: most ticks that one takes; lose_bytes, hang: shares of the copies
     that fail, and that take `HANG_TICKS` ticks; delay_bytes: most ticks that a copy takes; lose_devices: whether
-    what is on devices cannot be read; in_order: whether a copy of a block takes just so many ticks, and begins when the
-    one before it is over; mute: an engine whose memory does not answer: a copy from there is given up after
-    `TIMEOUT_S`, and those behind it at once"""
+    what is on devices cannot be read; in_order: whether a copy of a block takes just so many ticks, and begins when
+    the one before it from there is over, and fewer than `MAX_OWNERS` others are being read; mute: engines, a letter
+    each, whose memory does not answer: a copy from there is given up after `TIMEOUT_S`, and those behind it at once"""
 
     lose: float = 0.0
     double: float = 0.0
@@ -82,7 +82,7 @@ class ReadingExecutor:
         self._merged = MergedReports(len(self.ranks))
         self._queue: deque[BatchRequest] = deque()
         self._reads: list[tuple[int, int, PeerFetch]] = []  # when it is over, our rank, one block of ours
-        self._read_until = 0
+        self._read_until: list[dict[str, int]] = [{} for _ in self.ranks]  # of each of our ranks, by engine
         self.hangs_until = 0
         for addresses, rank in zip(self.exports, self.ranks, strict=True):
             arenas = partial(host_arena, rank), partial(device_arena, rank)
@@ -119,7 +119,7 @@ class ReadingExecutor:
         for fetch in swap_in.from_peers:
             for ours in dict.fromkeys(fetch.blocks[:, 3].tolist()):
                 block = replace(fetch, blocks=fetch.blocks[fetch.blocks[:, 3] == ours])
-                self._reads += [(self._ends_at(fetch), rank, block) for rank in range(len(self.ranks))]
+                self._reads += [(self._ends_at(fetch, rank), rank, block) for rank in range(len(self.ranks))]
         batch = replace(batch, cache_swap_metadata=replace(swap_in, from_peers=()))
         answers = []
         for rank in self.ranks:
@@ -131,21 +131,24 @@ class ReadingExecutor:
         reports = [self._with_reads(answer.copies, rank) for rank, answer in enumerate(answers)]
         return replace(answers[0], copies=self._merged.merge(reports))
 
-    def _ends_at(self, fetch: PeerFetch) -> int:
+    def _ends_at(self, fetch: PeerFetch, rank: int) -> int:
         """When a copy that is begun now, or once those before it are over, is over itself."""
         faults, ticks = self._network.faults, self._network.ticks
         if not faults.in_order:
             return self._network.ends_at()
-        begins = max(self._read_until, ticks)
+        owner, read_until = engine_of(fetch), self._read_until[rank]
+        busy = sorted(until for name, until in read_until.items() if name != owner and until > ticks)
+        begins = max(read_until.get(owner, 0), ticks)
+        if begins == ticks and len(busy) >= MAX_OWNERS:
+            begins = busy[-MAX_OWNERS]
         if not self._is_mute(fetch):
-            self._read_until = begins + faults.in_order
-        elif not any(self._is_mute(other) for _, _, other in self._reads):
-            self._read_until = begins + round(TIMEOUT_S / TICK_S)
-        return self._read_until
+            read_until[owner] = begins + faults.in_order
+        elif not any(engine_of(other) == owner for _, of, other in self._reads if of == rank):
+            read_until[owner] = begins + round(TIMEOUT_S / TICK_S)
+        return read_until[owner]
 
     def _is_mute(self, fetch: PeerFetch) -> bool:
-        name = self._network.faults.mute
-        return bool(name) and ExportAddress.decode(fetch.exports[0][0]).location.startswith(f"{name}/".encode())
+        return engine_of(fetch) in self._network.faults.mute
 
     def _with_reads(self, report: CopyReport, rank: int) -> CopyReport:
         """A rank's report, with the reads of it that are over by now."""
@@ -177,6 +180,10 @@ class ReadingExecutor:
             for first, to, count in runs.tolist():
                 arena[to : to + count] = source[first : first + count]
         return True
+
+
+def engine_of(fetch: PeerFetch) -> str:
+    return ExportAddress.decode(fetch.exports[0][0]).location.decode().split("/")[0]
 
 
 def host_arena(rank: SimulatedExecutor) -> np.ndarray:

@@ -277,6 +277,31 @@ def test_over_a_network_an_owner_that_stands_still_is_late_and_its_late_answers_
     owner.kill()
 
 
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_an_owner_that_stands_still_holds_up_no_read_of_another_one(name, monkeypatch) -> None:
+    """By the same reader, on two threads."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    still, living = (PeerOwner(NUM_BYTES, [installed(name)], seed=seed) for seed in (1, 2))
+    reader, arenas = make_reader(name), np.zeros((2, NUM_BYTES), np.uint8)
+    everything = runs((0, 0, NUM_BYTES))
+    for owner in (still, living):
+        reader.read(owner.addresses[name], runs((0, 0, 9)), arenas[0], PATIENCE_S)
+    still.stop()
+    late = threading.Thread(target=reader.read, args=(still.addresses[name], everything, arenas[0], PATIENCE_S))
+    late.start()
+    for _ in range(5):
+        arenas[1] = 0
+        reader.read(living.addresses[name], everything, arenas[1], PATIENCE_S)
+        assert (arenas[1] == living.content).all()
+    assert late.is_alive() or name in ("shared_memory", "cuda_ipc"), "a node's memory is read without its owner"
+    still.go_on()
+    late.join()
+    assert (arenas[0] == still.content).all()
+    reader.close()
+    still.kill()
+    living.kill()
+
+
 # ---- devices of other nodes ----
 
 

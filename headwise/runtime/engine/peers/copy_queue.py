@@ -2,45 +2,68 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterable
 
 from headwise.cache_controller.arrivals import Arrival
 from headwise.runtime.engine.peers.load import Load
+from headwise.transfer.peer_reads import MAX_OWNERS
+
+Owner = tuple[str, int]
+"""An engine, and the epoch of its cache."""
 
 
 class CopyQueue:
-    """Knows whose turn it is: workers read owners one after the other (`PeerReads`), and one that hangs holds up those
-    behind it for a timeout. The time of a load counts from when its turn comes."""
+    """Knows whose turn it is: workers read a few owners at a time, and of each what was ordered first (`PeerReads`).
+    One that hangs holds up for a timeout what else it was to send; as many as are read at a time hold up all others.
+    The time of a load counts from when its turn comes."""
 
     def __init__(self) -> None:
-        self._load_of: dict[Arrival, Load] = {}  # not over yet, in that order
-        self._first: Load | None = None
+        self._load_of: dict[Owner, dict[Arrival, tuple[int, Load]]] = {}  # not over yet, in that order, numbered
+        self._numbers = itertools.count()
+        self._current: list[Load] = []
         self._have_moved: dict[Load, None] = {}
 
     def add(self, load: Load, arrivals: Iterable[Arrival]) -> None:
         """These were ordered."""
-        self._load_of.update(dict.fromkeys(arrivals, load))
+        of_owner = self._load_of.setdefault(_owner_of(load), {})
+        of_owner.update((arrival, (next(self._numbers), load)) for arrival in arrivals)
 
-    def reported(self, loads: Iterable[Load], arrivals: Iterable[Arrival]) -> None:
-        """These copies, of those loads, are over."""
+    def reported(self, load: Load, arrivals: Iterable[Arrival]) -> None:
+        """These copies of a load are over."""
+        owner = _owner_of(load)
         for arrival in arrivals:
-            del self._load_of[arrival]
-        self._have_moved.update(dict.fromkeys(loads))
+            del self._load_of[owner][arrival]
+        if not self._load_of[owner]:
+            del self._load_of[owner]
+        self._have_moved[load] = None
 
     def is_behind(self, load: Load) -> bool:
         """Whether copies of a load were ordered, and others' come first."""
-        return bool(load.ordered) and load is not self._first
+        return bool(load.ordered) and load not in self._current
 
     def advance(self, now: float) -> None:
-        """Note which loads have got on: by copies of their own, or of others before them."""
-        first = next(iter(self._load_of.values()), None)
+        """Note which loads have got on: by copies of their own, or of others while their turn has not come."""
+        firsts = heapq.nsmallest(MAX_OWNERS, (next(iter(of.values())) for of in self._load_of.values()), key=_number)
+        current = [load for _, load in firsts]
         for load in self._have_moved:
             load.moved = now
         if self._have_moved:
-            for load in self._load_of.values():
-                if load is not first:
-                    load.moved = now
-        if first is not None and first is not self._first:
-            first.moved = now
-        self._first = first
+            for of_owner in self._load_of.values():
+                for _, load in of_owner.values():
+                    if load not in current:
+                        load.moved = now
+        for load in current:
+            if load not in self._current:
+                load.moved = now
+        self._current = current
         self._have_moved.clear()
+
+
+def _owner_of(load: Load) -> Owner:
+    return load.engine, load.epoch
+
+
+def _number(of: tuple[int, Load]) -> int:
+    return of[0]

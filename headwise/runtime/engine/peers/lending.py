@@ -111,14 +111,16 @@ class Lending:
     def renew(self, reader: bytes, name: bytes, epoch: int, heard: int, now: float) -> None:
         """A reader is there still: tell it what it has not heard of, or that there is no such lease.
 
-        Of what is yet to be computed an engine that stands still says nothing: after ``timeout_s`` its reader computes.
+        Without news an owner answers only while it computes what the lease is to have, and does not stand still: after
+        ``timeout_s`` of silence the reader of a prompt computes.
         """
         lease = self._leases.find(name, now + self._timeout_s)
         if lease is None:
             self._peers.answer(reader, LeaseEnded(name, epoch, NO_GRANT, held=False))
             return
         self._readers[name] = reader, epoch
-        if not (lease.is_growing and self._stands_still(now)):
+        is_news = lease.is_all or len(lease.blocks) > heard
+        if is_news or (lease.is_growing and not self._stands_still(now)):
             self._tell(lease, heard)
 
     def computed(self, name: bytes) -> None:

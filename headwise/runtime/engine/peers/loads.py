@@ -365,8 +365,11 @@ class PeerLoads:
 
     def reported(self, came: Items[Arrival], missed: Items[Arrival]) -> None:
         """All workers have copied what ``came``, and one at least could not copy what it ``missed``."""
-        loads = {self._load_of[arrival]: None for arrival in (*came, *missed)}
-        self._queue.reported(loads, (*came, *missed))
+        loads: dict[Load, list[Arrival]] = {}
+        for arrival in (*came, *missed):
+            loads.setdefault(self._load_of[arrival], []).append(arrival)
+        for load, arrivals in loads.items():
+            self._queue.reported(load, arrivals)
         for arrival in came:
             load = self._load_of[arrival]
             (load.failed if arrival in load.late else load.copied).append(arrival)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,10 +11,12 @@ from support.engine.simulated_peers import HANG_TICKS, TICK_S, TIMEOUT_S, Networ
 from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
+from headwise.runtime.engine.core import OVERDUE_SHARE
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.messages import AskLease, Leased
 from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
+from headwise.transfer.peer_reads import MAX_OWNERS
 
 PROMPT = list(range(1, 30))
 POLICIES = [(FULL,), (FULL, HeadPolicy(window=5, sink=2)), (FULL, STATE)]
@@ -21,7 +24,7 @@ RANKS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1)]
 """Of the engine that is asked, and of the one that asks."""
 
 
-def network_of(names: str, policies, ranks, grouping: str = "auto", **options) -> Network:
+def network_of(names: Sequence[str], policies, ranks, grouping: str = "auto", **options) -> Network:
     """Engines with as many heads of each policy as all numbers of ranks need."""
     heads = [policy for policy in policies for _ in range(math.lcm(*ranks))]
     return Network(names, heads, ranks=ranks, grouping=grouping, **options)
@@ -315,6 +318,18 @@ def test_an_engine_whose_workers_hang_holds_nobody_up_whose_prompt_it_computes(p
     assert network.nodes["p"].core.stats()["requests"]["aborted"] == 1
 
 
+@pytest.mark.parametrize("when", range(2, 10))
+def test_an_engine_whose_workers_hang_when_a_prompt_is_computed_and_not_stored_holds_nobody_up(when: int) -> None:
+    network = Network("pd", (FULL,), write_policy="write_back")
+    network.nodes["d"].core.add(to_prefill(network, "r", PROMPT, 5, "p"))
+    for _ in range(when):
+        network.turn()
+    begun = network.clock()
+    network.nodes["p"].executor.hangs_until = network.ticks + 100_000
+    assert finish(network, "d", "r") == continuation(PROMPT, 5)
+    assert network.clock() - begun < TIMEOUT_S + 1.5
+
+
 def test_a_prompt_is_waited_for_whose_engine_takes_longer_than_the_timeout_for_a_step_as_it_mostly_does() -> None:
     network = Network("pd", (FULL,))
     prompt, computes = [1 + i % 50 for i in range(58)], network.nodes["p"]
@@ -406,22 +421,50 @@ def test_parts_wait_no_longer_together_than_one_load_may(prefills: bool) -> None
     assert peers(network, "b")["asked"] >= 2
 
 
-def test_an_owner_that_hangs_costs_nobody_what_comes_from_others() -> None:
-    network = Network("abc", (FULL,), faults=WireFaults(in_order=1))
-    other = [2 + i for i in range(29)]
-    serve(network, "a", request("first", PROMPT, 3))
-    serve(network, "c", request("other", other, 3))
+@pytest.mark.parametrize("hanging", ["a", "abcd"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_owners_that_hang_cost_nobody_what_comes_from_others(hanging: str, ranks: int) -> None:
+    """As many as are read at a time cost others a timeout, and fewer cost them nothing."""
+    names = [*hanging, "comes", "reads"]
+    options = {"faults": WireFaults(in_order=1), "num_blocks": 200, "host_blocks": 400}
+    network = network_of(names, (FULL,), (*[4 - ranks] * (len(names) - 1), ranks), **options)
+    prompts = {name: [at + i for i in range(1, 30)] for at, name in enumerate(names[:-1])}
+    for name, prompt in prompts.items():
+        serve(network, name, request(name, prompt, 3))
     settle(network)
-    network.faults.mute = "a"
-    network.nodes["b"].core.add(hinted(network, "hangs", PROMPT, 5, "a"))
-    for _ in range(4):
+    network.faults.mute = hanging
+    for name in hanging:
+        network.nodes["reads"].core.add(hinted(network, f"hangs {name}", prompts[name], 5, name))
+    for _ in range(8):
         network.turn()
+    assert peers(network, "reads")["answered"] == len(hanging)
     begun = network.clock()
-    assert serve(network, "b", hinted(network, "comes", other, 5, "c")) == continuation(other, 5)
-    assert network.nodes["b"].results["comes"].usage.cached_tokens == 28
-    assert network.clock() - begun < TIMEOUT_S + 2
-    assert finish(network, "b", "hangs") == continuation(PROMPT, 5)
+    asked = hinted(network, "comes", prompts["comes"], 5, "comes")
+    assert serve(network, "reads", asked) == continuation(prompts["comes"], 5)
+    took, result = network.clock() - begun, network.nodes["reads"].results["comes"]
+    assert result.usage.cached_tokens == 28
+    assert took < TIMEOUT_S / 2 if len(hanging) < MAX_OWNERS else TIMEOUT_S / 2 < took < TIMEOUT_S + 2
+    for name in hanging:
+        assert finish(network, "reads", f"hangs {name}") == continuation(prompts[name], 5)
     settle(network)
+
+
+def test_engines_that_compute_prompts_and_hang_hold_up_no_prompt_that_another_one_computes() -> None:
+    took = []
+    for mute in ("", "a"):
+        network = network_of("apd", (FULL,), (1, 1, 1), faults=WireFaults(in_order=1, mute=mute), host_blocks=400)
+        hung, prompt = [1 + i % 50 for i in range(58)], [2 + i % 50 for i in range(58)]
+        network.nodes["d"].core.add(to_prefill(network, "hangs", hung, 5, "a"))
+        for _ in range(12):
+            network.turn()
+        assert peers(network, "d")["leased_blocks"]
+        begun = network.clock()
+        assert serve(network, "d", to_prefill(network, "comes", prompt, 5, "p")) == continuation(prompt, 5)
+        assert network.nodes["d"].results["comes"].usage.cached_tokens == 56
+        took.append(network.clock() - begun)
+        assert finish(network, "d", "hangs") == continuation(hung, 5)
+        settle(network)
+    assert took[1] <= took[0]
 
 
 # ---- more than may be on its way at once ----
@@ -521,10 +564,14 @@ class Asked:
     expected: list[int]
 
 
+MOST_DELAY = 6
+"""Ticks that a message takes."""
+
+
 @pytest.mark.parametrize("seed", [*range(6), *[pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 300)]])
 def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int) -> None:
     policies = POLICIES[seed % 3]
-    faults = WireFaults(lose=0.1, double=0.2, delay=6, delay_bytes=8, lose_bytes=0.05, hang=0.03)
+    faults = WireFaults(lose=0.1, double=0.2, delay=MOST_DELAY, delay_bytes=8, lose_bytes=0.05, hang=0.03)
     ranks = [(1, 1, 1), (1, 2, 1), (2, 1, 2), (4, 2, 1), (1, 3, 3), (3, 1, 1)][seed % 6]
     grouping = "per_head_index" if seed % 8 > 5 else "auto"
     sizes = {"checkpoint_tokens": 8, "num_blocks": 36, "host_blocks": 48}
@@ -568,27 +615,31 @@ def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int) -> None:
 
 class Patience:
     """Who waits for another engine sees it get on: blocks are told of, or copied, or steps end of an engine that
-    computes them. Nobody waits longer than the timeout without that; than two, behind copies for others."""
+    computes them. Nobody waits longer than the timeout without that; than two, while copies for others come first. Of
+    an engine that hangs while it computes it takes a moment to be known."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._seen: dict[str, tuple[object, float]] = {}  # by request: the state of what it waits for, and since when
 
     def check(self) -> None:
-        now, seen = self._network.clock(), {}
+        now, seen, patience = self._network.clock(), {}, {}
         for name, node in self._network.nodes.items():
-            counts = peers(self._network, name)
+            counts, loads = peers(self._network, name), node.core._peer_loads
             copied = counts["fetched_blocks"], counts["missed_blocks"]
-            for waiting in node.core._peer_loads._waiting.values():
-                owner = self._network.nodes[waiting.hint.engine].core
-                steps = owner.stats()["steps"] if waiting.hint.prefills else 0
-                heard = tuple((load.heard, len(load.copied), load.is_cut) for load in waiting.loads)
-                state = waiting.asked, waiting.fetch.left, copied, heard, steps
+            for waiting in loads._waiting.values():
+                computing = {load.engine for load in waiting.loads if load.prefills}
+                steps = tuple(self._network.nodes[engine].core.stats()["steps"] for engine in computing)
+                heard = tuple((load.name, load.heard, len(load.copied), load.is_cut) for load in waiting.loads)
+                are_behind = tuple(loads._queue.is_behind(load) for load in waiting.loads)
+                state = waiting.asked, waiting.fetch.left, copied, heard, steps, are_behind
                 before, since = self._seen.get(waiting.sequence.id, (None, 0.0))
                 seen[waiting.sequence.id] = state, since if state == before else now
+                until_known = OVERDUE_SHARE * TIMEOUT_S + MOST_DELAY * TICK_S if computing else 0.0
+                patience[waiting.sequence.id] = TIMEOUT_S * (1 + any(are_behind)) + until_known
         self._seen = seen
         for name, (_, since) in seen.items():
-            assert now - since <= 2 * TIMEOUT_S + 2 * TICK_S, name
+            assert now - since <= patience[name] + 2 * TICK_S, name
 
 
 def arrive(network: Network, live: dict[str, Asked], name: str) -> None:
