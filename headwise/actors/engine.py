@@ -32,7 +32,7 @@ from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
 from headwise.log_lines import LatestLines, show_log_lines
 from headwise.runtime.config.addresses import is_loopback, parse_ports
-from headwise.runtime.config.block_storage import check_agrees, open_lookup
+from headwise.runtime.config.block_storage import SharedBlocks, check_agrees, open_lookup, storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import with_pool
 from headwise.runtime.engine.core import EngineCore
@@ -256,7 +256,7 @@ class Engine:
         restarts = Restarts()
         while not self._stopping.is_set():
             assert self._placement is not None, "started in its placement group"
-            group = WorkerGroup(self._config, self._model_dir, self._placement, self._keys)
+            group = WorkerGroup(self._config, self._model_dir, self._placement, self._keys, self._shared_blocks())
             try:
                 group.wait_ready()
                 self._attach(group)
@@ -269,6 +269,11 @@ class Engine:
                 return
             if self._lost is not None and restarts.ended(time.monotonic()):
                 raise EngineDiedError(f"its workers are lost again and again, the last time: {self._lost}")
+
+    def _shared_blocks(self) -> SharedBlocks:
+        return SharedBlocks(
+            storage_namespace(self._preprocessor.card, 0), "" if self._lookup is None else self._lookup.volume
+        )
 
     def _attach(self, group: WorkerGroup) -> None:
         assert self._server is not None

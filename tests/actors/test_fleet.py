@@ -56,6 +56,7 @@ def test_a_node_that_is_drained_without_a_deadline_is_not_taken_away_at_once(mon
 
 class Site:
     node = address = "a"
+    nodes = frozenset((node,))
 
 
 class Handle:

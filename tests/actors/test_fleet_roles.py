@@ -18,6 +18,7 @@ from headwise.runtime.frontend.scaling import EngineReport, FleetState, Observat
 
 class NowhereSite:
     node = address = ""
+    nodes = frozenset[str]()
 
 
 class Scheduler:
