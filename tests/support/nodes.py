@@ -214,8 +214,8 @@ class Nodes:
             return False
 
     def add(self, **resources: int) -> Node:
-        """A node of one CPU, so many GPUs, as ``GPU``, and these custom resources, once it has joined: two of one machine
-        that start at once would take the same names for their sockets.
+        """A node of one CPU, so many GPUs, as ``GPU``, and these custom resources, once it has joined: two of one
+        machine that start at once would take the same names for their sockets.
         """
         gpus = resources.pop("GPU", 0)
         self._count += 1
