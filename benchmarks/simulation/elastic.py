@@ -28,6 +28,7 @@ from headwise.runtime.protocol.messages import STATUS_INTERVAL_S
 from headwise.storage.index.allowances import allowances
 from headwise.storage.index.hash_runs import split
 from headwise.storage.index.prefix_index import PrefixIndex
+from headwise.storage.index.storable import worth_storing
 
 DECIDE_S = 1.0
 COOL_S = 60.0
@@ -259,9 +260,17 @@ class ElasticCluster:
         block_s, blocks = BLOCK * max(speeds, default=0.0), sum(each.count for each in self._sole(member))
         self._at(max(now, member.drained_at + blocks * block_s), self._hand_over, member)
 
+    def _leaving_beside(self, member: Member) -> list[str]:
+        return [
+            each.name for each in self._members.values() if each.state is ReplicaState.DRAINING and each is not member
+        ]
+
     def _sole(self, member: Member) -> list[Any]:
-        others = [each.name for each in self._members.values() if each.state is ReplicaState.DRAINING]
-        return self.index.sole_blocks([name for name in others if name != member.name])[member.name]
+        return self.index.sole_blocks(self._leaving_beside(member))[member.name]
+
+    def _worth_storing(self, member: Member) -> int:
+        """How many of its blocks, the most asked for first, gain more than what storage evicts for them."""
+        return max(self.storage.room, worth_storing(self.index, member.name, self._leaving_beside(member)))
 
     def _hand_over(self, now: float, member: Member) -> None:
         """What could be written by now is in storage."""
@@ -272,6 +281,7 @@ class ElasticCluster:
         if self._given:
             self._give(member, seconds)
         written = int(seconds / (BLOCK * self.hardware.storage_token_s)) if self._handover else 0
+        written = min(written, self._worth_storing(member))
         self.storage.put(reversed(blocks[:written]), member.name)  # the most asked for stay longest
         self.served.kept.append((min(written, len(blocks)), len(blocks)))
         self._end(now, member)

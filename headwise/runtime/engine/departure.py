@@ -11,6 +11,7 @@ from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.hand_over import told_of
 from headwise.runtime.engine.peers.base import Peers, Takers
 from headwise.runtime.engine.peers.giving import Giving
+from headwise.runtime.engine.peers.staging import Staging
 
 
 class Departure:
@@ -33,7 +34,8 @@ class Departure:
         self._paths = cache.left_paths(hashes)
         self._giving: Giving | None = None
         if peers is not None and takers is not None and takers.evict and cache.host.is_there:
-            self._giving = Giving(self._paths, peers, (takers.engine, takers.epoch), takers.evict, timeout_s)
+            me = takers.engine, takers.epoch
+            self._giving = Giving(self._paths, peers, me, takers.evict, timeout_s, Staging(cache))
         self._is_last = False
 
     @property

@@ -130,10 +130,10 @@ class AttentionStore:
         return self._index.worth(without)
 
     def sole_blocks(self, node: str, without: Collection[str], most: int) -> bytes:
-        """The hashes of at most ``most`` of the node's sole blocks that can be handed over, since it has them in
-        memory, the most asked for first: see `PrefixIndex.sole_blocks`."""
+        """The hashes of at most ``most`` of the node's sole blocks, the most asked for first: see
+        `PrefixIndex.sole_blocks`."""
         held = self._index.sole_blocks(without).get(node, ())
-        return b"".join(blocks.hashes for blocks in held if blocks.in_memory)[: most * HASH_BYTES]
+        return b"".join(blocks.hashes for blocks in held)[: most * HASH_BYTES]
 
     def shares_storage(self, node: str, without: Collection[str]) -> bool:
         """See `PrefixIndex.shares_storage`."""
