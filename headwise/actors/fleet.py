@@ -321,7 +321,8 @@ class Fleet:
         takers = self._takers(role, leaving)
         sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage or takers else b""
         log.info("%s is drained: it ends in %g s at the latest", role, timeout_s)
-        role.handle.drain.remote(timeout_s, sole_blocks, takers, until)
+        worth = self._store.worth_storing(role.name, leaving) if self._config.storage else None
+        role.handle.drain.remote(timeout_s, sole_blocks, takers, until, worth)
 
     def _takers(self, role: Role, leaving: Sequence[str]) -> dict[str, int]:
         """The engines that may take what only this one has cached, and what they may evict for it. Where one of them

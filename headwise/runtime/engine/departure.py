@@ -18,6 +18,7 @@ class Departure:
     """hashes: of the token blocks to hand over, the most valuable first; None: all that is cached
     peers, takers: the other engines; None: nobody takes anything
     timeout_s: a taker that is silent for so long gets nothing more
+    storable: how many of them, the first ones, storage gets; None: all
     """
 
     def __init__(
@@ -27,9 +28,10 @@ class Departure:
         peers: Peers | None,
         takers: Takers | None,
         timeout_s: float,
+        storable: int | None = None,
     ) -> None:
         self._cache = cache
-        self._storing = cache.hand_over(hashes)
+        self._storing = cache.hand_over(hashes, storable)
         self._told = told_of(cache.tree, cache.pool)
         self._paths = cache.left_paths(hashes)
         self._giving: Giving | None = None

@@ -19,6 +19,7 @@ from headwise.storage.index.messages import (
     Snapshot,
 )
 from headwise.storage.index.prefix_index import MAX_BLOCKS, PrefixIndex
+from headwise.storage.index.storable import worth_storing
 
 MAX_AHEAD = 1024
 """Flushes of one node that are kept while an earlier one is missing. A snapshot makes up for the others."""
@@ -138,6 +139,10 @@ class AttentionStore:
     def shares_storage(self, node: str, without: Collection[str]) -> bool:
         """See `PrefixIndex.shares_storage`."""
         return self._index.shares_storage(node, without)
+
+    def worth_storing(self, node: str, without: Collection[str]) -> int:
+        """See `headwise.storage.index.storable`."""
+        return worth_storing(self._index, node, without)
 
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
         """See `headwise.storage.index.allowances`."""

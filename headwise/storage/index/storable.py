@@ -18,17 +18,17 @@ def worth_storing(index: PrefixIndex, node: str, without: Collection[str] = ()) 
     """
     leaving = {node, *without}
     offered = sorted(
-        (-blocks.asked, name != node, blocks.count)
+        (-blocks.asked, name != node, blocks.count, blocks.in_storage)
         for name in leaving
         for blocks in index.sole_blocks(leaving - {name}).get(name, ())
-        if blocks.in_memory
     )
     evicted = index.stored(node, leaving)
     gain = best = 0.0
     own = worth = 0
     lost, left = 0.0, 0
-    for asked, is_others, count in offered:
-        rest = count
+    for asked, is_others, count, is_there in offered:
+        own += count if is_there and not is_others else 0
+        rest = 0 if is_there else count
         while rest:
             if not left:
                 lost, left = next(evicted, (0.0, rest))

@@ -169,7 +169,7 @@ class Giving:
 
     def _take(self, taker: _Taker, answer: Taken, now: float) -> None:
         taker.heard = now
-        if not answer.is_over:
+        if not answer.is_over or taker.offer is None:
             return
         if answer.free == REFUSED:
             self._lose(taker)
