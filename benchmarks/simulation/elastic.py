@@ -2,9 +2,10 @@
 
 An engine serves ``start_s`` after it was ordered, with an empty cache. One that goes gets no new requests, ends those
 it has, and meanwhile writes the blocks that only it has into shared storage, most asked for first, at the storage's
-speed; after ``drain_timeout_s`` what is left of both ends: its requests go on elsewhere, its blocks are lost. It is
-paid for from the order to its end. With ``given`` the other engines take these blocks into their hosts, too: which, and
-who takes which, is the real code's choice (`headwise.cache_controller.legacy`, `headwise.storage.index.allowances`).
+speed, if it is full only as many as gain more than what goes for them (`headwise.storage.index.storable`); after
+``drain_timeout_s`` what is left of both ends: its requests go on elsewhere, its blocks are lost. It is paid for from
+the order to its end. With ``given`` the other engines take these blocks into their hosts, too: which, and who takes
+which, is the real code's choice (`headwise.cache_controller.legacy`, `headwise.storage.index.allowances`).
 
 What it leaves out, besides what `simulation.cluster` does: storage's bandwidth is each engine's own, and blocks that a
 leaving engine computes last are written as if it had had them from the start.

@@ -217,7 +217,9 @@ class Fleet:
         draining = placement.draining_nodes()
         for role in self.engines if draining else ():
             if role.site.nodes & draining.keys() and not role.is_leaving:
-                log.warning("%s has to go: Ray drains its node, or one of its ranks'", role)
+                log.warning(
+                    "%s has to go: Ray drains %s", role, "its node" if len(role.site.nodes) == 1 else "a node of it"
+                )
                 self._controller.drain(role.name, self._epoch[role.name])
 
     def _rebalance(self, observed: Observation, now: float) -> None:

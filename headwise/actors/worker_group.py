@@ -58,12 +58,8 @@ class WorkerGroup:
         """
         self._config, self._placement = config, placement
         self.pids: list[int] = []
-        nodes = nodes_of(placement)
-        if not nodes:
-            raise EngineDiedError(_LOST_NODE)
-        self._spans = len(set(nodes)) > 1
+        self._spans = _are_on_several_nodes(config, placement)
         if self._spans:
-            log.info("ranks are on several nodes: %s", _in_words(nodes[1:]))
             check_reachable_from_others(config.host, node_address())
         self._scratch = ScratchDirectory(tempfile.gettempdir(), SOCKETS_PREFIX)
         steps = (
@@ -147,6 +143,20 @@ class WorkerGroup:
             ray.kill(worker)
         self.executor.close()
         self._scratch.close()
+
+
+def _are_on_several_nodes(config: EngineConfig, placement: PlacementGroup) -> bool:
+    """Whether ranks, or they and their engine, are; says where they are. Raises `EngineDiedError` if they are not there
+    any more."""
+    if config.tp_size == 1 or not config.on_gpu or config.tp_placement == "node":
+        return False
+    nodes = nodes_of(placement)
+    if not nodes:
+        raise EngineDiedError(_LOST_NODE)
+    if len(set(nodes)) == 1:
+        return False
+    log.info("ranks are on several nodes: %s", _in_words(nodes[1:]))
+    return True
 
 
 def _in_words(nodes: Sequence[str]) -> str:
