@@ -72,12 +72,13 @@ class Staging:
         if come >= self._most:
             return False
         stored = self._stored(path)
-        if staged is None and self._staged and stored.any() and self._num_come + stored.size > self._most:
+        if not stored.any() or not self._cache.gain(path, stored):
+            return False
+        if staged is None and self._staged and self._num_come + stored.size > self._most:
             return True  # it would take the place of what came for others
-        fetch = self._cache.fetch(path, stored) if stored.any() else None
-        if fetch is None:  # there is no more of it; or no room, until others have come
-            more = stored.any() and self._cache.gain(path, stored)
-            return bool(more) and any(other.fetch.left for other in self._staged.values())
+        fetch = self._cache.fetch(path, stored)
+        if fetch is None:  # it is not worth that; or there is no room, until others have come
+            return any(other.fetch.left for other in self._staged.values())
         self._staged[path[-1]] = _Staged(fetch, come + fetch.left)
         return True
 
