@@ -151,6 +151,11 @@ class Storage:
         self._capacity = capacity
         self._index = index
 
+    @property
+    def room(self) -> int:
+        """Blocks that evict none."""
+        return self._capacity - len(self.blocks)
+
     def put(self, blocks: Iterable[bytes], writer: str) -> None:
         new = [block for block in blocks if block not in self.blocks] if self._capacity else []
         self.blocks.update(dict.fromkeys(new, writer))

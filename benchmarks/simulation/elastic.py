@@ -2,9 +2,10 @@
 
 An engine serves ``start_s`` after it was ordered, with an empty cache. One that goes gets no new requests, ends those
 it has, and meanwhile writes the blocks that only it has into shared storage, most asked for first, at the storage's
-speed; after ``drain_timeout_s`` what is left of both ends: its requests go on elsewhere, its blocks are lost. It is
-paid for from the order to its end. With ``given`` the other engines take these blocks into their hosts, too: which, and
-who takes which, is the real code's choice (`headwise.cache_controller.legacy`, `headwise.storage.index.allowances`).
+speed, if it is full only as many as gain more than what goes for them (`headwise.storage.index.storable`); after
+``drain_timeout_s`` what is left of both ends: its requests go on elsewhere, its blocks are lost. It is paid for from
+the order to its end. With ``given`` the other engines take these blocks into their hosts, too: which, and who takes
+which, is the real code's choice (`headwise.cache_controller.legacy`, `headwise.storage.index.allowances`).
 
 What it leaves out, besides what `simulation.cluster` does: storage's bandwidth is each engine's own, and blocks that a
 leaving engine computes last are written as if it had had them from the start.
@@ -28,6 +29,7 @@ from headwise.runtime.protocol.messages import STATUS_INTERVAL_S
 from headwise.storage.index.allowances import allowances
 from headwise.storage.index.hash_runs import split
 from headwise.storage.index.prefix_index import PrefixIndex
+from headwise.storage.index.storable import worth_storing
 
 DECIDE_S = 1.0
 COOL_S = 60.0
@@ -259,9 +261,17 @@ class ElasticCluster:
         block_s, blocks = BLOCK * max(speeds, default=0.0), sum(each.count for each in self._sole(member))
         self._at(max(now, member.drained_at + blocks * block_s), self._hand_over, member)
 
+    def _leaving_beside(self, member: Member) -> list[str]:
+        return [
+            each.name for each in self._members.values() if each.state is ReplicaState.DRAINING and each is not member
+        ]
+
     def _sole(self, member: Member) -> list[Any]:
-        others = [each.name for each in self._members.values() if each.state is ReplicaState.DRAINING]
-        return self.index.sole_blocks([name for name in others if name != member.name])[member.name]
+        return self.index.sole_blocks(self._leaving_beside(member))[member.name]
+
+    def _worth_storing(self, member: Member) -> int:
+        """How many of its blocks, the most asked for first, gain more than what storage evicts for them."""
+        return max(self.storage.room, worth_storing(self.index, member.name, self._leaving_beside(member)))
 
     def _hand_over(self, now: float, member: Member) -> None:
         """What could be written by now is in storage."""
@@ -272,6 +282,7 @@ class ElasticCluster:
         if self._given:
             self._give(member, seconds)
         written = int(seconds / (BLOCK * self.hardware.storage_token_s)) if self._handover else 0
+        written = min(written, self._worth_storing(member))
         self.storage.put(reversed(blocks[:written]), member.name)  # the most asked for stay longest
         self.served.kept.append((min(written, len(blocks)), len(blocks)))
         self._end(now, member)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import re
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,6 +18,9 @@ from headwise.runtime.config.addresses import is_loopback
 T = TypeVar("T")
 
 EVERY_INTERFACE = "0.0.0.0"
+
+_SIOCGIFADDR = 0x8915
+"""Of Linux: the address of an interface, netdevice(7)."""
 
 
 def scheduler_host(host: str, node: str) -> str:
@@ -63,6 +68,30 @@ def address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise DeploymentError(f"no way leads from this node to {host}: {error}; choose another --host") from None
+
+
+def check_reachable_from_others(host: str, node: str) -> None:
+    """Raise `DeploymentError` where a deployment's processes on this node, which listen at ``host``, are to be reached
+    from other nodes and are not."""
+    if is_loopback(host):
+        raise DeploymentError(
+            f"the ranks of this engine are on several nodes, and those on others than {node} cannot reach {host}: set "
+            "host to 0.0.0.0, or tp_placement to node"
+        )
+
+
+def interface_of(address: str) -> str:
+    """The name of this machine's network interface that has this IPv4 address; empty: none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
 
 
 def check_reachable(host: str, port: int, patience_s: float) -> None:

@@ -32,7 +32,7 @@ from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
 from headwise.log_lines import LatestLines, show_log_lines
 from headwise.runtime.config.addresses import is_loopback, parse_ports
-from headwise.runtime.config.block_storage import check_agrees, open_lookup
+from headwise.runtime.config.block_storage import SharedBlocks, check_agrees, open_lookup, storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import with_pool
 from headwise.runtime.engine.core import EngineCore
@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 _WATCH_S = 1.0
 _LAST_WORDS_S = 5.0
 """Time for the driver to learn why the process ends, before it ends."""
+_ROOM_S = 1.0
+"""Longest wait for storage to say how much room it has, when the engine is to go."""
 _REACH_S = 10.0
 """How long an engine that is started for the first time tries to reach the scheduler."""
 
@@ -141,12 +143,14 @@ class Engine:
         sole_blocks: bytes | None,
         takers: Mapping[str, int] | None = None,
         until: float = math.inf,
+        worth_storing: int | None = None,
     ) -> None:
         """Begin to leave: see `EngineServer.leave`. The engine ends when it is done, and `ended` returns.
 
         sole_blocks: hashes of what only this engine has cached, as a run, the most valuable first; None: not known
         takers: engines that stay and take some of it, and how many token blocks each may evict for that
         until: when the node is taken away, as `time.time` counts somewhere
+        worth_storing: how many of ``sole_blocks``, the first ones, storage gets even if it is full; None: not known
         """
         self._leaving.set()
         if self._server is None or not self._settled.is_set():
@@ -156,7 +160,9 @@ class Engine:
         if sole_blocks is not None:
             hashes = [sole_blocks[at : at + HASH_BYTES] for at in range(0, len(sole_blocks), HASH_BYTES)]
         timeout_s = at_its_node(timeout_s, until, time.time())
-        self._server.leave(timeout_s, hashes, self._stopping.set, takers)
+        room = None if self._lookup is None or worth_storing is None else self._lookup.room(_ROOM_S)
+        storable = None if room is None or worth_storing is None else max(room, worth_storing)
+        self._server.leave(timeout_s, hashes, self._stopping.set, takers, storable)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -256,7 +262,7 @@ class Engine:
         restarts = Restarts()
         while not self._stopping.is_set():
             assert self._placement is not None, "started in its placement group"
-            group = WorkerGroup(self._config, self._model_dir, self._placement, self._keys)
+            group = WorkerGroup(self._config, self._model_dir, self._placement, self._keys, self._shared_blocks())
             try:
                 group.wait_ready()
                 self._attach(group)
@@ -269,6 +275,11 @@ class Engine:
                 return
             if self._lost is not None and restarts.ended(time.monotonic()):
                 raise EngineDiedError(f"its workers are lost again and again, the last time: {self._lost}")
+
+    def _shared_blocks(self) -> SharedBlocks:
+        return SharedBlocks(
+            storage_namespace(self._preprocessor.card, 0), "" if self._lookup is None else self._lookup.volume
+        )
 
     def _attach(self, group: WorkerGroup) -> None:
         assert self._server is not None

@@ -216,8 +216,10 @@ class Fleet:
         """Engines on nodes that are about to be taken away have to go; others take their places."""
         draining = placement.draining_nodes()
         for role in self.engines if draining else ():
-            if role.site.node in draining and not role.is_leaving:
-                log.warning("%s has to go: Ray drains its node", role)
+            if role.site.nodes & draining.keys() and not role.is_leaving:
+                log.warning(
+                    "%s has to go: Ray drains %s", role, "its node" if len(role.site.nodes) == 1 else "a node of it"
+                )
                 self._controller.drain(role.name, self._epoch[role.name])
 
     def _rebalance(self, observed: Observation, now: float) -> None:
@@ -284,7 +286,7 @@ class Fleet:
 
     def _has_room(self) -> bool:
         """Whether one more engine would find a node now."""
-        has_room = bool(placement.nodes_with_room(self._config))
+        has_room = placement.has_room(self._config)
         if not has_room:
             log.warning("no node has room for one more engine: one is drained before another takes its place")
         return has_room
@@ -312,7 +314,8 @@ class Fleet:
         if role.handle is None or role.life.phase is not Phase.RUNNING:
             self._supervisor.retire(role, "it does not serve, and is not wanted any more")
             return
-        until = placement.draining_nodes().get(role.site.node, math.inf)
+        draining = placement.draining_nodes()
+        until = min((draining.get(node, math.inf) for node in role.site.nodes), default=math.inf)
         timeout_s = drain_time(self._config.drain_timeout_s, until - time.time())
         role.leave_by = now + timeout_s + self._config.engine_timeout_s
         ordered = () if self._decision is None else self._decision.drain
@@ -320,7 +323,8 @@ class Fleet:
         takers = self._takers(role, leaving)
         sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage or takers else b""
         log.info("%s is drained: it ends in %g s at the latest", role, timeout_s)
-        role.handle.drain.remote(timeout_s, sole_blocks, takers, until)
+        worth = self._store.worth_storing(role.name, leaving) if self._config.storage else None
+        role.handle.drain.remote(timeout_s, sole_blocks, takers, until, worth)
 
     def _takers(self, role: Role, leaving: Sequence[str]) -> dict[str, int]:
         """The engines that may take what only this one has cached, and what they may evict for it. Where one of them
@@ -365,5 +369,5 @@ def _in_words(role: Role) -> str:
         return f"serves on node {role.site.address}"
     failed = f" after it failed: {first_line(role.error)}" if role.error else ""
     if role.life.phase is Phase.PLACING:
-        return f"waits for a node with {role.site.needs()}{failed}"
+        return f"waits for {role.site.needs()}{failed}"
     return ("starting" if role.life.phase is Phase.STARTING else "about to be started") + failed

@@ -53,7 +53,7 @@ class FrontMove:
             self._since = None
             return
         self._since = now if self._since is None else self._since
-        stays = any(each.site.node == self._site.node and not each.is_leaving for each in engines)
+        stays = any(self._site.node in each.site.nodes and not each.is_leaving for each in engines)
         if stays and now - self._since < ENGINES_S:
             return
         node, address = self._site.node, self._site.address

@@ -1,4 +1,5 @@
-"""Where an engine's processes run: one placement group per engine, all of it on one node."""
+"""Where an engine's processes run: one placement group per engine, all of it on one node if its ranks may not span
+several."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from headwise.actors.addresses import EVERY_INTERFACE
-from headwise.actors.demand import Demand, in_order
+from headwise.actors.demand import Demand, NodeHas, in_order
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
@@ -40,9 +41,14 @@ def no_room(config: EngineConfig, waited_s: float) -> DeploymentError:
     """The error of a deployment none of whose engines got a place."""
     demand, free = _least(config), _ray.available_resources()
     left = " and ".join(f"{free.get(name, 0.0):.4g} {name}" for name in demand.total)
+    if demand.spans(_nodes()):
+        where, remedy = "on nodes together", ""
+    else:
+        where = "on one node" + (", where its ranks share memory" if demand.ranks > 1 and not demand.on_gpu else "")
+        remedy = ", or let ranks span nodes by tp_placement any" if demand.ranks > 1 and demand.on_gpu else ""
     return DeploymentError(
-        f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {demand} on one "
-        f"node, {left} are free in all (waited {waited_s:g} s); lower replicas or tp_size, or add nodes"
+        f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {demand} {where}, "
+        f"{left} are free in all (waited {waited_s:g} s); lower replicas or tp_size, or add nodes{remedy}"
     )
 
 
@@ -105,7 +111,29 @@ def node_address() -> str:
 
 def nodes_with_room(config: EngineConfig) -> set[str]:
     """Nodes that have room for one more engine, whatever its ranks, and are not about to be taken away."""
-    return _nodes_with_room(Demand.of(config.of_ranks(max(config.tp_sizes))))
+    return _nodes_with_room(_most(config))
+
+
+def has_room(config: EngineConfig) -> bool:
+    """Whether one more engine, whatever its ranks, would find a place now: a node, or nodes where it may span some."""
+    demand = _most(config)
+    if not demand.spans(_nodes()):
+        return bool(_nodes_with_room(demand))
+    leaving = draining_nodes()
+    return demand.fits_together([has for node, has in _free().items() if node not in leaving])
+
+
+def _most(config: EngineConfig) -> Demand:
+    """Of an engine with the most ranks."""
+    return Demand.of(config.of_ranks(max(config.tp_sizes)))
+
+
+def nodes_of(group: PlacementGroup) -> list[str]:
+    """Ray's ids of the nodes that the bundles of a placement group have, in their order; empty: some have none."""
+    table = placement_group_table(group)
+    if table.get("state") != "CREATED":
+        return []
+    return [str(table["bundles_to_node_id"][index]) for index in range(len(group.bundle_specs))]
 
 
 def ranks_of(group: PlacementGroup) -> int:
@@ -119,11 +147,12 @@ def address_of(node: str) -> str:
 
 
 class EngineSite:
-    """Where an engine runs: a placement group. It is replaced by one on another node when its node is dead or bad.
-    While no node has room for it the group is pending, so that Ray's autoscaler adds a node.
+    """Where an engine runs: a placement group. It is replaced by one on another node when its node is dead or bad, or
+    one of its nodes is dead. While no node has room for it the group is pending, so that Ray's autoscaler adds a node.
 
-    node:    Ray's id of the node; while there is none, of the node that was asked for; empty: any
-    address: the node's address
+    node:    Ray's id of the engine's node; while there is none, of the node that was asked for; empty: any
+    nodes:   that node, and those of its ranks
+    address: the engine's node's address
     others:  the nodes of the deployment's other engines
     name:    by which the group is found again if it outlives this process; empty: it does not
     group:   that there is; None: it is yet to be asked for
@@ -139,7 +168,9 @@ class EngineSite:
         self.group = group
         self._name = name
         self.node = self.address = ""
+        self._of_ranks: frozenset[str] = frozenset()
         self._demand, self._placement = Demand.of(config), config.placement
+        self._spans = group is not None and placement_group_table(group).get("strategy") == "PACK"
         self._others = others
         self.is_placed()
 
@@ -147,26 +178,40 @@ class EngineSite:
         """Keep the placement group, or ask Ray for one on the node to try next, if any has room."""
         with_room = in_order(_nodes_with_room(self._demand), self._others(), self._placement)
         target = life.next_node(self.node, _alive_nodes(), with_room)
-        if target and target == self.node and self.group is not None:
+        if target and target == self.node and self.group is not None and self.is_alive():
             return
+        self._ask(target)
+
+    def _ask(self, node: str) -> None:
+        """For a new place, on this node if all of it is to be on one."""
         if self.group is not None:
             release([self.group])
-        self.group, self.node = _request(self._demand, target, self._name), target
+        self._spans = self._demand.spans(_nodes())
+        self.node, self._of_ranks = "" if self._spans else node, frozenset()
+        self.group = _request(self._demand, self.node, self._name, spans=self._spans)
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return self._of_ranks | ({self.node} if self.node else set())
 
     def is_alive(self) -> bool:
-        """Whether the node lives, as far as Ray knows by now."""
-        return self.node in _alive_nodes()
+        """Whether all of its nodes live, as far as Ray knows by now."""
+        return bool(self.nodes) and self.nodes <= _alive_nodes()
 
     def is_placed(self) -> bool:
         """Whether there is room now."""
         if self.group is None:
             return False
-        table = placement_group_table(self.group)
-        if table.get("state") == "REMOVED":
-            self.group = _request(self._demand, "", self._name)
-        if table.get("state") != "CREATED":
+        state = placement_group_table(self.group).get("state")
+        is_lost = state == "REMOVED"
+        if is_lost or (state == "PENDING" and self._spans != self._demand.spans(_nodes())):
+            self.group = None if is_lost else self.group
+            self._ask("")
             return False
-        self.node = str(table["bundles_to_node_id"][0])
+        nodes = nodes_of(self.group)
+        if not nodes:
+            return False
+        self.node, self._of_ranks = nodes[0], frozenset(nodes[1:])
         self.address = address_of(self.node)
         return True
 
@@ -176,7 +221,7 @@ class EngineSite:
         return {**in_bundle(self.group, 0), **_lifetime(bool(self._name))}
 
     def needs(self) -> str:
-        return str(self._demand)
+        return f"nodes that have {self._demand} together" if self._spans else f"a node with {self._demand}"
 
     def release(self) -> None:
         if self.group is not None:
@@ -223,6 +268,10 @@ class FrontendSite:
             self.node, self.address = str(nodes[0]["NodeID"]), str(nodes[0]["NodeManagerAddress"])
         return bool(nodes)
 
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset((self.node,)) if self.node else frozenset()
+
     def is_alive(self) -> bool:
         """Whether the node lives, as far as Ray knows by now."""
         return self.node in _alive_nodes()
@@ -234,7 +283,7 @@ class FrontendSite:
         return {**on_node(self.node), **_lifetime(self._is_detached)}
 
     def needs(self) -> str:
-        return f"the address {self.address}"
+        return f"the node with the address {self.address}"
 
     def release(self) -> None:
         pass
@@ -249,13 +298,16 @@ def _has_address(node: dict[str, Any], address: str) -> bool:
     return bool(node["NodeManagerAddress"] == address)
 
 
-def _request(demand: Demand, node: str, name: str) -> PlacementGroup:
-    """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is."""
+def _request(demand: Demand, node: str, name: str, *, spans: bool = False) -> PlacementGroup:
+    """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is.
+
+    spans: on as few nodes as have room, whichever they are
+    """
     bundles = demand.bundles()
     group: PlacementGroup = placement_group(
         bundles,
         name=name,
-        strategy="STRICT_PACK",
+        strategy="PACK" if spans else "STRICT_PACK",
         _soft_target_node_id=node or None,
         bundle_label_selector=[dict(demand.labels)] * len(bundles),
         **_lifetime(bool(name)),
@@ -274,8 +326,18 @@ def draining_nodes() -> dict[str, float]:
     return {node: deadline_ms / 1e3 or math.inf for node, deadline_ms in state.get_draining_nodes().items()}
 
 
-def _nodes_with_room(demand: Demand) -> set[str]:
+def _nodes() -> list[NodeHas]:
+    """The cluster's nodes, by what they have in all."""
+    return [NodeHas(node.get("Resources", {}), node.get("Labels", {})) for node in ray.nodes() if node["Alive"]]
+
+
+def _free() -> dict[str, NodeHas]:
+    """The cluster's nodes, by what they have left."""
     free = available_resources_per_node()
     labels = {node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]}
-    have_room = {node for node, has in free.items() if node in labels and demand.fits(has, labels[node])}
+    return {node: NodeHas(has, labels[node]) for node, has in free.items() if node in labels}
+
+
+def _nodes_with_room(demand: Demand) -> set[str]:
+    have_room = {node for node, has in _free().items() if demand.fits(has.amounts, has.labels)}
     return have_room - set(draining_nodes())

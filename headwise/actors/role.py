@@ -24,6 +24,10 @@ class Site(Protocol):
     node: str
     address: str
 
+    @property
+    def nodes(self) -> frozenset[str]:
+        """All that it takes something of."""
+
     def choose(self, life: Life) -> None: ...
     def is_alive(self) -> bool: ...
     def is_placed(self) -> bool: ...

@@ -64,6 +64,10 @@ class AttentionStore:
         """See `PrefixIndex.shares_storage`."""
         return self._server.shares_storage(node, without)
 
+    def worth_storing(self, node: str, without: Collection[str]) -> int:
+        """See `headwise.storage.index.storable`."""
+        return self._server.worth_storing(node, without)
+
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
         """See `headwise.storage.index.allowances`."""
         return self._server.allowances(node, takers, without)

@@ -42,6 +42,11 @@ class StoreWorth:
         shared: bool | None = self._ask("shares_storage", node, list(without))
         return shared is not False
 
+    def worth_storing(self, node: str, without: Collection[str]) -> int | None:
+        """How many of the node's sole blocks, the first ones, even full storage should get; None: not known."""
+        count: int | None = self._ask("worth_storing", node, list(without))
+        return count
+
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> Mapping[str, int]:
         """By engine that stays, how many token blocks it may evict for those of the leaving node; where nothing is
         known, none."""

@@ -195,4 +195,4 @@ class Supervisor:
                 life.created(now)
         elif life.has_waited_for(_TELL_S, now) and not role.is_told:
             role.is_told = True
-            log.warning("%s waits for a node with room: it needs %s on one node", role.name, role.site.needs())
+            log.warning("%s waits for room: it needs %s", role.name, role.site.needs())

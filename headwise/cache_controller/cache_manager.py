@@ -459,9 +459,9 @@ class CacheManager:
         self.num_blocks[row] = self.registered[row] = self._held[row] = 0
         self.events.closed(row)
 
-    def hand_over(self, hashes: Sequence[bytes] | None) -> HandOver:
+    def hand_over(self, hashes: Sequence[bytes] | None, most: int | None = None) -> HandOver:
         """Begin to put these token blocks into storage, as the cache is about to end; None: all that there are."""
-        return HandOver(self.tree, self.pool, self.host, hashes)
+        return HandOver(self.tree, self.pool, self.host, hashes, most)
 
     def left_paths(self, hashes: Iterable[bytes] | None) -> LeftPaths:
         """The paths of these token blocks, for other engines, as the cache is about to end; None: of all."""

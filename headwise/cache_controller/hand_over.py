@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 
@@ -26,14 +27,22 @@ class HandOver:
 
     hashes:  of the token blocks to put there, in this order, as far as they are cached; None: all that is cached, the
              most recently used first
+    most:    of them, the first ones; None: all. What is computed since then goes there besides
     is_over: nothing is left to do
     """
 
-    def __init__(self, tree: RadixTree, device: BlockPool, host: Host, hashes: Iterable[bytes] | None) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        device: BlockPool,
+        host: Host,
+        hashes: Iterable[bytes] | None,
+        most: int | None = None,
+    ) -> None:
         self.is_over = not host.storage.is_there
         self._tree, self._host = tree, host
         self._known = told_of(tree, device)
-        self._queue = deque(most_recent_first(tree, device) if hashes is None else hashes)
+        self._queue = deque(islice(most_recent_first(tree, device) if hashes is None else hashes, most))
         self._is_last = False
 
     def advance(self, is_last: bool) -> None:

@@ -123,11 +123,11 @@ class PrefixFinder:
         return np.zeros((0, here.shape[1]), dtype=np.bool_), 0
 
     def served(self, hashes: Sequence[bytes]) -> int:
-        """How many blocks of a path device and host can serve between them."""
-        return self._servable(self._are_here(hashes))[0]
+        """How many blocks of a path device, host and what storage is known to have can serve between them."""
+        return self._servable(self._are_held(hashes))[0]
 
     def shorter(self, hashes: Sequence[bytes]) -> list[int]:
-        """Depths before the end of a path that can be served here, the deepest first: with what hits at these and at
+        """Depths before the end of a path that `served` counts, the deepest first: with what hits at these and at
         its end need, what is here of the last `RESUME_SLACK` tokens can be served, and the next depth before them.
 
         A prompt ends there, before its answer, and may be asked again. Without windows and states there are none.
@@ -135,7 +135,7 @@ class PrefixFinder:
         groups = np.concatenate([self._window_groups, self._state_groups])
         depths, depth = list[int](), len(hashes)
         last = depth - RESUME_SLACK // self._windows.block_size
-        servable = self._serving(self._are_here(hashes))[0]
+        servable = self._serving(self._are_held(hashes))[0]
         while len(groups) and depth > max(0, last):
             begin = int(self.first_live[depth, groups].max())  # the shortest window's: no depth between is left out
             depth = _deepest(servable[: min(begin, depth - 1)])
@@ -153,6 +153,13 @@ class PrefixFinder:
         here = np.zeros((len(hashes), self._tree.device.num_groups), dtype=np.bool_)
         here[: len(nodes)] = (self._tree.device.blocks[nodes] != NOWHERE) | (self._tree.host.blocks[nodes] != NOWHERE)
         return here
+
+    def _are_held(self, hashes: Sequence[bytes]) -> NDArray[np.bool_]:
+        """The same, or that storage is known to have."""
+        held = self._are_here(hashes)
+        nodes = self._tree.find(hashes)
+        held[: len(nodes)] |= self._tree.storage.has(nodes)
+        return held
 
     def _servable(self, there: NDArray[np.bool_]) -> tuple[int, int, int]:
         """Depths of a path with the blocks ``there [n, groups]``: that every group can serve; that every full one can;

@@ -27,9 +27,12 @@ CLOSE_S = 1.0
 
 @dataclass(eq=False)
 class _Query:
+    """asks_room: it is about that, and nothing else"""
+
     key: str
     hashes: Sequence[bytes]
     is_cancelled: bool = False
+    asks_room: bool = False
 
 
 class StorageLookup:
@@ -49,6 +52,7 @@ class StorageLookup:
         self._background: deque[_Query] = deque()
         self._asking: _Query | None = None
         self._answers: list[tuple[str, NDArray[np.bool_]]] = []
+        self._rooms: dict[_Query, int | None] = {}
         self._is_closed = False
         self._logged: set[type[Exception]] = set()
         lock = threading.Lock()
@@ -79,6 +83,19 @@ class StorageLookup:
                 raise RuntimeError(f"the storage lookup is closed: {key!r} can no longer be submitted to it")
             (self._background if in_background else self._queue).append(_Query(key, tuple(hashes)))
             self._has_query.notify()
+
+    def room(self, timeout_s: float) -> int | None:
+        """Token blocks that storage takes before others go for them; None: not known, or not within ``timeout_s``, for
+        which this waits."""
+        query = _Query("", (), asks_room=True)
+        with self._lock:
+            if self._is_closed:
+                return None
+            self._queue.append(query)
+            self._has_query.notify()
+            self._has_answer.wait_for(lambda: query in self._rooms or self._is_closed, timeout_s)
+            query.is_cancelled = True
+            return self._rooms.pop(query, None)
 
     def poll(self) -> list[tuple[str, NDArray[np.bool_]]]:
         """The answers since the last call, in order. Never waits.
@@ -125,6 +142,9 @@ class StorageLookup:
 
     def _run(self) -> None:
         while (query := self._next()) is not None:
+            if query.asks_room:
+                self._tell_room(query)
+                continue
             answer = self._ask(query.hashes)
             with self._lock:
                 self._asking = None
@@ -140,6 +160,18 @@ class StorageLookup:
                 self._log_once(error)
         self._signal.close()
         self._signal_end.close()
+
+    def _tell_room(self, query: _Query) -> None:
+        try:
+            room = self._storages[0].room
+        except Exception as error:
+            self._log_once(error)
+            room = None
+        with self._lock:
+            self._asking = None
+            if not query.is_cancelled:
+                self._rooms[query] = None if room is None else room // (self._groups * len(self._storages))
+                self._has_answer.notify_all()
 
     def _next(self) -> _Query | None:
         """Wait for the next query; None when closed."""

@@ -11,6 +11,7 @@ from headwise.actors.addresses import (
     client_host,
     engine_host,
     free_ports,
+    interface_of,
     listen_at_free_port,
     ports_in_turn,
     scheduler_host,
@@ -70,6 +71,17 @@ def test_a_port_that_is_taken_is_told_with_what_to_do() -> None:
 def test_an_address_that_is_not_this_machine_s_is_told(port: int) -> None:
     with pytest.raises(DeploymentError, match=r"cannot listen on 192\.0\.2\.77.*--host"):
         check_free("192.0.2.77", port)
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") == ""
+
+
+def test_ranks_of_several_nodes_are_refused_where_only_their_own_node_hears_them() -> None:
+    addresses.check_reachable_from_others("0.0.0.0", "10.0.0.5")
+    with pytest.raises(DeploymentError, match=r"than 10.0.0.5 cannot reach 127.0.0.1: set host to 0.0.0.0, or tp_pl"):
+        addresses.check_reachable_from_others("127.0.0.1", "10.0.0.5")
 
 
 def test_free_ports_are_different_ones() -> None:

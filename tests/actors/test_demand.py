@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.actors.demand import Demand, in_order
+from headwise.actors.demand import Demand, NodeHas, in_order
 from headwise.errors import ConfigError
 from headwise.runtime.config.engine_config import EngineConfig
 
@@ -41,6 +41,56 @@ def test_it_says_in_words_what_it_needs() -> None:
     assert str(demand(device="cuda", tp_size=2)) == "0.5 CPUs and 2 GPUs"
     in_words = "2 CPUs, 1 license and the label zone=a"
     assert str(demand(engine_cpus=2.0, engine_resources="license=1", node_labels="zone=a")) == in_words
+
+
+def gpus(*counts: int, zone: str = "a") -> list[NodeHas]:
+    """Nodes with so many GPUs each."""
+    return [NodeHas({"CPU": 64.0, "GPU": float(count)}, {"zone": zone}) for count in counts]
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "spans"),
+    [
+        ({"tp_size": 16}, gpus(8, 8), True),
+        ({"tp_size": 8}, gpus(8, 8), False),
+        ({"tp_size": 8}, gpus(4, 4, 8), False),
+        ({"tp_size": 8}, gpus(4, 4), True),
+        ({"tp_size": 8, "tp_placement": "any"}, gpus(8, 8), True),
+        ({"tp_size": 16, "tp_placement": "node"}, gpus(8, 8), False),
+        ({"tp_size": 16}, [NodeHas({"CPU": 64.0})], False),  # those to come may have 16
+        ({"tp_size": 16, "tp_placement": "any"}, [], True),
+        ({"tp_size": 1, "tp_placement": "any"}, gpus(8, 8), False),
+        ({"tp_size": 8, "node_labels": "zone=b"}, [*gpus(8), *gpus(4, 4, zone="b")], True),
+        ({"tp_size": 4, "device": "cpu"}, [NodeHas({"CPU": 0.5})] * 2, False),
+    ],
+)
+def test_ranks_are_on_one_node_unless_none_has_so_many_gpus(
+    options: dict[str, object], nodes: list[NodeHas], spans: bool
+) -> None:
+    assert demand(**{"device": "cuda", **options}).spans(nodes) is spans
+
+
+@pytest.mark.parametrize(
+    ("free", "fits"),
+    [
+        (gpus(8, 8), True),
+        (gpus(8, 7), False),
+        (gpus(3, 5, 8), True),
+        ([*gpus(8), *gpus(8, zone="b")], False),
+        ([*gpus(15), NodeHas({"CPU": 0.2, "GPU": 1.0}, {"zone": "a"})], True),
+        ([*gpus(15), NodeHas({"CPU": 0.1, "GPU": 1.0}, {"zone": "a"})], False),
+        ([NodeHas({"CPU": 1.6, "GPU": 8.0}, {"zone": "a"})] * 2, False),  # none has room for the engine besides
+        ([NodeHas({"CPU": 1.7, "GPU": 8.0}, {"zone": "a"}), NodeHas({"CPU": 1.6, "GPU": 8.0}, {"zone": "a"})], True),
+    ],
+)
+def test_an_engine_fits_on_several_nodes_if_each_rank_finds_one(free: list[NodeHas], fits: bool) -> None:
+    asked = demand(tp_size=16, device="cuda", tp_placement="any", node_labels="zone=a")
+    assert asked.fits_together(free) is fits
+
+
+def test_ranks_on_cpus_have_to_be_on_one_node() -> None:
+    with pytest.raises(ConfigError, match=r"tp_placement any does not go with device cpu: .* share memory"):
+        EngineConfig(tp_size=2, tp_placement="any", device="cpu")
 
 
 def test_engines_spread_over_nodes_or_fill_them() -> None:

@@ -56,13 +56,14 @@ def test_a_node_that_is_drained_without_a_deadline_is_not_taken_away_at_once(mon
 
 class Site:
     node = address = "a"
+    nodes = frozenset((node,))
 
 
 class Handle:
     """An engine that is told to go."""
 
     def __init__(self) -> None:
-        self.drained: list[tuple[float, bytes, dict[str, int], float]] = []
+        self.drained: list[tuple[float, bytes, dict[str, int], float, int | None]] = []
 
     def __getattr__(self, method: str) -> Any:
         return self
@@ -83,6 +84,9 @@ class Store:
 
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
         return dict.fromkeys(takers, 7)
+
+    def worth_storing(self, node: str, without: Collection[str]) -> int:
+        return 3
 
     def sole_blocks(self, node: str, without: Collection[str]) -> bytes:
         return b" ".join(name.encode() for name in (node, *without))
@@ -107,7 +111,8 @@ def drained(fleet: Fleet, name: str) -> tuple[bytes, dict[str, int]]:
     """What this engine is told to hand over, and to whom."""
     (role,) = (each for each in fleet.engines if each.name == name)
     fleet._drain(role, 0.0)
-    ((_, sole_blocks, takers, _),) = role.handle.drained
+    ((_, sole_blocks, takers, _, worth),) = role.handle.drained
+    assert worth == 3, "of the blocks, so many are worth it even where storage is full"
     return sole_blocks, takers
 
 
@@ -128,4 +133,4 @@ def test_storage_that_only_engines_share_that_go_too_does_not_stay(fleet: Fleet)
     fleet._decide(Observation((), Arrivals()), 1.0)
     told = {role.name: role.handle.drained for role in fleet.engines if role.is_leaving}
     assert told.keys() == {"engine-0", "engine-1"}
-    assert all(takers == {"engine-2": 7} for ((_, _, takers, _),) in told.values())
+    assert all(takers == {"engine-2": 7} for ((_, _, takers, _, _),) in told.values())

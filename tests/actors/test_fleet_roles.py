@@ -18,6 +18,7 @@ from headwise.runtime.frontend.scaling import EngineReport, FleetState, Observat
 
 class NowhereSite:
     node = address = ""
+    nodes = frozenset[str]()
 
 
 class Scheduler:
@@ -122,7 +123,7 @@ class Engine:
     def drain(self) -> Engine:
         return self
 
-    def remote(self, timeout_s: float, sole_blocks: bytes, takers: object, until: float) -> None:
+    def remote(self, timeout_s: float, sole_blocks: bytes, takers: object, until: float, worth: object) -> None:
         self.is_drained = True
 
 

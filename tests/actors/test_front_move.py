@@ -22,6 +22,10 @@ class Site:
     def address(self) -> str:
         return self.node
 
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset((self.node,))
+
     def leave(self) -> bool:
         self.node = self.others.pop() if self.others else self.node
         return self.node != "a"

@@ -76,6 +76,7 @@ def test_where_http_is_served_is_said_as_people_write_it(options: dict[str, Any]
 
 class NowhereSite:
     node = address = ""
+    nodes = frozenset[str]()
 
 
 def test_roles_that_the_fleet_did_not_make_are_no_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_an_engine_asks_for_the_node_that_its_placement_prefers_among_those_with
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
     monkeypatch.setattr(placement, "draining_nodes", dict)
-    monkeypatch.setattr(placement, "_request", lambda demand, node, name: asked.append(node))
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name, spans: asked.append(node))
     site = placement.EngineSite(EngineConfig(placement=way, node_labels="zone=x"), lambda: ["a", "b", "b"])
     site.choose(Life())
     assert asked == [target]
@@ -59,7 +60,7 @@ def test_nodes_of_equal_host_names_are_told_apart(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
     monkeypatch.setattr(placement.state, "get_draining_nodes", lambda: {"id-2": 0})
-    monkeypatch.setattr(placement, "_request", lambda demand, node, name: asked.append(node))
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name, spans: asked.append(node))
     assert placement.nodes_with_room(EngineConfig()) == {"id-1", "id-3"}
     site = placement.EngineSite(EngineConfig(), lambda: ["id-1"])
     site.choose(Life())
@@ -120,3 +121,112 @@ def test_a_front_whose_node_has_died_goes_where_it_can_be_reached(
     site.choose(Life())
     assert site.node == (chosen or "id-a")
     assert site.is_placed() is bool(chosen)
+
+
+class Group:
+    """A placement group of Ray's, with what its table says."""
+
+    def __init__(self, *nodes: str, state: str = "CREATED", strategy: str = "PACK") -> None:
+        self.bundle_specs = [{}] * len(nodes)
+        self.table = {"state": state, "strategy": strategy, "bundles_to_node_id": dict(enumerate(nodes))}
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The nodes a and b of 8 GPUs each, with what is asked of Ray, and given back to it."""
+    nodes = [
+        {"NodeID": name, "NodeManagerAddress": f"at {name}", "Alive": True, "Resources": {"CPU": 9.0, "GPU": 8.0}}
+        for name in "ab"
+    ]
+    scene: dict[str, Any] = {"nodes": nodes, "asked": [], "next": Group(*"aab"), "released": []}
+
+    def request(demand: Any, node: str, name: str, *, spans: bool) -> Group:
+        scene["asked"].append((node, spans))
+        return scene["next"]  # type: ignore[no-any-return]
+
+    free = {each["NodeID"]: each["Resources"] for each in nodes}
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(placement, "draining_nodes", dict)
+    monkeypatch.setattr(placement, "placement_group_table", lambda group: group.table)
+    monkeypatch.setattr(placement, "_request", request)
+    monkeypatch.setattr(placement, "release", scene["released"].extend)
+    return scene
+
+
+def test_an_engine_of_more_ranks_than_a_node_has_gpus_takes_several_and_is_dead_with_each_of_them(
+    two_nodes: dict[str, Any],
+) -> None:
+    site = placement.EngineSite(EngineConfig(device="cuda", tp_size=16))
+    assert not site.is_alive()
+    life = Life()
+    site.choose(life)
+    assert site.is_placed()
+    assert (site.node, site.address, site.nodes) == ("a", "at a", {"a", "b"})
+    assert site.is_alive()
+    site.choose(life)
+    assert two_nodes["asked"] == [("", True)], "it stays where it is"
+    two_nodes["nodes"][1]["Alive"] = False
+    assert not site.is_alive()
+    site.choose(life)
+    assert two_nodes["asked"] == [("", True)] * 2
+    assert two_nodes["released"] == [two_nodes["next"]]
+
+
+def test_an_engine_that_fits_one_node_gets_one(two_nodes: dict[str, Any]) -> None:
+    two_nodes["next"] = Group(*"bbb", strategy="STRICT_PACK")
+    site = placement.EngineSite(EngineConfig(device="cuda", tp_size=8), lambda: ["a"])
+    site.choose(Life())
+    assert two_nodes["asked"] == [("b", False)]
+    assert site.is_placed()
+    assert site.nodes == {"b"}
+
+
+def test_a_place_on_one_node_that_none_can_have_is_given_up_once_nodes_with_gpus_have_come(
+    two_nodes: dict[str, Any],
+) -> None:
+    late = [two_nodes["nodes"].pop(), two_nodes["nodes"].pop()]
+    two_nodes["next"] = first = Group(*"???", state="PENDING", strategy="STRICT_PACK")
+    site = placement.EngineSite(EngineConfig(device="cuda", tp_size=16))
+    site.choose(Life())
+    assert not site.is_placed()
+    assert site.needs() == "a node with 3.3 CPUs and 16 GPUs"
+    two_nodes["nodes"] += late
+    two_nodes["next"] = Group(*"ba")
+    assert not site.is_placed()
+    assert (two_nodes["asked"], two_nodes["released"]) == ([("", False), ("", True)], [first])
+    assert site.needs() == "nodes that have 3.3 CPUs and 16 GPUs together"
+    assert site.is_placed()
+    assert site.nodes == {"a", "b"}
+
+
+def test_an_engine_that_was_found_is_where_its_group_is(two_nodes: dict[str, Any]) -> None:
+    site = placement.EngineSite(EngineConfig(device="cuda", tp_size=16), group=Group(*"ab"))  # type: ignore[arg-type]
+    assert site.nodes == {"a", "b"}
+    assert site.needs() == "nodes that have 3.3 CPUs and 16 GPUs together"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "draining", "has_room"), [(16, "", True), (17, "", False), (16, "b", False), (8, "b", True)]
+)
+def test_there_is_room_for_one_more_engine_on_one_node_or_on_several(
+    two_nodes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ranks: int, draining: str, has_room: bool
+) -> None:
+    monkeypatch.setattr(placement, "draining_nodes", lambda: dict.fromkeys(draining, 0.0))
+    assert placement.has_room(EngineConfig(device="cuda", tp_size=ranks)) is has_room
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "cuda", "tp_size": 16}, "3.3 CPUs and 16 GPUs on nodes together, .* or add nodes$"),
+        ({"device": "cuda", "tp_size": 8}, "8 GPUs on one node, .* or let ranks span nodes by tp_placement any$"),
+        ({"device": "cpu", "tp_size": 2}, "0.5 CPUs on one node, where its ranks share memory, .* or add nodes$"),
+        ({"device": "cpu"}, "0.3 CPUs on one node, 9 CPU are free in all .* or add nodes$"),
+    ],
+)
+def test_who_finds_no_room_is_told_where_it_would_be(
+    two_nodes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, options: dict[str, object], said: str
+) -> None:
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 9.0, "GPU": 3.0})
+    assert re.search(said, str(placement.no_room(EngineConfig(**options), 5.0)))

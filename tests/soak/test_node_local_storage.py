@@ -120,15 +120,19 @@ def stored(client: Client, answer: Answer) -> dict[str, int]:
     return {name: tiers["storage"] for name, tiers in engines.items() if tiers.get("storage")}
 
 
+@pytest.mark.parametrize("lost", [(), ("device", "host")])
 def test_an_engine_that_goes_with_its_disk_leaves_its_cache_to_the_host_of_the_other(
-    deployed: tuple[Deployment, Nodes], tmp_path: Path
+    deployed: tuple[Deployment, Nodes], lost: tuple[str, ...]
 ) -> None:
+    """lost: the tiers that have nothing any more: all is on the disk alone"""
     deployment, nodes = deployed
     answer = next(each for each in answers(deployment.config.model) if each.name == "long_700").first(8)
     with Client(deployment.client_address) as client:
         assert serve(client, answer) == 0
         eventually(lambda: max(stored(client, answer).values(), default=0) >= PREFIX)
         (first,) = stored(client, answer)
+        for tier in lost:
+            client.reset_cache(tier)
         node = deployment._roles[first].site.node
         drain_node(ray.get_runtime_context().gcs_address, node)
         eventually(lambda: first not in client.stats()["fleet"]["replicas"], otherwise=client.stats)

@@ -245,3 +245,22 @@ def test_files_of_two_ranks_are_asked_together(tmp_path):
     lookup.submit("a", path(2))
     assert answers(lookup) == [("a", [[True, False], [False, False]])]
     lookup.close()
+
+
+def test_room_is_that_of_token_blocks_of_all_ranks_and_groups(lookup, storages, monkeypatch):
+    assert lookup.room(WAIT_S) is None, "not known"
+    monkeypatch.setattr(MemoryStorage, "room", 41)
+    assert lookup.room(WAIT_S) == 41 // (GROUPS * len(storages))
+    lookup.submit("a", path(1))
+    assert answers(lookup) == [("a", [[False, False]])]
+
+
+def test_room_is_not_waited_for_for_long_nor_asked_of_what_is_closed(lookup, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(MemoryStorage, "room", property(lambda self: hangs.wait(WAIT_S)))
+    assert lookup.room(0.01) is None
+    hangs.set()
+    lookup.submit("a", path(1))
+    assert answers(lookup) == [("a", [[False, False]])]
+    lookup.close()
+    assert lookup.room(WAIT_S) is None

@@ -169,7 +169,7 @@ class Nodes:
     @classmethod
     @contextmanager
     def started(cls, environment: Mapping[str, str] | None = None) -> Iterator[Nodes]:
-        """A head, with these variables, and no other nodes yet; at the end this process leaves the cluster, too."""
+        """A head and no other nodes yet, all with these variables; at the end this process leaves the cluster, too."""
         nodes = cls(environment)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_AUTH_MODE", "disabled")
@@ -214,9 +214,10 @@ class Nodes:
             return False
 
     def add(self, **resources: int) -> Node:
-        """A node of one CPU and these custom resources, once it has joined: two of one machine that start at once would
-        take the same names for their sockets.
+        """A node of one CPU, so many GPUs, as ``GPU``, and these custom resources, once it has joined: two of one
+        machine that start at once would take the same names for their sockets.
         """
+        gpus = resources.pop("GPU", 0)
         self._count += 1
         number = self._count
         node = Node(f"{self._prefix}n{number}", f"{self._network}.{number + 1}", f"{self._prefix}v{number}")
@@ -233,9 +234,11 @@ class Nodes:
             ray_head.start(
                 f"--address={self.address}",
                 "--num-cpus=1",
+                f"--num-gpus={gpus}",
                 f"--resources={json.dumps(resources)}",
                 f"--node-ip-address={node.address}",
                 prefix=["ip", "netns", "exec", node.name],
+                environment=self._environment,
             )
         )
         eventually(lambda: node.address in (living_nodes(self.address) or {}).values())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.storage.backends.base import BlockStorage, StorageNamespace
 from headwise.storage.backends.select import only_of_others, open_storage
 from headwise.storage.lookup import StorageLookup
@@ -42,6 +44,40 @@ def check_agrees(engine: str, own: str, of_scheduler: str) -> None:
         raise DeploymentError(
             f"{engine} has another model than the scheduler: its blocks are {own}, the scheduler's {of_scheduler}; put "
             "the same files, and the same version of headwise, on all nodes"
+        )
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """What all ranks of an engine have to agree on, whatever nodes they are on.
+
+    namespace: of rank 0's blocks
+    volume:    of storage (`BlockStorage.volume`); empty: there is none, or it is not known to be one for all
+    """
+
+    namespace: StorageNamespace
+    volume: str
+
+
+def check_shared(who: str, config: EngineConfig, directory: Path, blocks: SharedBlocks) -> None:
+    """Raise `DeploymentError` unless ``who``, on another node than its engine, has the same model in ``directory``, and
+    the same storage: an engine asks storage what all of its ranks have there."""
+    card = read_model_card(config, directory)
+    own = storage_namespace(card, 0)
+    if own != blocks.namespace:
+        raise DeploymentError(
+            f"{who} has another model than its engine: its blocks are {own}, the engine's {blocks.namespace}; put the "
+            "same files, and the same version of headwise, on all nodes"
+        )
+    if not blocks.volume:
+        return
+    storage = _open(config, card, 0, may_lend=False)
+    is_same = storage.volume == blocks.volume
+    storage.close()
+    if not is_same:
+        raise DeploymentError(
+            f"storage {config.storage} of {who} is another one than its engine's: ranks on several nodes need storage "
+            "that all of them share, such as a network file system or mooncake://; or set tp_placement node"
         )
 
 

@@ -174,6 +174,11 @@ class EngineConfig:
         "Nodes that engines go to: those with the fewest engines of this deployment, so that a lost node takes few "
         "of them, or those with the most, so that other nodes stay free.",
     )
+    tp_placement: Literal["auto", "node", "any"] = _option(
+        "auto",
+        "Nodes that the ranks of one engine are on: node is one node; any is as few as have room, on GPUs alone, which "
+        "NCCL connects then; auto is any where there are GPUs, and no node has one for each rank, else node.",
+    )
     rebalance: Literal["auto", "always", "never"] = _option(
         "auto",
         "Whether engines move, one at a time, when a node has come over which they spread better; auto is only where "
@@ -459,6 +464,11 @@ class EngineConfig:
                     f"{name} {getattr(self, name)} does not go with device {self.device}: choose "
                     f"{' or '.join(('auto', *allowed))}"
                 )
+        if self.device == "cpu" and self.tp_placement == "any":
+            raise ConfigError(
+                "tp_placement any does not go with device cpu: the ranks of one engine share memory there, so all of "
+                "them have to be on one node; choose node or auto"
+            )
         if self.device == "cpu" and self.tensor_ops in _FLOAT32_OPS and not self.computes_float32:
             name = "dtype" if self.dtype_name != "float32" else "weights_dtype"
             raise ConfigError(

@@ -26,14 +26,16 @@ class NodeRoom:
     cpus: float = 0.0
     gpus: float = 0.0
 
-    def engines(self, config: EngineConfig, ranks: int) -> int:
-        """Most engines with so many ranks that it is to have room for."""
+    def workers(self, config: EngineConfig, ranks: int) -> int:
+        """Most ranks that it is to have room for, of engines with so many each."""
         most = max(config.first_replicas, config.max_replicas, config.most_replicas // 4)
+        if config.on_gpu and (config.tp_placement == "any" or 0 < self.gpus < ranks):  # not all of an engine's
+            return max(1, min(most * ranks, int(self.gpus)))
         if config.on_gpu:
             most = min(most, int(self.gpus / ranks))
         if config.engine_cpus:
             most = min(most, int(self.cpus / config.engine_cpus))
-        return max(1, most)
+        return max(1, most) * ranks
 
 
 def resolve_host_cache(config: EngineConfig, nodes: Iterable[NodeRoom]) -> EngineConfig:
@@ -50,6 +52,6 @@ def resolve_host_cache(config: EngineConfig, nodes: Iterable[NodeRoom]) -> Engin
     if not config.chooses_host_cache:
         return replace(config, host_cache="0")
     ranks = max(config.tp_sizes)
-    shares = [SHARE * node.memory / (node.engines(config, ranks) * ranks) for node in nodes]
+    shares = [SHARE * node.memory / node.workers(config, ranks) for node in nodes]
     most = min([float(config.kv_cache_bytes or MOST_BYTES), *shares]) if shares else 0.0
     return replace(config, host_cache=f"{int(most) >> 20}MiB" if most >= LEAST_BYTES else "0")

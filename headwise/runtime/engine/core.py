@@ -195,11 +195,14 @@ class EngineCore:
         is_awake = self._operations.state is State.AWAKE
         return [name for name, sequence in self._live.items() if sequence.first_scheduled is None or not is_awake]
 
-    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None = None) -> None:
+    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None = None, storable: int | None = None) -> None:
         """Have storage and other engines get these blocks, as far as they are cached here and those lack them; None:
         all that is cached. When the last request has ended, they get what was computed since, too. `step` and
-        `serve_peers` carry it out."""
-        self._departure = Departure(self.cache, hashes, self._peers, takers, self.config.load_timeout_s)
+        `serve_peers` carry it out.
+
+        storable: how many of these blocks, the first ones, storage gets; None: all
+        """
+        self._departure = Departure(self.cache, hashes, self._peers, takers, self.config.load_timeout_s, storable)
 
     @property
     def is_handing_over(self) -> bool:

@@ -11,12 +11,14 @@ from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.hand_over import told_of
 from headwise.runtime.engine.peers.base import Peers, Takers
 from headwise.runtime.engine.peers.giving import Giving
+from headwise.runtime.engine.peers.staging import Staging
 
 
 class Departure:
     """hashes: of the token blocks to hand over, the most valuable first; None: all that is cached
     peers, takers: the other engines; None: nobody takes anything
     timeout_s: a taker that is silent for so long gets nothing more
+    storable: how many of them, the first ones, storage gets; None: all
     """
 
     def __init__(
@@ -26,14 +28,16 @@ class Departure:
         peers: Peers | None,
         takers: Takers | None,
         timeout_s: float,
+        storable: int | None = None,
     ) -> None:
         self._cache = cache
-        self._storing = cache.hand_over(hashes)
+        self._storing = cache.hand_over(hashes, storable)
         self._told = told_of(cache.tree, cache.pool)
         self._paths = cache.left_paths(hashes)
         self._giving: Giving | None = None
         if peers is not None and takers is not None and takers.evict and cache.host.is_there:
-            self._giving = Giving(self._paths, peers, (takers.engine, takers.epoch), takers.evict, timeout_s)
+            me = takers.engine, takers.epoch
+            self._giving = Giving(self._paths, peers, me, takers.evict, timeout_s, Staging(cache))
         self._is_last = False
 
     @property

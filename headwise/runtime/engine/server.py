@@ -97,7 +97,7 @@ class Core(Protocol):
     def drain_index_updates(self) -> Iterable[IndexUpdate]: ...
     def fail_all(self, error: str) -> list[OutputDelta]: ...
     def not_begun(self) -> list[str]: ...
-    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None) -> None: ...
+    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None, storable: int | None) -> None: ...
     def asked(self, reader: bytes, message: Ask) -> None: ...
     def refuse(self, reader: bytes, message: Ask) -> None: ...
     def serve_peers(self) -> None: ...
@@ -233,6 +233,7 @@ class EngineServer:
         hashes: list[bytes] | None,
         on_left: Callable[[], None],
         takers: Mapping[str, int] | None = None,
+        storable: int | None = None,
     ) -> None:
         """Take no new requests from now on. Those that have not begun are sent away at once: other engines serve them.
         The others end here, or are sent away after ``timeout_s``. Meanwhile ``hashes``, the most valuable first, go to
@@ -240,8 +241,9 @@ class EngineServer:
         the server's thread when all that is done, or after ``timeout_s``. A second call changes nothing.
 
         takers: engines that stay, and how many token blocks of their hosts they may evict for it
+        storable: how many of ``hashes``, the first ones, storage gets; None: all
         """
-        self._commands.put(lambda: self._begin_to_leave(timeout_s, hashes, on_left, takers or {}))
+        self._commands.put(lambda: self._begin_to_leave(timeout_s, hashes, on_left, takers or {}, storable))
 
     def stop(self) -> None:
         """End the thread and close the sockets; live requests get an error."""
@@ -350,7 +352,12 @@ class EngineServer:
     # ---- leaving ----
 
     def _begin_to_leave(
-        self, timeout_s: float, hashes: list[bytes] | None, on_left: Callable[[], None], takers: Mapping[str, int]
+        self,
+        timeout_s: float,
+        hashes: list[bytes] | None,
+        on_left: Callable[[], None],
+        takers: Mapping[str, int],
+        storable: int | None,
     ) -> None:
         if self._leave is not None:
             return
@@ -361,7 +368,7 @@ class EngineServer:
         if self._core is not None:
             self._send_away(self._core.not_begun())
             name = "" if self._reports is None else self._reports.reporting.engine
-            self._core.hand_over(hashes, Takers(name, self._epoch, takers) if takers else None)
+            self._core.hand_over(hashes, Takers(name, self._epoch, takers) if takers else None, storable)
 
     def _go_on_leaving(self) -> None:
         leave = self._leave

@@ -22,10 +22,12 @@ class Communicator(Protocol):
 
     rank: from 0 to ``size - 1``
     size: number of ranks
+    spans_nodes: whether ranks may be on several nodes, and so share no memory
     """
 
     rank: int
     size: int
+    spans_nodes: bool
 
     def all_reduce(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """The sum over ranks, summed in rank order so that every rank has the same bits."""
@@ -75,6 +77,7 @@ class SingleRank:
     captures = True
     rank = 0
     size = 1
+    spans_nodes = False
 
     def all_reduce(self, x: Any) -> Any:
         return x

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from headwise.errors import DeploymentError, EngineDiedError, first_line
 from headwise.kernels.cuda.launch import address_of
 from headwise.runtime.ops.comm import Communicator, Sampled
+from headwise.transfer.connectors.base import this_node
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +44,11 @@ _WHY_NOT = {
 def connect_gpus(comm: Communicator) -> NcclCollectives | None:
     """Collectives between the ranks' current devices. All ranks of ``comm`` must call this together.
 
-    None, on all ranks, if NCCL is missing on one or two ranks share a GPU; rank 0 then logs why.
+    None, on all ranks, if NCCL is missing on one or two ranks share a GPU; rank 0 then logs why. Ranks on several nodes
+    cannot do without.
 
     Raises:
-        DeploymentError: NCCL is there, and fails to connect.
+        DeploymentError: NCCL is there, and fails to connect; or ranks are on several nodes, and it is missing.
         EngineDiedError: another rank did not call this in time.
     """
     # Set before NCCL reads it. By default, NCCL maps captured buffers into all ranks during a capture, for which the
@@ -55,6 +58,8 @@ def connect_gpus(comm: Communicator) -> NcclCollectives | None:
     nccl = _load()
     verdict, unique_id = _agree(comm, nccl)
     if nccl is None or verdict != _CONNECT:
+        if comm.spans_nodes:
+            raise DeploymentError(f"tensor-parallel ranks on several nodes need NCCL, and {_WHY_NOT[verdict]}")
         if comm.rank == 0:
             log.warning("tensor-parallel ranks reduce through host memory: %s", _WHY_NOT[verdict])
         return None
@@ -160,11 +165,11 @@ def _load() -> ModuleType | None:
 def _agree(comm: Communicator, nccl: ModuleType | None) -> tuple[int, bytes]:
     """Whether all ranks can connect, one of `_CONNECT`, `_NO_LIBRARY` and `_SHARED_GPU`, and NCCL's unique id for it.
 
-    GPUs are compared by their PCI addresses, as NCCL does.
+    GPUs are compared by their machines and PCI addresses, as NCCL does.
     """
     device, attribute = cupy.cuda.Device().id, cupy.cuda.runtime.deviceGetAttribute
     address = [attribute(number, device) for number in _PCI_ADDRESS]
-    mine = np.array([[nccl is not None, *address]], dtype=np.float32)
+    mine = np.array([[nccl is not None, *_machine(), *address]], dtype=np.float32)
     told = comm.gather(mine)
     answer = None
     if told is not None:
@@ -173,6 +178,11 @@ def _agree(comm: Communicator, nccl: ModuleType | None) -> tuple[int, bytes]:
         answer = np.array([verdict, *np.frombuffer(unique_id, np.int32)], dtype=np.int32)
     answer = comm.broadcast(answer, (1 + ID_BYTES // 4,))
     return int(answer[0]), answer[1:].tobytes()
+
+
+def _machine() -> list[int]:
+    """What tells this machine from others, as numbers that float32 holds."""
+    return list(sha256(this_node().encode()).digest()[:8])
 
 
 def _verdict(ranks: NDArray[np.float32]) -> int:
@@ -195,5 +205,6 @@ def _stream() -> int:
 def _failed(rank: int, error: Exception) -> DeploymentError:
     return DeploymentError(
         f"NCCL cannot connect the GPU of TP rank {rank} with the others ({first_line(error)}): NCCL_DEBUG=INFO in the "
-        "workers' environment says why; in a container, shared memory may be too small (in Docker --shm-size)"
+        "workers' environment says why; in a container, shared memory may be too small (in Docker --shm-size); between "
+        "nodes, ports may be closed, or NCCL_SOCKET_IFNAME name a network that does not lead there"
     )

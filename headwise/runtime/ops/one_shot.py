@@ -76,12 +76,13 @@ def connect_one_shot(
 ) -> Collectives:
     """``large``, with small sums in one launch where ranks can read each other's memory. All ranks call it together.
 
-    Where one cannot, or has no kernel for ``sums``, ``large`` as it is, on all; a line of the log says why.
+    Where one cannot, or has no kernel for ``sums``, ``large`` as it is, on all; a line of the log says why. So it is
+    where ranks may be on several nodes, without one.
 
     Raises:
         EngineDiedError: another rank did not call this in time.
     """
-    if comm.size > MOST_RANKS:
+    if comm.size > MOST_RANKS or comm.spans_nodes:
         return large
     memory = ops.empty_bytes(memory_bytes(comm.size))
     memory[...] = 0

@@ -28,6 +28,7 @@ from headwise.runtime.protocol.executor import Worker, death, exports_of_all
 from headwise.runtime.protocol.running_step import StepRunner
 from headwise.runtime.protocol.step_limits import Limit, StepLimits, Work
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import Authenticator, ClientKeys, ServerKeys, secure_client, secure_server
 
 if TYPE_CHECKING:
     import zmq
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_RESULT_BYTES = 256 << 20
-"""Most bytes of a worker's message. Only workers reach the channel: its socket lies in the user's own directory."""
+"""Most bytes of a worker's message. Only workers reach the channel, where its socket lies in the user's own directory,
+or is encrypted."""
 
 _SLICE_S = 0.1
 """Longest wait before the loop checks again whether a worker was lost, or a stop was asked for."""
@@ -83,6 +85,7 @@ class ZmqExecutor:
     step_timeout_s: seconds after which the oldest step in flight counts as lost; see `StepLimits` for shorter limits
     start_timeout_s: the same for a command, which may load the model; None: as for a step
     load_timeout_s: seconds that workers wait for blocks from the host
+    keys:     whom to let connect over TCP; None: whoever does, and in the clear
     """
 
     def __init__(
@@ -94,11 +97,15 @@ class ZmqExecutor:
         *,
         start_timeout_s: float | None = None,
         load_timeout_s: float = 0.0,
+        keys: ServerKeys | None = None,
     ) -> None:
         import zmq
 
         self._context = open_context()
+        self._authenticator = None if keys is None else Authenticator(self._context, keys.clients)
         self._socket = self._context.socket(zmq.ROUTER)
+        if keys is not None:
+            secure_server(self._socket, keys)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_RESULT_BYTES)
@@ -187,6 +194,8 @@ class ZmqExecutor:
             self._lost = reason
 
     def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.close()
         close_context(self._context)
 
     def _check(self) -> None:
@@ -248,8 +257,10 @@ class ZmqExecutor:
         )
 
 
-def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:
-    """Run the worker's side until ``should_stop``: receive, begin, reply, in order.
+def serve_steps(
+    worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool], keys: ClientKeys | None = None
+) -> None:
+    """Run the worker's side until ``should_stop``: receive, begin, reply, in order. keys: of a channel that has some
 
     An error of a step is sent to the engine and then raised. Later steps are not served, however many are queued.
     """
@@ -259,6 +270,7 @@ def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[
     try:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, _identity(rank))
+        secure_client(socket, keys)
         socket.connect(endpoint)
         socket.send(wire.encode(WorkerReady(rank, worker.num_blocks, worker.exports)))
         _serve(worker, socket, rank, should_stop)

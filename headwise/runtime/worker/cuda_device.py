@@ -9,6 +9,7 @@ from typing import Any
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.dtypes import dtype_bytes, numpy_dtype
+from headwise.errors import DeploymentError
 from headwise.kernels.cuda.all_reduce import RankSums
 from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
@@ -95,6 +96,11 @@ class CudaDevice:
                 if sharing is None:
                     return connected
                 return connect_one_shot(connected, comm, self.ops, sharing, self.parts.programs, self.sums)
+        if comm.spans_nodes:
+            raise DeploymentError(
+                f"tensor-parallel ranks on several nodes need NCCL, which tensor_ops {self.ops.name} does not use: "
+                "choose tensor_ops cupy, or tp_placement node"
+            )
         return host_collectives(self.ops, comm)
 
     def spare_bytes(self) -> int:

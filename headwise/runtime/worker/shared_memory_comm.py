@@ -55,6 +55,8 @@ class SharedMemoryComm:
     `DeploymentError` if there is no room for the segment.
     """
 
+    spans_nodes = False
+
     def __init__(self, name: str, rank: int, size: int, max_bytes: int, timeout_s: float, create: bool) -> None:
         if size < 2 or not 0 <= rank < size or max_bytes < 1:
             raise ValueError(

@@ -107,6 +107,11 @@ class BlockStorage(ABC):
         """Storages with the same volume find each other's blocks; empty: not known to be shared."""
         return ""
 
+    @property
+    def room(self) -> int | None:
+        """Blocks that can be written before any other goes for them, of whichever namespace; None: not known."""
+        return None
+
     @abstractmethod
     def contains(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> Hits:
         """bool [n]: whether a read would hit, as far as this process knows. Cheap: reads no block."""

@@ -97,6 +97,14 @@ class FileStorage(BlockStorage):
     def volume(self) -> str:
         return self._volume.id
 
+    @property
+    def room(self) -> int | None:
+        try:
+            return self._space.room(self._form.size) * self._form.slots
+        except OSError as error:
+            self._log_once("look for room", error)
+            return None
+
     def contains(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> Hits:
         keys = block_keys(hashes, groups)
         try:

@@ -109,6 +109,13 @@ class SegmentSpace:
                 (directory / "about.txt").write_text(about + "\n")
             return _create(directory, form)
 
+    def room(self, size: int) -> int:
+        """How many segments of ``size`` bytes can be created before another one is evicted."""
+        with self._locked():
+            free = self._capacity - sum(file.size for file in self._files())
+        disk = os.statvfs(self._root)
+        return max(0, min(free, disk.f_bavail * disk.f_frsize) // size)
+
     def clear(self, directory: Path) -> None:
         """Remove every segment in ``directory``, also those that are being filled."""
         with self._locked():

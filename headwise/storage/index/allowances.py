@@ -11,7 +11,7 @@ _HOST = TIERS.index("host")
 
 
 def allowances(index: PrefixIndex, node: str, takers: Collection[str], without: Collection[str] = ()) -> dict[str, int]:
-    """By taker, how many token blocks of its host are worth less than what the leaving ``node`` has in memory, the most
+    """By taker, how many token blocks of its host are worth less than what the leaving ``node`` alone has, the most
     asked for of the one set against the least asked for of the other.
 
     A taker's block is worth how often it was asked for lately, or nothing if another engine that stays, or storage,
@@ -22,7 +22,7 @@ def allowances(index: PrefixIndex, node: str, takers: Collection[str], without: 
     names = [name for name in takers if name in staying]
     evictable = sorted(entry for name in names for entry in _evictable(index, name, staying[name]))
     allowed = dict.fromkeys(takers, 0)
-    more = ((blocks.asked, blocks.count) for blocks in offered if blocks.in_memory)
+    more = ((blocks.asked, blocks.count) for blocks in offered)
     asked, left = next(more, (0.0, 0))
     for worth, name, count in evictable:
         while count and worth < asked:

@@ -19,6 +19,7 @@ from headwise.storage.index.messages import (
     Snapshot,
 )
 from headwise.storage.index.prefix_index import MAX_BLOCKS, PrefixIndex
+from headwise.storage.index.storable import worth_storing
 
 MAX_AHEAD = 1024
 """Flushes of one node that are kept while an earlier one is missing. A snapshot makes up for the others."""
@@ -130,14 +131,18 @@ class AttentionStore:
         return self._index.worth(without)
 
     def sole_blocks(self, node: str, without: Collection[str], most: int) -> bytes:
-        """The hashes of at most ``most`` of the node's sole blocks that can be handed over, since it has them in
-        memory, the most asked for first: see `PrefixIndex.sole_blocks`."""
+        """The hashes of at most ``most`` of the node's sole blocks, the most asked for first: see
+        `PrefixIndex.sole_blocks`."""
         held = self._index.sole_blocks(without).get(node, ())
-        return b"".join(blocks.hashes for blocks in held if blocks.in_memory)[: most * HASH_BYTES]
+        return b"".join(blocks.hashes for blocks in held)[: most * HASH_BYTES]
 
     def shares_storage(self, node: str, without: Collection[str]) -> bool:
         """See `PrefixIndex.shares_storage`."""
         return self._index.shares_storage(node, without)
+
+    def worth_storing(self, node: str, without: Collection[str]) -> int:
+        """See `headwise.storage.index.storable`."""
+        return worth_storing(self._index, node, without)
 
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
         """See `headwise.storage.index.allowances`."""

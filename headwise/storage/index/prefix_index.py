@@ -20,7 +20,7 @@ which grow in steps, and 16 for the run); about 500 where no two neighbouring bl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from operator import xor
@@ -280,6 +280,22 @@ class PrefixIndex:
         `sole_blocks`."""
         sole = self.sole_blocks(without)
         return {name: sum(blocks.asked * blocks.count for blocks in held) for name, held in sole.items()}
+
+    def stored(self, node: str, leaving: Collection[str] = ()) -> Iterator[tuple[float, int]]:
+        """What the node's volume has in storage, the least recently used first: stretch by stretch, how often it was
+        asked for lately, or 0.0 if an engine that is not ``leaving`` has it in memory, too; and how many blocks."""
+        known = self._nodes.get(node)
+        if known is None:
+            return
+        volume = self._volumes.of(known.bit)
+        theirs = known.bit | sum(bit for bit in self._by_bit if volume and self._volumes.of(bit) == volume)
+        going = self._bits(leaving)
+        for run in self._runs.values():
+            if run.nodes[_STORAGE] & theirs:
+                in_memory = 0
+                for bits in run.nodes[:_STORAGE]:
+                    in_memory |= bits
+                yield 0.0 if in_memory & ~going else run.asked / self._unit, len(run.hashes) // HASH_BYTES
 
     def shares_storage(self, node: str, without: Collection[str] = ()) -> bool:
         """Whether what the node has in storage serves another one, once those ``without`` have gone."""

@@ -123,6 +123,11 @@ class StoreServer:
         with self._lock:
             return self._handler.store.shares_storage(node, without)
 
+    def worth_storing(self, node: str, without: Collection[str]) -> int:
+        """See `headwise.storage.index.storable`; callable from any thread."""
+        with self._lock:
+            return self._handler.store.worth_storing(node, without)
+
     def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
         """See `headwise.storage.index.allowances`; callable from any thread."""
         with self._lock:

@@ -39,7 +39,7 @@ class Leaving:
 
     def leave(self, number: int, timeout_s: float = LONG_S, hashes: list[bytes] | None = None) -> None:
         server = self.deployment.servers[number]
-        server.leave(timeout_s, hashes, lambda: self.left.append(number), {"engine-7": 3})
+        server.leave(timeout_s, hashes, lambda: self.left.append(number), {"engine-7": 3}, 5)
 
     def generate(self, max_tokens: int = 3) -> Future[str]:
         return self.pool.submit(lambda: self.client.generate("a", max_tokens=max_tokens).text)
@@ -108,7 +108,7 @@ def test_requests_wait_for_another_engine_while_the_only_one_leaves(leaving: Lea
     eventually(lambda: leaving.client.stats()["engines"]["engine-0"]["is_leaving"])
     answer = leaving.generate()
     assert core.handed_over == [b"x" * 16]
-    assert (core.takers.engine, core.takers.evict) == ("engine-0", {"engine-7": 3})
+    assert (core.takers.engine, core.takers.evict, core.storable) == ("engine-0", {"engine-7": 3}, 5)
     assert leaving.left == [], "it has not put all into storage yet"
     assert not core.live
     leaving.add()

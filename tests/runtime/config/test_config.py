@@ -186,6 +186,22 @@ def test_several_engines_get_a_host_cache_by_themselves(values: dict[str, Any], 
     assert resolve_host_cache(config, []) == config
 
 
+@pytest.mark.parametrize(
+    ("values", "host_cache"),
+    [
+        ({"tp_size": 16}, "4096MiB"),  # 8 ranks on each node: an eighth of 256 GiB for all of them
+        ({"tp_size": 8}, "4096MiB"),
+        ({"tp_size": 4}, "4096MiB"),
+        ({"tp_size": 2, "tp_placement": "any"}, "8192MiB"),  # 4 ranks in all, which may all be on one
+    ],
+)
+def test_ranks_that_span_nodes_share_the_memory_of_those_that_they_are_on(
+    values: dict[str, Any], host_cache: str
+) -> None:
+    config = EngineConfig(device="cuda", replicas=2, **values)
+    assert resolve_host_cache(config, [NodeRoom(256 << 30, 64, 8)] * 4).host_cache == host_cache
+
+
 def test_what_needs_a_host_cache_is_refused_where_no_node_has_the_memory() -> None:
     with pytest.raises(ConfigError, match=r"prefill_replicas needs engines that fetch blocks .* host_cache is 0"):
         resolve_host_cache(EngineConfig(prefill_replicas=1, decode_replicas=1), [NodeRoom(64 << 20)])

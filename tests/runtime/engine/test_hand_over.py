@@ -55,6 +55,18 @@ def test_the_blocks_that_are_named_reach_storage_in_their_order_and_no_others() 
     assert stored(storage) == [*third, *second]
 
 
+def test_of_those_that_are_named_storage_gets_as_many_as_it_is_told_to_and_what_is_computed_meanwhile_besides() -> None:
+    storage: Storage = {}
+    engine = computed(storage)
+    second, third = hashes_of(engine, PROMPTS[1]), hashes_of(engine, PROMPTS[2])
+    late = [90 + i % 7 for i in range(4 * BLOCK)]
+    engine.add(request("late", late, 4))
+    engine.step(None)
+    engine.hand_over([*third, *second], storable=len(third) + 1)
+    run(engine)
+    assert stored(storage) == [*third, second[0], *hashes_of(engine, late)]
+
+
 def test_every_group_s_blocks_of_a_window_model_reach_storage() -> None:
     storage: Storage = {}
     engine = computed(storage, policies=(FULL, HeadPolicy(window=5)))

@@ -208,6 +208,31 @@ def test_ranks_that_cannot_connect_say_why_once(
     assert not nccl.log
 
 
+def test_ranks_on_several_nodes_cannot_do_without(
+    nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl.available = False
+    monkeypatch.setattr(SharedMemoryComm, "spans_nodes", True)
+    ranks = Ranks(nccl, 2)
+    for future in ranks.tell(lambda rank: module.connect_gpus(ranks.comms[rank])):
+        with pytest.raises(DeploymentError, match="ranks on several nodes need NCCL, and NCCL is not to be had"):
+            future.result()
+
+
+def test_gpus_of_the_same_place_in_different_machines_are_different_ones(
+    nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "this_node", lambda: nccl.thread.machine)
+
+    def connect(ranks: Ranks, rank: int) -> Any:
+        nccl.thread.machine = f"machine {rank % 2}"
+        return module.connect_gpus(ranks.comms[rank])
+
+    apart, shared = Ranks(nccl, 2, gpus=1), Ranks(nccl, 3, gpus=1)
+    assert None not in apart.each(lambda rank: connect(apart, rank))
+    assert shared.each(lambda rank: connect(shared, rank)) == [None] * 3, "two of them are on one machine"
+
+
 def test_one_rank_without_the_library_is_enough(
     nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,6 +523,19 @@ def test_where_one_rank_cannot_all_sums_go_by_nccl(
     assert not gpus[1].opened
     (record,) = caplog.records
     assert record.message == f"small sums between tensor-parallel ranks go by NCCL, too: rank {unable}: {why}"
+
+
+def test_ranks_on_several_nodes_do_not_try_to_share_memory(
+    nccl: HostNccl, model: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SharedMemoryComm, "spans_nodes", True)
+    memories = HostGpu(may_open_own=True), HostGpu(may_open_own=True)
+    config = configuration(model, device="cuda", dtype="float32", cuda_graphs=False, **FEW_GRAPHS)
+    engine, _, worker = two_ranks(nccl, libraries, config, memories=memories)
+    with engine:
+        assert "collectives=nccl " in worker.describe() + " "
+    assert "small sums" not in caplog.text
+    assert not memories[0].opened
 
 
 def test_ranks_are_told_to_leave_all_sums_to_nccl(nccl: HostNccl, model: Path, libraries: Path) -> None:

@@ -20,6 +20,8 @@ from headwise.runtime.protocol.copies import CopyReport
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.protocol.step_channel import ZmqExecutor, serve_steps
+from headwise.sockets.context import num_open
+from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key
 
 Execute = Callable[[BatchRequest], StepResult]
 
@@ -69,8 +71,8 @@ class Scripted:
 class Group:
     """An executor and its workers; everything is joined at the end."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        self._endpoint = f"ipc://{tmp_path}/steps"
+    def __init__(self, endpoint: str, *, accepts: ServerKeys | None = None, keys: ClientKeys | None = None) -> None:
+        self._endpoint, self._accepts, self._keys = endpoint, accepts, keys
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self.failures: list[BaseException] = []
@@ -81,7 +83,9 @@ class Group:
         step_timeout_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> ZmqExecutor:
-        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s, clock, start_timeout_s=PATIENCE_S)
+        self.executor = ZmqExecutor(
+            self._endpoint, len(workers), step_timeout_s, clock, start_timeout_s=PATIENCE_S, keys=self._accepts
+        )
         for rank, worker in enumerate(workers):
             self._threads.append(threading.Thread(target=self._serve, args=(worker, rank)))
             self._threads[-1].start()
@@ -91,7 +95,7 @@ class Group:
 
     def _serve(self, worker: Echo | Scripted, rank: int) -> None:
         try:
-            serve_steps(worker, self.executor.endpoint, rank, self._stop.is_set)
+            serve_steps(worker, self.executor.endpoint, rank, self._stop.is_set, self._keys)
         except EngineDiedError as error:
             self.failures.append(error)
 
@@ -104,7 +108,7 @@ class Group:
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Group]:
-    group = Group(tmp_path)
+    group = Group(f"ipc://{tmp_path}/steps")
     yield group
     group.close()
 
@@ -119,6 +123,31 @@ def test_queued_steps_run_and_return_in_order_on_every_rank(group: Group) -> Non
     assert [r.token_ids.tolist() for r in results if r] == [[i, i] for i in range(5)]
     assert all(r and r.compute_s == 2.0 for r in results)
     assert all(worker.seen == [0, 1, 2, 3, 4] for worker in workers)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_steps_go_to_other_nodes_over_tcp_and_only_to_who_has_the_key(is_encrypted: bool) -> None:
+    secret, opened = new_secret(), num_open()
+    accepts = ServerKeys(secret, frozenset((client_key("ours"),))) if is_encrypted else None
+    group = Group(
+        "tcp://127.0.0.1:*", accepts=accepts, keys=ClientKeys(public_key(secret), "ours") if accepts else None
+    )
+    workers, executor = [Echo(rank) for rank in range(2)], None
+    context = zmq.Context()
+    try:
+        executor = group.start(list(workers))
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(executor.endpoint)
+        if is_encrypted:  # in the clear, whoever reaches it has a say
+            stranger.send(b"what no rank says")
+        for step_id in range(3):
+            executor.submit(batch(step_id))
+        assert [(executor.poll(PATIENCE_S) or workers).step_id for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
+        assert all(worker.seen == [0, 1, 2] for worker in workers)
+    finally:
+        context.destroy(linger=0)
+        group.close()
+    assert num_open() == opened
 
 
 def test_where_host_caches_are_read_is_known_once_all_ranks_are_ready(group: Group) -> None:
@@ -335,7 +364,7 @@ def test_workers_that_never_connect_are_named(tmp_path: Path) -> None:
 
 
 def test_a_step_for_a_worker_that_left_is_refused(tmp_path: Path) -> None:
-    group = Group(tmp_path)
+    group = Group(f"ipc://{tmp_path}/steps")
     executor = group.start([Echo(0)])
     group._stop.set()
     group._threads[0].join(PATIENCE_S)

@@ -115,6 +115,31 @@ def test_storages_of_one_directory_know_that_they_share_it(tmp_path: Path) -> No
     assert open_at(tmp_path / "here").volume == here.volume
 
 
+def test_there_is_room_until_a_segment_would_be_evicted_or_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_at(tmp_path)
+    whole = storage.room
+    assert whole is not None
+    assert whole >= 100
+    assert all(write(storage, range(20)))
+    assert 0 < storage.room < whole, "whole segments count"
+    written = 20
+    while storage.room:
+        assert all(write(storage, range(written, written + 10)))
+        written += 10
+    assert contained(storage, range(written)) == list(range(written)), "nothing was evicted"
+    empty = open_at(tmp_path / "another")
+    monkeypatch.setattr(os, "statvfs", lambda path: type("Disk", (), {"f_bavail": 0, "f_frsize": 4096}))
+    assert empty.room == 0
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("")
+    assert empty.room is None
+    tmp_path.unlink()
+    for each in (storage, empty):
+        each.close()
+
+
 def test_a_directory_that_is_used_for_the_first_time_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

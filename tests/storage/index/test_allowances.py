@@ -49,10 +49,10 @@ def test_what_the_leaving_engine_shares_with_one_that_stays_is_not_offered_and_n
     assert allowances(index, "a", ["b"]) == {"b": 0}
 
 
-def test_what_a_taker_has_in_its_storage_too_may_go_and_what_cannot_be_lent_buys_nothing() -> None:
+def test_what_a_taker_has_in_its_storage_too_may_go_for_what_is_in_the_storage_of_the_one_that_leaves_alone() -> None:
     index = index_of(("a", run(1), 1), ("b", run(2), 9))
     index.apply("b", "storage", run(2), True)
     assert allowances(index, "a", ["b"]) == {"b": 10}
     index.apply("a", "storage", run(1), True)
     index.apply("a", "host", run(1), False)
-    assert allowances(index, "a", ["b"]) == {"b": 0}
+    assert allowances(index, "a", ["b"]) == {"b": 10}

@@ -170,6 +170,8 @@ def run_rank(
 class ThreadComm:
     """Ranks as threads that meet at a barrier."""
 
+    spans_nodes = False
+
     def __init__(self, rank: int, size: int, shared: list, barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, size
         self._shared, self._barrier = shared, barrier

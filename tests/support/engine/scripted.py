@@ -72,8 +72,8 @@ class ScriptedCore:
     def serve_peers(self) -> None:
         pass
 
-    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None = None) -> None:
-        self.handed_over, self.takers = hashes, takers
+    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None = None, storable: int | None = None) -> None:
+        self.handed_over, self.takers, self.storable = hashes, takers, storable
 
     def has_work(self) -> bool:
         return bool(self.live or self.dies)

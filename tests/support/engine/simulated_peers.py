@@ -14,8 +14,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from support.engine.simulated_copies import HOST_POISON
-from support.engine.simulated_engine import BLOCK, LetterTokenizer
+from support.engine.simulated_copies import HOST_POISON, Storage
+from support.engine.simulated_engine import BLOCK, SOMEWHERE, LetterTokenizer, lookup_in
 from support.engine.simulation import SimulatedExecutor, of_rank, simulated_card
 
 from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
@@ -66,8 +66,15 @@ class ReadingExecutor:
     hangs_until: steps do not end before this tick
     """
 
-    def __init__(self, network: Network, name: str, card: ModelCard, exchange: Callable[[int], HeadExchange]) -> None:
-        self.ranks = [SimulatedExecutor(of_rank(card, rank)) for rank in range(card.plan.tp_size)]
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        card: ModelCard,
+        exchange: Callable[[int], HeadExchange],
+        storage: Storage | None,
+    ) -> None:
+        self.ranks = [SimulatedExecutor(of_rank(card, rank), storage=storage) for rank in range(card.plan.tp_size)]
         nodes = network.nodes_of_devices
         self.exports = tuple(
             tuple(
@@ -220,9 +227,18 @@ class Node:
         def exchange(ranks: int) -> HeadExchange:
             return HeadExchange(own, self.network.arrangements[ranks])
 
-        self.executor = ReadingExecutor(self.network, f"{self.name}/{self.epoch}", card, exchange)
+        storage = self.network.storages.get(self.name)
+        self.executor = ReadingExecutor(self.network, f"{self.name}/{self.epoch}", card, exchange, storage)
+        if storage is not None:
+            options |= SOMEWHERE
         config = EngineConfig(
-            block_size=BLOCK, max_batched_tokens=16, load_timeout_s=TIMEOUT_S, host_cache="1KiB", **options
+            **{
+                "block_size": BLOCK,
+                "max_batched_tokens": 16,
+                "load_timeout_s": TIMEOUT_S,
+                "host_cache": "1KiB",
+                **options,
+            }
         )
         self.core = EngineCore(
             config,
@@ -230,6 +246,7 @@ class Node:
             LetterTokenizer(),
             self.executor,
             clock=self.network.clock,
+            lookup=lookup_in(storage, card),
             peers=self,
             exchange=lambda config, card, ranks: exchange(ranks),
         )
@@ -289,18 +306,20 @@ class Network:
     ranks:     of each engine; of those with more than one, heads are grouped by ``grouping``
     nodes:     where workers read each other's devices, by engine; others' devices nobody reads
     transport: its name
+    storages:  of engines that have one of their own, with one rank
     """
 
     def __init__(
         self, names: Sequence[str], policies: Sequence[HeadPolicy], *, seed: int = 0, faults: WireFaults | None = None,
         ranks: Sequence[int] = (), grouping: str = "auto", nodes: dict[str, str] | None = None,
-        transport: str = "simulated", **options: Any,
+        transport: str = "simulated", storages: dict[str, Storage] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.random = Random(seed)
         self.faults = faults or WireFaults()
         self.ticks = 0
         self.nodes_of_devices = nodes or {}
         self.transport = transport
+        self.storages = storages or {}
         self.sent: list[Any] = []
         self.arenas: dict[bytes, Callable[[], Any]] = {}  # by address; asleep there is none
         self.arrangements: dict[int, Arrangement] = {}  # by ranks

@@ -34,12 +34,14 @@ class Thread(threading.local):
     gpu:    its PCI address
     stream: the current one; 0 is the legacy default stream
     way:    how what is enqueued comes to run: by itself, or by a graph that is being recorded or launched
+    machine: where the GPU is
     group:  calls between `groupStart` and `groupEnd`
     """
 
     gpu = "0000:00:00.0"
     stream = 0
     way = "eager"
+    machine = ""
     group: list[Callable[[], None]] | None = None
 
 
@@ -48,7 +50,7 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.gpus: dict[int, str] = {}
+        self.gpus: dict[int, tuple[str, Any]] = {}
         self.calls: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
         self.mail: dict[tuple[int, int], Queue[Any]] = defaultdict(Queue)
@@ -77,9 +79,10 @@ class HostNccl(ModuleType):
         with self._lock:
             world = self._worlds.setdefault(commId, World(ndev))
             assert world.size == ndev
-            if self.thread.pci in world.gpus.values():
+            gpu = self.thread.machine, self.thread.pci
+            if gpu in world.gpus.values():
                 raise NcclError("NCCL_ERROR_INVALID_USAGE: invalid usage")
-            world.gpus[rank] = self.thread.pci
+            world.gpus[rank] = gpu
         world.barrier.wait()
         return Communicator(self, world, rank)
 

@@ -14,9 +14,11 @@ import secrets
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from headwise.cache_controller.legacy import Dealer, LeftPaths
 from headwise.runtime.engine.peers.base import Peers, hashes_of
+from headwise.runtime.engine.peers.staging import Staging
 from headwise.runtime.engine.peers.taking import MAX_PATHS, OFFER_BYTES, REFUSED
 from headwise.runtime.protocol.messages import Offer, Taken
 
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_BLOCKS = 8192
 """Of all paths of an offer: 128 KiB of hashes. A path that is longer has an offer of its own."""
+AHEAD = 8
+"""Paths of each taker that are brought to the host from storage before it is offered them."""
 LOOKED_AT = 64
 """Paths that are looked at before the next step: a leaving engine still serves requests."""
 ASK_SHARE, ROOM_SHARE = 0.1, 0.25
@@ -52,11 +56,19 @@ class _Taker:
 class Giving:
     """me: this engine's name, and the epoch of its cache
     takers: the engines that stay, and how many token blocks each may evict
+    staging: brings to the host what is to be read from there
     """
 
     def __init__(
-        self, paths: LeftPaths, peers: Peers, me: tuple[str, int], takers: Mapping[str, int], timeout_s: float
+        self,
+        paths: LeftPaths,
+        peers: Peers,
+        me: tuple[str, int],
+        takers: Mapping[str, int],
+        timeout_s: float,
+        staging: Staging,
     ) -> None:
+        self._staging = staging
         self._paths, self._peers, self._me, self._timeout_s = paths, peers, me, timeout_s
         self._evict = takers
         self._takers: dict[str, _Taker] = {}
@@ -100,7 +112,8 @@ class Giving:
             self._deal()
         for taker in self._takers.values():
             if taker.offer is None and taker.queue:
-                self._offer(taker, self._next_of(taker), now)
+                if paths := self._next_of(taker):
+                    self._offer(taker, paths, now)
             elif taker.offer is not None and now >= taker.say_at:
                 self._say(taker, now)
 
@@ -127,9 +140,15 @@ class Giving:
                 self._takers[taker].queue.append(path)
 
     def _next_of(self, taker: _Taker) -> tuple[bytes, ...]:
-        """The paths of its next offer."""
+        """The paths of its next offer, and of the ones after it what is in storage starts to come; none: the first has
+        not come yet."""
+        for path in islice(taker.queue, AHEAD):
+            if not self._staging.is_here(path) and not self._staging.is_coming(path):
+                break  # what comes behind it would take its room
         paths, blocks = list[bytes](), 0
         while taker.queue and len(paths) < MAX_PATHS and (not paths or blocks + len(taker.queue[0]) <= MAX_BLOCKS):
+            if not self._staging.is_here(taker.queue[0]):
+                break
             path = taker.queue.popleft()
             blocks += len(path)
             paths.append(b"".join(path))
@@ -150,11 +169,13 @@ class Giving:
 
     def _take(self, taker: _Taker, answer: Taken, now: float) -> None:
         taker.heard = now
-        if not answer.is_over:
+        if not answer.is_over or taker.offer is None:
             return
         if answer.free == REFUSED:
             self._lose(taker)
             return
+        for path in taker.offer.paths:
+            self._staging.end(hashes_of(path))
         taker.offer = None
         taker.evict = max(0, taker.evict - max(0, answer.evicted))
         self.given += max(0, answer.blocks)
@@ -164,7 +185,9 @@ class Giving:
     def _lose(self, taker: _Taker) -> None:
         """It takes no more: what it was offered goes to others."""
         assert taker.offer is not None
-        self._again += [hashes_of(path) for path in taker.offer.paths]
-        self._again += taker.queue
+        lost = [*map(hashes_of, taker.offer.paths), *taker.queue]
+        for path in lost:
+            self._staging.end(path)
+        self._again += lost
         del self._takers[taker.name]
         self._dealer.lose(taker.name)

@@ -7,6 +7,7 @@ from support.engine.simulated_engine import BLOCK, request
 from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, WireFaults
 from support.engine.simulation import continuation
 
+from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import Takers
@@ -76,6 +77,69 @@ def test_a_prompt_is_a_hit_though_its_answer_is_cached_behind_it(policies) -> No
     until(network, is_gone(network, "a"))
     network.kill("a")
     assert serve(network, "b", "again", PROMPTS[0]) == 28
+
+
+def hashes_of(network: Network, prompt: list[int]) -> list[bytes]:
+    """Of a prompt's blocks, as any engine names them."""
+    hashes: list[bytes] = []
+    tokens = request("any", prompt[: BLOCKS * BLOCK], 1).prompt_token_ids
+    extend_hashes(hashes, hash_seed(network.nodes["a"].core.card.identity), tokens, BLOCK)
+    return hashes
+
+
+def with_storage_alone(policies, prompts=PROMPTS, **options) -> Network:
+    """Engines of which a has all prompts in storage of its own, and nothing of them in memory."""
+    network = Network("ab", policies, storages={"a": {}}, prefetch="best_effort", checkpoint_tokens=8, **options)
+    warm(network, "a", prompts)
+    core = network.nodes["a"].core
+    until(network, lambda: not core.has_work())
+    for tier in ("device", "host"):
+        core.operate("reset_cache", tier)
+    until(network, lambda: not core.has_work())
+    host = core.cache.host.stats()
+    assert (core.cache.pool.num_cached, host.cached_blocks) == (0, 0)
+    return network
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+def test_what_only_storage_of_its_own_has_goes_by_way_of_its_host(policies) -> None:
+    network = with_storage_alone(policies)
+    leave(network, "a", {"b": 0})
+    until(network, is_gone(network, "a"))
+    assert stats(network, "a")["given_blocks"] == stats(network, "b")["taken_blocks"] > 0
+    network.kill("a")
+    for prompt in PROMPTS:
+        assert serve(network, "b", f"b{prompt[0]}", prompt) == 28
+
+
+def test_more_than_its_host_holds_comes_from_storage_bit_by_bit_and_goes_in_the_order_that_was_named() -> None:
+    network = with_storage_alone((FULL,), host_blocks=2 * BLOCKS + 2)
+    paths = [hashes_of(network, prompt) for prompt in PROMPTS]
+    last, first = paths[-1], paths[0]
+    leave(network, "a", {"b": 0}, [*last, *first, *paths[1]])
+    until(network, is_gone(network, "a"))
+    known = network.nodes["b"].core.cache.tree.nodes
+    assert stats(network, "a")["given_blocks"] in range(2 * BLOCKS, 2 * BLOCKS + 3), "as much as b has room for"
+    assert all(block in known for block in [*last, *first])
+    assert not any(block in known for block in paths[2])
+
+
+@pytest.mark.parametrize("fault", ["empty", "hangs", "fails"])
+def test_storage_of_its_own_that_does_not_give_what_it_had_costs_that_alone(fault: str) -> None:
+    network = with_storage_alone((FULL,), storage_timeout_s=1.0)
+    node = network.nodes["a"]
+    serve(network, "a", "still there", [60] * 29)
+    if fault == "empty":
+        network.storages["a"].clear()
+    elif fault == "hangs":
+        node.executor.ranks[0].faults.storage_steps = None
+    else:
+        node.executor.ranks[0].faults.lose_fetch = lambda: True
+    leave(network, "a", {"b": 0})
+    until(network, is_gone(network, "a"), turns=int(20 * TIMEOUT_S / TICK_S))
+    network.kill("a")
+    assert serve(network, "b", "still there", [60] * 29) == 28
+    assert serve(network, "b", "lost", PROMPTS[0]) == 0
 
 
 def test_paths_that_begin_alike_go_to_the_same_engine_and_the_beginning_once() -> None:
