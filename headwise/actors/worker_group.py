@@ -14,13 +14,13 @@ from ray.util.placement_group import PlacementGroup
 
 from headwise.actors.front import Keys
 from headwise.actors.placement import in_bundle
-from headwise.actors.scratch import ScratchDirectory
 from headwise.actors.start_lines import StartLines
 from headwise.actors.worker import Worker
 from headwise.errors import EngineDiedError, HeadwiseError, first_line
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.protocol.step_channel import ZmqExecutor
+from headwise.sockets.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
 
