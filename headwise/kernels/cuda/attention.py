@@ -14,7 +14,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
-from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile
+from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile, tma_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
 from headwise.kernels.nibbles import INT4
@@ -95,12 +95,14 @@ class Tuning:
     split_programs:   decode is split until there are about this many programs per multiprocessor: enough that the ones
                       that end first leave little idle
     min_split_tokens: a split has at least so many tokens: fewer cost more to merge than they save
+    tma:              the tensor memory accelerator brings a prompt's keys and values, where `tma_tile` has a tile
     """
 
     prefill: Tile | None = None
     decode: Tile | None = None
     split_programs: int = 8
     min_split_tokens: int = 128
+    tma: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,9 @@ class _Plan:
         return self.prefill, self.decode
 
 
-def variants_of(shape: AttentionShape, sm: int) -> tuple[Variant, ...]:
+def variants_of(shape: AttentionShape, sm: int, tma: bool = False) -> tuple[Variant, ...]:
     """All that attention of ``shape`` launches on a card of compute capability ``sm``."""
-    return _plan(shape, sm, Tuning()).variants
+    return _plan(shape, sm, Tuning(tma=tma)).variants
 
 
 @dataclass
@@ -301,7 +303,8 @@ PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
 
 
 def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
-    prefill = tuning.prefill or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
+    by_tma = tma_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size) if tuning.tma else None
+    prefill = tuning.prefill or by_tma or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
@@ -328,6 +331,7 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "PACKED": shape.kv_dtype == INT4,
         "CHUNKED": shape.chunked,
         "VALUE_D": _power_of_two(shape.head_dim) // tile.parts,
+        "BULK": tile.tma,
     }
     signature = _typed(ATTEND_SIGNATURE, shape)
     multiples = PACKED_MULTIPLES if shape.kv_dtype == INT4 else MULTIPLES

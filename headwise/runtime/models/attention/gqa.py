@@ -53,7 +53,7 @@ class GroupedQueryAttention:
     def gpu_kernels(
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> AttentionKernels:
-        kernels = CudaKernels(parts.launcher, parts.programs, parts.allocate)
+        kernels = CudaKernels(parts.launcher, parts.programs, parts.allocate, parts.tma)
         shapes = {self._shape(layer, layout, tp_size, dtype): layout for layer, layout in enumerate(layouts)}
         for shape, layout in shapes.items():
             check_supported(shape.head_dim, dtype, shape.kv_dtype, parts.launcher.sm, shape.block_size)
