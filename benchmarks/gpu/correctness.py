@@ -304,21 +304,32 @@ def distance(found: NDArray[Any], expected: NDArray[Any]) -> float:
 
 
 def check_rope(bench: Bench, case: Case, rng: np.random.Generator) -> None:
-    """The write that turns queries and keys on their way."""
+    """The write that adds biases, and turns queries and keys, on their way."""
     rig, inputs = bench.rig, make_inputs(case, rng)
+    heads = [rows.shape[1] for rows in (inputs.query, inputs.key, inputs.value)]
+    bias = rng.standard_normal((sum(heads), case.head_dim)).astype(inputs.key.dtype)
+    biases = np.split(bias, np.cumsum(heads)[:-1])
     device = to_device(rig, inputs)
     angles = rng.uniform(0, 2 * np.pi, (len(inputs.key), case.head_dim // 2)).astype(np.float32)
     cosines, sines = np.cos(angles), np.sin(angles)
     CudaKvWrite(rig.programs).write_kv_rope(
         device.query, device.key, device.value, rig.upload(cosines), rig.upload(sines), device.arena, device.layout,
-        device.batch, device.heads,
+        device.batch, device.heads, rig.upload(bias.reshape(-1)),
     )  # fmt: skip
-    query, key = (rotated(rows, cosines, sines) for rows in (inputs.query, inputs.key))
+    query, key, value = (
+        _narrow_sum(rows, more) for rows, more in zip((inputs.query, inputs.key, inputs.value), biases, strict=True)
+    )
+    query, key = (rotated(rows, cosines, sines) for rows in (query, key))
     expected = inputs.arena.copy()
-    ReferenceKernels().write_kv(key, inputs.value, expected, inputs.layout, inputs.batch, inputs.heads)
+    ReferenceKernels().write_kv(key, value, expected, inputs.layout, inputs.batch, inputs.heads)
     different = int(np.count_nonzero(rig.download(device.arena) != expected))
     different += int(np.count_nonzero(_bytes(rig.download(device.query)) != _bytes(query)))
     bench.rows.check(f"write_rope_{case.name}", different == 0, f"{different} bytes differ")
+
+
+def _narrow_sum(rows: NDArray[Any], bias: NDArray[Any]) -> NDArray[Any]:
+    """In float32, rounded to the rows' dtype."""
+    return (rows.astype(np.float32) + bias.astype(np.float32)).astype(rows.dtype)
 
 
 def rotated(rows: NDArray[Any], cosines: NDArray[Any], sines: NDArray[Any]) -> NDArray[Any]:

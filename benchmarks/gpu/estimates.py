@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/estimates.py        # the tables of docs/gpu.md, which a test compares
 
-Instructions of attention are those that `machine_code.py` counts, which a test looks after, too. What is not computed is
-assumed, and said to be.
+Instructions of attention are those that `machine_code.py` counts, which a test looks after, too. What is not computed
+is assumed, and said to be.
 """
 
 from __future__ import annotations

@@ -125,8 +125,9 @@ class CudaElementwise:
         )  # fmt: skip
         return True
 
-    def gated(self, gate_up: Array, out: Array, activation: str) -> bool:
-        """``out [T, N] = activation(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``.
+    def gated(self, gate_up: Array, out: Array, activation: str, bias: Array | None = None) -> bool:
+        """``out [T, N] = activation(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``, to which ``bias [2 * N]`` of
+        the same dtype is added before.
 
         ``activation`` is one of `Activation`; ``gelu_tanh`` is the tanh approximation.
         """
@@ -138,11 +139,13 @@ class CudaElementwise:
             or count > MOST_THREADS
             or width * out.dtype.itemsize % VECTOR_BYTES
             or not (_in_vectors(gate_up) and is_dense(out, out.shape, gate_up.dtype))
+            or not (bias is None or is_dense(bias, (2 * width,), gate_up.dtype))
         ):
             return False
+        added = np.uint64(0 if bias is None else address_of(bias))
         self._of(out).gated[activation](
             _grid(count, THREADS),
-            (*pointers(gate_up, out), np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
+            (*pointers(gate_up, out), added, np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
         )
         return True
 

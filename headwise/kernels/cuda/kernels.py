@@ -23,6 +23,7 @@ class CudaKernels:
     """
 
     sees_chunks = True
+    adds_biases = True
 
     def __init__(
         self, launcher: TritonLauncher, programs: Programs, allocate: Callable[[int], Array], tma: bool = False
@@ -57,9 +58,10 @@ class CudaKernels:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        bias: Array | None = None,
     ) -> None:
-        """See `RotatingKernels.write_kv_rope`."""
-        self._write.write_kv_rope(query, key, value, cosines, sines, arena, layout, batch, heads)
+        """See `BiasingKernels.write_kv_rope`."""
+        self._write.write_kv_rope(query, key, value, cosines, sines, arena, layout, batch, heads, bias)
 
     def attend(
         self,
