@@ -166,6 +166,26 @@ def quantised_decode(card: Card, heads: Heads, block_size: int) -> Table:
     return Table([*head, "slots that 0.8 needs"], rows)
 
 
+# ---- prompts, launch by launch ----
+
+HOST_S, CALLS, CALL_S = 165 * US, 10, 8 * US
+"""Of a layer: our Python by `step_launches.py` on an AMD EPYC, addresses of NumPy's arrays among it, which take a third
+of it and a tenth as long in CuPy; calls into CuPy and the driver, and what each is assumed to take."""
+PRODUCTS, AT_BEST = 989e12, 0.6
+"""Of bfloat16 a second, and the assumed share of it."""
+LLAMAS = {"Llama-3.2-1B": (2048, 8192, Heads(32, 8, 64)), "Llama-3.1-8B": (4096, 14336, Heads(32, 8, 128))}
+
+
+def launched_prompts(tokens: Sequence[int]) -> Table:
+    """A layer's products, without attention, beside what the host takes to enqueue it."""
+    host, rows = HOST_S + CALLS * CALL_S, []
+    for name, (hidden, inner, heads) in LLAMAS.items():
+        numbers = hidden * (heads.head_dim * 2 * (heads.q_heads + heads.kv_heads) + 3 * inner)
+        seconds = [2 * numbers * count / (PRODUCTS * AT_BEST) for count in tokens]
+        rows.append([name, *(f"{each / US:,.0f} us" for each in seconds), f"{host / US:.0f} us"])
+    return Table(["products of a layer, tokens", *(f"{count:,}" for count in tokens), "enqueued in"], rows)
+
+
 # ---- sampling ----
 
 SAMPLED_ISSUED = 0.7
@@ -222,6 +242,7 @@ def sampling(card: Card, rows: int, vocabulary: int) -> Table:
 def tables() -> Iterator[Table]:
     """Those of docs/gpu.md, in its order."""
     sizes = FULL
+    yield launched_prompts((1024, 2048, 8192))
     yield skewed_decode(H200, sizes.attention, sizes.skewed[0], sizes.skewed[1:], sizes.block_size)
     yield moe_step(H200, sizes.moe | {"num_hidden_layers": ERNIE_LAYERS}, sizes.decode_batches, sizes.decode_context)
     yield sampling(H100, 64, 128_256)

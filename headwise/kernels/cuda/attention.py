@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +145,8 @@ class TritonAttention:
 
     def __post_init__(self) -> None:
         self._plans: dict[AttentionShape, _Plan] = {}
+        self._batch: Callable[[], AttentionBatch | None] = lambda: None
+        self._of_batch: dict[str, np.generic] = {}
         # Of all KV heads together, two for a unit: see `attention_jit.attend`.
         self._splits = 2 * max(self._programs, MOST_KV_HEADS)
         self._workspace = PartsWorkspace(self.allocate, self._splits)
@@ -196,7 +199,8 @@ class TritonAttention:
             **parts,
             "sink_logits": parts["partial"] if sink_logits is None else np.uint64(address_of(sink_logits)),
             **_arena_arguments(arena, layout),
-            **_batch_arguments(batch, heads),
+            **self._batch_arguments(batch),
+            **_head_arguments(heads),
             "query_stride": np.int32(query.strides[0] // query.itemsize),
             "out_stride": np.int32(out.strides[0] // out.itemsize),
             **_score_arguments(scale, softcap),
@@ -214,6 +218,12 @@ class TritonAttention:
             launch(plan.prefill, (kv_heads * tiles * plan.parts, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
         if decodes:
             launch(plan.decode, (units + sequences, kv_heads, 1), fewest_queries=np.int32(1))
+
+    def _batch_arguments(self, batch: AttentionBatch) -> dict[str, np.generic]:
+        """The same for all layers of a step. Its arrays are not kept: they are the caller's to let go of."""
+        if self._batch() is not batch:
+            self._batch, self._of_batch = weakref.ref(batch), _batch_arguments(batch)
+        return self._of_batch
 
     @property
     def _programs(self) -> int:
@@ -268,19 +278,24 @@ def _arena_arguments(arena: Array, layout: BlockLayout) -> dict[str, np.generic]
     }
 
 
-def _batch_arguments(batch: AttentionBatch, heads: HeadTable) -> dict[str, np.generic]:
+def _batch_arguments(batch: AttentionBatch) -> dict[str, np.generic]:
     return {
         "cu_seqlens_q": np.uint64(address_of(batch.cu_seqlens_q)),
         "seq_lens": np.uint64(address_of(batch.seq_lens)),
         "block_tables": np.uint64(address_of(batch.block_tables)),
+        "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),
+        "groups": np.int32(batch.groups),
+        "max_blocks": np.int32(batch.block_tables.shape[1]),
+    }
+
+
+def _head_arguments(heads: HeadTable) -> dict[str, np.generic]:
+    return {
         "head_group": np.uint64(address_of(heads.group)),
         "head_slot": np.uint64(address_of(heads.slot)),
         "head_window": np.uint64(address_of(heads.window)),
         "head_sink": np.uint64(address_of(heads.sink)),
-        "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),
         "kv_heads": np.int32(heads.group.shape[0]),
-        "groups": np.int32(batch.groups),
-        "max_blocks": np.int32(batch.block_tables.shape[1]),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args
 
 import numpy as np
@@ -205,6 +206,12 @@ def variant_of(dtype: np.dtype[Any]) -> Defines:
     return {"NUMBER": NUMBERS[str(dtype)], "HELD": HELD}
 
 
+@cache
+def is_computed(dtype: np.dtype[Any]) -> bool:
+    """Whether there are kernels for it. Its name takes a microsecond to ask for."""
+    return str(dtype) in NUMBERS
+
+
 def _norm_group(vectors: int) -> int:
     """Threads for a row to norm: a power of two, at most a warp, or a block of one of `NORM_THREADS`."""
     if vectors <= _WARP:
@@ -216,7 +223,7 @@ def _in_vectors(array: Array) -> bool:
     """Whether the elements of each row lie side by side, in whole vectors."""
     itemsize = array.dtype.itemsize
     return (
-        str(array.dtype) in NUMBERS
+        is_computed(array.dtype)
         and array.strides[-1] == itemsize
         and not (address_of(array) | array.shape[-1] * itemsize) % VECTOR_BYTES
         and not any(stride % VECTOR_BYTES for stride in array.strides[:-1])
