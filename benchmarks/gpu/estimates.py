@@ -109,6 +109,8 @@ def moe_step(card: Card, config: Mapping[str, Any], batches: Sequence[int], cont
 
 # ---- decode of unlike lengths ----
 
+MOST_SPLITS = 128
+"""As `walk_jit.MAX_SPLITS`."""
 PLACES_PER_SM = 3
 """Programs of decode at head size 128 that an SM's shared memory has room for."""
 PLANNED_S, MERGED_S = 3 * US, 2 * US
@@ -141,6 +143,25 @@ def skewed_decode(card: Card, heads: Heads, batch: int, contexts: tuple[int, int
         ["a step", f"{alone[0] / MS:.1f} to {alone[1] / MS:.1f} ms, {read / alone[1]:.2f} to {read / alone[0]:.2f} of "
          "bandwidth", f"{whole / US:.0f} us, {read / whole:.2f} of bandwidth"],
     ])  # fmt: skip
+
+
+SINGLE_S = {"planning": 1.5 * US, "first tile": 1.5 * US, "store and count": 1 * US}
+"""Assumed: of a step of one sequence, where nothing hides any of it; and MERGE_ROUND_S for each 16 parts of a head."""
+MERGE_ROUND_S, MERGED_AT_ONCE = 0.75 * US, 16
+
+
+def single_decode(card: Card, heads: Heads, contexts: Sequence[int], block_size: int) -> Table:
+    """One sequence: what its first and last microseconds leave of the card's bandwidth."""
+    tuning, tile = Tuning(), decode_tile(heads.head_dim, heads.dtype, heads.dtype, card.sm, block_size)
+    units, rows = max(1, card.sms * tuning.split_programs // heads.kv_heads), []
+    for context in contexts:
+        size, tiles = context * heads.kv_heads * 2 * heads.head_dim * BYTES_BF16, ceil(context / tile.keys)
+        parts = ceil(tiles / max(ceil(tiles / min(units, MOST_SPLITS)), tuning.min_split_tokens // tile.keys))
+        read = size / card.bandwidth
+        whole = read + sum(SINGLE_S.values()) + ceil(parts / MERGED_AT_ONCE) * MERGE_ROUND_S
+        rows.append([f"{context:,} tokens", f"{read / US:.1f} us", str(parts), f"{whole / US:.1f} us",
+                     f"{read / whole:.2f}"])  # fmt: skip
+    return Table(["", "read in", "parts of a head", "a step", "of bandwidth"], rows)
 
 
 # ---- caches of fewer bits ----
@@ -244,6 +265,7 @@ def tables() -> Iterator[Table]:
     sizes = FULL
     yield launched_prompts((1024, 2048, 8192))
     yield skewed_decode(H200, sizes.attention, sizes.skewed[0], sizes.skewed[1:], sizes.block_size)
+    yield single_decode(H200, sizes.attention, (8192, 32768), sizes.block_size)
     yield moe_step(H200, sizes.moe | {"num_hidden_layers": ERNIE_LAYERS}, sizes.decode_batches, sizes.decode_context)
     yield sampling(H100, 64, 128_256)
     yield quantised_decode(H200, sizes.attention, sizes.block_size)
