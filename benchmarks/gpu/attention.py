@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpu.bench import Bench
-from gpu.cases import Step, decode_step, half_windowed, prefill_step, skewed_step, step_bytes
+from gpu.cases import Step, decode_step, half_windowed, prefill_step, skewed_step, step_bytes, tma_kernels
 from gpu.peers import FlashInfer, Sdpa, Tensor, Torch, open_peers
 from gpu.rig import Work
 from gpu.sizes import Heads
 from gpu.spot_check import CLOSE, WrongError, check_step
 
 from headwise.kernels.cuda.attention import OLDEST_SM_E4M3, AttentionShape, variants_of
+from headwise.kernels.cuda.tiles import tma_tile
 from headwise.kernels.gqa import QUANTISED
 from headwise.kernels.nibbles import INT4
 
@@ -201,7 +202,14 @@ def _prefill_case(bench: Bench, torch: Torch | None, name: str, heads: Heads, to
     works, apart = _with_peers(bench, step, name, torch, peers)
     if torch is not None:
         works["matmul"] = torch.matmul(step, sizes.product)
+    if (by_tma := _by_tma(bench, step, heads)) is not None:
+        with rows.case(f"{name}_tma"):
+            tma_error = check_step(rig, by_tma)
+            works["tma"] = by_tma.on(rig)
     seconds = bench.seconds(works)
+    if "tma" in seconds:
+        note = f"{step.flops / seconds['tma'] / 1e12:.0f} TFLOP/s, {tma_error:.1e} from NumPy; what prefill_tma chooses"
+        rows.add(f"{name}_tma_speedup", seconds["ours"] / seconds["tma"], note=note)
     rows.add(name, step.flops / seconds["ours"] / 1e12, "TFLOP/s", note=f"{tokens} tokens, {error:.1e} from NumPy")
     _machine_code(bench, name, heads)
     if "matmul" in seconds:
@@ -211,6 +219,14 @@ def _prefill_case(bench: Bench, torch: Torch | None, name: str, heads: Heads, to
         note = f"{peer} {step.flops / seconds[peer] / 1e12:.0f} TFLOP/s, outputs {distance:.1e} apart"
         aim = 0.75 if peer == "torch" else None
         rows.add(f"{name}_over_{peer}", seconds[peer] / seconds["ours"], least=aim, note=note)
+
+
+def _by_tma(bench: Bench, step: Step, heads: Heads) -> Step | None:
+    """The same prompt with keys and values by TMA; None where that is not served."""
+    sm = bench.rig.parts.launcher.sm
+    if tma_tile(heads.head_dim, heads.dtype, heads.dtype, sm, bench.sizes.block_size) is None:
+        return None
+    return replace(step, kernels=tma_kernels(bench.rig))
 
 
 def _machine_code(bench: Bench, name: str, heads: Heads) -> None:

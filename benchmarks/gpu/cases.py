@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
-from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
+from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.gqa import gqa_layout
 
 Window = tuple[int, int]
@@ -33,6 +34,7 @@ class Step:
     places:    (group, slot) of each KV head
     kv_bytes:  of the keys and values that somebody sees
     flops:     of the products of all visible (query, key) pairs
+    kernels:   that compute it, if not the rig's
     """
 
     query: Array
@@ -48,13 +50,20 @@ class Step:
     scale: float
     kv_bytes: int
     flops: int
+    kernels: AttentionKernels | None = None
 
     def on(self, rig: Rig) -> Work:
         """The call that computes it."""
+        attend = (self.kernels or rig.kernels).attend
         return partial(
-            rig.kernels.attend, self.query, self.arena, self.layout, self.batch, self.heads, scale=self.scale,
-            softcap=0.0, out=self.out,
+            attend, self.query, self.arena, self.layout, self.batch, self.heads, scale=self.scale, softcap=0.0,
+            out=self.out,
         )  # fmt: skip
+
+
+def tma_kernels(rig: Rig) -> AttentionKernels:
+    """Those of an engine with ``prefill_tma``."""
+    return CudaKernels(rig.parts.launcher, rig.parts.programs, rig.parts.allocate, tma=True)
 
 
 def decode_step(

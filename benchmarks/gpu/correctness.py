@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gpu.attention import E4M3, QUANTISED_DTYPES
 from gpu.bench import Bench
-from gpu.cases import FULL_ATTENTION, Window, head_table, places_of
+from gpu.cases import FULL_ATTENTION, Window, head_table, places_of, tma_kernels
 from gpu.checkpoint import MOE, random_models, write_checkpoint
 from gpu.codes import KINDS, check_codes, compile_codes
 from gpu.delta import check_delta, compile_delta, shape_of
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_tables import BlockTables, HostBlockTables, TableShape
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
-from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
 from headwise.kernels.block_copy import ReferenceBlockCopy
 from headwise.kernels.cuda.attention import OLDEST_SM_E4M3, AttentionShape
 from headwise.kernels.cuda.cubins import Target
@@ -95,7 +95,8 @@ def compile_kernels(bench: Bench) -> None:
 
 
 def _compile(shape: AttentionShape, target: Target, directory: Path) -> int:
-    return len(list(precompile([shape], [target], directory)))
+    """Prompts in both ways, where there are two."""
+    return len({path for tma in (False, True) for path in precompile([shape], [target], directory, tma=tma)})
 
 
 def _compile_latents(target: Target, directory: Path) -> int:
@@ -140,7 +141,7 @@ def _model_shapes(sizes: Sizes, sm: int, layers: int | None) -> Iterator[Attenti
 
 @dataclass(frozen=True)
 class Case:
-    """One step: ``sequences`` are (queries, context); ``windows`` one per KV head."""
+    """One step: ``sequences`` are (queries, context); ``windows`` one per KV head. tma: with `tma_kernels`"""
 
     name: str
     share: int
@@ -152,6 +153,7 @@ class Case:
     windows: tuple[Window, ...]
     softcap: float = 0.0
     chunked: bool = False
+    tma: bool = False
 
     @property
     def shape(self) -> AttentionShape:
@@ -188,6 +190,7 @@ def cases(long: bool, sm: int) -> list[Case]:
         Case("bf16_256_softcap", 4, 256, "bfloat16", "bfloat16", 16, mixed, heads[1:2], softcap=30.0),
         Case("bf16_512", 8, 512, "bfloat16", "bfloat16", 64, mixed, heads[:2]),
         replace(main, name="bf16_chunks", chunked=True),
+        *([replace(main, name="bf16_tma", tma=True)] if sm >= 90 else []),
         Case("fp16_mha_int8", 1, 64, "float16", "int8", 64, mixed, heads * 2 if long else heads),
     ]
     if long:
@@ -265,7 +268,7 @@ def check_case(bench: Bench, case: Case, rng: np.random.Generator) -> None:
     attended = rig.upload(inputs.written)
     out = rig.upload(np.full(inputs.query.shape, np.nan, np.float32).astype(inputs.query.dtype))
     scale = case.head_dim**-0.5
-    rig.kernels.attend(
+    kernels_of(rig, case).attend(
         device.query, attended, inputs.layout, device.batch, device.heads, scale=scale, softcap=case.softcap, out=out
     )
     expected = np.empty(inputs.query.shape)
@@ -278,6 +281,11 @@ def check_case(bench: Bench, case: Case, rng: np.random.Generator) -> None:
         distance(rig.download(out), expected),
         max(TOLERANCE[case.dtype], OF_STEPS if case.kv_dtype == INT4 else 0),
     )
+
+
+def kernels_of(rig: Rig, case: Case) -> AttentionKernels:
+    """What attends."""
+    return tma_kernels(rig) if case.tma else rig.kernels
 
 
 def to_device(rig: Rig, inputs: Inputs) -> Inputs:
@@ -296,21 +304,32 @@ def distance(found: NDArray[Any], expected: NDArray[Any]) -> float:
 
 
 def check_rope(bench: Bench, case: Case, rng: np.random.Generator) -> None:
-    """The write that turns queries and keys on their way."""
+    """The write that adds biases, and turns queries and keys, on their way."""
     rig, inputs = bench.rig, make_inputs(case, rng)
+    heads = [rows.shape[1] for rows in (inputs.query, inputs.key, inputs.value)]
+    bias = rng.standard_normal((sum(heads), case.head_dim)).astype(inputs.key.dtype)
+    biases = np.split(bias, np.cumsum(heads)[:-1])
     device = to_device(rig, inputs)
     angles = rng.uniform(0, 2 * np.pi, (len(inputs.key), case.head_dim // 2)).astype(np.float32)
     cosines, sines = np.cos(angles), np.sin(angles)
     CudaKvWrite(rig.programs).write_kv_rope(
         device.query, device.key, device.value, rig.upload(cosines), rig.upload(sines), device.arena, device.layout,
-        device.batch, device.heads,
+        device.batch, device.heads, rig.upload(bias.reshape(-1)),
     )  # fmt: skip
-    query, key = (rotated(rows, cosines, sines) for rows in (inputs.query, inputs.key))
+    query, key, value = (
+        _narrow_sum(rows, more) for rows, more in zip((inputs.query, inputs.key, inputs.value), biases, strict=True)
+    )
+    query, key = (rotated(rows, cosines, sines) for rows in (query, key))
     expected = inputs.arena.copy()
-    ReferenceKernels().write_kv(key, inputs.value, expected, inputs.layout, inputs.batch, inputs.heads)
+    ReferenceKernels().write_kv(key, value, expected, inputs.layout, inputs.batch, inputs.heads)
     different = int(np.count_nonzero(rig.download(device.arena) != expected))
     different += int(np.count_nonzero(_bytes(rig.download(device.query)) != _bytes(query)))
     bench.rows.check(f"write_rope_{case.name}", different == 0, f"{different} bytes differ")
+
+
+def _narrow_sum(rows: NDArray[Any], bias: NDArray[Any]) -> NDArray[Any]:
+    """In float32, rounded to the rows' dtype."""
+    return (rows.astype(np.float32) + bias.astype(np.float32)).astype(rows.dtype)
 
 
 def rotated(rows: NDArray[Any], cosines: NDArray[Any], sines: NDArray[Any]) -> NDArray[Any]:

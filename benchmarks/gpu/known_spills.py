@@ -1,4 +1,4 @@
-"""What attention kernels are known to spill by Triton 3.9.0, and why it is left so: see `machine_code.py --served`."""
+"""What kernels are known to spill by Triton 3.9.0, and why it is left so: see `machine_code.py --served`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ FOUR_WARPS = _ONCE + "with 8 warps none, and 1.5 times the instructions for a pr
 CONVERTED = _ONCE + "what is converted, and its scales, are in registers beside the sums"
 WIDE = _ONCE + "128 rows of 256 numbers pass through registers"
 HALVES = _ONCE + "two programs share the results of 512 already"
+TRIANGLE = "products in two parts, sums of both in registers, without wgmma to keep operands in shared memory"
 IN_LOOPS = "2 to 10 instructions a tile; 64 rows of 512 converted numbers, the least rows that wgmma takes"
 
 KNOWN_SPILLS: dict[tuple[object, ...], Spills] = {
@@ -44,5 +45,10 @@ KNOWN_SPILLS: dict[tuple[object, ...], Spills] = {
     (100, 512, "float8_e4m3fn", "prefill"): Spills(32, 0, CONVERTED),
     (100, 512, "int4", "prefill"): Spills(40, 0, CONVERTED),
     (100, 512, "int8", "prefill"): Spills(32, 0, CONVERTED),
+    (90, 128, "bfloat16", "prefill by TMA"): Spills(64, 0, WIDE),
+    (90, 256, "bfloat16", "prefill by TMA"): Spills(80, 0, WIDE),
+    (100, 256, "bfloat16", "prefill by TMA"): Spills(48, 0, WIDE),
+    (80, "delta-net of 32 heads", "bfloat16", "solve"): Spills(184, 0, TRIANGLE),
+    (80, "delta-net of 32 heads", "bfloat16", "carry"): Spills(32, 4, TRIANGLE + "; 4 instructions a chunk"),
 }
-"""By compute capability, head size, dtype of the cache, kernel."""
+"""By compute capability, head size or what else, dtype of the cache or of weights, kernel."""

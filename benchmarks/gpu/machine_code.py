@@ -8,9 +8,9 @@
 A loop is what lies between an instruction and a branch back to it; those that multiply matrices walk tiles of keys, or
 of the depth of experts. The exit status is 1 where such a loop spills, or where ptxas says that it serialises wgmma.
 
-`--served` looks at all head sizes, dtypes of caches and cards that are served, in as many processes as there are cores.
-There the exit status is 1 where ptxas serialises wgmma, or anything spills more than `known_spills.py` has of it; what
-spills less is told, too, so that the list stays true.
+`--served` looks at all head sizes, dtypes of caches and cards that are served, and at the experts and delta-nets of
+`served_kernels.py`, in as many processes as there are cores. There the exit status is 1 where ptxas serialises wgmma,
+or anything spills more than `known_spills.py` has of it; what spills less is told, too, so that the list stays true.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from gpu.known_spills import KNOWN_SPILLS, NOTHING
+from gpu.served_kernels import CARDS, Served, served
 
-from headwise.kernels.cuda.attention import HEAD_DIMS, OLDEST_SM_E4M3, AttentionShape, variants_of
+from headwise.kernels.cuda.attention import AttentionShape, variants_of
 from headwise.kernels.cuda.cubins import Compiled, Target, compile_variant
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.experts import ExpertShape
@@ -41,10 +42,6 @@ from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.precompile import LatentModel, add_weight_options, codes_of
 from headwise.kernels.experts import Routing
-
-CARDS = (80, 90, 100)
-KERNELS = ("prefill", "decode")
-"""Names of `variants_of`."""
 
 LATENT_KERNELS = ("prefill", "decode", "gathered", "expanded", "scores", "chosen")
 """Names of `LatentModel.variants`."""
@@ -126,22 +123,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Served:
-    """A kernel of attention: what it is of, and where it runs."""
-
-    sm: int
-    head_dim: int
-    kv_dtype: str
-    kernel: str
-
-    @property
-    def variant(self) -> Variant:
-        share = 8 if self.head_dim > 256 else 4
-        shape = AttentionShape(share, self.head_dim, 64, "bfloat16", self.kv_dtype)
-        return dict(zip(KERNELS, variants_of(shape, self.sm), strict=True))[self.kernel]
-
-
-@dataclass(frozen=True)
 class Seen:
     """What became of one. spilled: bytes, of all of it; looped: instructions within loops over tiles"""
 
@@ -149,18 +130,6 @@ class Seen:
     spilled: int
     looped: int
     is_serialised: bool
-
-
-def served(cards: Sequence[int]) -> list[Served]:
-    """All of ``cards``. The slowest to compile come first."""
-    return [
-        Served(sm, head_dim, kv_dtype, kernel)
-        for head_dim in sorted(HEAD_DIMS, reverse=True)
-        for sm in cards
-        for kv_dtype in ("bfloat16", "int8", "float8_e4m3fn", "int4")
-        if sm >= OLDEST_SM_E4M3 or kv_dtype != "float8_e4m3fn"
-        for kernel in KERNELS
-    ]
 
 
 def look_at(kernel: Served) -> Seen:
@@ -181,7 +150,7 @@ def verdict(seen: Seen, known: tuple[int, int]) -> str:
 def look_at_served(cards: Sequence[int]) -> int:
     """Print a table of all; the exit status."""
     kernels, failed = served(cards), 0
-    print("| card | head size | cache | kernel | registers | bytes spilled | of them in loops | |")
+    print("| card | head size | cache, weights | kernel | registers | bytes spilled | of them in loops | |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         for kernel, seen in zip(kernels, pool.map(look_at, kernels), strict=True):
@@ -190,7 +159,7 @@ def look_at_served(cards: Sequence[int]) -> int:
             failed |= bool(wrong)
             less = (seen.spilled, seen.looped) != (spills.bytes, spills.in_loops) and not wrong
             said = f"**{wrong}**" if wrong else "less than is known: shorten known_spills.py" if less else spills.why
-            facts = (f"sm_{kernel.sm}", kernel.head_dim, kernel.kv_dtype, kernel.kernel, seen.registers)
+            facts = (f"sm_{kernel.sm}", kernel.size, kernel.numbers, kernel.kernel, seen.registers)
             print("|", " | ".join(map(str, (*facts, seen.spilled, seen.looped, said))), "|", flush=True)
     return int(failed)
 
@@ -225,7 +194,7 @@ def _experts(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, help="compute capability (default: 90; with --served all)")
-    parser.add_argument("--served", action="store_true", help="look at all attention kernels that are served")
+    parser.add_argument("--served", action="store_true", help="look at all that `make machine-code` does")
     parser.add_argument("--head-dim", type=_numbers, default=[64, 96, 128, 256, 512], help="(default: all but 32)")
     parser.add_argument(
         "--latents", type=_numbers, default=[], help="count latent attention of so many query heads instead, e.g. 16,64"

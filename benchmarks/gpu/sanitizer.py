@@ -23,6 +23,7 @@ from gpu.correctness import (
     check_ops,
     check_rope,
     check_sampling,
+    kernels_of,
     make_inputs,
     to_device,
 )
@@ -134,7 +135,7 @@ def _attend(rig: Rig, case: Case, rng: np.random.Generator) -> None:
     """Attend once; splits of a decode are merged, too."""
     inputs = make_inputs(case, rng)
     device = to_device(rig, inputs)
-    rig.kernels.attend(
+    kernels_of(rig, case).attend(
         device.query, device.written, device.layout, device.batch, device.heads,
         scale=case.head_dim**-0.5, softcap=case.softcap, out=rig.upload(np.zeros_like(inputs.query)),
     )  # fmt: skip

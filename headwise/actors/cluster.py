@@ -16,9 +16,9 @@ from ray._private import ray_constants
 
 from headwise.actors.cluster_probe import can_connect, find_cluster, read_authentication
 from headwise.actors.names import NAMESPACE
-from headwise.actors.scratch import ScratchDirectory, sweep
 from headwise.errors import DeploymentError, first_line
 from headwise.liveness_clock import LivenessClock
+from headwise.sockets.scratch import ScratchDirectory, sweep
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ from headwise.actors.notice import at_its_node
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
-from headwise.actors.scratch import sweep
 from headwise.actors.watchdog import Watchdog
 from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
@@ -41,6 +40,7 @@ from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.worker.memory_check import check_memory
+from headwise.sockets.scratch import sweep
 from headwise.storage.index.flusher import Flusher
 from headwise.storage.index.messages import HASH_BYTES
 from headwise.storage.lookup import StorageLookup

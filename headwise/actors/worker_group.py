@@ -18,7 +18,6 @@ from ray.util.placement_group import PlacementGroup
 from headwise.actors.addresses import check_reachable_from_others, engine_host
 from headwise.actors.front import Keys
 from headwise.actors.placement import address_of, in_bundle, node_address, nodes_of
-from headwise.actors.scratch import ScratchDirectory
 from headwise.actors.start_lines import StartLines
 from headwise.actors.worker import Worker
 from headwise.errors import EngineDiedError, HeadwiseError, first_line
@@ -26,6 +25,7 @@ from headwise.runtime.config.block_storage import SharedBlocks
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.protocol.step_channel import ZmqExecutor
+from headwise.sockets.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
 

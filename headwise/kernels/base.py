@@ -140,3 +140,27 @@ class RotatingKernels(AttentionKernels, Protocol):
         each token's position: element ``i`` turns with ``i + head_dim / 2``, in float32. ``key`` is left as it is. The
         rest is as for `write_kv`.
         """
+
+
+@runtime_checkable
+class BiasingKernels(RotatingKernels, Protocol):
+    """Kernels that can add a projection's bias on the way, too. adds_biases: so they are told apart"""
+
+    adds_biases: bool
+
+    def write_kv_rope(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cosines: Array,
+        sines: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        bias: Array | None = None,
+    ) -> None:
+        """See `RotatingKernels.write_kv_rope`. ``bias [(q_heads + 2 * kv_heads) * head_dim]``, of the queries' dtype,
+        is of a token's queries, then keys, then values: it is added to them first, and sums are rounded to their dtype.
+        """

@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="it compiles the kernels, and is not instal
 
 from gpu import machine_code
 from gpu.known_spills import KNOWN_SPILLS
-from gpu.machine_code import CARDS, Seen, Served, look_at_served, served
+from gpu.machine_code import Seen, look_at_served
+from gpu.served_kernels import CARDS, Served, served
 
 from headwise.kernels.cuda.attention import HEAD_DIMS, check_supported
 
@@ -21,9 +22,13 @@ LISTED, CLEAN = Served(90, 256, "bfloat16", "prefill"), Served(90, 128, "bfloat1
 
 def test_all_head_sizes_caches_and_cards_are_looked_at_and_nothing_else_is_known_to_spill() -> None:
     every = served(CARDS)
-    assert {(each.sm, each.head_dim) for each in every} == {(sm, dim) for sm in CARDS for dim in HEAD_DIMS}
-    for each in every:
-        check_supported(each.head_dim, "bfloat16", each.kv_dtype, each.sm, 64)
+    attention = [each for each in every if isinstance(each.size, int)]
+    assert {(each.sm, each.size) for each in attention} == {(sm, dim) for sm in CARDS for dim in HEAD_DIMS}
+    for each in attention:
+        check_supported(int(each.size), "bfloat16", each.numbers, each.sm, 64)
+    assert {(each.sm, each.variant.kernel) for each in every} >= {
+        (sm, kernel) for sm in CARDS for kernel in ("attend", "multiply_experts", "step", "solve", "carry")
+    }
     assert KNOWN_SPILLS.keys() <= {astuple(each) for each in every}
 
 
@@ -58,6 +63,6 @@ def test_what_is_worse_than_known_fails_and_what_is_better_is_told(
     (line,) = (
         line
         for line in capsys.readouterr().out.splitlines()
-        if line.startswith(f"| sm_{kernel.sm} | {kernel.head_dim} | {kernel.kv_dtype} | {kernel.kernel} |")
+        if line.startswith(f"| sm_{kernel.sm} | {kernel.size} | {kernel.numbers} | {kernel.kernel} |")
     )
     assert said in line

@@ -42,9 +42,20 @@ def interpreted() -> Implementation:
     return Implementation(triton_attention(), (64, 96), (1, 4, 16, 64), **limits)
 
 
-@pytest.fixture(scope="module", params=["reference", "numba", "cuda"])
+def interpreted_tma() -> Implementation:
+    """Of prompts; tiles are one block, or two."""
+    from support.gpu.interpreted_attention import SMALL_TMA, triton_attention
+
+    return replace(interpreted(), kernels=triton_attention(SMALL_TMA), head_dims=(64, 128), block_sizes=(8, 16, 64))
+
+
+@pytest.fixture(scope="module", params=["reference", "numba", "cuda", pytest.param("cuda-tma", marks=pytest.mark.soak)])
 def implementation(request: pytest.FixtureRequest) -> Implementation:
-    return interpreted() if request.param == "cuda" else Implementation(make_kernels(request.param, threads=2))
+    if request.param == "cuda":
+        return interpreted()
+    if request.param == "cuda-tma":
+        return interpreted_tma()
+    return Implementation(make_kernels(request.param, threads=2))
 
 
 @pytest.fixture

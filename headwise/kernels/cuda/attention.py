@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
-from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile
+from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile, tma_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
 from headwise.kernels.nibbles import INT4
@@ -95,12 +96,14 @@ class Tuning:
     split_programs:   decode is split until there are about this many programs per multiprocessor: enough that the ones
                       that end first leave little idle
     min_split_tokens: a split has at least so many tokens: fewer cost more to merge than they save
+    tma:              the tensor memory accelerator brings a prompt's keys and values, where `tma_tile` has a tile
     """
 
     prefill: Tile | None = None
     decode: Tile | None = None
     split_programs: int = 8
     min_split_tokens: int = 128
+    tma: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,9 @@ class _Plan:
         return self.prefill, self.decode
 
 
-def variants_of(shape: AttentionShape, sm: int) -> tuple[Variant, ...]:
+def variants_of(shape: AttentionShape, sm: int, tma: bool = False) -> tuple[Variant, ...]:
     """All that attention of ``shape`` launches on a card of compute capability ``sm``."""
-    return _plan(shape, sm, Tuning()).variants
+    return _plan(shape, sm, Tuning(tma=tma)).variants
 
 
 @dataclass
@@ -142,6 +145,8 @@ class TritonAttention:
 
     def __post_init__(self) -> None:
         self._plans: dict[AttentionShape, _Plan] = {}
+        self._batch: Callable[[], AttentionBatch | None] = lambda: None
+        self._of_batch: dict[str, np.generic] = {}
         # Of all KV heads together, two for a unit: see `attention_jit.attend`.
         self._splits = 2 * max(self._programs, MOST_KV_HEADS)
         self._workspace = PartsWorkspace(self.allocate, self._splits)
@@ -194,7 +199,8 @@ class TritonAttention:
             **parts,
             "sink_logits": parts["partial"] if sink_logits is None else np.uint64(address_of(sink_logits)),
             **_arena_arguments(arena, layout),
-            **_batch_arguments(batch, heads),
+            **self._batch_arguments(batch),
+            **_head_arguments(heads),
             "query_stride": np.int32(query.strides[0] // query.itemsize),
             "out_stride": np.int32(out.strides[0] // out.itemsize),
             **_score_arguments(scale, softcap),
@@ -212,6 +218,12 @@ class TritonAttention:
             launch(plan.prefill, (kv_heads * tiles * plan.parts, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
         if decodes:
             launch(plan.decode, (units + sequences, kv_heads, 1), fewest_queries=np.int32(1))
+
+    def _batch_arguments(self, batch: AttentionBatch) -> dict[str, np.generic]:
+        """The same for all layers of a step. Its arrays are not kept: they are the caller's to let go of."""
+        if self._batch() is not batch:
+            self._batch, self._of_batch = weakref.ref(batch), _batch_arguments(batch)
+        return self._of_batch
 
     @property
     def _programs(self) -> int:
@@ -266,19 +278,24 @@ def _arena_arguments(arena: Array, layout: BlockLayout) -> dict[str, np.generic]
     }
 
 
-def _batch_arguments(batch: AttentionBatch, heads: HeadTable) -> dict[str, np.generic]:
+def _batch_arguments(batch: AttentionBatch) -> dict[str, np.generic]:
     return {
         "cu_seqlens_q": np.uint64(address_of(batch.cu_seqlens_q)),
         "seq_lens": np.uint64(address_of(batch.seq_lens)),
         "block_tables": np.uint64(address_of(batch.block_tables)),
+        "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),
+        "groups": np.int32(batch.groups),
+        "max_blocks": np.int32(batch.block_tables.shape[1]),
+    }
+
+
+def _head_arguments(heads: HeadTable) -> dict[str, np.generic]:
+    return {
         "head_group": np.uint64(address_of(heads.group)),
         "head_slot": np.uint64(address_of(heads.slot)),
         "head_window": np.uint64(address_of(heads.window)),
         "head_sink": np.uint64(address_of(heads.sink)),
-        "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),
         "kv_heads": np.int32(heads.group.shape[0]),
-        "groups": np.int32(batch.groups),
-        "max_blocks": np.int32(batch.block_tables.shape[1]),
     }
 
 
@@ -301,7 +318,8 @@ PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
 
 
 def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
-    prefill = tuning.prefill or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
+    by_tma = tma_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size) if tuning.tma else None
+    prefill = tuning.prefill or by_tma or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
@@ -328,6 +346,7 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "PACKED": shape.kv_dtype == INT4,
         "CHUNKED": shape.chunked,
         "VALUE_D": _power_of_two(shape.head_dim) // tile.parts,
+        "BULK": tile.tma,
     }
     signature = _typed(ATTEND_SIGNATURE, shape)
     multiples = PACKED_MULTIPLES if shape.kv_dtype == INT4 else MULTIPLES

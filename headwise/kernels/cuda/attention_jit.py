@@ -33,6 +33,9 @@ from headwise.kernels.cuda.walk_jit import (
     window_of,
 )
 
+MOST_BLOCKS = tl.constexpr(1 << 30)
+"""More than any arena has."""
+
 
 @JITFunction
 def has_all_blocks(table, first, end):
@@ -141,6 +144,52 @@ def attend_tile(
 
 
 @JITFunction
+def load_piece(pieces, table, token, BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """``[PIECE, HEAD_DIM]`` of what ``pieces`` describes, from position ``token`` on, all within one block."""
+    block = tl.load(table + token // BLOCK_SIZE)
+    return tl.reshape(pieces.load([block, token % BLOCK_SIZE, 0]), [PIECE, HEAD_DIM])
+
+
+@JITFunction
+def capped(scores, score_scale, cap, SOFTCAP: tl.constexpr):
+    """Scores ``[M, N]`` in base 2, of which ``score_scale [M]`` is not yet part unless there is a cap."""
+    if SOFTCAP:  # cap * tanh(x) with exp2, which stays finite for any score
+        return cap - 2.0 * cap / (tl.exp2(scores * score_scale[:, None]) + 1.0)
+    return scores
+
+
+@JITFunction
+def attend_bulk_tile(
+    accumulator, highest, total, queries, tile, key_pieces, value_pieces, table, score_scale, cap,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """As `attend_tile` with ``INTERIOR``. Keys and values come by TMA, in one piece or two, each of one block."""
+    piece: tl.constexpr = min(BLOCK_N, BLOCK_SIZE)
+    at = tile * BLOCK_N
+    keys = load_piece(key_pieces, table, at, BLOCK_SIZE, piece, HEAD_DIM)
+    scores = capped(tl.dot(queries, tl.trans(keys)), score_scale, cap, SOFTCAP)
+    most = tl.max(scores, 1)
+    if piece < BLOCK_N:
+        more_keys = load_piece(key_pieces, table, at + piece, BLOCK_SIZE, piece, HEAD_DIM)
+        more_scores = capped(tl.dot(queries, tl.trans(more_keys)), score_scale, cap, SOFTCAP)
+        most = tl.maximum(most, tl.max(more_scores, 1))
+    if SOFTCAP:
+        score_scale = tl.full(score_scale.shape, 1.0, tl.float32)
+    new_highest = tl.maximum(highest, most * score_scale)  # of a row that sees a whole tile: finite
+    weights = tl.exp2(scores * score_scale[:, None] - new_highest[:, None])
+    fading = tl.exp2(highest - new_highest)
+    total = total * fading + tl.sum(weights, 1)
+    values = load_piece(value_pieces, table, at, BLOCK_SIZE, piece, HEAD_DIM)
+    accumulator = tl.dot(weights.to(values.dtype), values, accumulator * fading[:, None])
+    if piece < BLOCK_N:
+        more_weights = tl.exp2(more_scores * score_scale[:, None] - new_highest[:, None])
+        total += tl.sum(more_weights, 1)
+        more_values = load_piece(value_pieces, table, at + piece, BLOCK_SIZE, piece, HEAD_DIM)
+        accumulator = tl.dot(more_weights.to(values.dtype), more_values, accumulator)
+    return accumulator, new_highest, total
+
+
+@JITFunction
 def attend(
     query, out, counters, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
@@ -149,7 +198,7 @@ def attend(
     SHARE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
+    QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -164,6 +213,8 @@ def attend(
     each split writes its normalised ``partial [q_heads, 2 * units, HEAD_DIM]`` and ``partial_lse [q_heads, 2 *
     units]``, in base 2. There are no more: what has several splits is longer than one, so twice its length holds them.
     ``counters [KV heads, 2 * units]`` are 0, and are again at the end.
+
+    With ``BULK`` those tiles of a prompt that all rows see come by the tensor memory accelerator, block by block.
     """
     if DECODE:
         unit, kv_head = tl.program_id(0), tl.program_id(1)
@@ -241,14 +292,30 @@ def attend(
         if not has_all_blocks(table, (skipped_at + jump) * BLOCK_N // BLOCK_SIZE, columns_end):
             whole_end = skipped_at  # as before there is a cache: each tile is masked
         skipped = whole_end - skipped_at
-        for step in range(skipped_at, whole_end):
-            accumulator, highest, total = attend_tile(
-                accumulator, highest, total, queries, offset + token, step + jump,
-                offset + first, last, window, sink,
-                key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
-                block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
+        if BULK:
+            # Of all blocks what this head's slot has. Which there are is not known here, and none else is asked for.
+            key_pieces = tl.make_tensor_descriptor(
+                key + slot_base, [MOST_BLOCKS, BLOCK_SIZE, HEAD_DIM], [block_bytes // KV_BYTES, HEAD_DIM, 1],
+                [1, min(BLOCK_N, BLOCK_SIZE), HEAD_DIM],
             )  # fmt: skip
+            value_pieces = tl.make_tensor_descriptor(
+                value + slot_base, [MOST_BLOCKS, BLOCK_SIZE, HEAD_DIM], [block_bytes // KV_BYTES, HEAD_DIM, 1],
+                [1, min(BLOCK_N, BLOCK_SIZE), HEAD_DIM],
+            )  # fmt: skip
+            for step in range(skipped_at, whole_end):
+                accumulator, highest, total = attend_bulk_tile(
+                    accumulator, highest, total, queries, step + jump, key_pieces, value_pieces, table, score_scale,
+                    cap, HEAD_DIM, BLOCK_N, BLOCK_SIZE, SOFTCAP,
+                )  # fmt: skip
+        else:
+            for step in range(skipped_at, whole_end):
+                accumulator, highest, total = attend_tile(
+                    accumulator, highest, total, queries, offset + token, step + jump,
+                    offset + first, last, window, sink,
+                    key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
+                    block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
+                    HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
+                )  # fmt: skip
     for step in range(begin, end - skipped):
         step = step + tl.where(step >= skipped_at, skipped, 0)
         accumulator, highest, total = attend_tile(

@@ -36,6 +36,8 @@ _REMEDY = "`pip install 'triton>=3.9,<4'`, or fill %s by `python -m headwise.ker
 FENCED_SINCE = (3, 7, 1)
 """Triton from here on has the fences of `fenced` itself (triton-lang/triton#9610)."""
 _KERNEL_IMPORT = re.compile(r"^from headwise\.kernels\.cuda\.(\w+_jit) import", re.MULTILINE)
+SCRATCH_ALIGNMENT = 128
+"""Bytes. CuPy's memory is on multiples of 512."""
 _compiling = Lock()
 
 
@@ -52,6 +54,7 @@ class Compiled:
     """Machine code in memory, with what the compiler says of it.
 
     is_serialised: the assembler waits for every matrix product before the next (ptxas, C7510 and its kin)
+    scratch_bytes: of device memory that each program of a grid is to have: for TMA's descriptors
     """
 
     cubin: bytes
@@ -63,6 +66,7 @@ class Compiled:
     registers: int
     spilled_bytes: int
     is_serialised: bool = False
+    scratch_bytes: int = 0
 
 
 class CubinCache:
@@ -196,8 +200,8 @@ def _compiled(kernel: Any, log: str) -> Compiled:
     registers, spilled = re.search(r"Used (\d+) registers", log), re.findall(r"(\d+) bytes spill", log)
     assert entry is not None, f"unexpected words of the compiler: {ptx[:500]}"
     assert registers is not None, f"unexpected words of the assembler: {log}"
-    # What a launch passes null pointers for.
-    assert not kernel.metadata.global_scratch_size, f"{kernel.metadata.name} needs scratch memory"
+    scratch_bytes, alignment = kernel.metadata.global_scratch_size, kernel.metadata.global_scratch_align
+    assert alignment <= SCRATCH_ALIGNMENT, f"{kernel.metadata.name} needs memory on multiples of {alignment} bytes"
     return Compiled(
         cubin=kernel.asm["cubin"],
         ptx=ptx,
@@ -208,6 +212,7 @@ def _compiled(kernel: Any, log: str) -> Compiled:
         registers=int(registers.group(1)),
         spilled_bytes=sum(map(int, spilled)),
         is_serialised="serialized" in log,
+        scratch_bytes=scratch_bytes,
     )
 
 
@@ -244,6 +249,7 @@ def _write(notes: Path, compiled: Compiled) -> None:
         "registers": compiled.registers,
         "spilled_bytes": compiled.spilled_bytes,
         "is_serialised": compiled.is_serialised,
+        "scratch_bytes": compiled.scratch_bytes,
     }
     for path, content in ((notes.with_suffix(".cubin"), compiled.cubin), (notes, json.dumps(described).encode())):
         write_whole(path, content)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+import numpy as np
 
 from headwise.errors import ConfigError, first_line
 from headwise.kernels.cuda.launch import address_of
@@ -40,6 +43,12 @@ _PARAMETERS = {
         _POINTER, _POINTER, _INT, _INT, _LONG, _INT, _INT, _INT,
     ),
 }  # fmt: skip
+
+
+@cache
+def number_of(dtype: np.dtype[Any]) -> int | None:
+    """What cuBLAS calls a dtype, whose own name takes a microsecond to ask for."""
+    return NUMBERS.get(str(dtype))
 
 
 class Cublas:
@@ -84,7 +93,7 @@ class Cublas:
         Raises:
             RuntimeError: cuBLAS does not take what it should.
         """
-        number = NUMBERS.get(str(x.dtype))
+        number = number_of(x.dtype)
         # To cuBLAS a matrix is columns, which makes of each of these its transpose: out.T = weight.T @ x.T.
         left, right = _operand(weight), _operand(x)
         if (
@@ -118,7 +127,7 @@ class Cublas:
             ValueError: the arrays do not belong together, or cannot be read.
             RuntimeError: cuBLAS does not take what it should.
         """
-        number, (tokens, heads, inner), width = NUMBERS.get(str(x.dtype)), x.shape, weights.shape[-1]
+        number, (tokens, heads, inner), width = number_of(x.dtype), x.shape, weights.shape[-1]
         belong = weights.shape == (heads, inner, width) and out.shape == (tokens, heads, width)
         if (
             number is None

@@ -89,12 +89,16 @@ struct Clamped {
 // A thread, a vector of the output.
 template <class Activation>
 __device__ __forceinline__ void gated(
-    const char* gate_up, char* out, long long token_stride, int count, int vectors)
+    const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
 {
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= count) return;
     const char* from = gate_up + index / vectors * token_stride + index % vectors * VECTOR;
-    const uint4 left = load(from), right = load(from + static_cast<long long>(vectors) * VECTOR);
+    uint4 left = load(from), right = load(from + static_cast<long long>(vectors) * VECTOR);
+    if (bias) {
+        left = added(left, load(bias + index % vectors * VECTOR));
+        right = added(right, load(bias + (vectors + index % vectors) * VECTOR));
+    }
     Floats gate = widened(left);
     const Floats up = widened(right);
 #pragma unroll
@@ -105,20 +109,24 @@ __device__ __forceinline__ void gated(
 
 // gate_up:  [tokens, 2 * vectors], gate before up; its stride is bytes from token to token
 // out:      [tokens, vectors]
+// bias:     [2 * vectors], which is added before, or null
 // grid:     `count` threads, tokens * vectors
-extern "C" __global__ void silu_mul(const char* gate_up, char* out, long long token_stride, int count, int vectors)
+extern "C" __global__ void silu_mul(
+    const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
 {
-    gated<Silu>(gate_up, out, token_stride, count, vectors);
+    gated<Silu>(gate_up, out, bias, token_stride, count, vectors);
 }
 
-extern "C" __global__ void gelu_tanh_mul(const char* gate_up, char* out, long long token_stride, int count, int vectors)
+extern "C" __global__ void gelu_tanh_mul(
+    const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
 {
-    gated<GeluTanh>(gate_up, out, token_stride, count, vectors);
+    gated<GeluTanh>(gate_up, out, bias, token_stride, count, vectors);
 }
 
-extern "C" __global__ void clamped_mul(const char* gate_up, char* out, long long token_stride, int count, int vectors)
+extern "C" __global__ void clamped_mul(
+    const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
 {
-    gated<Clamped>(gate_up, out, token_stride, count, vectors);
+    gated<Clamped>(gate_up, out, bias, token_stride, count, vectors);
 }
 
 // x, out:  [rows, vectors]

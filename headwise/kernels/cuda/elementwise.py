@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args
 
 import numpy as np
@@ -125,8 +126,9 @@ class CudaElementwise:
         )  # fmt: skip
         return True
 
-    def gated(self, gate_up: Array, out: Array, activation: str) -> bool:
-        """``out [T, N] = activation(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``.
+    def gated(self, gate_up: Array, out: Array, activation: str, bias: Array | None = None) -> bool:
+        """``out [T, N] = activation(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``, to which ``bias [2 * N]`` of
+        the same dtype is added before.
 
         ``activation`` is one of `Activation`; ``gelu_tanh`` is the tanh approximation.
         """
@@ -138,11 +140,13 @@ class CudaElementwise:
             or count > MOST_THREADS
             or width * out.dtype.itemsize % VECTOR_BYTES
             or not (_in_vectors(gate_up) and is_dense(out, out.shape, gate_up.dtype))
+            or not (bias is None or is_dense(bias, (2 * width,), gate_up.dtype))
         ):
             return False
+        added = np.uint64(0 if bias is None else address_of(bias))
         self._of(out).gated[activation](
             _grid(count, THREADS),
-            (*pointers(gate_up, out), np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
+            (*pointers(gate_up, out), added, np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
         )
         return True
 
@@ -202,6 +206,12 @@ def variant_of(dtype: np.dtype[Any]) -> Defines:
     return {"NUMBER": NUMBERS[str(dtype)], "HELD": HELD}
 
 
+@cache
+def is_computed(dtype: np.dtype[Any]) -> bool:
+    """Whether there are kernels for it. Its name takes a microsecond to ask for."""
+    return str(dtype) in NUMBERS
+
+
 def _norm_group(vectors: int) -> int:
     """Threads for a row to norm: a power of two, at most a warp, or a block of one of `NORM_THREADS`."""
     if vectors <= _WARP:
@@ -213,7 +223,7 @@ def _in_vectors(array: Array) -> bool:
     """Whether the elements of each row lie side by side, in whole vectors."""
     itemsize = array.dtype.itemsize
     return (
-        str(array.dtype) in NUMBERS
+        is_computed(array.dtype)
         and array.strides[-1] == itemsize
         and not (address_of(array) | array.shape[-1] * itemsize) % VECTOR_BYTES
         and not any(stride % VECTOR_BYTES for stride in array.strides[:-1])

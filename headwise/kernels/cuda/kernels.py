@@ -8,7 +8,7 @@ from typing import Any
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.attention import AttentionShape, TritonAttention
+from headwise.kernels.cuda.attention import AttentionShape, TritonAttention, Tuning
 from headwise.kernels.cuda.kv_write import CudaKvWrite
 from headwise.kernels.cuda.launch import TritonLauncher
 from headwise.kernels.cuda.programs import Programs
@@ -19,14 +19,17 @@ Array = Any
 class CudaKernels:
     """`RotatingKernels` on device arrays; all calls only enqueue, on the current stream.
 
-    ``allocate(nbytes)`` gives device memory as a flat uint8 array.
+    ``allocate(nbytes)`` gives device memory as a flat uint8 array; ``tma`` is `Tuning.tma`.
     """
 
-    name = "cuda"
     sees_chunks = True
+    adds_biases = True
 
-    def __init__(self, launcher: TritonLauncher, programs: Programs, allocate: Callable[[int], Array]) -> None:
-        self._attention = TritonAttention(launcher, allocate)
+    def __init__(
+        self, launcher: TritonLauncher, programs: Programs, allocate: Callable[[int], Array], tma: bool = False
+    ) -> None:
+        self.name = "cuda (prompts by TMA)" if tma else "cuda"
+        self._attention = TritonAttention(launcher, allocate, Tuning(tma=tma))
         self._write = CudaKvWrite(programs)
 
     def prepare(self, layout: BlockLayout, shape: AttentionShape) -> None:
@@ -55,9 +58,10 @@ class CudaKernels:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        bias: Array | None = None,
     ) -> None:
-        """See `RotatingKernels.write_kv_rope`."""
-        self._write.write_kv_rope(query, key, value, cosines, sines, arena, layout, batch, heads)
+        """See `BiasingKernels.write_kv_rope`."""
+        self._write.write_kv_rope(query, key, value, cosines, sines, arena, layout, batch, heads, bias)
 
     def attend(
         self,

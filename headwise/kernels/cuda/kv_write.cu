@@ -1,4 +1,5 @@
-// Writes a step's keys and values to the blocks of the cache, rotating queries and keys on the way if asked to.
+// Writes a step's keys and values to the blocks of the cache, rotating queries and keys on the way if asked to, and
+// adding the biases of the projections that they come from before.
 //
 // One block of threads a token; a row is one head's query, key or value of the token. LANES lanes of a warp hold a row,
 // 8 elements each, 16 of rows that a warp would not hold else, so that rows are loaded and stored in whole vectors and
@@ -64,6 +65,22 @@ __device__ __forceinline__ Lane load(const char* from)
         lane.words[i] = four.x, lane.words[i + 1] = four.y, lane.words[i + 2] = four.z, lane.words[i + 3] = four.w;
     }
     return lane;
+}
+
+// Rounded to the input's dtype.
+__device__ __forceinline__ Lane sum_of(const Lane& first, const Lane& second)
+{
+    Lane sum;
+#pragma unroll
+    for (int word = 0; word < WORDS; word++) {
+        sum.words[word] = 0;
+#pragma unroll
+        for (int part = 0; part < WORD_ELEMENTS; part++) {
+            const int i = word * WORD_ELEMENTS + part;
+            sum.words[word] |= from_f32<INPUT>(element(first, i) + element(second, i)) << part * 16;
+        }
+    }
+    return sum;
 }
 
 __device__ __forceinline__ void store(char* to, const Lane& lane)
@@ -195,12 +212,13 @@ __device__ __forceinline__ void store_packed(char* to, char* scales, const Packe
 
 // query, key, value:  [tokens, heads, HEAD_DIM]; their strides are bytes from token to token
 // cosines, sines:     [tokens, HEAD_DIM / 2], or null: nothing is rotated. Queries are only there to be rotated.
+// bias:               [query_heads + 2 * kv_heads, HEAD_DIM] of queries, keys, values, or null
 // arena, layout:      see BlockLayout; *_at are byte offsets of the roles within a slot
 // batch, tables, ...: see AttentionBatch and HeadTable; table_stride is from row to row of block_tables
 // grid:               the tokens; threads: any number of warps
 extern "C" __global__ void write_kv(
     char* query, const char* key, const char* value, const float* cosines, const float* sines,
-    char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
+    const char* bias, char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
     const int* head_groups, const int* head_slots,
     long long query_stride, long long key_stride, long long value_stride,
     long long block_bytes, long long slot_bytes,
@@ -228,6 +246,7 @@ extern "C" __global__ void write_kv(
 
         Lane lane = {};  // zeros where there is no row: they change no maximum
         if (here) lane = load(from + within);
+        if (here && bias) lane = sum_of(lane, load(bias + static_cast<long long>(row) * INPUT_ROW + at * (INPUT_ROW / LANES)));
         if (cosines) {
             const long long angles = static_cast<long long>(token) * (HEAD_DIM / 2);
             const Lane turned = rotated(lane, cosines + angles, sines + angles, at);

@@ -12,6 +12,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.attention import HEAD_DIMS
+from headwise.kernels.cuda.elementwise import is_dense
 from headwise.kernels.cuda.launch import Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
@@ -84,7 +85,7 @@ class CudaKvWrite:
         self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
     ) -> None:
         """See `AttentionKernels.write_kv`."""
-        self._launch(None, key, value, None, None, arena, layout, batch, heads)
+        self._launch(None, key, value, None, None, None, arena, layout, batch, heads)
 
     def write_kv_rope(
         self,
@@ -97,14 +98,21 @@ class CudaKvWrite:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        bias: Array | None = None,
     ) -> None:
-        """See `RotatingKernels.write_kv_rope`; what is rotated is rounded to its dtype before it is quantised."""
+        """See `BiasingKernels.write_kv_rope`; what is rotated is rounded to its dtype before it is quantised."""
         tokens, _, head_dim = key.shape
         for name, angles in (("cosines", cosines), ("sines", sines)):
             wanted = (tokens, head_dim // 2)
             if angles.shape not in (wanted, (tokens, 1, head_dim // 2)) or angles.dtype != np.float32:
                 raise ConfigError(f"{name} are {angles.dtype} {list(angles.shape)}: give float32 {list(wanted)}")
-        self._launch(query, key, value, cosines, sines, arena, layout, batch, heads)
+        rows = query.shape[1] + 2 * key.shape[1]
+        if bias is not None and not (is_dense(bias, (rows * head_dim,), key.dtype)):
+            raise ConfigError(
+                f"a bias of {bias.dtype} {list(bias.shape)}: give {key.dtype} {[rows * head_dim]}, aligned to "
+                f"{VECTOR_BYTES} bytes"
+            )
+        self._launch(query, key, value, cosines, sines, bias, arena, layout, batch, heads)
 
     def _launch(
         self,
@@ -113,6 +121,7 @@ class CudaKvWrite:
         value: Array,
         cosines: Array | None,
         sines: Array | None,
+        bias: Array | None,
         arena: Array,
         layout: BlockLayout,
         batch: AttentionBatch,
@@ -132,6 +141,7 @@ class CudaKvWrite:
         arrays = (
             cosines,
             sines,
+            bias,
             arena,
             batch.cu_seqlens_q,
             batch.seq_lens,
@@ -140,8 +150,8 @@ class CudaKvWrite:
             heads.slot,
         )
         pointers = [np.uint64(0 if array is None else address_of(array)) for array in arrays]
-        if int(pointers[2]) % VECTOR_BYTES:
-            raise ConfigError(f"the arena begins at {pointers[2]:#x}: align it to {VECTOR_BYTES} bytes")
+        if int(pointers[3]) % VECTOR_BYTES:
+            raise ConfigError(f"the arena begins at {pointers[3]:#x}: align it to {VECTOR_BYTES} bytes")
         table_stride = batch.block_tables.strides[0] // batch.block_tables.dtype.itemsize
         sizes = (batch.seq_lens.shape[0], batch.groups, table_stride, layout.block_size, q_heads, kv_heads)
         variant.kernel(

@@ -6,6 +6,7 @@ files, and launches it on the calling thread's current stream.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,7 @@ class CupyLauncher:
 
     def __init__(self, cubins: Callable[[Variant], CubinFile]) -> None:
         self._cubins = cubins
-        self._kernels: dict[Variant, tuple[Kernel, tuple[np.generic, ...]]] = {}
+        self._kernels: dict[Variant, tuple[Kernel, tuple[np.generic, ...], int]] = {}
         self.sm, self.sms = current_card()
 
     def prepare(self, variant: Variant) -> None:
@@ -144,23 +145,28 @@ class CupyLauncher:
         if variant not in self._kernels:
             file = self._cubins(variant)
             kernel = CubinProgram(file.path).kernel(file.name, file.threads, file.shared_bytes)
-            # Triton appends pointers to scratch memory, how many depends on its version; these kernels use none.
+            # Triton appends pointers to scratch memory, how many depends on its version. The first one's is what
+            # descriptors are made in; what profilers use has none.
             unused = (np.uint64(0),) * (file.parameters - len(variant.signature))
-            self._kernels[variant] = kernel, unused
+            self._kernels[variant] = kernel, unused, file.scratch_bytes
 
     def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
         """See `TritonLauncher.launch`."""
         if variant not in self._kernels:
             self.prepare(variant)
-        kernel, unused = self._kernels[variant]
-        kernel(grid, (*arguments, *unused))
+        kernel, appended, scratch_bytes = self._kernels[variant]
+        if scratch_bytes and all(grid):
+            # Given back while the kernel may still run: what takes it next is behind it on this stream.
+            scratch = empty_array((math.prod(grid) * scratch_bytes,), np.uint8)
+            appended = (np.uint64(address_of(scratch)), *appended[1:])
+        kernel(grid, (*arguments, *appended))
 
 
 @dataclass(frozen=True)
 class CubinFile:
     """Machine code of one Triton kernel on disk, how to launch it, and what the assembler said of it.
 
-    spilled_bytes, is_serialised: see `cubins.Compiled`
+    spilled_bytes, is_serialised, scratch_bytes: see `cubins.Compiled`
     """
 
     path: Path
@@ -171,6 +177,7 @@ class CubinFile:
     registers: int = 0
     spilled_bytes: int = 0
     is_serialised: bool = False
+    scratch_bytes: int = 0
 
 
 def empty_array(shape: tuple[int, ...], dtype: Any) -> Array:

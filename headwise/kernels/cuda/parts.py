@@ -18,6 +18,7 @@ class GpuParts:
     allocate: ``allocate(nbytes)`` gives memory as a flat uint8 array
     empty:    ``empty(shape, dtype)`` gives an uninitialised array
     multiply_heads: ``multiply_heads(x, weights, out)`` enqueues ``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``
+    tma:      see `Tuning.tma`
     """
 
     launcher: TritonLauncher
@@ -25,3 +26,4 @@ class GpuParts:
     allocate: Callable[[int], Array]
     empty: Callable[[tuple[int, ...], Any], Array]
     multiply_heads: Callable[[Array, Array, Array], None]
+    tma: bool = False

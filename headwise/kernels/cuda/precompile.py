@@ -86,6 +86,7 @@ def precompile(
     latent_models: Sequence[LatentModel] = (),
     packed_forms: Sequence[PackedForm] = (),
     sums: Sequence[RankSums] = (),
+    tma: bool = False,
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
@@ -94,6 +95,7 @@ def precompile(
     latent_models: with latent attention
     packed_forms:  of weights of few bits
     sums:          of ranks, of models that have several
+    tma:           see `Tuning.tma`
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -102,7 +104,7 @@ def precompile(
         cubins = CubinCache(directory, target)
         for shape in shapes:
             check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, target.sm, shape.block_size)
-            for variant in variants_of(shape, target.sm):
+            for variant in variants_of(shape, target.sm, tma):
                 yield cubins.get(variant).path
             for source, defines in _programs(shape):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
@@ -158,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             list(_latents(options)),
             list(_packed(options)),
             list(_sums(options)),
+            options.tma,
         )
         for path in precompile(list(_shapes(options)), targets, options.directory, *mixed):
             print(path, flush=True)
@@ -184,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
     parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
     parser.add_argument("--chunked", action="store_true", help="layers see chunks, not windows (Llama 4)")
+    parser.add_argument("--tma", action="store_true", help="for engines with prefill_tma")
     parser.add_argument("--hidden-size", type=int, help="of the model: for experts, and for sums over --tp-size ranks")
     parser.add_argument(
         "--tp-size",

@@ -21,6 +21,7 @@ class Tile:
     """``rows`` of queries by ``keys``, worked on by ``warps``, with loads ``stages`` tiles ahead.
 
     parts: programs of a tile, each of which has all scores and makes so much less of the results
+    tma:   the tensor memory accelerator brings keys and values, by a thread's word, not all threads' copies
     """
 
     rows: int
@@ -28,6 +29,7 @@ class Tile:
     warps: int
     stages: int
     parts: int = 1
+    tma: bool = False
 
 
 _EXACT = {64: Tile(32, 32, 4, 2)}
@@ -71,6 +73,18 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
         keys = 64 if kv_dtype == q_dtype else 32
         tile = {64: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)}.get(head_dim, Tile(64, keys, 4, 2))
     return _fitting(tile, head_dim, q_dtype, kv_dtype, sm)
+
+
+def tma_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: int) -> Tile | None:
+    """A prompt's tile whose keys and values come by TMA; None where it cannot bring them.
+
+    It takes boxes out of a tensor: of one head, tokens of one block. So a tile is a part of a block, one, or two; rows
+    are as many numbers as matrix instructions take, not padded; and what is converted first has no use for it.
+    """
+    if sm < 90 or kv_dtype != q_dtype or q_dtype == "float32" or head_dim not in (64, 128, 256):
+        return None
+    tile = prefill_tile(head_dim, q_dtype, kv_dtype, sm)
+    return replace(tile, keys=min(tile.keys, 2 * block_size), tma=True)
 
 
 def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: int) -> Tile:

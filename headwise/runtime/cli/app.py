@@ -87,7 +87,9 @@ def generate(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Use the deployment that listens there."),
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="Compute in this process, without Ray.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Compute without Ray: in this process, on a GPU in another one beside it.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy; larger is more random.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.")] = 0,

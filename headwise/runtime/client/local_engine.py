@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from headwise.errors import InvalidRequestError
+from headwise.errors import ConfigError, InvalidRequestError
 from headwise.kernels.cuda.cards import count_cards
 from headwise.runtime.client.local_calls import LocalCalls
+from headwise.runtime.client.worker_process import WorkerProcess, has_channel
 from headwise.runtime.config.block_storage import open_lookup
 from headwise.runtime.config.engine_config import EngineConfig, storage_without_host_cache
+from headwise.runtime.config.model_card import ModelCard, with_pool
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.chat import Chat, chat_of
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
 from headwise.runtime.worker.device import Device, resolve_device
 from headwise.runtime.worker.memory_check import check_memory
@@ -29,32 +34,62 @@ Prompt = str | Sequence[int]
 
 
 class LocalEngine:
-    """Serves requests in this process, with one worker.
+    """Serves requests in this process, with one worker: on a CPU a thread of it, on a GPU a process of its own, so that
+    neither of them waits for the other's interpreter. It ends with this one.
 
     Any thread may call any method at any time, also while streams are open: all requests share the engine's steps.
     While the engine sleeps, streams wait for `wake`.
     """
 
-    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
-        """``device`` is the configured one, unless another is given.
+    def __init__(
+        self, config: EngineConfig, device: Device | None = None, *, worker_process: bool | None = None
+    ) -> None:
+        """``host_cache`` auto is none: nobody fetches from here.
 
-        ``host_cache`` auto is none: nobody fetches from here. Raises `ConfigError` if something configured needs one.
+        device:         the configured one, unless another is given
+        worker_process: whether the worker has a process of its own; None: on a GPU, where pyzmq is installed and no
+                        device is given
+
+        Raises:
+            ConfigError: what is configured cannot be had, or needs a host cache, or a device is given to another
+                process.
         """
         self.config = config = resolve_device(config, count_cards())
         if config.storage and not config.host_cache_bytes:
             raise storage_without_host_cache()
+        is_apart = _has_own_process(config, device) if worker_process is None else worker_process
+        if is_apart and device is not None:
+            raise ConfigError(
+                "a device of this process is none of another one's: give no device, or worker_process=False"
+            )
         self.preprocessor = Preprocessor.open(config)
         card, tokenizer = self.preprocessor.card, self.preprocessor.tokenizer
         check_memory(config, card)
         self._lookup = open_lookup(config, card)
-        self._worker = ModelWorker(config, resolve_model(config.model, config.cache_path), 0, SingleRank(), device)
-        self._worker.initialize_cache()
-        card = self._worker.card  # with the pool's size, which may have been measured
-        self.preprocessor = Preprocessor(card, tokenizer)
-        logger.info(self._worker.describe())
-        self._executor = LocalExecutor(self._worker)
-        self.core = EngineCore(config, card, tokenizer, self._executor, lookup=self._lookup)
+        directory = resolve_model(config.model, config.cache_path)
+        card, executor = self._open_apart(card, directory) if is_apart else self._open_here(directory, device)
+        self.preprocessor = Preprocessor(card, tokenizer)  # with the pool's size, which may have been measured
+        self.core = EngineCore(config, card, tokenizer, executor, lookup=self._lookup)
         self._calls = LocalCalls(self.core)
+
+    def _open_apart(self, card: ModelCard, directory: Path) -> tuple[ModelCard, Executor]:
+        process = WorkerProcess(self.config, directory)
+        # Whoever forgets an engine gets its memory back, as of one that is here.
+        self._end_worker: Callable[[], object] = weakref.finalize(self, process.close)
+        logger.info("%s, in process %d", process.description, process.pid)
+        return with_pool(card, self.config, process.executor.num_blocks * card.layout.block_bytes), process.executor
+
+    def _open_here(self, directory: Path, device: Device | None) -> tuple[ModelCard, Executor]:
+        self._worker = ModelWorker(self.config, directory, 0, SingleRank(), device)
+        self._worker.initialize_cache()
+        self._executor = LocalExecutor(self._worker)
+        self._end_worker = self._end_worker_here
+        logger.info(self._worker.describe())
+        return self._worker.card, self._executor
+
+    def _end_worker_here(self) -> None:
+        self._executor.close()
+        self._worker.close()
 
     def generate(
         self,
@@ -106,8 +141,7 @@ class LocalEngine:
 
     def close(self) -> None:
         self._calls.close()
-        self._executor.close()
-        self._worker.close()
+        self._end_worker()
         if self._lookup is not None:
             self._lookup.close()
 
@@ -118,6 +152,16 @@ class LocalEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _has_own_process(config: EngineConfig, device: Device | None) -> bool:
+    """Whether a worker gets one where nobody said so: where the device, not the interpreter, is to be waited for."""
+    if not config.on_gpu or device is not None:
+        return False
+    if not has_channel():
+        logger.info("the worker is a thread of this process, and shares its interpreter: pyzmq is not installed")
+        return False
+    return True
 
 
 def sampling_of_each(sampling: object, count: int) -> list[SamplingParams]:

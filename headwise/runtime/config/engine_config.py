@@ -217,6 +217,11 @@ class EngineConfig:
     cuda_graphs: bool = _option(
         True, "Record steps on a GPU as CUDA graphs at start: a decode step as one, prefill as one for each layer."
     )
+    prefill_tma: bool = _option(
+        False,
+        "On GPUs of compute capability 9.0 on, let the tensor memory accelerator bring a prompt's keys and values, "
+        "where heads are 64, 128 or 256 numbers that the cache has as they are. Not measured yet: compare.",
+    )
     one_shot_all_reduce: bool = _option(
         True,
         "Sum small tensors of ranks on GPUs in one launch, by memory that they share, where they can: else all go by "

@@ -80,11 +80,16 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class QkvProjections:
-    """One rank's part of grouped-query attention. sink_logits: of its query heads, float32; None: it has none"""
+    """One rank's part of grouped-query attention.
+
+    sink_logits: of its query heads, float32; None: it has none
+    bias:        of queries, keys and values, which `qkv` lacks, for attention to add; None: there is nothing to add
+    """
 
     qkv: Linear
     out: Linear
     sink_logits: KernelArray | None = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,8 @@ class Decoder(Model):
     mlp_name: ClassVar[str] = "mlp"
     mlp_parts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     """Hugging Face's names of what stands for a layer's MLP, and of a gated one's gate, up and down projections."""
+    attends_to_projected: ClassVar[bool] = True
+    """Whether queries, keys and values go to attention as they are projected, but for norms of `norm_names`."""
     activation: Activation = "silu"
     norm_offset = 0.0
     """Added to every norm weight: 1 where a model stores it as its distance from 1."""
@@ -209,10 +216,14 @@ class Decoder(Model):
         kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
         q = [(start * dim, stop * dim) for start, stop in shard.query_heads(config, layer)]
         query, *others = self.projections(layer)
+        qkv = self._split_rows([(at + query, q), *((at + name, kv) for name in others)], has_bias)
+        is_normed = bool({"query", "key"} & self.norms_of(layer).keys())
+        adds_later = self.ops.leaves_biases and self.attends_to_projected and not is_normed
         return QkvProjections(
-            qkv=self._split_rows([(at + query, q), *((at + name, kv) for name in others)], has_bias),
+            qkv=Linear(qkv.weight) if adds_later else qkv,
             out=self._split_columns(f"{at}o_proj", q, config.out_bias),
             sink_logits=self._sink_logits(at, layer) if config.sink_logits else None,
+            bias=qkv.bias if adds_later else None,
         )
 
     def projections(self, layer: int) -> Sequence[str]:
@@ -407,8 +418,10 @@ class Decoder(Model):
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         """This rank's part of the self attention of the normed ``x [T, hidden]``, to be summed over the ranks."""
         query, key, value = self.query_key_value(index, layer, x)
-        heads = attention(index, query, key, value, rotation, layer.attention.sink_logits)
-        return self._linear(heads.reshape([x.shape[0], -1]), layer.attention.out)
+        weights = layer.attention
+        more = () if weights.bias is None else (weights.bias,)
+        heads = attention(index, query, key, value, rotation, weights.sink_logits, *more)
+        return self._linear(heads.reshape([x.shape[0], -1]), weights.out)
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries ``[T, q_heads, D]``, keys and values ``[T, kv_heads, D]``, as they are before they are rotated."""

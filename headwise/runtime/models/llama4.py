@@ -165,6 +165,7 @@ class Llama4(MoeDecoder):
     mlp_name: ClassVar[str] = "feed_forward"
     router_name: ClassVar[str] = "router"
     shared_name: ClassVar[str] = "shared_expert"
+    attends_to_projected: ClassVar[bool] = False
 
     # ---- weights ----
 

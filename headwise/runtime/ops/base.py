@@ -105,11 +105,13 @@ class TensorOps(Protocol):
     name:     for logs
     products: whose matrix products they are, for logs
     itemsize: bytes of an element of weights; on a GPU of activations, too
+    leaves_biases: whether those of queries, keys and values had better be added by who rotates these
     """
 
     name: str
     products: str
     itemsize: int
+    leaves_biases: bool
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """A float32 array as a tensor on the device. May share its memory where nothing must be copied or converted."""

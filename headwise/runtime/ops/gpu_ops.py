@@ -16,6 +16,7 @@ from headwise.kernels.cuda.launch import TritonLauncher, address_of
 from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
 from headwise.kernels.cuda.packed import FEW_ROWS, CudaPacked, PackedMatrix, pack
 from headwise.kernels.cuda.programs import Programs
+from headwise.kernels.fused import Activation
 from headwise.runtime.ops.array_ops import Array, ArrayOps
 from headwise.runtime.ops.base import GatedWeights, Mixture
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
@@ -36,6 +37,7 @@ class GpuOps(ArrayOps):
     """
 
     captures_experts = True
+    leaves_biases = True
 
     def __init__(
         self,
@@ -112,6 +114,13 @@ class GpuOps(ArrayOps):
             return total, out
         return super().add_rms_norm(x, addend, weight, eps)
 
+    def gated_linear(self, x: Array, weight: Array | PackedMatrix, bias: Array | None, activation: Activation) -> Array:
+        if bias is None:
+            return super().gated_linear(x, weight, None, activation)
+        gate_up = self.linear(x, weight)
+        out = self._gated(gate_up, activation, bias)
+        return self.activated(gate_up + bias, activation) if out is None else out
+
     def silu_mul(self, gate_up: Array) -> Array:
         out = self._gated(gate_up, "silu")
         return super().silu_mul(gate_up) if out is None else out
@@ -148,6 +157,6 @@ class GpuOps(ArrayOps):
         every = self.xp.full(1, len(x), np.int32) if tokens is None else tokens
         return self._experts.mix(self.xp.ascontiguousarray(x), logits, experts, every)
 
-    def _gated(self, gate_up: Array, activation: str) -> Array | None:
+    def _gated(self, gate_up: Array, activation: str, bias: Array | None = None) -> Array | None:
         out = self.xp.empty((gate_up.shape[0], gate_up.shape[1] // 2), self.dtype)
-        return out if self._kernels.gated(gate_up, out, activation) else None
+        return out if self._kernels.gated(gate_up, out, activation, bias) else None

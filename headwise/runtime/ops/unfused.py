@@ -42,6 +42,8 @@ class HostRoutedExperts:
 class UnfusedOps(ABC):
     """The part of `TensorOps` that is the same wherever a weight is a tensor and an activation a separate operation."""
 
+    leaves_biases = False
+
     def fetch(self, array: KernelArray) -> Fetch:
         return Fetched(self.host(array))
 
@@ -87,7 +89,10 @@ class UnfusedOps(ABC):
         return self.tensor(bias)
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
-        gate_up = self.linear(x, weight, bias)
+        return self.activated(self.linear(x, weight, bias), activation)
+
+    def activated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """``activation(gate) * up`` of ``gate | up``."""
         activations = {"silu": self.silu_mul, "gelu_tanh": self.gelu_tanh_mul, "clamped": self.clamped_mul}
         return activations[activation](gate_up)
 

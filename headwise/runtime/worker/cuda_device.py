@@ -67,7 +67,9 @@ class CudaDevice:
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
             self._step_tokens = CudaStepTokens(programs)
-            self.parts = GpuParts(launcher, programs, self.ops.empty_bytes, empty_array, _heads_of(self.ops))
+            self.parts = GpuParts(
+                launcher, programs, self.ops.empty_bytes, empty_array, _heads_of(self.ops), config.prefill_tma
+            )
             self.kernels: Any = CudaKernels(launcher, programs, self.ops.empty_bytes)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:

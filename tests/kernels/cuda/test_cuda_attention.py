@@ -30,6 +30,7 @@ from triton.runtime.interpreter import interpreter_builder
 from headwise.kernels.cuda import interpreter
 from headwise.kernels.cuda.attention import AttentionShape, TritonAttention, Tuning, check_supported, variants_of
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
+from headwise.kernels.cuda.tiles import Tile, tma_tile
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of infinities that are meant
 
@@ -117,6 +118,28 @@ def test_every_pair_of_dtypes_prefill_and_decode(query: str, kv: str) -> None:
 def test_common_head_geometries_in_tiles_of_production(share: int, head_dim: int) -> None:
     case = Case((1, 70), (131, 90), ((0, 0), (64, 4)), share=share, head_dim=head_dim, block_size=64)
     assert_right(case, Dtypes("float16", "float16"), triton_attention(Tuning()))
+
+
+@pytest.mark.parametrize(("share", "head_dim", "block_size"), [(3, 64, 64), (4, 128, 64), (4, 128, 128), (4, 256, 128)])
+def test_tiles_that_tma_brings_in_pieces_of_blocks(share: int, head_dim: int, block_size: int) -> None:
+    case = Case((1, 40), (131, 300), ((0, 0), (180, 4)), share=share, head_dim=head_dim, block_size=block_size)
+    attention = triton_attention(Tuning(tma=True))
+    assert_right(case, Dtypes("float16", "float16"), attention)
+    shape = AttentionShape(share, head_dim, block_size, "float16", "float16")
+    assert dict(variants_of(shape, 90, tma=True)[0].constants)["BULK"]
+
+
+def test_a_tile_that_tma_cannot_bring_is_brought_by_copies() -> None:
+    assert tma_tile(128, "bfloat16", "bfloat16", 90, 64) == Tile(128, 128, 8, 2, tma=True)
+    assert tma_tile(128, "bfloat16", "bfloat16", 90, 16) == Tile(128, 32, 8, 2, tma=True), "two blocks"
+    for head_dim, kv_dtype, sm in [
+        (96, "bfloat16", 90),  # padded to 128
+        (128, "int8", 90),  # converted in registers
+        (128, "bfloat16", 80),  # has none
+    ]:
+        assert tma_tile(head_dim, "bfloat16", kv_dtype, sm, 64) is None
+        shape = AttentionShape(4, head_dim, 64, "bfloat16", kv_dtype)
+        assert variants_of(shape, sm, tma=True) == variants_of(shape, sm)
 
 
 @pytest.mark.parametrize(

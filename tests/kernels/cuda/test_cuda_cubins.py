@@ -486,6 +486,39 @@ def test_cupy_launches_with_the_scratch_pointers_and_shared_memory_the_code_asks
     assert [argument.dtype.name for argument in arguments] == ["uint64", "int32", "uint64", "uint64"]
 
 
+def test_each_program_of_a_launch_has_the_memory_its_code_asks_for(
+    big: Callable[[Variant], cubins.CubinFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[np.ndarray] = []
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    cupy = FakeCupy()
+    cupy.empty = empty
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    launcher = CupyLauncher(lambda variant: replace(big(variant), scratch_bytes=256))
+    variant = Variant("attend", (("query", "*fp16"),), (), (), 8, 2)
+    launcher.launch(variant, (0, 1, 1), [np.uint64(1)])
+    launcher.launch(variant, (7, 2, 1), [np.uint64(1)])
+    (scratch,) = given
+    assert scratch.nbytes == 7 * 2 * 256
+    assert cupy.launched[0][3] == (1, scratch.ctypes.data, 0, 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sm", [90, 100])
+def test_by_tma_no_thread_copies_what_all_rows_see(sm: int) -> None:
+    shape = AttentionShape(4, 64, 64, "bfloat16", "bfloat16")
+    by_tma, by_copies = (compile_variant(variants_of(shape, sm, tma)[PREFILL], Target(sm, 12)) for tma in (True, False))
+    assert by_tma.scratch_bytes == 2 * 128, "two descriptors"
+    assert by_tma.ptx.count("cp.async.bulk.tensor.3d") >= 2
+    assert "cp.async.bulk.tensor" not in by_copies.ptx
+    assert by_copies.scratch_bytes == 0
+    assert by_tma.ptx.count("cp.async.cg") < by_copies.ptx.count("cp.async.cg")
+
+
 def test_a_driver_that_refuses_the_code_is_named_with_the_remedy(
     big: Callable[[Variant], cubins.CubinFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:

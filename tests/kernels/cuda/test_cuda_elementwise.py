@@ -127,16 +127,27 @@ def test_heads_of_a_fused_projection_are_normed(
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @examples
-@given(data=st.data(), seed=SEEDS, backwards=st.booleans())
+@given(data=st.data(), seed=SEEDS, backwards=st.booleans(), with_bias=st.booleans())
 def test_activations_are_gated(
-    shim: ShimPrograms, activation: str, dtype: str, data: st.DataObject, seed: int, backwards: bool
+    shim: ShimPrograms,
+    activation: str,
+    dtype: str,
+    data: st.DataObject,
+    seed: int,
+    backwards: bool,
+    with_bias: bool,
 ) -> None:
     rng, shim.backwards = np.random.default_rng(seed), backwards
     tokens, vectors, gap = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 70)), data.draw(st.integers(0, 2))
     both = numbers(rng, (tokens, (2 * vectors + gap) * vector(dtype)), dtype)[:, gap * vector(dtype) :]
     both[:, ::7] *= numpy_dtype(dtype).type(8)  # to where the sigmoid is 0 or 1
     out = Guarded((tokens, both.shape[1] // 2), both.dtype)
-    assert CudaElementwise(shim).gated(both, out.array, activation)
+    if with_bias:
+        bias = numbers(rng, (both.shape[1],), dtype)
+        assert CudaElementwise(shim).gated(both, out.array, activation, bias)
+        both = (wide(both) + wide(bias)).astype(both.dtype)
+    else:
+        assert CudaElementwise(shim).gated(both, out.array, activation)
     # NumPy's 1 + tanh has lost its digits where the sigmoid is small.
     slack = 2e-7 * np.prod(np.abs(np.split(wide(both), 2, axis=1)), axis=0) if activation == "gelu_tanh" else 0.0
     rounded_once(out.checked(), getattr(NumpyOps(), f"{activation}_mul")(wide(both)), slack)
@@ -306,9 +317,9 @@ def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: st
     expected = {
         "rms_norm": (4 + 4 * floats, 4),
         "add_rms_norm": (8 + 4 * floats, 8),
-        "silu_mul": (2, 1),
-        "gelu_tanh_mul": (2, 1),
-        "clamped_mul": (2, 1),
+        "silu_mul": (4, 1),
+        "gelu_tanh_mul": (4, 1),
+        "clamped_mul": (4, 1),
         "sigmoid_mul": (2, 1),
         "sigmoid_mul_rows": (1, 1),
         "gather_rows": (1, 1),

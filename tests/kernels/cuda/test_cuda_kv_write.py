@@ -154,6 +154,36 @@ def test_with_rope_queries_are_rotated_in_place_and_rotated_keys_are_written(
     np.testing.assert_array_equal(bits(step.key), bits(key))
 
 
+@pytest.mark.parametrize(("dtype", "cache", "head_dim"), VARIANTS)
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), seed=st.integers(0, 99), backwards=st.booleans())
+def test_a_bias_is_added_before_anything_else(
+    shim: ShimPrograms, dtype: str, cache: str, head_dim: int, data: st.DataObject, seed: int, backwards: bool
+) -> None:
+    step, rng = data.draw(steps(dtype, cache, head_dim)), np.random.default_rng(seed)
+    heads = [rows.shape[1] for rows in (step.query, step.key, step.value)]
+    bias = rng.standard_normal((sum(heads), head_dim)).astype(step.key.dtype)
+    of_query, of_key, of_value = np.split(bias, np.cumsum(heads)[:-1])
+    angles = rng.uniform(0, 2 * np.pi, (len(step.key), head_dim // 2)).astype(np.float32)
+    cosines, sines = np.cos(angles), np.sin(angles)
+    query, given_query = rotated(summed(step.query, of_query), cosines, sines), step.query.copy()
+    key, value, given_value = summed(step.key, of_key), summed(step.value, of_value), step.value
+    step.value = value
+    expected = step.expected(rotated(key, cosines, sines))
+    shim.backwards = backwards
+    CudaKvWrite(shim).write_kv_rope(
+        step.query, step.key, given_value, cosines, sines, *step.arguments, bias=bias.reshape(-1)
+    )
+    np.testing.assert_array_equal(step.arena, expected)
+    given_query[: step.tokens] = query[: step.tokens]
+    np.testing.assert_array_equal(bits(step.query), bits(given_query))
+
+
+def summed(rows: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """In float32, rounded once."""
+    return (rows.astype(np.float32) + bias.astype(np.float32)).astype(rows.dtype)
+
+
 def bits(rows: np.ndarray) -> np.ndarray:
     """NaN is as good as any other bits."""
     return np.ascontiguousarray(rows).view(np.uint8)

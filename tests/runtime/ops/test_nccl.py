@@ -456,7 +456,7 @@ def two_ranks(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "ModelWorker", make)
-        return LocalEngine(config), devices, made[0]
+        return LocalEngine(config, worker_process=False), devices, made[0]
 
 
 @pytest.mark.parametrize(("dtype", "graphs"), [("float32", True), ("float32", False), ("bfloat16", True)])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from support.gpu.cuda_shim import ShimPrograms
+from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
 from support.gpu.host_cublas import HostCublas, aligned
 from support.gpu.host_driver import HostDriver
 from support.gpu.host_ipc import HostGpu, host_sharing
@@ -31,6 +31,7 @@ from headwise.kernels.cuda.launch import Grid, Kernel, Program
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
+from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import Between, Cut, KernelArray, StepUpload
@@ -201,6 +202,11 @@ class EmulatedGpu:
 
     def sharing(self) -> CudaSharing | None:
         return None if self._gpu is None else host_sharing(self._gpu)
+
+
+def open_emulated(config: EngineConfig, threads: int) -> EmulatedGpu:
+    """As `open_device`: the emulated GPU of a configuration, in whatever process it is called."""
+    return EmulatedGpu(LIBRARIES, config.dtype_name, config.weights_dtype)
 
 
 class PoisonedTables(CudaBlockTables):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from headwise.kernels.cuda.tiles import Tile
 
 SMALL = Tuning(prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), min_split_tokens=32)
 """Tiles that short sequences fill several of."""
+SMALL_TMA = replace(SMALL, prefill=Tile(16, 16, 4, 2, tma=True))
 
 
 class RecordingLauncher(InterpreterLauncher):

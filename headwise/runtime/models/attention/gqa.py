@@ -10,7 +10,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import Sharing, can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
-from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable, RotatingKernels
+from headwise.kernels.base import AttentionBatch, AttentionKernels, BiasingKernels, HeadTable, RotatingKernels
 from headwise.kernels.cuda.attention import AttentionShape, check_supported
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
@@ -53,7 +53,7 @@ class GroupedQueryAttention:
     def gpu_kernels(
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> AttentionKernels:
-        kernels = CudaKernels(parts.launcher, parts.programs, parts.allocate)
+        kernels = CudaKernels(parts.launcher, parts.programs, parts.allocate, parts.tma)
         shapes = {
             self._shape(layer, layout, share, tp_size, dtype): layout
             for layer, layout in enumerate(layouts)
@@ -125,6 +125,7 @@ class GroupedQueryOverCache:
     def __init__(self, ops: TensorOps, kernels: AttentionKernels, scale: float, softcap: float) -> None:
         self._ops, self._kernels = ops, kernels
         self._rotating = kernels if isinstance(kernels, RotatingKernels) else None
+        self._biasing = kernels if isinstance(kernels, BiasingKernels) else None
         self._scale, self._softcap = scale, softcap
 
     def __call__(
@@ -135,11 +136,12 @@ class GroupedQueryOverCache:
         value: Tensor | None,
         rotation: Rotation,
         sink_logits: KernelArray | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``.
 
         Without keys and values the step's are there: an earlier layer wrote them. ``sink_logits`` are as for
-        `AttentionKernels.attend`.
+        `AttentionKernels.attend`. ``bias`` is what queries, keys and values still lack, see `BiasingKernels`.
         """
         ops, where = self._ops, (cache.arena, cache.layout, cache.batch, cache.heads)
         if key is None or value is None:
@@ -150,7 +152,12 @@ class GroupedQueryOverCache:
         else:
             queries, keys, values = (ops.kernel_array(tensor) for tensor in (query, key, value))
             cosines, sines = rotation
-            self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
+            if bias is None:
+                self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
+            else:
+                assert self._biasing is not None, "operations leave no bias to kernels that do not add it"
+                added = ops.kernel_array(bias)
+                self._biasing.write_kv_rope(queries, keys, values, cosines, sines, *where, bias=added)
         cache.wait()
         seen = ops.empty_like(queries) if cache.out is None else cache.out
         self._kernels.attend(

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headwise.actors.scratch import ScratchDirectory, sweep
+from headwise.sockets.scratch import ScratchDirectory, sweep
 
 OWNER = """
 import os, signal, sys
-from headwise.actors.scratch import ScratchDirectory
+from headwise.sockets.scratch import ScratchDirectory
 scratch = ScratchDirectory(sys.argv[1], "hw-")
 (scratch.path / "file").touch()
 print(scratch.path, flush=True)

@@ -1,0 +1,92 @@
+"""The kernels that `machine_code.py --served` looks at: attention's all, of experts and delta-nets what is common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from headwise.kernels.cuda import delta, experts
+from headwise.kernels.cuda.attention import HEAD_DIMS, OLDEST_SM_E4M3, AttentionShape, variants_of
+from headwise.kernels.cuda.delta import DeltaShape
+from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.launch import Variant
+from headwise.kernels.cuda.packed import form_of
+from headwise.kernels.delta import DeltaSizes
+from headwise.kernels.experts import Routing
+
+CARDS = (80, 90, 100)
+KERNELS = ("prefill", "decode")
+"""Names of `variants_of`."""
+TMA = "prefill by TMA"
+
+ERNIE_21B = ExpertShape(Routing(64, 6, 1e-12), 2, 2560, 1536, "silu", "bfloat16")
+QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
+QWEN3_NEXT = DeltaShape(16, DeltaSizes(128, 128, 2, 4), 64, "bfloat16")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A kernel and the card that it runs on.
+
+    size:    of heads, or the sizes of experts and delta-nets
+    numbers: dtype of the cache, or of weights
+    """
+
+    sm: int
+    size: int | str
+    numbers: str
+    kernel: str
+
+    @property
+    def variant(self) -> Variant:
+        return _of_card(self.sm)[self]
+
+
+def served(cards: Sequence[int]) -> list[Served]:
+    """All of ``cards``. The slowest to compile come first."""
+    every = [kernel for sm in cards for kernel in _of_card(sm)]
+    return sorted(every, key=lambda kernel: -kernel.size if isinstance(kernel.size, int) else -128)
+
+
+@cache
+def _of_card(sm: int) -> dict[Served, Variant]:
+    return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm)])
+
+
+def _attention(sm: int) -> Iterator[tuple[Served, Variant]]:
+    for head_dim in HEAD_DIMS:
+        for kv_dtype in ("bfloat16", "int8", "float8_e4m3fn", "int4"):
+            if sm < OLDEST_SM_E4M3 and kv_dtype == "float8_e4m3fn":
+                continue
+            shape = AttentionShape(8 if head_dim > 256 else 4, head_dim, 64, "bfloat16", kv_dtype)
+            for name, variant in zip(KERNELS, variants_of(shape, sm), strict=True):
+                yield Served(sm, head_dim, kv_dtype, name), variant
+            by_tma = variants_of(shape, sm, tma=True)[0]
+            if dict(by_tma.constants)["BULK"]:
+                yield Served(sm, head_dim, kv_dtype, TMA), by_tma
+
+
+def _experts(sm: int) -> Iterator[tuple[Served, Variant]]:
+    """Those of codes on one card: `make soak` has the others."""
+    mixtures = {"bfloat16": ERNIE_21B}
+    if sm == 90:
+        mixtures |= {"fp8": _with_codes(8, is_float=True), "int4 with minima": _with_codes(4, has_minimum=True)}
+    for numbers, shape in mixtures.items():
+        for variant in experts.variants_of(shape, sm):
+            sizes = dict(variant.constants)
+            name = f"{sizes['BLOCK_M']} rows, {'gate and up' if sizes['ACTIVATION'] else 'down'}"
+            yield Served(sm, f"experts of {shape.inner}", numbers, name), variant
+
+
+def _with_codes(bits: int, has_minimum: bool = False, is_float: bool = False) -> ExpertShape:
+    """In groups of 128."""
+    depths = QWEN3_30B.hidden, QWEN3_30B.inner
+    up, down = (form_of("bfloat16", bits, 128, has_minimum, depth, is_float) for depth in depths)
+    return replace(QWEN3_30B, up_codes=up, down_codes=down)
+
+
+def _delta_nets(sm: int) -> Iterator[tuple[Served, Variant]]:
+    size = f"delta-net of {QWEN3_NEXT.value_heads} heads"
+    for name, variant in delta.variants_of(QWEN3_NEXT, sm).items():
+        yield Served(sm, size, QWEN3_NEXT.dtype, name), variant
