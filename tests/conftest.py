@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator, Iterator
+
+# Read when NumPy is imported. Its threads spin for a while after each product, and here several tests share the cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

@@ -302,7 +302,7 @@ def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"tp_size": 7}, ConfigError, "7"),
+        ({"tp_size": 10}, ConfigError, "10"),
         ({"model": "/nowhere/model"}, ModelError, "/nowhere/model"),
         pytest.param({"host_cache": "10TiB"}, ConfigError, "does not fit", marks=pytest.mark.soak),  # as detached
     ],

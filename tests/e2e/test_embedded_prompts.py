@@ -37,7 +37,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 def embedding_of(model: Any, ids: list[int]) -> np.ndarray:
     """As the model's layers take them."""
-    return model.ops.numpy(model.embed(model.ops.upload(np.array(ids, np.int32)))).copy()
+    return model.ops.numpy(model.embedded(model.ops.upload(np.array(ids, np.int32)), None)).copy()
 
 
 def with_items(model: Any, prompt: list[int], *cuts: int) -> tuple[list[int], list[PromptItem]]:

@@ -330,7 +330,7 @@ def test_the_page_is_told_of_the_model_and_its_head_groups(deployment: Deploymen
     ((name, text),) = told["groups"]
     assert name == "group 0"
     assert text.startswith("full attention, 90 ")
-    assert told["engines"][0]["pools"].keys() == {"device"}
+    assert told["engines"][0]["pools"].keys() == {"device", "host"}
 
 
 def test_a_request_is_a_span_of_its_caller_s_trace(client: openai.OpenAI, collector: Collector) -> None:

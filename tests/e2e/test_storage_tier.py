@@ -18,6 +18,7 @@ from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError
+from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.request import GenerationResult
 
@@ -237,4 +238,6 @@ def test_a_storage_that_is_none_is_refused_at_start(tiny: LoadedModel, tmp_path:
         with pytest.raises(ConfigError, match=message):
             tiny.engine(storage=url, host_cache="64MiB")
     with pytest.raises(ConfigError, match="give host_cache"):
-        tiny.engine(storage=f"file://{tmp_path}?capacity=1GiB")
+        tiny.engine(storage=f"file://{tmp_path}?capacity=1GiB", host_cache="0")
+    with pytest.raises(ConfigError, match="give host_cache"):
+        LocalEngine(replace(tiny.config, storage=f"file://{tmp_path}?capacity=1GiB"))

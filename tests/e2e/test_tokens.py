@@ -95,7 +95,7 @@ def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
     return {answer.name: replace(GREEDY, max_tokens=tokens) for answer in wanted}
 
 
-@all_but("smollm2-135m")
+@all_but(*MODELS)
 @pytest.mark.parametrize(("tokens", "longest"), [(20, 800), pytest.param(64, 1400, marks=pytest.mark.soak)])
 def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int, longest: int) -> None:
     tokens = loaded.tokens(tokens)

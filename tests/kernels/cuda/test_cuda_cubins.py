@@ -183,13 +183,13 @@ def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -
 
 
 QUANTISED_DECODES = [
-    pytest.param(sm, kv_dtype, head_dim, most, marks=[] if (sm, head_dim) == (90, 128) else pytest.mark.soak)
-    for kv_dtype, head_dim, most in (
+    pytest.param(sm, kv, size, most, marks=[] if (sm, kv, size) == (90, "int4", 128) else pytest.mark.soak)
+    for kv, size, most in (
         ("int8", 64, 415), ("int8", 128, 595), ("float8_e4m3fn", 64, 355), ("float8_e4m3fn", 128, 495),
         ("int4", 64, 345), ("int4", 128, 525),
     )
     for sm in (80, 90, 100)
-    if (sm, kv_dtype) != (80, "float8_e4m3fn")
+    if (sm, kv) != (80, "float8_e4m3fn")
 ]  # fmt: skip
 
 
