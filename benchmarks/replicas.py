@@ -98,7 +98,15 @@ QUICK = Size(
     peer_prompts=1,
     faults=("store", "scheduler", "hung scheduler"),
 )
-SMOKE = replace(QUICK, faults=("scheduler",), rest_s=0.5, peer_tokens=192, alone=False)
+SMOKE = replace(
+    QUICK,
+    conversations=2,
+    document_tokens=48,
+    faults=("scheduler",),
+    rest_s=0.5,
+    peer_tokens=192,
+    alone=False,
+)
 QUESTION_TOKENS, ANSWER_TOKENS = 24, 8
 STREAM_TOKENS = 24
 CONFIG = EngineConfig(

@@ -77,7 +77,8 @@ def compile_kernels(bench: Bench) -> None:
         models = random_models(sizes, bench.options.layers)
         written = [pool.submit(write_checkpoint, work / name, config) for name, config in models.items()]
         made: dict[Any, Future[int]] = {}
-        made |= {shape: pool.submit(_compile, shape, target, work / "kernels") for shape in shapes}
+        ways = (False, True) if sizes.compiled is None else (False,)
+        made |= {shape: pool.submit(_compile, shape, target, work / "kernels", ways) for shape in shapes}
         if sizes.compiled is None:
             mixture = expert_shape(models[MOE])
             made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
@@ -94,9 +95,9 @@ def compile_kernels(bench: Bench) -> None:
     bench.rows.add("checkpoints", time.perf_counter() - began, "s", note="random weights, written meanwhile")
 
 
-def _compile(shape: AttentionShape, target: Target, directory: Path) -> int:
+def _compile(shape: AttentionShape, target: Target, directory: Path, by_tma: tuple[bool, ...] = (False, True)) -> int:
     """Prompts in both ways, where there are two."""
-    return len({path for tma in (False, True) for path in precompile([shape], [target], directory, tma=tma)})
+    return len({path for tma in by_tma for path in precompile([shape], [target], directory, tma=tma)})
 
 
 def _compile_latents(target: Target, directory: Path) -> int:

@@ -131,8 +131,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     [
         {"temperature": 0},
         {"temperature": 1.5, "seed": 3, "top_p": 0.9, "logprobs": 3},
-        {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 1, "logit_bias": {7: 5}},
-        {"temperature": 1.0, "seed": 7, "min_tokens": 6},
+        {"seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 1, "logit_bias": {7: 5}, "min_tokens": 6},
     ],
 )
 def test_other_forms_are_kept_beside_other_parameters(loaded: LoadedModel, others: dict[str, Any]) -> None:

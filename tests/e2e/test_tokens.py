@@ -133,7 +133,7 @@ def scarce(loaded: LoadedModel, wanted: list[Answer], max_tokens: int) -> dict[s
     return {"kv_cache": f"{blocks * card.layout.block_bytes}B", **settings}
 
 
-@all_but("smollm2-135m")
+@all_but(*MODELS)
 @pytest.mark.parametrize(("tokens", "longest_first"), [(20, True), pytest.param(64, False, marks=pytest.mark.soak)])
 def test_a_pool_so_small_that_requests_are_preempted(loaded: LoadedModel, tokens: int, longest_first: bool) -> None:
     tokens = loaded.tokens(tokens)
