@@ -87,7 +87,7 @@ def test_weights_and_arena_are_given_up(tensor_ops: str) -> None:
     "host",
     [
         pytest.param({}, id="device", marks=pytest.mark.soak),
-        pytest.param({"host_cache": "128MiB", "write_policy": "write_back"}, id="host"),
+        pytest.param({"host_cache": "128MiB", "write_policy": "write_back"}, id="host", marks=pytest.mark.soak),
     ],
 )
 def test_tokens_are_the_same_with_sleep_in_the_middle(loaded: LoadedModel, host: dict[str, str]) -> None:

@@ -160,6 +160,7 @@ class ZmqExecutor:
             try:
                 self._socket.send_multipart((identity, data), zmq.NOBLOCK)
             except zmq.ZMQError as error:
+                self._drain()  # it may have said why it went
                 self.lost(f"TP rank {rank} cannot be reached for step {batch.step_id}: {error}")
                 self._check()
         if not self._steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,6 +216,12 @@ def test_an_error_of_any_rank_is_the_step_s_error_and_the_next_step_runs(group: 
     assert second.error is None
 
 
+def submit_and_poll(executor: ZmqExecutor, step_ids: Iterable[int]) -> None:
+    for step_id in step_ids:
+        executor.submit(batch(step_id))
+    executor.poll(PATIENCE_S)
+
+
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
@@ -238,12 +244,22 @@ def test_whatever_a_worker_raises_is_told_at_once_and_no_later_step_is_begun(
 
     executor = group.start([Echo(0), Scripted(fails)])
     executor.submit(batch(0))
-    executor.submit(batch(1))
     with pytest.raises(EngineDiedError, match=told):
-        executor.poll(PATIENCE_S)
+        submit_and_poll(executor, [1])  # it may be gone by then
     group._threads[1].join(PATIENCE_S)
     assert [str(failure) for failure in group.failures] == [told]
     assert begun == [0]
+
+
+def test_a_rank_that_went_before_a_step_came_has_said_why(group: Group) -> None:
+    def fails(batch: BatchRequest) -> StepResult:
+        raise MemoryError
+
+    executor = group.start([Echo(0), Scripted(fails)])
+    executor.submit(batch(0))
+    group._threads[1].join(PATIENCE_S)
+    with pytest.raises(EngineDiedError, match="the worker failed: MemoryError"):
+        submit_and_poll(executor, range(1, 10_000))  # its end of the channel is known to be closed by then
 
 
 @pytest.mark.parametrize(("of_rank_1", "of_all"), [([4, 7], [2, 4, 7]), ([], [2, 4]), (None, None)])

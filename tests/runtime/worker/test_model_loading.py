@@ -196,7 +196,8 @@ def _file_name(config: EngineConfig, rank: int = 0, part: int | None = None, **c
     return packed_key(card, config, ops, shard).file_name
 
 
-@pytest.mark.parametrize("weights_dtype", [pytest.param("bfloat16", marks=pytest.mark.soak), "gguf"])
+@pytest.mark.soak
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", "gguf"])
 def test_a_real_model_says_the_same_with_weights_from_disk(
     tmp_path: Path, weights_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
