@@ -57,7 +57,7 @@ ROUNDED_DRAWS = 0.05
 
 LATENTS = LatentModel(
     LatentShape(FULL.latents.heads, FULL.latents.rank, FULL.latents.rotated, FULL.block_size, "bfloat16", "bfloat16"),
-    index=IndexShape(FULL.latents.index_heads, FULL.latents.index_dim, FULL.block_size, "bfloat16"),
+    index=IndexShape(FULL.latents.index_heads, FULL.latents.index_dim, FULL.block_size, "bfloat16", "bfloat16"),
 )
 """What the section latents needs."""
 

@@ -41,6 +41,7 @@ from headwise.kernels.cuda.experts import variants_of as expert_variants
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.precompile import LatentModel, add_weight_options, codes_of
+from headwise.kernels.dsa import index_dtype
 from headwise.kernels.experts import Routing
 
 LATENT_KERNELS = ("prefill", "decode", "gathered", "expanded", "scores", "chosen")
@@ -171,7 +172,7 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
         return
     for heads in options.latents:
         latents = LatentShape(heads, 512, 64, options.block_size, "bfloat16", options.kv_dtype)
-        index = IndexShape(64, 128, options.block_size, "bfloat16") if options.kv_dtype == "bfloat16" else None
+        index = IndexShape(64, 128, options.block_size, "bfloat16", index_dtype(options.kv_dtype))
         named = zip(LATENT_KERNELS, LatentModel(latents, index=index).variants(options.sm), strict=False)
         yield from ((heads, name, variant) for name, variant in named)
     for head_dim in () if options.latents else options.head_dim:

@@ -37,10 +37,15 @@ def indexed_layout(
         ConfigError: latents are not kept in this dtype.
     """
     latents = latent_layout(block_size, slots, width, dtype, rotated)
-    roles = [Role(INDEXER, (index_dim,), INT8 if dtype == INT4 else dtype)]
+    roles = [Role(INDEXER, (index_dim,), index_dtype(dtype))]
     if has_scales(latents):
         roles.append(Role(INDEXER_SCALE, (), "float32"))
     return replace(latents, roles=(*latents.roles, *roles))
+
+
+def index_dtype(dtype: str) -> str:
+    """What keys of an indexer are kept in beside latents of ``dtype``."""
+    return INT8 if dtype == INT4 else dtype
 
 
 def index_role(layout: BlockLayout) -> Role:

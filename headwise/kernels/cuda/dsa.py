@@ -17,6 +17,7 @@ from headwise.kernels.cuda.attention import ALIGNMENT
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.mla import (
     MULTIPLE,
+    QUANTISED,
     LatentShape,
     TritonLatents,
     batch_arguments,
@@ -27,7 +28,7 @@ from headwise.kernels.cuda.mla import (
     typed,
 )
 from headwise.kernels.cuda.tiles import latent_tile, score_tile
-from headwise.kernels.dsa import INDEXER, index_role
+from headwise.kernels.dsa import INDEXER, INDEXER_SCALE, index_role
 from headwise.kernels.dsa_base import IndexQueries
 
 MODULE = "dsa_jit"
@@ -39,27 +40,46 @@ CHUNK_TILES = 8
 MOST_SPLITS = 128
 
 SCORE_SIGNATURE = (
-    "query:q", "weights:q", "scores:*fp32", "key:q", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
-    "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "first:i32", "batch:i32", "groups:i32",
-    "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "weight_stride:i32", "score_stride:i32",
-    "chunks:i32",
+    "query:q", "weights:q", "scores:*fp32", "key:kv", "key_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32",
+    "block_tables:*i32", "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "first:i32",
+    "batch:i32", "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32",
+    "weight_stride:i32", "score_stride:i32", "chunks:i32",
 )  # fmt: skip
 CHOSEN_SIGNATURE = (
-    "absorbed:q", "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "latent:q",
-    "places:*i32", "counts:*i32", "head_slot:*i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32",
-    "heads:i32", "head_dim:i32", "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
+    "absorbed:q", "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "latent:kv",
+    "latent_scale:*fp32", "places:*i32", "counts:*i32", "head_slot:*i32", "block_bytes:i64", "slot_bytes:i64",
+    "query_stride:i32", "heads:i32", "head_dim:i32", "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
 )  # fmt: skip
 MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "key", "block_bytes", "slot_bytes")
 
 
 @dataclass(frozen=True)
 class IndexShape:
-    """What the machine code of an indexer's scores depends on besides the card. dtype: of queries and keys"""
+    """What the machine code of an indexer's scores depends on besides the card.
+
+    dtype:     of queries
+    key_dtype: of keys in the cache: the same, int8 or float8_e4m3fn
+    """
 
     heads: int
     dim: int
     block_size: int
     dtype: str
+    key_dtype: str
+
+    @classmethod
+    def of(cls, layout: BlockLayout, heads: int, dtype: str) -> IndexShape:
+        """The shape of scores by ``heads`` of ``dtype`` over keys in blocks of ``layout``.
+
+        Raises:
+            ConfigError: the layout has no keys of an indexer.
+        """
+        role = index_role(layout)
+        return cls(heads, role.shape[0], layout.block_size, dtype, role.dtype)
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.key_dtype in QUANTISED
 
 
 def check_index(shape: IndexShape) -> None:
@@ -77,6 +97,11 @@ def check_index(shape: IndexShape) -> None:
     if shape.heads > MOST_INDEX_HEADS:
         raise ConfigError(
             f"index_n_heads {shape.heads} is not supported on a GPU: at most {MOST_INDEX_HEADS}; use device cpu"
+        )
+    if shape.key_dtype not in (shape.dtype, *QUANTISED):
+        raise ConfigError(
+            f"kv_dtype {shape.key_dtype} cannot keep an indexer's keys of dtype {shape.dtype} on a GPU: choose "
+            f"{shape.dtype}, {' or '.join(QUANTISED)}"
         )
 
 
@@ -115,9 +140,9 @@ class TritonIndexed:
         scores: Array,
     ) -> None:
         """``scores [rows, tokens]`` of queries from ``first`` on: float32, of each its own sequence's tokens."""
-        (_, count, dim), role = index.query.shape, index_role(layout)
-        _check_index_arrays(index, role.shape[0], role.dtype)
-        variant = _score(IndexShape(count, dim, layout.block_size, role.dtype), self._launcher.sm)
+        shape = IndexShape.of(layout, index.query.shape[1], index.query.dtype.name)
+        _check_index_arrays(index, shape)
+        variant = _score(shape, self._launcher.sm)
         constants = dict(variant.constants)
         chunks = -(-scores.shape[1] // (constants["TILES"] * constants["BLOCK_N"]))
         query, weights = index.query, index.weights
@@ -129,6 +154,7 @@ class TritonIndexed:
             **latent_arguments(arena, layout),
             **batch_arguments(batch, heads),
             "key": np.uint64(address_of(arena) + layout.role_offsets[INDEXER]),
+            "key_scale": np.uint64(address_of(arena) + layout.role_offsets.get(INDEXER_SCALE, 0)),
             "query_stride": np.int32(query.strides[0] // query.itemsize),
             "weight_stride": np.int32(weights.strides[0] // weights.itemsize),
             "score_stride": np.int32(scores.strides[0] // scores.itemsize),
@@ -179,9 +205,9 @@ def _score(shape: IndexShape, sm: int) -> Variant:
     constants = {
         "HEADS": shape.heads, "BLOCK_H": power_of_two(shape.heads), "INDEX_DIM": shape.dim,
         "BLOCK_D": power_of_two(shape.dim), "BLOCK_SIZE": shape.block_size, "BLOCK_N": tile.keys, "TILES": CHUNK_TILES,
-        "KEY_BYTES": numpy_dtype(shape.dtype).itemsize,
+        "KEY_BYTES": numpy_dtype(shape.key_dtype).itemsize, "QUANTISED": shape.is_quantised,
     }  # fmt: skip
-    latents = LatentShape(1, MULTIPLE, MULTIPLE, shape.block_size, shape.dtype, shape.dtype)
+    latents = LatentShape(1, MULTIPLE, MULTIPLE, shape.block_size, shape.dtype, shape.key_dtype)
     return _variant("score_tokens", SCORE_SIGNATURE, latents, constants, tile.warps, tile.stages)
 
 
@@ -202,15 +228,15 @@ def _variant(
     return Variant(kernel, pairs, tuple(constants.items()), multiples, warps, stages, MODULE)
 
 
-def _check_index_arrays(index: IndexQueries, dim: int, dtype: str) -> None:
+def _check_index_arrays(index: IndexQueries, shape: IndexShape) -> None:
     """Raise ValueError where the arrays do not fit each other, or the kernels cannot read them."""
     query, weights = index.query, index.weights
     tokens, heads, size = query.shape
-    fits = weights.shape == (tokens, heads) and size == dim and index.top >= 1
-    if not (fits and query.dtype.name == weights.dtype.name == dtype):
+    fits = weights.shape == (tokens, heads) and size == shape.dim and index.top >= 1
+    if not fits or query.dtype != weights.dtype or shape.key_dtype not in (shape.dtype, *QUANTISED):
         raise ValueError(
             f"queries of the indexer {query.dtype} {query.shape}, weights {weights.dtype} {weights.shape} and its keys "
-            f"of {dtype} {dim} do not fit each other, or to choose {index.top} cannot be"
+            f"of {shape.key_dtype} {shape.dim} do not fit each other, or to choose {index.top} cannot be"
         )
     itemsize = query.itemsize
     if (

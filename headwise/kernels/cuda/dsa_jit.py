@@ -10,6 +10,7 @@ of one query, for which it reads the chosen latents one by one from where they l
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from headwise.kernels.cuda.cached_jit import converted
 from headwise.kernels.cuda.mla_jit import latent_step, load_queries, store_mixed
 from headwise.kernels.cuda.walk_jit import window_of
 
@@ -33,10 +34,12 @@ def sequence_of(cu_seqlens_q, batch, token):
 
 @JITFunction
 def score_tokens(
-    query, weights, scores, key, cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
-    first, batch, groups, max_blocks, block_bytes, slot_bytes, query_stride, weight_stride, score_stride, chunks,
+    query, weights, scores, key, key_scale, cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window,
+    head_sink, first, batch, groups, max_blocks, block_bytes, slot_bytes, query_stride, weight_stride, score_stride,
+    chunks,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, INDEX_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, KEY_BYTES: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """A chunk of ``TILES * BLOCK_N`` scores ``[rows, score_stride]`` of query ``first + row``.
 
@@ -56,7 +59,9 @@ def score_tokens(
     some = (head < HEADS)[:, None] & (dims < INDEX_DIM)[None, :]
     queries = tl.load(query + at[:, None] + dims[None, :], mask=some, other=0.0)
     shares = tl.load(weights + token.to(tl.int64) * weight_stride + head, mask=head < HEADS, other=0.0).to(tl.float32)
-    key += tl.load(head_slot).to(tl.int64) * (slot_bytes // KEY_BYTES)
+    slot = tl.load(head_slot).to(tl.int64)
+    key += slot * (slot_bytes // KEY_BYTES)
+    key_scale += slot * (slot_bytes // 4)
     table = block_tables + (sequence * groups + tl.load(head_group)).to(tl.int64) * max_blocks
     window, sink = window_of(head_window, 0), tl.load(head_sink)
     scores += row.to(tl.int64) * score_stride
@@ -65,19 +70,23 @@ def score_tokens(
         tokens = (begin + step) * BLOCK_N + within
         block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= position, other=-1)
         seen = (block >= 0) & ((tokens > position - window) | (tokens < sink))
-        base = tl.maximum(block, 0).to(tl.int64) * (block_bytes // KEY_BYTES) + tokens % BLOCK_SIZE * INDEX_DIM
+        block = tl.maximum(block, 0).to(tl.int64)
+        base = block * (block_bytes // KEY_BYTES) + tokens % BLOCK_SIZE * INDEX_DIM
         read = seen[:, None] & (dims < INDEX_DIM)[None, :]
         keys = tl.load(key + base[:, None] + dims[None, :], mask=read, other=0.0)
-        of_heads = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        of_heads = tl.dot(queries, tl.trans(converted(keys, queries.dtype)), input_precision="ieee")
         of_heads = tl.where(of_heads < 0.0, 0.0, of_heads)  # a comparison: NaN stays NaN
         found = tl.sum(of_heads * shares[:, None], 0)
+        if QUANTISED:  # which are above 0: what is cut off is the same
+            at_scales = block * (block_bytes // 4) + tokens % BLOCK_SIZE
+            found *= tl.load(key_scale + at_scales, mask=seen, other=0.0)
         tl.store(scores + tokens, tl.where(seen, found, float("-inf")), mask=tokens <= position)
 
 
 @JITFunction
 def attend_chosen(
-    absorbed, query, out, counters, partial, partial_lse, latent, places, counts, head_slot, block_bytes, slot_bytes,
-    query_stride, heads, head_dim, score_scale, top, splits, tokens,
+    absorbed, query, out, counters, partial, partial_lse, latent, latent_scale, places, counts, head_slot, block_bytes,
+    slot_bytes, query_stride, heads, head_dim, score_scale, top, splits, tokens,
     WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LATENT_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
@@ -103,22 +112,26 @@ def attend_chosen(
     compressed_query, rotated_query = load_queries(
         absorbed, query, token + row * 0, head, real, query_stride, heads, head_dim, RANK, BLOCK_R, ROTATED, BLOCK_P
     )  # fmt: skip
-    latent += tl.load(head_slot).to(tl.int64) * (slot_bytes // LATENT_BYTES)
+    slot = tl.load(head_slot).to(tl.int64)
+    latent += slot * (slot_bytes // LATENT_BYTES)
+    latent_scale += slot * (slot_bytes // 4)
     places += token.to(tl.int64) * top
     accumulator = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    within, lowest = tl.arange(0, BLOCK_N), 0
+    lowest = 0
     for step in range(begin, end):
-        index = step * BLOCK_N + within
+        index = step * BLOCK_N + tl.arange(0, BLOCK_N)
         place = tl.load(places + index, mask=index < count, other=-1)
         lowest = tl.minimum(lowest, tl.min(place, 0))
         there = place >= 0
         place = tl.maximum(place, 0)
-        base = latent + ((place // BLOCK_SIZE).to(tl.int64) * (block_bytes // LATENT_BYTES))[:, None]
+        block, within = (place // BLOCK_SIZE).to(tl.int64), place % BLOCK_SIZE
+        base = latent + (block * (block_bytes // LATENT_BYTES))[:, None]
+        at_scales = block * (block_bytes // 4) + within
         accumulator, highest, total = latent_step(
-            accumulator, highest, total, compressed_query, rotated_query, there[None, :], place % BLOCK_SIZE, there,
-            base, latent, within, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, QUANTISED,
+            accumulator, highest, total, compressed_query, rotated_query, there[None, :], within, there, base,
+            latent_scale, at_scales, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, QUANTISED,
         )  # fmt: skip
     total = tl.where(lowest == BROKEN, float("nan"), total)
     first_head = piece * HEADS

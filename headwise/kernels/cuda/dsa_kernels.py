@@ -23,9 +23,10 @@ MOST_PLACES = 1 << 31
 
 
 class CudaIndexedKernels(CudaLatentKernels):
-    """`RotatingIndexedKernels` on device arrays; what `CudaLatentKernels` says holds, but for int8.
+    """`RotatingIndexedKernels` on device arrays; what `CudaLatentKernels` says holds.
 
-    An indexer's queries, weights and keys are of the same dtype as latents; scores are summed in float32. Where block
+    An indexer's queries, weights and keys are of the same dtype as those of attention, and so is the cache, unless it
+    is int8 or float8_e4m3fn, in which keys have scales, too; scores are summed in float32. Where block
     tables cannot hold more tokens than may be chosen, all are attended to, and nothing is scored.
     """
 
@@ -40,14 +41,14 @@ class CudaIndexedKernels(CudaLatentKernels):
         super().prepare(layout, heads, rank, rotated, dtype)
         self._indexed.prepare_latents([LatentShape.of(layout, heads, rank, rotated, dtype)])
 
-    def prepare_index(self, layout: BlockLayout, index_heads: int, index_dim: int, dtype: str) -> None:
+    def prepare_index(self, layout: BlockLayout, index_heads: int, dtype: str) -> None:
         """Compile or load all that an indexer of such heads needs.
 
         Raises:
             ConfigError: they are not supported.
         """
-        self._indexed.prepare(IndexShape(index_heads, index_dim, layout.block_size, dtype))
-        self._indexer.prepare(numpy_dtype(dtype))
+        self._indexed.prepare(IndexShape.of(layout, index_heads, dtype))
+        self._indexer.prepare(layout, numpy_dtype(dtype))
 
     def write_index(
         self, key: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable

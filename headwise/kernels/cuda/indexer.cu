@@ -1,11 +1,14 @@
 // The indexer of latent attention (DSA): writes its keys, and chooses the tokens of highest score for each query.
 //
-// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of queries and keys.
+// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of queries and keys; CACHE, the same, or INT8 or E4M3,
+// which store a byte a number and a scale per key.
 
 #include "numbers.cuh"
+#include "e4m3.cuh"
 #include "sequences.cuh"
 #include "vectors.cuh"
 #include "rotation.cuh"
+#include "quantised.cuh"
 
 // ---- keys ----
 
@@ -41,14 +44,14 @@ __device__ __forceinline__ Floats normed(
 // key:              [tokens, dim]; strides are bytes from token to token. At most a warp's vectors
 // weight, bias:     of the keys' layer norm, or null: there is none
 // cosines, sines:   [tokens, rotated_dim / 2], or null: nothing is rotated
-// arena, ...:       as of write_latents; key_at is the byte offset of keys within a slot
+// arena, ...:       as of write_latents; key_at and scale_at are the byte offsets of keys and their scales within a slot
 // grid:             the tokens; threads: any number of warps
 extern "C" __global__ void write_index(
     char* query, const char* key, const float* weight, const float* bias, const float* cosines, const float* sines,
     char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
     const int* head_groups, const int* head_slots,
     long long query_stride, long long key_stride, long long block_bytes, long long slot_bytes, long long key_at,
-    int batch, int groups, int table_stride, int block_size, int heads, int dim, int rotated_dim, float eps)
+    long long scale_at, int batch, int groups, int table_stride, int block_size, int heads, int dim, int rotated_dim, float eps)
 {
     const int token = blockIdx.x;
     const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
@@ -85,9 +88,17 @@ extern "C" __global__ void write_index(
     const int position = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
     const long long row = static_cast<long long>(sequence) * groups + head_groups[0];
     const int block = block_tables[row * table_stride + position / block_size];
+    float scale = 1.0f;
+    if constexpr (QUANTISED) scale = scale_of(largest_of_warp(here ? largest_of(own, 0.0f) : 0.0f));
     if (block < 0 || !here) return;
-    char* keys = arena + block * block_bytes + head_slots[0] * slot_bytes + key_at;
-    store(keys + static_cast<long long>(position % block_size) * dim * NUMBER_BYTES + at * VECTOR, own);
+    char* slot = arena + block * block_bytes + head_slots[0] * slot_bytes;
+    char* to = slot + key_at + (static_cast<long long>(position % block_size) * dim + at * ELEMENTS) * CACHE_BYTES;
+    if constexpr (QUANTISED) {
+        store_bytes(to, rounded(own, scale));
+        if (at == 0) reinterpret_cast<float*>(slot + scale_at)[position % block_size] = scale;
+    } else {
+        store(to, own);
+    }
 }
 
 // ---- choice ----

@@ -14,11 +14,13 @@ from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
 from headwise.kernels.cuda.latents import check_angles, rows_of
 from headwise.kernels.cuda.launch import Array, Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
-from headwise.kernels.dsa import INDEXER, index_role
+from headwise.kernels.dsa import INDEXER, INDEXER_SCALE, index_role
+from headwise.kernels.mla_quantised import FLOAT8, INT8
 
 SOURCE = "indexer.cu"
 WRITE_THREADS, CHOOSE_THREADS = 128, 1024
 WARP = 32
+_QUANTISED = {INT8: "INT8", FLOAT8: "E4M3"}
 
 Angles = tuple[Array, Array]
 Norm = tuple[Array, Array, float]
@@ -41,16 +43,17 @@ class CudaIndexer:
 
     def __init__(self, programs: Programs, threads: int = CHOOSE_THREADS) -> None:
         self._programs, self._threads = programs, threads
-        self._kernels: dict[str, _Kernels] = {}
+        self._kernels: dict[tuple[str, str], _Kernels] = {}
 
-    def prepare(self, dtype: np.dtype[Any]) -> _Kernels:
-        """Compile or load what calls with keys of ``dtype`` need, so that they only enqueue."""
-        if str(dtype) not in self._kernels:
-            program = self._programs(SOURCE, variant_of(str(dtype)))
-            self._kernels[str(dtype)] = _Kernels(
+    def prepare(self, layout: BlockLayout, dtype: np.dtype[Any]) -> _Kernels:
+        """Compile or load what calls with keys of ``dtype`` for ``layout`` need, so that they only enqueue."""
+        kinds = str(dtype), index_role(layout).dtype
+        if kinds not in self._kernels:
+            program = self._programs(SOURCE, variant_of(*kinds))
+            self._kernels[kinds] = _Kernels(
                 program.kernel("write_index", WRITE_THREADS), program.kernel("choose_tokens", self._threads)
             )
-        return self._kernels[str(dtype)]
+        return self._kernels[kinds]
 
     def write(
         self,
@@ -63,7 +66,7 @@ class CudaIndexer:
         batch: AttentionBatch,
         heads: HeadTable,
     ) -> None:
-        """Store ``key [tokens, index_dim]``.
+        """Store ``key [tokens, index_dim]``, of the cache's dtype unless that is quantised.
 
         norm:   weight, bias and epsilon of a layer norm that keys go through
         angles: by which the first numbers of keys are rotated, and in place of ``query [tokens, heads, index_dim]``;
@@ -72,7 +75,8 @@ class CudaIndexer:
         (tokens, dim), role = key.shape, index_role(layout)
         if not tokens:
             return
-        if role.dtype != str(key.dtype) or role.shape != (dim,) or dim * key.itemsize > WARP * VECTOR_BYTES:
+        kernels = self.prepare(layout, key.dtype)
+        if role.shape != (dim,) or dim * key.itemsize > WARP * VECTOR_BYTES:
             raise ConfigError(
                 f"keys of {key.dtype} [{dim}] are not those of {layout.identity}, or more than {WARP * VECTOR_BYTES} "
                 "bytes"
@@ -87,9 +91,10 @@ class CudaIndexer:
             rows[0] = rows_of("query", query, tokens)
         weight, bias, eps = norm or (None, None, 0.0)
         given = (weight, bias, *(angles or (None, None)))
-        offsets = (layout.block_bytes, layout.slot_bytes, layout.role_offsets[INDEXER])
+        at = layout.role_offsets
+        offsets = (layout.block_bytes, layout.slot_bytes, at[INDEXER], at.get(INDEXER_SCALE, 0))
         sizes = (layout.block_size, 0 if query is None else query.shape[1], dim, rotated)
-        self.prepare(key.dtype).write(
+        kernels.write(
             (tokens, 1, 1),
             (
                 *(address for address, _ in rows), *_pointers(*given, arena, *_where(batch, heads), heads.slot),
@@ -112,10 +117,10 @@ class CudaIndexer:
     ) -> None:
         """For queries from ``first`` on, of which ``scores [rows, tokens]`` are, the ``top`` tokens each.
 
-        places: int32 ``[tokens, top]``; counts: int32 ``[tokens]``; see `indexer.cu`. ``dtype`` is that of keys
+        places: int32 ``[tokens, top]``; counts: int32 ``[tokens]``; see `indexer.cu`. ``dtype`` is that of queries
         """
         numbers = (first, *_batch_sizes(batch), layout.block_size, top)
-        self.prepare(dtype).choose(
+        self.prepare(layout, dtype).choose(
             (scores.shape[0], 1, 1),
             (
                 *_pointers(scores, *_where(batch, heads), places, counts),
@@ -124,15 +129,18 @@ class CudaIndexer:
         )  # fmt: skip
 
 
-def variant_of(dtype: str) -> Defines:
-    """The macros of `indexer.cu` for keys of ``dtype``.
+def variant_of(dtype: str, kept: str) -> Defines:
+    """The macros of `indexer.cu` for keys of ``dtype`` that are kept as ``kept``.
 
     Raises:
         ConfigError: there is no such variant.
     """
-    if dtype not in NUMBERS:
-        raise ConfigError(f"an indexer's keys of {dtype} are not supported on a GPU: choose {', '.join(NUMBERS)}")
-    return {"NUMBER": NUMBERS[dtype]}
+    if dtype not in NUMBERS or kept not in (dtype, *_QUANTISED):
+        raise ConfigError(
+            f"an indexer's keys of {dtype} cannot be kept as {kept} on a GPU: give {', '.join(NUMBERS)}, and keep them "
+            f"so or as {' or '.join(_QUANTISED)}"
+        )
+    return {"NUMBER": NUMBERS[dtype], "CACHE": _QUANTISED.get(kept, NUMBERS[dtype])}
 
 
 def _where(batch: AttentionBatch, heads: HeadTable) -> tuple[Array, ...]:

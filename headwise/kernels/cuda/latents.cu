@@ -11,70 +11,22 @@
 #include "sequences.cuh"
 #include "vectors.cuh"
 #include "rotation.cuh"
+#include "quantised.cuh"
 
-constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
-constexpr int CACHE_BYTES = QUANTISED ? 1 : NUMBER_BYTES;
 constexpr float COARSE = 16.0f;  // fine units in a coarse one
-constexpr float LARGEST = CACHE == INT8 ? 127.0f : 448.0f;
 constexpr float TURNED = CACHE == INT8 ? COARSE : 1.0f;  // of the unit, what the coarse part of a rotated number counts
 
-static_assert(QUANTISED || int(CACHE) == int(NUMBER), "only int8 and E4M3 differ from what is given");
-
 // ---- int8 and E4M3 ----
-
-__device__ __forceinline__ float largest_of(const Floats& floats, float least)
-{
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; i++) least = fmaxf(least, fabsf(floats.at[i]));
-    return least;
-}
 
 // Of `value` over the block, all of whose threads take part.
 __device__ __forceinline__ float largest_of_block(float value)
 {
     __shared__ float of_warps[WARP];
     const int lane = threadIdx.x % WARP;
-#pragma unroll
-    for (int across = WARP / 2; across > 0; across /= 2)
-        value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, across));
+    value = largest_of_warp(value);
     if (lane == 0) of_warps[threadIdx.x / WARP] = value;
     __syncthreads();
-    value = lane < blockDim.x / WARP ? of_warps[lane] : 0.0f;
-#pragma unroll
-    for (int across = WARP / 2; across > 0; across /= 2)
-        value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, across));
-    return value;
-}
-
-__device__ __forceinline__ unsigned byte_of(float value)
-{
-    if constexpr (CACHE == INT8) return static_cast<unsigned>(static_cast<int>(value)) & 0xff;
-    return to_e4m3(fminf(fmaxf(value, -LARGEST), LARGEST));
-}
-
-__device__ __forceinline__ void store_bytes(char* to, const Floats& floats)
-{
-    unsigned packed[ELEMENTS / 4];
-#pragma unroll
-    for (int word = 0; word < ELEMENTS / 4; word++) {
-        packed[word] = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            packed[word] |= byte_of(floats.at[4 * word + i]) << 8 * i;
-        reinterpret_cast<unsigned*>(to)[word] = packed[word];
-    }
-}
-
-// Floats over the scale, of int8 as whole numbers.
-__device__ __forceinline__ Floats rounded(const Floats& floats, float scale)
-{
-    Floats whole;
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; i++) {
-        const float value = floats.at[i] / scale;
-        whole.at[i] = CACHE == INT8 ? rintf(value) : value;
-    }
-    return whole;
+    return largest_of_warp(lane < blockDim.x / WARP ? of_warps[lane] : 0.0f);
 }
 
 __device__ __forceinline__ void store_coarse_and_fine(char* coarse_at, char* fine_at, const Floats& floats, float scale)
@@ -137,8 +89,7 @@ extern "C" __global__ void write_latents(
             const Pair turned = rotated(carrying, i, half_bytes, cosines, sines);
             turned_largest = largest_of(turned.high, largest_of(turned.low, turned_largest));
         }
-        largest = largest_of_block(fmaxf(largest, turned_largest / TURNED));
-        const float scale = largest > 0.0f ? largest / LARGEST : 1.0f;
+        const float scale = scale_of(largest_of_block(larger(largest, turned_largest / TURNED)));
         for (int i = threadIdx.x; i < vectors; i += blockDim.x)
             store_bytes(to + i * ELEMENTS, rounded(widened(load(plain + i * VECTOR)), scale));
         for (int i = threadIdx.x; i < pairs; i += blockDim.x) {

@@ -44,6 +44,7 @@ from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.packed import PackedForm
 from headwise.kernels.cuda.programs import Defines, cubin_path
 from headwise.kernels.delta import DeltaSizes
+from headwise.kernels.dsa import index_dtype
 from headwise.kernels.experts import Routing
 from headwise.kernels.fused import Activation
 from headwise.kernels.gqa import gqa_layout
@@ -74,7 +75,7 @@ class LatentModel:
         layout = latent_layout(shape.block_size, 1, shape.rank + shape.rotated, shape.kv_dtype, shape.rotated)
         yield latents.SOURCE, latents.variant_of(layout, numpy_dtype(shape.q_dtype))
         if self.index is not None:
-            yield indexer.SOURCE, indexer.variant_of(self.index.dtype)
+            yield indexer.SOURCE, indexer.variant_of(self.index.dtype, self.index.key_dtype)
 
 
 def precompile(
@@ -262,10 +263,9 @@ def _latents(options: argparse.Namespace) -> Iterator[LatentModel]:
     if options.latent_rank is None:
         return
     dtype, block_size, heads = options.dtype, options.block_size, options.index_heads
-    shape = LatentShape(
-        options.q_heads, options.latent_rank, options.latent_rotated, block_size, dtype, options.kv_dtype or dtype
-    )
-    index = None if heads is None else IndexShape(heads, options.index_dim, block_size, dtype)
+    kept = options.kv_dtype or dtype
+    shape = LatentShape(options.q_heads, options.latent_rank, options.latent_rotated, block_size, dtype, kept)
+    index = None if heads is None else IndexShape(heads, options.index_dim, block_size, dtype, index_dtype(kept))
     yield LatentModel(shape, options.latent_plain, options.latent_value, index)
 
 

@@ -20,12 +20,12 @@ from support.latent_scene import LatentCase, LatentScene
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.base import HostLengths
-from headwise.kernels.dsa import index_view
+from headwise.kernels.dsa import index_scale_view, index_view
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
-from headwise.kernels.dsa_reference import best
-from headwise.kernels.mla import latent_layout, latent_view
+from headwise.kernels.dsa_reference import ReferenceIndexedKernels, best
+from headwise.kernels.mla import latent_layout, latent_scale_view, latent_view
 from headwise.kernels.mla_base import UpProjections
-from headwise.kernels.mla_quantised import quantise_latents
+from headwise.kernels.mla_quantised import quantise_keys, quantise_latents
 from headwise.kernels.mla_reference import ReferenceLatentKernels
 
 pytest.importorskip("triton")
@@ -39,6 +39,8 @@ from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.mla import LatentShape, check_latents
 from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
+
+QUANTISED = ["int8", "float8_e4m3fn"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of infinities that are meant
 
@@ -65,15 +67,36 @@ def cases(draw: st.DrawFn, make: Callable[..., LatentCase]) -> LatentCase:
 
 
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases(LatentCase), dtype=st.sampled_from(["float32", "int8", "float8_e4m3fn"]))
+@given(case=cases(LatentCase), dtype=st.sampled_from(["float32", *QUANTISED]))
 def test_any_batch_matches_dense_attention(case: LatentCase, dtype: str) -> None:
     assert_right(replace(case, dtype=dtype), latent_kernels())
 
 
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases(IndexedCase), top=st.sampled_from([1, 2, 20, 64]), rows=st.integers(1, 9))
-def test_any_batch_matches_dense_attention_to_the_best_tokens(case: IndexedCase, top: int, rows: int) -> None:
-    assert_right(replace(case, top=top), indexed_kernels(score_bytes=4 * 80 * rows))
+@given(case=cases(IndexedCase), top=st.sampled_from([1, 2, 20, 64]), rows=st.integers(1, 9),
+       dtype=st.sampled_from(["float32", *QUANTISED]))  # fmt: skip
+def test_any_batch_matches_dense_attention_to_the_best_tokens(
+    case: IndexedCase, top: int, rows: int, dtype: str
+) -> None:
+    assert_right(replace(case, top=top, dtype=dtype), indexed_kernels(score_bytes=4 * 80 * rows))
+
+
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_of_quantised_keys_with_scales_of_their_own_those_of_the_reference_are_chosen(dtype: str) -> None:
+    """And what is stored are its bytes, those of a CPU: tiers and peers exchange them."""
+    draw = np.random.default_rng(1)
+    scene = IndexedScene(IndexedCase((1, 0, 6), (90, 9, 40), heads=18, top=30, dtype=dtype))
+    scene.keys = [draw.normal(0, draw.uniform(0.1, 3, (len(keys), 1)), keys.shape) for keys in scene.keys]
+    scene.keys = [keys.astype(np.float32) for keys in scene.keys]
+    scene.keys[0][5] = 0
+    scene.write(ReferenceIndexedKernels())
+    right, stored = scene.attend(ReferenceIndexedKernels()), scene.arena.copy()
+    scene.arena[:] = 0xFF
+    kernels = indexed_kernels(sms=10)
+    scene.write(kernels)
+    np.testing.assert_array_equal(scene.arena, stored)
+    np.testing.assert_allclose(scene.attend(kernels), right, rtol=0, atol=1e-4)
+    assert np.isfinite(kernels._latents._workspace._memory.view(np.float32)).any(), "there were splits"
 
 
 @pytest.mark.parametrize("make", [LatentCase, IndexedCase])
@@ -175,28 +198,30 @@ def test_heads_are_attended_to_some_at_a_time_where_memory_is_short(monkeypatch:
     assert_right(LatentCase((1, 2), (20, 9), heads=40, rank=16), latent_kernels())
 
 
-def test_unmapped_tokens_are_neither_written_nor_seen_nor_chosen() -> None:
-    for kernels, scene in (
-        (latent_kernels(), LatentScene(LatentCase((1, 5), (60, 50)))),
-        (indexed_kernels(), IndexedScene(IndexedCase((1, 5), (60, 50)))),
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_unmapped_tokens_are_neither_written_nor_seen_nor_chosen(dtype: str) -> None:
+    for kernels, scene, reference in (
+        (latent_kernels(), LatentScene(LatentCase((1, 5), (60, 50), dtype=dtype)), ReferenceLatentKernels()),
+        (indexed_kernels(), IndexedScene(IndexedCase((1, 5), (60, 50), dtype=dtype)), ReferenceIndexedKernels()),
     ):
         scene.batch.block_tables[:, 1:3] = -1
         scene.write(kernels)
-        untouched = sorted(set(range(len(latent_view(scene.arena, scene.layout)))) - set(scene.batch.block_tables.flat))
-        assert np.isnan(latent_view(scene.arena, scene.layout)[untouched]).all()
-        if isinstance(scene, IndexedScene):
-            assert np.isnan(index_view(scene.arena, scene.layout)[untouched]).all()
-        else:
-            right = scene.attend(ReferenceLatentKernels())
-            np.testing.assert_allclose(scene.attend(kernels), right, rtol=0, atol=1e-4)
+        blocks = scene.arena.reshape(-1, scene.layout.block_bytes)
+        untouched = sorted(set(range(len(blocks))) - set(scene.batch.block_tables.flat))
+        assert untouched
+        assert (blocks[untouched] == 0xFF).all()
+        right = scene.attend(reference)
+        np.testing.assert_allclose(scene.attend(kernels), right, rtol=0, atol=1e-4)
         scene.batch.block_tables[:] = -1
         assert (scene.attend(kernels) == 0).all()
 
 
-def test_a_key_that_was_never_written_makes_what_is_computed_of_it_nan() -> None:
-    scene, kernels = IndexedScene(IndexedCase((2, 2), (90, 80))), indexed_kernels()
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_key_that_was_never_written_makes_what_is_computed_of_it_nan(dtype: str) -> None:
+    scene, kernels = IndexedScene(IndexedCase((2, 2), (90, 80), dtype=dtype)), indexed_kernels()
     scene.write(kernels)
-    index_view(scene.arena, scene.layout)[scene.batch.block_tables[1, 1]] = np.nan
+    view = index_view if dtype == "float32" else index_scale_view
+    view(scene.arena, scene.layout)[scene.batch.block_tables[1, 1]] = np.nan
     out = scene.attend(kernels)
     assert np.isnan(out[:2]).all()
     assert np.isfinite(out[2:]).all()
@@ -283,6 +308,25 @@ def test_quantised_latents_are_those_of_the_rule(dtype: str, kept: str) -> None:
     np.testing.assert_array_equal(found, stored)
 
 
+@pytest.mark.parametrize("kept", QUANTISED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_keys_are_those_of_the_rule_and_one_that_is_no_number_has_no_scale(dtype: str, kept: str) -> None:
+    scene, kernels = IndexedScene(IndexedCase((1,), (40,), index_dim=48, dtype=kept)), indexed_kernels()
+    rows = np.random.default_rng(0).standard_normal((40, 48)).astype(numpy_dtype(dtype))
+    rows[3], rows[7, 20] = 0, np.nan
+    scene.keys, scene.latents = [rows], [scene.latents[0].astype(rows.dtype)]
+    scene.latents[0][9, -1] = np.nan
+    scene.write(kernels)
+    stored, scales = quantise_keys(rows, kept)
+    at = scene.batch.block_tables[1], scene.heads.slot[0]
+    found = index_view(scene.arena, scene.layout)[at].reshape(-1, 48)[:40]
+    wanted = np.delete(np.arange(40), 7)
+    np.testing.assert_array_equal(found[wanted], stored[wanted])
+    np.testing.assert_array_equal(index_scale_view(scene.arena, scene.layout)[at].reshape(-1)[:40], scales)
+    of_latents = latent_scale_view(scene.arena, scene.layout)[at].reshape(-1)[:40]
+    np.testing.assert_array_equal(np.flatnonzero(np.isnan(of_latents)), [9])
+
+
 @pytest.mark.parametrize("top", [1, 5, 24, 100, 300])
 def test_of_equal_scores_the_first_are_chosen(top: int) -> None:
     rng, chooser = np.random.default_rng(top), indexer.CudaIndexer(gpu_parts().programs, threads=64)
@@ -301,7 +345,7 @@ def test_of_equal_scores_the_first_are_chosen(top: int) -> None:
 # ---- machine code ----
 
 PUBLISHED = LatentShape(heads=16, rank=512, rotated=64, block_size=64, q_dtype="bfloat16", kv_dtype="bfloat16")
-INDEX = IndexShape(heads=64, dim=128, block_size=64, dtype="bfloat16")
+INDEX = IndexShape(heads=64, dim=128, block_size=64, dtype="bfloat16", key_dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +387,7 @@ def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_
 
 @pytest.mark.parametrize("source", [latents.SOURCE, indexer.SOURCE])
 def test_writes_are_whole_vectors_and_do_not_spill(source: str) -> None:
-    defines = [*latents.all_variants()] if source == latents.SOURCE else [indexer.variant_of("bfloat16")]
+    defines = [*latents.all_variants()] if source == latents.SOURCE else [indexer.variant_of("bfloat16", "bfloat16")]
     for variant in defines[3:6] if len(defines) > 1 else defines:  # bfloat16, as it is, in int8 and in E4M3
         compiled = machine_code(source, variant, 90)
         assert spilled(compiled) == []

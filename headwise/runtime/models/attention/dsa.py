@@ -19,7 +19,6 @@ from headwise.kernels.cuda.dsa_kernels import CudaIndexedKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.dsa import indexed_layout
 from headwise.kernels.dsa_base import IndexedKernels, IndexKeys, IndexQueries, RotatingIndexedKernels
-from headwise.kernels.mla import QUANTISED_LATENTS
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
 from headwise.runtime.models.attention.base import LayerCache, Serving
@@ -43,11 +42,6 @@ class IndexedLatentAttention(LatentAttention):
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
-        if serving.device == "cuda" and serving.kv_dtype in QUANTISED_LATENTS:
-            raise ConfigError(
-                f"kv_dtype {serving.kv_dtype} of latents with an indexer (DSA) is for a CPU, and {serving.model} is to "
-                "be served on a GPU: choose kv_dtype bfloat16"
-            )
         super().check(serving)
         dim = self.indexer.head_dim
         if serving.device != "cuda" and serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
@@ -67,7 +61,7 @@ class IndexedLatentAttention(LatentAttention):
             sizes = layouts[0], heads, mla.rank, mla.rotated
             kernels.prepare(*sizes, dtype)
             kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
-        kernels.prepare_index(layouts[0], self.indexer.heads, self.indexer.head_dim, dtype)
+        kernels.prepare_index(layouts[0], self.indexer.heads, dtype)
         return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> IndexedLatentOverCache:
