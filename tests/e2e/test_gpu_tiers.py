@@ -43,6 +43,15 @@ def engine_of(name: str, **changes: Any) -> LocalEngine:
     return LocalEngine(config, EmulatedGpu(LIBRARIES, "float32"))
 
 
+def on_a_cpu(name: str, kv_dtype: str) -> LocalEngine:
+    """By the reference kernels."""
+    config = EngineConfig(
+        model=str(checkpoint(name)), dtype="float32", kv_dtype=kv_dtype, kv_cache="8MiB", max_model_len=256,
+        block_size=BLOCK, max_batched_tokens=32, tensor_ops="numpy", kernels="reference",
+    )  # fmt: skip
+    return LocalEngine(config)
+
+
 def serve(engine: LocalEngine, wanted: list[Answer], preempted_at: Sequence[int] = ()) -> list[GenerationResult]:
     """What comes of the prompts beside each other; all of them are preempted before the steps of these numbers."""
     core, results = engine.core, [GenerationResult(answer.name) for answer in wanted]
@@ -82,13 +91,26 @@ def test_preempted_within_prompt_and_answer_and_again_from_the_host(name: str, l
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
-def test_latents_of_fewer_bits_say_what_they_do_on_a_cpu(kv_dtype: str) -> None:
-    name = "deepseek-v3"
-    on_cpu = EngineConfig(
-        model=str(checkpoint(name)), dtype="float32", kv_dtype=kv_dtype, kv_cache="8MiB", max_model_len=256,
-        block_size=BLOCK, max_batched_tokens=32, tensor_ops="numpy", kernels="reference",
-    )  # fmt: skip
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2"])
+def test_latents_of_fewer_bits_say_what_they_do_on_a_cpu(name: str, kv_dtype: str) -> None:
+    """Preempted, and again from the host's tier, too, which keeps the same bytes."""
     wanted = wanted_of(name, 9, 40)
-    with LocalEngine(on_cpu) as cpu, engine_of(name, kv_dtype=kv_dtype) as gpu:
+    with on_a_cpu(name, kv_dtype) as cpu, engine_of(name, kv_dtype=kv_dtype) as gpu:
         expected = [result.token_ids for result in serve(cpu, wanted)]
+        assert [result.token_ids for result in serve(gpu, wanted, preempted_at=(2,))] == expected
+        assert gpu.reset_cache("device") > 0
         assert [result.token_ids for result in serve(gpu, wanted)] == expected
+        assert gpu.stats()["cache"]["host_hit_tokens"] >= 2 * BLOCK
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.soak)])
+def test_an_indexer_chooses_by_keys_of_fewer_bits_as_on_a_cpu(kv_dtype: str) -> None:
+    name = "deepseek-v3.2"
+    prompt = wanted_of(name, 40)[0].prompt_ids[:27]  # of which the last see more than the 24 that are chosen
+    params = replace(GREEDY, max_tokens=2, logprobs=0)
+    few = {"host_cache": "0", "max_model_len": 32}
+    with on_a_cpu(name, kv_dtype) as cpu, engine_of(name, kv_dtype=kv_dtype, **few) as gpu:
+        expected, found = (engine.generate([prompt], params)[0] for engine in (cpu, gpu))
+    assert found.token_ids == expected.token_ids
+    of_tokens = ([entry.chosen for entry in result.logprobs] for result in (found, expected))
+    np.testing.assert_allclose(*of_tokens, rtol=0, atol=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +142,13 @@ def variant_of(dtype: str, kept: str) -> Defines:
             f"so or as {' or '.join(_QUANTISED)}"
         )
     return {"NUMBER": NUMBERS[dtype], "CACHE": _QUANTISED.get(kept, NUMBERS[dtype])}
+
+
+def all_variants() -> Iterator[Defines]:
+    """The macros of every variant of `indexer.cu`, to compile them ahead."""
+    for number in NUMBERS.values():
+        for cache in (number, *_QUANTISED.values()):
+            yield {"NUMBER": number, "CACHE": cache}
 
 
 def _where(batch: AttentionBatch, heads: HeadTable) -> tuple[Array, ...]:

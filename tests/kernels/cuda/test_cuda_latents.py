@@ -366,9 +366,7 @@ INDEX = IndexShape(heads=64, dim=128, block_size=64, dtype="bfloat16", key_dtype
 )
 def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_dtype: str, some: slice) -> None:
     shape = replace(PUBLISHED, heads=heads, kv_dtype=kv_dtype)
-    variants = mla.variants_of(shape, sm)
-    if kv_dtype == "bfloat16":
-        variants += dsa.variants_of(shape, INDEX, sm)
+    variants = mla.variants_of(shape, sm) + dsa.variants_of(shape, replace(INDEX, key_dtype=kv_dtype), sm)
     for variant in variants[some]:
         compiled = compile_variant(variant, Target(sm, cuda=12))
         few = (
@@ -387,8 +385,8 @@ def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_
 
 @pytest.mark.parametrize("source", [latents.SOURCE, indexer.SOURCE])
 def test_writes_are_whole_vectors_and_do_not_spill(source: str) -> None:
-    defines = [*latents.all_variants()] if source == latents.SOURCE else [indexer.variant_of("bfloat16", "bfloat16")]
-    for variant in defines[3:6] if len(defines) > 1 else defines:  # bfloat16, as it is, in int8 and in E4M3
+    rule = {latents.SOURCE: latents, indexer.SOURCE: indexer}[source]
+    for variant in [*rule.all_variants()][3:6]:  # bfloat16, as it is, in int8 and in E4M3
         compiled = machine_code(source, variant, 90)
         assert spilled(compiled) == []
         assert "v4.u32" in accesses(compiled, "ld")
@@ -420,11 +418,17 @@ def test_what_the_kernels_do_not_serve_is_refused_in_one_line(changes: dict[str,
         check_latents(replace(PUBLISHED, kv_dtype="float8_e4m3fn"), 80)
     with pytest.raises(ConfigError, match="index_head_dim 512 of bfloat16"):
         dsa.check_index(replace(INDEX, dim=512))
+    with pytest.raises(
+        ConfigError, match=r"kv_dtype float16 cannot keep .*keys of dtype bfloat16.*choose bfloat16, int8"
+    ):
+        dsa.check_index(replace(INDEX, key_dtype="float16"))
 
 
 def test_wrong_arrays_are_refused() -> None:
     scene = LatentScene(LatentCase((1,), (9,)))
     kernels = CudaLatentKernels(gpu_parts())
+    with pytest.raises(ConfigError, match="keys of float32 cannot be kept as float16 on a GPU: give"):
+        indexer.variant_of("float32", "float16")
     with pytest.raises(ConfigError, match="latents of float16 cannot be kept as float32"):
         kernels.write_latent(scene.latents[0].astype(np.float16), scene.arena, scene.layout, scene.batch, scene.heads)
     scene.up = UpProjections(scene.up.key[:2], scene.up.value)

@@ -62,9 +62,9 @@ def test_a_config_that_cannot_be_served_is_refused_before_weights_are_read(
     [
         ({"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"}, r"MLA.*tensor_ops paddle.*tensor_ops cupy"),
         ({"tp_size": 5}, r"tp_size 5 is more than the 4 query heads of .*: choose up to that"),
-        *(
-            ({"device": "cuda", "dtype": "bfloat16", "kv_dtype": dtype}, rf"{dtype}.*indexer \(DSA\).*bfloat16$")
-            for dtype in ("int8", "float8_e4m3fn", "int4")
+        (
+            {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "int4"},
+            r"int4 of latents \(MLA\) is for a CPU.*choose kv_dtype int8, float8_e4m3fn or bfloat16$",
         ),
     ],
 )
@@ -74,10 +74,12 @@ def test_a_deployment_that_cannot_be_is_refused_in_one_line(changes: dict[str, A
         read_model_card(replace(CONFIG, model=str(directory), **changes), directory, identify=False)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_a_quantised_cache_has_scales_of_latents_and_of_keys(kv_dtype: str) -> None:
+def test_a_quantised_cache_has_scales_of_latents_and_of_keys(kv_dtype: str, device: str) -> None:
     directory = checkpoint(NAME)
-    card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype=kv_dtype), directory, identify=False)
+    config = replace(CONFIG, model=str(directory), kv_dtype=kv_dtype, device=device)
+    card = read_model_card(config, directory, identify=False)
     roles = [(role.name, role.shape) for role in card.layout.roles]
     assert roles == [("latent", (48 + 2 * 16,)), ("latent_scale", ()), ("indexer", (32,)), ("indexer_scale", ())]
 
