@@ -47,7 +47,7 @@ SCORE_SIGNATURE = (
 )  # fmt: skip
 CHOSEN_SIGNATURE = (
     "absorbed:q", "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "latent:kv",
-    "latent_scale:*fp32", "places:*i32", "counts:*i32", "head_slot:*i32", "block_bytes:i64", "slot_bytes:i64",
+    "latent_scale:scale", "places:*i32", "counts:*i32", "head_slot:*i32", "block_bytes:i64", "slot_bytes:i64",
     "query_stride:i32", "heads:i32", "head_dim:i32", "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
 )  # fmt: skip
 MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "key", "block_bytes", "slot_bytes")

@@ -10,8 +10,8 @@ of one query, for which it reads the chosen latents one by one from where they l
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda.cached_jit import converted
-from headwise.kernels.cuda.mla_jit import latent_step, load_queries, store_mixed
+from headwise.kernels.cuda.cached_jit import UNIT, converted
+from headwise.kernels.cuda.mla_jit import in_units, latent_step, load_queries, store_mixed
 from headwise.kernels.cuda.walk_jit import window_of
 
 SEARCHED = tl.constexpr(128)
@@ -89,7 +89,7 @@ def attend_chosen(
     slot_bytes, query_stride, heads, head_dim, score_scale, top, splits, tokens,
     WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LATENT_BYTES: tl.constexpr, QUANTISED: tl.constexpr,
+    LATENT_BYTES: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Attention of some heads of one query to the latents at its places.
 
@@ -112,6 +112,9 @@ def attend_chosen(
     compressed_query, rotated_query = load_queries(
         absorbed, query, token + row * 0, head, real, query_stride, heads, head_dim, RANK, BLOCK_R, ROTATED, BLOCK_P
     )  # fmt: skip
+    query_scale = 1.0
+    if SCALES > 1:
+        compressed_query, rotated_query, query_scale = in_units(compressed_query, rotated_query)
     slot = tl.load(head_slot).to(tl.int64)
     latent += slot * (slot_bytes // LATENT_BYTES)
     latent_scale += slot * (slot_bytes // 4)
@@ -128,11 +131,13 @@ def attend_chosen(
         place = tl.maximum(place, 0)
         block, within = (place // BLOCK_SIZE).to(tl.int64), place % BLOCK_SIZE
         base = latent + (block * (block_bytes // LATENT_BYTES))[:, None]
-        at_scales = block * (block_bytes // 4) + within
+        at_scales = block * (block_bytes // 4) + within * SCALES
         accumulator, highest, total = latent_step(
-            accumulator, highest, total, compressed_query, rotated_query, there[None, :], within, there, base,
-            latent_scale, at_scales, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, QUANTISED,
+            accumulator, highest, total, compressed_query, rotated_query, query_scale, there[None, :], within,
+            there, base, latent_scale, at_scales, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, SCALES,
         )  # fmt: skip
+    if SCALES > 1:
+        accumulator *= 1 / UNIT
     total = tl.where(lowest == BROKEN, float("nan"), total)
     first_head = piece * HEADS
     store_mixed(

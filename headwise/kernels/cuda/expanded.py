@@ -35,7 +35,7 @@ GATHERED = 32
 """Latents that a program brings."""
 
 _GATHER = (
-    "latent:kv", "latent_scale:*fp32", "block_tables:*i32", "head_group:*i32", "head_slot:*i32", "gathered:q",
+    "latent:kv", "latent_scale:scale", "block_tables:*i32", "head_group:*i32", "head_slot:*i32", "gathered:q",
     "sequence:i32", "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "first:i32", "count:i32",
 )  # fmt: skip
 _ATTEND = (

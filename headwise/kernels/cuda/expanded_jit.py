@@ -10,8 +10,8 @@ queries of one head to a piece; where there are several pieces, its softmax unde
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda.cached_jit import converted
-from headwise.kernels.cuda.mla_jit import COARSE
+from headwise.kernels.cuda.cached_jit import UNIT, converted
+from headwise.kernels.cuda.mla_jit import COARSE, load_groups
 from headwise.kernels.cuda.walk_jit import window_of
 
 
@@ -27,21 +27,29 @@ def gather_latents(
     latent, latent_scale, block_tables, head_group, head_slot, gathered, sequence, groups, max_blocks, block_bytes,
     slot_bytes, first, count,
     WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, LATENT_BYTES: tl.constexpr, QUANTISED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, LATENT_BYTES: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """``gathered [count, RANK + ROTATED]``: a sequence's latents from position ``first`` on; without a block, zeros."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     some = row < count
     block = blocks_of(block_tables, head_group, sequence, groups, max_blocks, first + row, some, BLOCK_SIZE)
-    there, block = (block >= 0)[:, None], tl.maximum(block, 0).to(tl.int64)
+    mapped, block = block >= 0, tl.maximum(block, 0).to(tl.int64)
     slot, within = tl.load(head_slot).to(tl.int64), (first + row) % BLOCK_SIZE
-    at = (block * (block_bytes // LATENT_BYTES) + slot * (slot_bytes // LATENT_BYTES) + within * WIDTH)[:, None]
+    at = block * (block_bytes // LATENT_BYTES) + slot * (slot_bytes // LATENT_BYTES) + within * WIDTH
+    at_scale = block * (block_bytes // 4) + slot * (slot_bytes // 4) + within * SCALES
     dims, turned = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_P)[None, :]
-    compressed = converted(tl.load(latent + at + dims, mask=there & (dims < RANK), other=0.0), tl.float32)
-    carrying = converted(tl.load(latent + at + RANK + turned, mask=there & (turned < ROTATED), other=0.0), tl.float32)
-    if QUANTISED:
+    if SCALES > 1:
+        compressed, carrying = load_groups(
+            latent, latent_scale, at, at_scale, mapped, RANK, BLOCK_R, ROTATED, BLOCK_P, tl.float32
+        )  # fmt: skip
+        compressed, carrying = compressed * (1 / UNIT), carrying * (1 / UNIT)
+    else:
+        there, at = mapped[:, None], at[:, None]
+        compressed = converted(tl.load(latent + at + dims, mask=there & (dims < RANK), other=0.0), tl.float32)
+        carrying = tl.load(latent + at + RANK + turned, mask=there & (turned < ROTATED), other=0.0)
+        carrying = converted(carrying, tl.float32)
+    if SCALES == 1:
         fine = tl.load(latent + at + RANK + ROTATED + turned, mask=there & (turned < ROTATED), other=0.0)
-        at_scale = block * (block_bytes // 4) + slot * (slot_bytes // 4) + within
         scales = tl.load(latent_scale + at_scale[:, None], mask=there, other=0.0)
         compressed *= scales
         fine = converted(fine, tl.float32)

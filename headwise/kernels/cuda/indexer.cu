@@ -10,6 +10,8 @@
 #include "rotation.cuh"
 #include "quantised.cuh"
 
+static_assert(QUANTISED || int(CACHE) == int(NUMBER), "only int8 and E4M3 differ from what is given");
+
 // ---- keys ----
 
 __device__ __forceinline__ float sum_of_warp(float value)

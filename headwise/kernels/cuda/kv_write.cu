@@ -10,6 +10,7 @@
 
 #include "numbers.cuh"
 #include "e4m3.cuh"
+#include "nibbles.cuh"
 #include "sequences.cuh"
 
 constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
@@ -23,12 +24,8 @@ constexpr int WORD_ELEMENTS = INPUT == F32 ? 1 : 2;              // in 32 bits
 constexpr int WORDS = ELEMENTS / WORD_ELEMENTS;                  // in a lane
 constexpr int INPUT_ROW = HEAD_DIM * 4 / WORD_ELEMENTS;          // bytes
 constexpr int CACHE_ROW = PACKED ? HEAD_DIM / 2 : QUANTISED ? HEAD_DIM : INPUT_ROW;
-constexpr int SCALES_ROW = PACKED ? HEAD_DIM / 32 * 4 : 4;       // of a token
-
-constexpr int SCALED = 32;                                       // elements that share INT4's scale and minimum
-constexpr int HALF = SCALED / 2;                                 // of them: the codes of two share a byte
-constexpr int HALF_LANES = HALF / ELEMENTS;                      // that hold these
-constexpr float LARGEST_F16 = 65504.0f, LARGEST_CODE = 15.0f;
+constexpr int SCALES_ROW = PACKED ? HEAD_DIM / SCALED * 4 : 4;   // of a token
+constexpr int HALF_LANES = HALF / ELEMENTS;                      // that hold half of a group of INT4
 
 static_assert(QUANTISED || PACKED || int(CACHE) == int(INPUT), "only quantised caches differ from their input");
 static_assert(!PACKED || HEAD_DIM % SCALED == 0, "a row must be whole groups");
@@ -155,44 +152,32 @@ __device__ __forceinline__ void store_quantised(char* to, const Lane& lane, floa
         reinterpret_cast<uint2*>(to)[i / 2] = uint2{packed[i], packed[i + 1]};
 }
 
-// ---- groups of four-bit codes: what is read is minimum + code * scale ----
+// ---- groups of four-bit codes ----
 
 struct Packed {  // what one lane holds of a group
     unsigned codes[ELEMENTS / 4];  // in the lanes of the group's first half: their elements', and those HALF behind
-    unsigned scale, minimum;       // of the group, float16
+    Steps steps;                   // of the group
 };
-
-// Element `i`, as far as float16 holds it.
-__device__ __forceinline__ float clipped(const Lane& lane, int i)
-{
-    return fminf(fmaxf(element(lane, i), -LARGEST_F16), LARGEST_F16);
-}
 
 // All lanes of a warp take part.
 __device__ __forceinline__ Packed packed_of(const Lane& lane)
 {
-    float lowest = clipped(lane, 0), highest = lowest;
+    float lowest = clipped(element(lane, 0)), highest = lowest;
 #pragma unroll
     for (int i = 1; i < ELEMENTS; i++) {
-        lowest = fminf(lowest, clipped(lane, i));
-        highest = fmaxf(highest, clipped(lane, i));
+        lowest = lower(lowest, clipped(element(lane, i)));
+        highest = larger(highest, clipped(element(lane, i)));
     }
 #pragma unroll
     for (int lanes = HALF_LANES; lanes > 0; lanes /= 2) {
-        lowest = fminf(lowest, __shfl_xor_sync(ALL_LANES, lowest, lanes, GROUP));
-        highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, lanes, GROUP));
+        lowest = lower(lowest, __shfl_xor_sync(ALL_LANES, lowest, lanes, GROUP));
+        highest = larger(highest, __shfl_xor_sync(ALL_LANES, highest, lanes, GROUP));
     }
     Packed packed = {};
-    packed.minimum = from_f32<F16>(lowest + 0.0f);  // of both zeros the one without a sign
-    const float minimum = to_f32<F16>(packed.minimum);
-    packed.scale = from_f32<F16>((highest - minimum) / LARGEST_CODE);
-    const float scale = to_f32<F16>(packed.scale);
-    if (!(scale > 0.0f)) packed.scale = 0;
+    packed.steps = steps_of(lowest, highest);
 #pragma unroll
-    for (int i = 0; i < ELEMENTS; i++) {
-        const float steps = scale > 0.0f ? (clipped(lane, i) - minimum) / scale : 0.0f;
-        packed.codes[i / 4] |= static_cast<unsigned>(rintf(fminf(fmaxf(steps, 0.0f), LARGEST_CODE))) << i % 4 * 8;
-    }
+    for (int i = 0; i < ELEMENTS; i++)
+        packed.codes[i / 4] |= code_of(clipped(element(lane, i)), packed.steps) << i % 4 * 8;
 #pragma unroll
     for (int i = 0; i < ELEMENTS / 4; i++)
         packed.codes[i] |= __shfl_xor_sync(ALL_LANES, packed.codes[i], HALF_LANES, GROUP) << 4;
@@ -207,7 +192,7 @@ __device__ __forceinline__ void store_packed(char* to, char* scales, const Packe
     uint2* codes = reinterpret_cast<uint2*>(to + group * HALF + within * ELEMENTS);
 #pragma unroll
     for (int i = 0; i < ELEMENTS / 4; i += 2) codes[i / 2] = uint2{packed.codes[i], packed.codes[i + 1]};
-    if (within == 0) reinterpret_cast<unsigned*>(scales)[group] = packed.scale | packed.minimum << 16;
+    if (within == 0) reinterpret_cast<unsigned*>(scales)[group] = packed.steps.word();
 }
 
 // query, key, value:  [tokens, heads, HEAD_DIM]; their strides are bytes from token to token

@@ -15,10 +15,11 @@ from headwise.kernels.cuda.launch import Array, Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.mla import LATENT, LATENT_SCALE, has_scales, latent_width
 from headwise.kernels.mla_quantised import FLOAT8, INT8
+from headwise.kernels.nibbles import GROUP, INT4
 
 SOURCE, KERNEL = "latents.cu", "write_latents"
 THREADS = 128
-_QUANTISED = {INT8: "INT8", FLOAT8: "E4M3"}
+_QUANTISED = {INT8: "INT8", FLOAT8: "E4M3", INT4: "INT4"}
 
 
 class CudaLatentWrite:
@@ -71,6 +72,8 @@ class CudaLatentWrite:
                 f"latents of {rank} + {rotated} do not fit blocks of {latent_width(layout)} numbers, or halves of what "
                 f"is rotated are no whole {VECTOR_BYTES} bytes"
             )
+        if layout.roles[0].dtype == INT4:
+            check_groups(rank, rotated)
         if angles is not None:
             check_angles(angles, tokens, rotated)
         rows = [rows_of(name, array, tokens) for name, array in (("compressed", compressed), ("shared", shared))]
@@ -107,6 +110,16 @@ def variant_of(layout: BlockLayout, dtype: np.dtype[Any]) -> Defines:
             f"{' or '.join(_QUANTISED)}"
         )
     return {"NUMBER": NUMBERS[given], "CACHE": _QUANTISED.get(kept, NUMBERS[given])}
+
+
+def check_groups(rank: int, rotated: int) -> None:
+    """Raise ConfigError where the two parts of latents in int4 are no whole groups, each for itself."""
+    for name, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rotated)):
+        if size % GROUP:
+            raise ConfigError(
+                f"kv_dtype {INT4} of latents (MLA) takes a {name} of a multiple of {GROUP} on a GPU, not {size}: "
+                f"choose kv_dtype {INT8}"
+            )
 
 
 def all_variants() -> Iterator[Defines]:

@@ -22,15 +22,17 @@ from headwise.kernels.cuda.attention import (
     TRITON_TYPES,
     Tuning,
 )
+from headwise.kernels.cuda.latents import check_groups
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.tiles import Tile, latent_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.mla import LATENT_SCALE, has_scales, latent_width
 from headwise.kernels.mla_quantised import FLOAT8, INT8
+from headwise.kernels.nibbles import GROUP, INT4
 
 MODULE = "mla_jit"
 QUANTISED = (INT8, FLOAT8)
-"""Dtypes of latents with a scale each that the kernels read."""
+"""Dtypes of rows with a scale each that the kernels read."""
 MOST_RANK = 512
 """Of latents: a tile's sums are in registers."""
 MOST_ROTATED = 128
@@ -46,7 +48,7 @@ class LatentShape:
 
     heads:  query heads of the rank; a call may be of some of them
     rank, rotated: numbers of a latent in its two parts
-    kv_dtype: of the cache: that of queries, int8 or float8_e4m3fn
+    kv_dtype: of the cache: that of queries, int8, float8_e4m3fn or int4
     """
 
     heads: int
@@ -69,13 +71,19 @@ class LatentShape:
         return cls(heads, rank, rotated, layout.block_size, q_dtype, layout.roles[0].dtype)
 
     @property
-    def is_quantised(self) -> bool:
-        return self.kv_dtype in QUANTISED
-
-    @property
     def width(self) -> int:
         """Numbers of a latent as they are stored."""
-        return self.rank + self.rotated * (2 if self.is_quantised else 1)
+        return self.rank + self.rotated * (2 if self.kv_dtype in (*QUANTISED, INT4) else 1)
+
+    @property
+    def row(self) -> int:
+        """Elements that a latent takes: of its dtype, or in four bits bytes."""
+        return self.width // 2 if self.kv_dtype == INT4 else self.width
+
+    @property
+    def scales(self) -> int:
+        """Of a latent, each of four bytes: none, one, or with a minimum one for each of several groups."""
+        return self.width // GROUP if self.kv_dtype == INT4 else int(self.kv_dtype in QUANTISED)
 
 
 def check_latents(shape: LatentShape, sm: int) -> None:
@@ -96,11 +104,13 @@ def check_latents(shape: LatentShape, sm: int) -> None:
             )
     if shape.q_dtype not in FLOATS:
         raise ConfigError(f"dtype {shape.q_dtype} is not supported on a GPU: choose one of {', '.join(FLOATS)}")
-    if shape.kv_dtype not in (shape.q_dtype, *QUANTISED):
+    if shape.kv_dtype not in (shape.q_dtype, *QUANTISED, INT4):
         raise ConfigError(
             f"kv_dtype {shape.kv_dtype} cannot keep latents of dtype {shape.q_dtype} on a GPU: choose "
-            f"{shape.q_dtype}, {' or '.join(QUANTISED)}"
+            f"{shape.q_dtype}, {', '.join(QUANTISED)} or {INT4}"
         )
+    if shape.kv_dtype == INT4:
+        check_groups(shape.rank, shape.rotated)
     if shape.kv_dtype == FLOAT8 and sm < OLDEST_SM_E4M3:
         raise ConfigError(
             f"kv_dtype {FLOAT8} needs compute capability {OLDEST_SM_E4M3 / 10} or newer, this card has {sm / 10}: "
@@ -274,7 +284,7 @@ def batch_arguments(batch: AttentionBatch, heads: HeadTable) -> dict[str, np.gen
 
 ATTEND_SIGNATURE = (
     "absorbed:q", "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "latent:kv",
-    "latent_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32", "head_group:*i32",
+    "latent_scale:scale", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32", "head_group:*i32",
     "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "groups:i32", "max_blocks:i32",
     "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "heads:i32", "head_dim:i32", "score_scale:fp32",
     "units:i32", "fewest_queries:i32",
@@ -308,20 +318,21 @@ def _variant(shape: LatentShape, tile: Tile, heads: int, tokens: int, **constant
 def latent_constants(shape: LatentShape) -> dict[str, Any]:
     """What is compiled in of latents."""
     return {
-        "WIDTH": shape.width,
+        "WIDTH": shape.row,
         "RANK": shape.rank,
         "BLOCK_R": power_of_two(shape.rank),
         "ROTATED": shape.rotated,
         "BLOCK_P": power_of_two(shape.rotated),
         "BLOCK_SIZE": shape.block_size,
-        "LATENT_BYTES": numpy_dtype(shape.kv_dtype).itemsize,
-        "QUANTISED": shape.is_quantised,
+        "LATENT_BYTES": 1 if shape.kv_dtype == INT4 else numpy_dtype(shape.kv_dtype).itemsize,
+        "SCALES": shape.scales,
     }
 
 
 def typed(signature: tuple[str, ...], shape: LatentShape) -> tuple[tuple[str, str], ...]:
     """(parameter, Triton type) of each, with the dtypes of ``shape``."""
     pointers = {"q": "*" + TRITON_TYPES[shape.q_dtype], "kv": "*" + TRITON_TYPES[shape.kv_dtype]}
+    pointers["scale"] = "*i32" if shape.kv_dtype == INT4 else "*fp32"  # with a minimum, float16 each
     pairs = (parameter.split(":") for parameter in signature)
     return tuple((name, pointers.get(type_, type_)) for name, type_ in pairs)
 

@@ -11,6 +11,11 @@ tokens that lie in a row and for ones that an indexer chose.
 Latents in int8 are rows of integers with a scale each, ``compressed | coarse | fine``, see
 `headwise.kernels.mla_quantised`: the rotated part is ``16 * coarse + fine``, and each of the two is multiplied exactly.
 In E4M3 it is ``coarse + fine / 16``: the products with the two change places, and what lies between them is a 16th.
+
+In four bits, see `headwise.kernels.mla_nibbles`, latents become float16 (of queries of float32: that), as `cached_jit`
+says. The two parts of a rotated number are added up before, in float32: the coarse one is to be exact.
+
+``SCALES`` says which of these latents are: how many scales each of them has, none, one, or one for each group of 32.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM102
@@ -18,7 +23,7 @@ In E4M3 it is ``coarse + fine / 16``: the products with the two change places, a
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda.cached_jit import converted
+from headwise.kernels.cuda.cached_jit import UNIT, converted, load_packed
 from headwise.kernels.cuda.merge_jit import merge_parts, store_mean, store_part
 from headwise.kernels.cuda.walk_jit import NEVER, find_tile, find_unit, split_of, walk_of, window_of
 
@@ -27,16 +32,42 @@ COARSE = tl.constexpr(16.0)
 
 
 @JITFunction
-def latent_step(
-    accumulator, highest, total, compressed_query, rotated_query, visible, rows, there, latent, latent_scale, scales_at,
-    score_scale, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr,
-    BLOCK_P: tl.constexpr, QUANTISED: tl.constexpr,
+def load_groups(
+    latent, latent_scale, at, scales_at, there,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, over the latents that begin ``rows`` rows behind ``latent``.
+    """The two parts of latents in four bits, in `UNIT`: the compressed one of ``DTYPE``, the rotated one of float32."""
+    compressed = load_packed(latent, latent_scale, at, scales_at, there, RANK, BLOCK_R, False, DTYPE)
+    latent, latent_scale = latent + RANK // 2, latent_scale + RANK // 32
+    coarse = load_packed(latent, latent_scale, at, scales_at, there, ROTATED, BLOCK_P, False, tl.float32)
+    latent, latent_scale = latent + ROTATED // 2, latent_scale + ROTATED // 32
+    fine = load_packed(latent, latent_scale, at, scales_at, there, ROTATED, BLOCK_P, False, tl.float32)
+    return compressed, coarse + fine
 
-    there:   bool ``[BLOCK_N]``, which of them may be read
-    visible: bool, one of ``[BLOCK_M, BLOCK_N]`` and ``[1, BLOCK_N]``: who sees what; within ``there``
+
+@JITFunction
+def in_units(compressed_query, rotated_query):
+    """Queries as they are multiplied with latents in four bits, and ``[BLOCK_M]`` what their products count.
+
+    Those of bfloat16 are float16, divided by what makes each of them fit; float16 and float32 stay as they are.
     """
+    largest = tl.full([compressed_query.shape[0]], 1.0, tl.float32)
+    if compressed_query.dtype == tl.bfloat16:
+        wide, turned = compressed_query.to(tl.float32), rotated_query.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(turned), 1))
+        largest = tl.where(largest > 0.0, largest, 1.0)
+        compressed_query = (wide / largest[:, None]).to(tl.float16)
+        rotated_query = (turned / largest[:, None]).to(tl.float16)
+    return compressed_query, rotated_query, largest * (1 / UNIT)
+
+
+@JITFunction
+def scores_of(
+    compressed_query, rotated_query, rows, there, latent, WIDTH: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Of latents in a byte a number or more: the compressed part, as it is stored and to multiply with, and scores,
+    which scales are not part of yet."""
     dims, turned = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     at = (rows * WIDTH)[:, None]
     read = there[:, None] if RANK == BLOCK_R else there[:, None] & (dims < RANK)[None, :]
@@ -45,9 +76,9 @@ def latent_step(
     carrying = tl.load(latent + RANK + (at + turned[None, :]), mask=read_turned, other=0.0)
     compressed = converted(stored, compressed_query.dtype)
     carrying = converted(carrying, compressed_query.dtype)
-    if not QUANTISED or stored.dtype == tl.int8:
+    if SCALES == 0 or stored.dtype == tl.int8:
         scores = tl.dot(rotated_query, tl.trans(carrying), input_precision="ieee")
-    if QUANTISED:
+    if SCALES == 1:
         fine = tl.load(latent + RANK + ROTATED + (at + turned[None, :]), mask=read_turned, other=0.0)
         fine = converted(fine, compressed_query.dtype)
         if stored.dtype == tl.int8:
@@ -55,8 +86,33 @@ def latent_step(
         else:
             finest = tl.dot(rotated_query, tl.trans(fine), input_precision="ieee")
             scores = tl.dot(rotated_query, tl.trans(carrying), finest * (1 / COARSE), input_precision="ieee")
-    scores = tl.dot(compressed_query, tl.trans(compressed), scores, input_precision="ieee")
-    if QUANTISED:
+    return compressed, stored, tl.dot(compressed_query, tl.trans(compressed), scores, input_precision="ieee")
+
+
+@JITFunction
+def latent_step(
+    accumulator, highest, total, compressed_query, rotated_query, query_scale, visible, rows, there, latent,
+    latent_scale, scales_at, score_scale, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    ROTATED: tl.constexpr, BLOCK_P: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax, over the latents that begin ``rows`` rows behind ``latent``.
+
+    query_scale: of latents in four bits, see `in_units`; what is summed up of these is in `UNIT`
+    there:       bool ``[BLOCK_N]``, which of them may be read
+    visible:     bool, one of ``[BLOCK_M, BLOCK_N]`` and ``[1, BLOCK_N]``: who sees what; within ``there``
+    """
+    if SCALES > 1:
+        at = rows * WIDTH
+        compressed, carrying = load_groups(
+            latent, latent_scale, at, scales_at, there, RANK, BLOCK_R, ROTATED, BLOCK_P, compressed_query.dtype
+        )  # fmt: skip
+        scores = tl.dot(rotated_query, tl.trans(carrying.to(rotated_query.dtype)), input_precision="ieee")
+        scores = tl.dot(compressed_query, tl.trans(compressed), scores, input_precision="ieee") * query_scale[:, None]
+    else:
+        compressed, stored, scores = scores_of(
+            compressed_query, rotated_query, rows, there, latent, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, SCALES
+        )  # fmt: skip
+    if SCALES == 1:
         scales = tl.load(latent_scale + scales_at, mask=there, other=0.0)
         scores *= scales[None, :]
     scores = tl.where(visible, scores, float("-inf"))
@@ -66,7 +122,7 @@ def latent_step(
     weights = tl.exp2(scores * score_scale - reference[:, None])
     fading = tl.exp2(highest - reference)
     total = total * fading + tl.sum(weights, 1)
-    if QUANTISED:
+    if SCALES == 1:
         if compressed_query.dtype == tl.float16:  # weights times scales may be below its range
             compressed = (converted(stored, tl.float32) * scales[:, None]).to(tl.float16)
         else:
@@ -124,7 +180,7 @@ def attend_latents(
     fewest_queries,
     WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT_TILES: tl.constexpr, LATENT_BYTES: tl.constexpr, DECODE: tl.constexpr, QUANTISED: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr, LATENT_BYTES: tl.constexpr, DECODE: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over a layer's latents.
 
@@ -169,6 +225,9 @@ def attend_latents(
     compressed_query, rotated_query = load_queries(
         absorbed, query, query_begin + token, head, real, query_stride, heads, head_dim, RANK, BLOCK_R, ROTATED, BLOCK_P
     )  # fmt: skip
+    query_scale = 1.0
+    if SCALES > 1:
+        compressed_query, rotated_query, query_scale = in_units(compressed_query, rotated_query)
     slot = tl.load(head_slot).to(tl.int64)
     latent += slot * (slot_bytes // LATENT_BYTES)
     latent_scale += slot * (slot_bytes // 4)
@@ -187,13 +246,13 @@ def attend_latents(
             block = tl.maximum(block, 0).to(tl.int64)
             skipped = tile * BLOCK_N % BLOCK_SIZE
             base = latent + block * (block_bytes // LATENT_BYTES) + skipped * WIDTH
-            rows, scales_at = within, block * (block_bytes // 4) + skipped + within
+            rows, scales_at = within, block * (block_bytes // 4) + (skipped + within) * SCALES
         else:
             block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= last, other=-1)
             there = block >= 0
             block = tl.maximum(block, 0).to(tl.int64)
             base = latent + (block * (block_bytes // LATENT_BYTES))[:, None]
-            rows, scales_at = tokens % BLOCK_SIZE, block * (block_bytes // 4) + tokens % BLOCK_SIZE
+            rows, scales_at = tokens % BLOCK_SIZE, block * (block_bytes // 4) + tokens % BLOCK_SIZE * SCALES
         there = there & ((tokens > offset + first - window) | (tokens < sink))
         if DECODE:
             visible = there[None, :]
@@ -202,9 +261,11 @@ def attend_latents(
             before = tl.where(tokens < sink, NEVER, tokens)[None, :]
             visible = (after <= positions[:, None]) & (before > (positions - window)[:, None])
         accumulator, highest, total = latent_step(
-            accumulator, highest, total, compressed_query, rotated_query, visible, rows, there, base, latent_scale,
-            scales_at, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, QUANTISED,
+            accumulator, highest, total, compressed_query, rotated_query, query_scale, visible, rows, there,
+            base, latent_scale, scales_at, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, SCALES,
         )  # fmt: skip
+    if SCALES > 1:
+        accumulator *= 1 / UNIT
     first_unit, first_head = unit - split, piece * HEADS
     store_mixed(
         out, counters + piece * (2 * units) + first_unit, partial, partial_lse, accumulator, highest, total,

@@ -26,6 +26,10 @@ __device__ __forceinline__ unsigned short f32_to_bf16(float value)
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// Both are NaN where either of what is compared is.
+__device__ __forceinline__ float larger(float a, float b) { return a > b || a != a ? a : b; }
+__device__ __forceinline__ float lower(float a, float b) { return a < b || a != a ? a : b; }
+
 template <Number KIND>
 __device__ __forceinline__ float to_f32(unsigned bits)
 {

@@ -1,14 +1,9 @@
-// Rows in int8 or E4M3 with a scale each, as kernels/mla_quantised.py has them; with CACHE as NUMBER, rows stay what
-// they are. Wants vectors.cuh, e4m3.cuh, and CACHE, one of INT8, E4M3 and NUMBER.
+// Rows in int8 or E4M3 with a scale each, NaN for one that has a NaN, as kernels/mla_quantised.py has them. Wants
+// vectors.cuh, e4m3.cuh, and CACHE: INT8, E4M3, or another, which has no such rows.
 
 constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
 constexpr int CACHE_BYTES = QUANTISED ? 1 : 4 / WORD_ELEMENTS;
 constexpr float LARGEST = CACHE == INT8 ? 127.0f : 448.0f;
-
-static_assert(QUANTISED || int(CACHE) == int(NUMBER), "only int8 and E4M3 differ from what is given");
-
-// NaN where either is: a row with one has the scale NaN.
-__device__ __forceinline__ float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 __device__ __forceinline__ float largest_of(const Floats& floats, float least)
 {

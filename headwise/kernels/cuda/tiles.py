@@ -124,12 +124,12 @@ def latent_tile(heads: int, q_dtype: str, kv_dtype: str, sm: int, is_decode: boo
 
     By what the compiler makes of each (`benchmarks/gpu/machine_code.py --latents`): the largest tiles that do not spill
     within the loop. With 64 rows, the least that wgmma takes, sm_90 spills; tcgen05 keeps sums in memory of its own.
-    Latents in int8 and E4M3 are in registers when they are converted: smaller tiles.
+    Latents of fewer bits are in registers when they are converted: smaller tiles.
     """
     if q_dtype == "float32":
         return Tile(16, 16, 4, 2)
     is_wide = is_decode and heads > 16
-    if kv_dtype in ("int8", "float8_e4m3fn"):
+    if kv_dtype in ("int8", "float8_e4m3fn", INT4):
         return Tile(32 if is_wide else 16, 32, 8, 2)
     has_room = SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90
     if not is_decode:

@@ -14,11 +14,11 @@ from typing import Any
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.latents import check_groups
 from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla import latent_layout, latent_width
 from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpProjections
-from headwise.kernels.mla_quantised import FLOAT8
 from headwise.kernels.nibbles import INT4
 from headwise.kernels.select import make_latent_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
@@ -49,10 +49,7 @@ class LatentAttention:
                 "choose tensor_ops cupy, or device cpu"
             )
         if serving.device == "cuda" and serving.kv_dtype == INT4:
-            raise ConfigError(
-                f"kv_dtype {INT4} of latents (MLA) is for a CPU, and {serving.model} is to be served on a "
-                f"GPU: choose kv_dtype int8, {FLOAT8} or bfloat16"
-            )
+            check_groups(self.mla.rank, self.mla.rotated)
         if serving.tp_size > heads:
             raise ConfigError(
                 f"tp_size {serving.tp_size} is more than the {heads} query heads of {serving.model}: choose up to that"

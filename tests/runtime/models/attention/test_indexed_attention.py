@@ -64,7 +64,7 @@ def test_a_config_that_cannot_be_served_is_refused_before_weights_are_read(
         ({"tp_size": 5}, r"tp_size 5 is more than the 4 query heads of .*: choose up to that"),
         (
             {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "int4"},
-            r"int4 of latents \(MLA\) is for a CPU.*choose kv_dtype int8, float8_e4m3fn or bfloat16$",
+            r"int4 of latents \(MLA\) takes a kv_lora_rank of a multiple of 32 on a GPU, not 48: choose kv_dtype int8$",
         ),
     ],
 )
