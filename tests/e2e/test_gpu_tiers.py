@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from support.engine.loaded_model import GREEDY
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
 from support.reference import Answer, answers, assert_same
-from support.tiny_checkpoints import checkpoint
+from support.tiny_checkpoints import checkpoint, reference, write_checkpoint
 from support.waiting import PATIENCE_S
 
 from headwise import EngineConfig, LocalEngine
@@ -29,7 +30,22 @@ def wanted_of(name: str, *lengths: int) -> list[Answer]:
     return [answer.first(TOKENS) for answer in answers(name) if len(answer.prompt_ids) in lengths]
 
 
-def engine_of(name: str, **changes: Any) -> LocalEngine:
+def of_whole_groups(name: str, directory: Path) -> Path:
+    """A DeepSeek whose latents have two parts of whole groups of 32, as published ones do."""
+    known = reference(name)
+    config = {**known["config"], "kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    heads, plain, value = (config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    shapes = {
+        "kv_a_layernorm": [64],
+        "kv_a_proj_with_mqa": [64 + 32, config["hidden_size"]],
+        "kv_b_proj": [heads * (plain + value), 64],
+        "q_b_proj": [heads * (plain + 32), config["q_lora_rank"]],
+    }
+    found = {weight: shapes.get(weight.split(".")[-2], shape) for weight, shape in known["shapes"].items()}
+    return write_checkpoint(directory, config, found)
+
+
+def engine_of(model: str | Path, **changes: Any) -> LocalEngine:
     tiers = {"host_cache": "16MiB", "write_policy": "write_through", "load_timeout_s": PATIENCE_S}
     given = {
         "kv_cache": "8MiB",
@@ -39,14 +55,15 @@ def engine_of(name: str, **changes: Any) -> LocalEngine:
         "max_num_seqs": 2,
         **tiers,
     }
-    config = EngineConfig(model=str(checkpoint(name)), device="cuda", dtype="float32", **{**given, **changes})
+    directory = checkpoint(model) if isinstance(model, str) else model
+    config = EngineConfig(model=str(directory), device="cuda", dtype="float32", **{**given, **changes})
     return LocalEngine(config, EmulatedGpu(LIBRARIES, "float32"))
 
 
-def on_a_cpu(name: str, kv_dtype: str) -> LocalEngine:
+def on_a_cpu(model: Path, kv_dtype: str) -> LocalEngine:
     """By the reference kernels."""
     config = EngineConfig(
-        model=str(checkpoint(name)), dtype="float32", kv_dtype=kv_dtype, kv_cache="8MiB", max_model_len=256,
+        model=str(model), dtype="float32", kv_dtype=kv_dtype, kv_cache="8MiB", max_model_len=256,
         block_size=BLOCK, max_batched_tokens=32, tensor_ops="numpy", kernels="reference",
     )  # fmt: skip
     return LocalEngine(config)
@@ -90,12 +107,14 @@ def test_preempted_within_prompt_and_answer_and_again_from_the_host(name: str, l
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8", "int4"])
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2"])
-def test_latents_of_fewer_bits_say_what_they_do_on_a_cpu(name: str, kv_dtype: str) -> None:
+def test_latents_of_fewer_bits_say_what_they_do_on_a_cpu(name: str, kv_dtype: str, tmp_path: Path) -> None:
     """Preempted, and again from the host's tier, too, which keeps the same bytes."""
-    wanted = wanted_of(name, 9, 40)
-    with on_a_cpu(name, kv_dtype) as cpu, engine_of(name, kv_dtype=kv_dtype) as gpu:
+    wanted, model = wanted_of(name, 9, 40), checkpoint(name)
+    if kv_dtype == "int4":
+        model = of_whole_groups(name, tmp_path)
+    with on_a_cpu(model, kv_dtype) as cpu, engine_of(model, kv_dtype=kv_dtype) as gpu:
         expected = [result.token_ids for result in serve(cpu, wanted)]
         assert [result.token_ids for result in serve(gpu, wanted, preempted_at=(2,))] == expected
         assert gpu.reset_cache("device") > 0
@@ -103,13 +122,16 @@ def test_latents_of_fewer_bits_say_what_they_do_on_a_cpu(name: str, kv_dtype: st
         assert gpu.stats()["cache"]["host_hit_tokens"] >= 2 * BLOCK
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.soak)])
-def test_an_indexer_chooses_by_keys_of_fewer_bits_as_on_a_cpu(kv_dtype: str) -> None:
+@pytest.mark.parametrize(
+    "kv_dtype", ["int8", *(pytest.param(dtype, marks=pytest.mark.soak) for dtype in ("float8_e4m3fn", "int4"))]
+)
+def test_an_indexer_chooses_by_keys_of_fewer_bits_as_on_a_cpu(kv_dtype: str, tmp_path: Path) -> None:
     name = "deepseek-v3.2"
+    model = of_whole_groups(name, tmp_path) if kv_dtype == "int4" else checkpoint(name)
     prompt = wanted_of(name, 40)[0].prompt_ids[:27]  # of which the last see more than the 24 that are chosen
     params = replace(GREEDY, max_tokens=2, logprobs=0)
     few = {"host_cache": "0", "max_model_len": 32}
-    with on_a_cpu(name, kv_dtype) as cpu, engine_of(name, kv_dtype=kv_dtype, **few) as gpu:
+    with on_a_cpu(model, kv_dtype) as cpu, engine_of(model, kv_dtype=kv_dtype, **few) as gpu:
         expected, found = (engine.generate([prompt], params)[0] for engine in (cpu, gpu))
     assert found.token_ids == expected.token_ids
     of_tokens = ([entry.chosen for entry in result.logprobs] for result in (found, expected))

@@ -124,13 +124,14 @@ def latent_tile(heads: int, q_dtype: str, kv_dtype: str, sm: int, is_decode: boo
 
     By what the compiler makes of each (`benchmarks/gpu/machine_code.py --latents`): the largest tiles that do not spill
     within the loop. With 64 rows, the least that wgmma takes, sm_90 spills; tcgen05 keeps sums in memory of its own.
-    Latents of fewer bits are in registers when they are converted: smaller tiles.
+    Latents of fewer bits are in registers when they are converted: smaller tiles, and beside 32 rows the smallest of
+    those in four bits, of which two numbers come from a byte.
     """
     if q_dtype == "float32":
         return Tile(16, 16, 4, 2)
     is_wide = is_decode and heads > 16
     if kv_dtype in ("int8", "float8_e4m3fn", INT4):
-        return Tile(32 if is_wide else 16, 32, 8, 2)
+        return Tile(32 if is_wide else 16, 16 if is_wide and kv_dtype == INT4 else 32, 8, 2)
     has_room = SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90
     if not is_decode:
         return Tile(64, 32, 8, 2) if has_room and sm >= 100 else Tile(32, 64 if has_room else 32, 8, 2)

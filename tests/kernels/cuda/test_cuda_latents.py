@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +21,10 @@ from support.latent_scene import LatentCase, LatentScene
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.base import HostLengths
-from headwise.kernels.dsa import index_scale_view, index_view
+from headwise.kernels.dsa import index_dtype, index_scale_view, index_view
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
 from headwise.kernels.dsa_reference import ReferenceIndexedKernels, best
-from headwise.kernels.mla import latent_layout, latent_scale_view, latent_view
+from headwise.kernels.mla import latent_layout, latent_scale_view, latent_view, load_latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.mla_quantised import quantise_keys
 from headwise.kernels.mla_reference import ReferenceLatentKernels
@@ -36,6 +37,7 @@ from support.gpu.interpreted_latents import gpu_parts, indexed_kernels, latent_k
 from headwise.kernels.cuda import dsa, expanded, indexer, latents, mla
 from headwise.kernels.cuda.cubins import Target, compile_variant
 from headwise.kernels.cuda.dsa import IndexShape
+from headwise.kernels.cuda.dsa_kernels import CudaIndexedKernels
 from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.mla import LatentShape, check_latents
 from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
@@ -176,31 +178,38 @@ def test_prompts_in_the_expanded_form_keep_all_in_registers(sm: int) -> None:
     assert compile_variant(gather, Target(sm, 12)).spilled_bytes == 0
 
 
-@pytest.mark.soak
-def test_the_sizes_and_tiles_of_published_models_in_bfloat16() -> None:
-    case = IndexedCase(
-        (1, 2), (150, 70), heads=16, rank=512, plain=128, rotated=64, value_dim=128, block_size=64, index_heads=64,
-        index_dim=128, top=80, dtype="bfloat16",
-    )  # fmt: skip
-    narrow = numpy_dtype("bfloat16")
-    scene = IndexedScene(case)
-    scene.query, up = scene.query.astype(narrow), scene.up
+def error_in_bfloat16(case: IndexedCase, kernels: CudaIndexedKernels) -> float:
+    """Of attention whose arguments all are bfloat16, against the answer by what is stored of the same numbers."""
+    narrow, scene = numpy_dtype("bfloat16"), IndexedScene(case)
+    scene.query, up, asked = scene.query.astype(narrow), scene.up, scene.index
     scene.up = UpProjections(up.key.astype(narrow), up.value.astype(narrow))
-    scene.latents = [rows.astype(narrow) for rows in scene.latents]
-    scene.keys = [rows.astype(narrow) for rows in scene.keys]
-    asked = scene.index
+    scene.latents, scene.keys = ([rows.astype(narrow) for rows in each] for each in (scene.latents, scene.keys))
     scene.index = IndexQueries(asked.query.astype(narrow), asked.weights.astype(narrow), asked.top)
-    kernels = indexed_kernels(tuning=mla.TUNING)
     scene.write(kernels)
-    out = np.zeros((3, 16, 128), narrow)
+    out = np.zeros((len(scene.query), case.heads, case.value_dim), narrow)
     where = scene.arena, scene.layout, scene.batch, scene.heads
     kernels.attend_chosen(scene.query, scene.up, scene.index, *where, scale=scene.scale, out=out)
     scene.query, scene.index = scene.query.astype(np.float32), asked
     scene.up = UpProjections(*(part.astype(np.float32) for part in (scene.up.key, scene.up.value)))
-    scene.latents = [rows.astype(np.float32) for rows in scene.latents]
-    scene.keys = [rows.astype(np.float32) for rows in scene.keys]
+    scene.latents, scene.keys = ([rows.astype(np.float32) for rows in each] for each in (scene.latents, scene.keys))
     expected = scene.expected()
-    error = np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected)
+    return float(np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("kept", QUANTISED)
+def test_queries_of_bfloat16_see_what_a_quantised_cache_keeps(kept: str) -> None:
+    case = kept_in(kept, IndexedCase((1, 3), (70, 40), heads=4, top=30, rotated_size=4.0))
+    assert error_in_bfloat16(case, indexed_kernels()) < 0.02
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kept", ["bfloat16", *QUANTISED])
+def test_the_sizes_and_tiles_of_published_models_in_bfloat16(kept: str) -> None:
+    case = IndexedCase(
+        (1, 2), (150, 70), heads=16, rank=512, plain=128, rotated=64, value_dim=128, block_size=64, index_heads=64,
+        index_dim=128, top=80, dtype=kept,
+    )  # fmt: skip
+    error = error_in_bfloat16(case, indexed_kernels(tuning=mla.TUNING))
     assert error < 0.02, "queries and latents are rounded once more when they are absorbed, and mixed"
 
 
@@ -317,6 +326,11 @@ def test_quantised_latents_are_those_of_the_rule(dtype: str, kept: str) -> None:
     scene.arena[:] = 0xFF
     scene.write(ReferenceLatentKernels())
     np.testing.assert_array_equal(found, scene.arena)
+    rows[5, 2] = rows[6, -1] = np.nan
+    scene.write(latent_kernels())
+    table, within = scene.batch.block_tables[1], np.arange(scene.case.block_size)
+    read = load_latents(scene.arena, scene.layout, (table[:1, None], scene.heads.slot[0], within), rows.shape[1])
+    assert np.flatnonzero(np.isnan(read[0]).any(axis=1)).tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("kept", QUANTISED[:2])
@@ -366,7 +380,7 @@ INDEX = IndexShape(heads=64, dim=128, block_size=64, dtype="bfloat16", key_dtype
         *(
             pytest.param(sm, heads, kv_dtype, slice(None), marks=pytest.mark.soak)
             for sm in (80, 90, 100)
-            for heads, kv_dtype in ((16, "bfloat16"), (16, "int8"), (64, "bfloat16"), (128, "int8"))
+            for heads, kv_dtype in [(16, "bfloat16"), (64, "bfloat16"), *product((16, 128), ("int8", "int4"))]
         ),
         *(
             pytest.param(sm, heads, "float8_e4m3fn", slice(None), marks=pytest.mark.soak)
@@ -377,7 +391,7 @@ INDEX = IndexShape(heads=64, dim=128, block_size=64, dtype="bfloat16", key_dtype
 )
 def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_dtype: str, some: slice) -> None:
     shape = replace(PUBLISHED, heads=heads, kv_dtype=kv_dtype)
-    variants = mla.variants_of(shape, sm) + dsa.variants_of(shape, replace(INDEX, key_dtype=kv_dtype), sm)
+    variants = mla.variants_of(shape, sm) + dsa.variants_of(shape, replace(INDEX, key_dtype=index_dtype(kv_dtype)), sm)
     for variant in variants[some]:
         compiled = compile_variant(variant, Target(sm, cuda=12))
         few = (
@@ -397,7 +411,7 @@ def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_
 @pytest.mark.parametrize("source", [latents.SOURCE, indexer.SOURCE])
 def test_writes_are_whole_vectors_and_do_not_spill(source: str) -> None:
     rule = {latents.SOURCE: latents, indexer.SOURCE: indexer}[source]
-    for variant in [*rule.all_variants()][3:6]:  # bfloat16, as it is, in int8 and in E4M3
+    for variant in (each for each in rule.all_variants() if each["NUMBER"] == "BF16"):
         compiled = machine_code(source, variant, 90)
         assert spilled(compiled) == []
         assert "v4.u32" in accesses(compiled, "ld")
