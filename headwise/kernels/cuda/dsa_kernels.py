@@ -26,8 +26,8 @@ class CudaIndexedKernels(CudaLatentKernels):
     """`RotatingIndexedKernels` on device arrays; what `CudaLatentKernels` says holds.
 
     An indexer's queries, weights and keys are of the same dtype as those of attention, and so is the cache, unless it
-    is int8 or float8_e4m3fn, in which keys have scales, too; scores are summed in float32. Where block
-    tables cannot hold more tokens than may be chosen, all are attended to, and nothing is scored.
+    is quantised: then keys have scales, too. Scores are summed in float32. Where block tables cannot hold more tokens
+    than may be chosen, all are attended to, and nothing is scored.
     """
 
     def __init__(self, parts: GpuParts, threads: int = CHOOSE_THREADS, score_bytes: int = SCORE_BYTES) -> None:

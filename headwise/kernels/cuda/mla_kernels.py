@@ -32,7 +32,7 @@ class CudaLatentKernels:
     """`RotatingLatentKernels` on device arrays; all calls only enqueue, on the current stream.
 
     Queries, latents and up-projections are of one dtype, float16, bfloat16 or float32, and so is the cache, unless it
-    is int8. Queries may have gaps between tokens. Prompts are attended to in the expanded form where the host knows
+    is quantised. Queries may have gaps between tokens. Prompts are attended to in the expanded form where the host knows
     their lengths and that is less arithmetic for all of a step's together; all else is in the absorbed one.
     """
 
@@ -64,7 +64,7 @@ class CudaLatentKernels:
     def write_latent(
         self, latent: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
     ) -> None:
-        """See `LatentKernels.write_latent`. In int8 what is stored tells how many numbers are rotated."""
+        """See `LatentKernels.write_latent`. In fewer bits what is stored tells how many numbers are rotated."""
         width = latent.shape[1]
         rank = 2 * width - latent_width(layout) if has_scales(layout) else width - ANY_PART
         self._write.write(None, latent[:, :rank], latent[:, rank:], None, arena, layout, batch, heads)
