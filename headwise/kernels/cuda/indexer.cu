@@ -52,8 +52,9 @@ extern "C" __global__ void write_index(
     char* query, const char* key, const float* weight, const float* bias, const float* cosines, const float* sines,
     char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
     const int* head_groups, const int* head_slots,
-    long long query_stride, long long key_stride, long long block_bytes, long long slot_bytes, long long key_at,
-    long long scale_at, int batch, int groups, int table_stride, int block_size, int heads, int dim, int rotated_dim, float eps)
+    long long query_stride, long long key_stride, long long block_bytes, long long slot_bytes,
+    long long key_at, long long scale_at,
+    int batch, int groups, int table_stride, int block_size, int heads, int dim, int rotated_dim, float eps)
 {
     const int token = blockIdx.x;
     const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);

@@ -32,8 +32,8 @@ class CudaLatentKernels:
     """`RotatingLatentKernels` on device arrays; all calls only enqueue, on the current stream.
 
     Queries, latents and up-projections are of one dtype, float16, bfloat16 or float32, and so is the cache, unless it
-    is quantised. Queries may have gaps between tokens. Prompts are attended to in the expanded form where the host knows
-    their lengths and that is less arithmetic for all of a step's together; all else is in the absorbed one.
+    is quantised. Queries may have gaps between tokens. Prompts are attended to in the expanded form where the host
+    knows their lengths and that is less arithmetic for all of a step's together; all else is in the absorbed one.
     """
 
     name = "cuda"
