@@ -72,8 +72,6 @@ class CudaLatentWrite:
                 f"latents of {rank} + {rotated} do not fit blocks of {latent_width(layout)} numbers, or halves of what "
                 f"is rotated are no whole {VECTOR_BYTES} bytes"
             )
-        if layout.roles[0].dtype == INT4:
-            check_groups(rank, rotated)
         if angles is not None:
             check_angles(angles, tokens, rotated)
         rows = [rows_of(name, array, tokens) for name, array in (("compressed", compressed), ("shared", shared))]
