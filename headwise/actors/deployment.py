@@ -93,6 +93,8 @@ class Deployment:
         check_http_start(config)
         check_template(config.chat_template)
         keys = Keys.generate(config)
+        if not address:
+            _check_here(config, progress)
         progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
         deployment = cls(config, Cluster.connect(address) if address else Cluster.start(), keys)
         try:
@@ -391,6 +393,18 @@ class Deployment:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _check_here(config: EngineConfig, progress: Progress) -> None:
+    """Raise why this machine's devices do not go with the configuration, or the model does not, before a Ray instance
+    is started that has these devices and no others."""
+    from headwise.actors.placement import gpus_here
+    from headwise.runtime.config.model_card import read_model_card
+    from headwise.runtime.loader.resolve import resolve_model
+    from headwise.runtime.worker.device import resolve_device
+
+    config = resolve_device(config, gpus_here())
+    read_model_card(config, resolve_model(config.model, config.cache_path, progress), identify=False)
 
 
 def resolve_client(cluster: str, name: str) -> tuple[str, ClientKeys | None]:
