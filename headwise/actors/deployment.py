@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -226,8 +227,10 @@ class Deployment:
         """Have an actor of the front go to another node: see `FrontMove`."""
         from headwise.actors.notice import drain_time
 
-        timeout_s = drain_time(self.config.drain_timeout_s, until - time.time())
-        self._supervisor.move(role, since, timeout_s, until, names_of(self.config.name))
+        timeout_s, taken = drain_time(self.config.drain_timeout_s, until - time.time()), list[str]()
+        with contextlib.suppress(Exception):  # Ray does not answer now; the names of the role's own actors are known
+            taken = names_of(self.config.name)
+        self._supervisor.move(role, since, timeout_s, until, taken)
 
     def _engine_role(self, name: str, tp_size: int, group: PlacementGroup | None = None) -> Role:
         from headwise.actors.engine import Engine

@@ -106,7 +106,7 @@ class Supervisor:
             self.retire(former, "what follows it comes to its node")
         if role.standby is not None:
             self._displace(role.standby)
-        if role.has_streams and role.life.phase is Phase.RUNNING:
+        if role.has_streams and role.handle is not None and (role.life.phase is Phase.RUNNING or role.is_adopted):
             former = role.go(since, taken)
             former.handle.leave.remote(timeout_s, until)
             self.add_former(former, timeout_s)
