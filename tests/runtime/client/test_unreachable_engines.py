@@ -307,8 +307,8 @@ def test_relayed_streams_go_on_through_a_scheduler_that_has_moved_also_once_the_
     place: Place, patient: None
 ) -> None:
     core = slow_core()
-    engine, client, former = place.engine(core, NOWHERE), place.client(), place.scheduler
-    stream = client.stream("abc", max_tokens=300)
+    engine, client, former = place.engine(core, NOWHERE), place.client("always"), place.scheduler
+    stream = client.stream("abc", max_tokens=120)
     said = "".join(next(stream).text for _ in range(20))
     address = place.move_scheduler(engine)
     with pytest.raises(ConnectionRefusedError):
@@ -317,7 +317,7 @@ def test_relayed_streams_go_on_through_a_scheduler_that_has_moved_also_once_the_
     client.follow(address)
     assert client.generate("abc", max_tokens=3).text == numbers(3)
     assert not former.is_quiet
-    assert said + "".join(delta.text for delta in stream) == numbers(300)
+    assert said + "".join(delta.text for delta in stream) == numbers(120)
     assert core.aborted == [], "and no request was sent anew"
     client.close()
     eventually(lambda: former.is_quiet)
@@ -326,13 +326,13 @@ def test_relayed_streams_go_on_through_a_scheduler_that_has_moved_also_once_the_
 def test_relayed_streams_that_a_scheduler_that_has_moved_cuts_go_on_through_the_next_one_and_no_engine_counts_as_lost(
     place: Place, patient: None
 ) -> None:
-    engine, client, former = place.engine(slow_core(), NOWHERE), place.client(), place.scheduler
-    stream = client.stream("abc", max_tokens=300)
+    engine, client, former = place.engine(slow_core(), NOWHERE), place.client("always"), place.scheduler
+    stream = client.stream("abc", max_tokens=120)
     said = "".join(next(stream).text for _ in range(20))
     client.follow(place.move_scheduler(engine))
     assert client.stats()["scheduler"]["rerouted"] == 0
     former.stop()
-    assert said + "".join(delta.text for delta in stream) == numbers(300)
+    assert said + "".join(delta.text for delta in stream) == numbers(120)
     assert client.stats()["scheduler"]["relay"]["relayed"] == 1
     assert client.stats()["scheduler"]["rerouted"] == 0, "the engine it had been at was not named as lost"
 
