@@ -326,12 +326,15 @@ def test_relayed_streams_go_on_through_a_scheduler_that_has_moved_also_once_the_
 def test_relayed_streams_that_a_scheduler_that_has_moved_cuts_go_on_through_the_next_one_and_no_engine_counts_as_lost(
     place: Place, patient: None
 ) -> None:
-    engine, client, former = place.engine(slow_core(), NOWHERE), place.client("always"), place.scheduler
+    core = slow_core()
+    engine, client, former = place.engine(core, NOWHERE), place.client("always"), place.scheduler
     stream = client.stream("abc", max_tokens=120)
     said = "".join(next(stream).text for _ in range(20))
     client.follow(place.move_scheduler(engine))
     assert client.stats()["scheduler"]["rerouted"] == 0
+    core.gate.clear()  # else it might say all while the former one still has its last words
     former.stop()
+    core.gate.set()
     assert said + "".join(delta.text for delta in stream) == numbers(120)
     assert client.stats()["scheduler"]["relay"]["relayed"] == 1
     assert client.stats()["scheduler"]["rerouted"] == 0, "the engine it had been at was not named as lost"
