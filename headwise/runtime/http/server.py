@@ -7,10 +7,12 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -120,13 +122,12 @@ class HttpServer:
         """Take no more connections, close each when its answer under way has ended, and return when all have. False:
         after ``timeout_s`` some have not; `stop` ends them, and may be called meanwhile.
         """
-        has_left, waited = threading.Event(), 0.0
+        has_left, deadline = threading.Event(), time.monotonic() + timeout_s
         assert self._loop is not None, "it was started"
         with suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._take_no_more, has_left, frozenset())
         while not self._ended.wait(_LOOK_S) and not (has_left.is_set() and not self.num_connections):
-            waited += _LOOK_S
-            if waited >= timeout_s:
+            if time.monotonic() >= deadline:
                 return False
         return True
 
@@ -137,7 +138,8 @@ class HttpServer:
             server.close()
         connections = frozenset(self._server.server_state.connections)
         for connection in connections - told:
-            connection.shutdown()
+            with suppress(h11.LocalProtocolError):  # it has failed, and is being closed
+                connection.shutdown()
         has_left.set()
         self._loop.call_later(_LOOK_S, self._take_no_more, has_left, connections)
 
