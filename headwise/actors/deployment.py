@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -15,10 +16,10 @@ import ray
 from headwise.actors.addresses import check_free
 from headwise.actors.calls import get
 from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
-from headwise.actors.found import Found, find_scheduler, wait_until_gone
+from headwise.actors.found import Found, find_scheduler, names_of, wait_until_gone
 from headwise.actors.front import Front, Keys
 from headwise.actors.http_server import check_http_start, http_address
-from headwise.actors.names import SCHEDULER, STANDBY, STORE, actor_name
+from headwise.actors.names import ENGINE, SCHEDULER, STANDBY, STORE, actor_name
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from headwise.actors.front_move import FrontMove
     from headwise.actors.frontend import Frontend
     from headwise.actors.frontend_watchdog import FrontendWatchdog
-    from headwise.actors.role import Role
+    from headwise.actors.role import PastSite, Role
     from headwise.actors.supervisor import Supervisor
 
 __all__ = ["Deployment", "cluster_of_this_job", "resolve_client"]
@@ -72,7 +73,7 @@ class Deployment:
         self._fleet: Fleet | None = None
         self._watchdog: FrontendWatchdog | None = None
         self._front_move: FrontMove | None = None
-        self._followers: dict[str, tuple[Any, Front]] = {}  # by engine: its actor, and the front that it knows
+        self._followers: dict[str, tuple[Any, Front]] = {}  # by role: its actor, and the front that it knows
         self._stopped = False
         self._over = threading.Event()
         self._failure: DeploymentError | None = None
@@ -93,6 +94,8 @@ class Deployment:
         check_http_start(config)
         check_template(config.chat_template)
         keys = Keys.generate(config)
+        if not address:
+            _check_here(config, progress)
         progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
         deployment = cls(config, Cluster.connect(address) if address else Cluster.start(), keys)
         try:
@@ -123,11 +126,22 @@ class Deployment:
         assert found.front is not None
         self._frontend = Frontend(self.config, self._keys, self._is_detached)
         self._frontend.adopt(found, self._supervisor.now())
-        names = {name for name in (*found.actors, *found.groups) if number_of(name) >= 0}
-        for name in found.actors.keys() - set(map(found.name_of, self._frontend.roles)) - names:
-            ray.kill(found.actors[name])  # one that stood by, or whatever it is: nobody looks after it
+        names = {name for name in (*found.actors, *found.groups) if name.startswith(ENGINE)}
+        adopted = set(map(found.name_of, self._frontend.roles)) - found.leaving
+        for name in found.actors.keys() - adopted - names:
+            if name in found.leaving:
+                self._adopt_former(name, found.actors[name])
+            else:
+                ray.kill(found.actors[name])  # one that stood by, or whatever it is: nobody looks after it
         self._supervise(found, sorted(names, key=number_of))
         self._have_standby()
+
+    def _adopt_former(self, name: str, handle: Any) -> None:
+        """An actor whose role had gone to another node before: it knows itself when it has to end."""
+        from headwise.actors.role import FormerRole, PastSite
+
+        former = FormerRole(self.config.name, name, handle, PastSite())
+        self._supervisor.add_former(former, self.config.drain_timeout_s)
 
     def _choose(self, progress: Progress) -> None:
         """Resolve the settings that depend on the cluster (the device), and log what was chosen."""
@@ -160,7 +174,7 @@ class Deployment:
         assert self._frontend is not None
         config, supervisor, frontend = self.config, self._supervisor, self._frontend
         self._watchdog = FrontendWatchdog(supervisor, list(frontend.roles), config)
-        self._front_move = FrontMove(frontend.site, frontend.roles.values(), draining_nodes, supervisor.move)
+        self._front_move = FrontMove(frontend.site, frontend.roles.values(), draining_nodes, self._move)
         for role in frontend.roles.values():
             supervisor.add(role)
         number = None if found is None else len(set(engines) - found.leaving)
@@ -203,11 +217,20 @@ class Deployment:
         if self._front_move is not None:
             self._front_move.look(now, self._fleet.engines)
         front = self._frontend.front
-        for role in self._fleet.engines:
-            engine = self._supervisor.serving(role.name)
-            if engine is not None and self._followers.get(role.name) != (engine, front):
-                self._followers[role.name] = engine, front
-                engine.follow.remote(front)
+        for role in (*self._fleet.engines, *self._supervisor.formers):
+            actor = self._supervisor.serving(role.name)
+            if actor is not None and self._followers.get(role.name) != (actor, front):
+                self._followers[role.name] = actor, front
+                actor.follow.remote(front)
+
+    def _move(self, role: Role, since: PastSite, until: float) -> None:
+        """Have an actor of the front go to another node: see `FrontMove`."""
+        from headwise.actors.notice import drain_time
+
+        timeout_s, taken = drain_time(self.config.drain_timeout_s, until - time.time()), list[str]()
+        with contextlib.suppress(Exception):  # Ray does not answer now; the names of the role's own actors are known
+            taken = names_of(self.config.name)
+        self._supervisor.move(role, since, timeout_s, until, taken)
 
     def _engine_role(self, name: str, tp_size: int, group: PlacementGroup | None = None) -> Role:
         from headwise.actors.engine import Engine
@@ -364,7 +387,7 @@ class Deployment:
             role.kill()
         for role in self._roles.values():
             role.site.release()
-        wait_until_gone(self.config.name, list(self._roles))
+        wait_until_gone(self.config.name, [role.known_as for role in self._roles.values()])
 
     def __enter__(self) -> Deployment:
         return self
@@ -373,6 +396,18 @@ class Deployment:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _check_here(config: EngineConfig, progress: Progress) -> None:
+    """Raise why this machine's devices do not go with the configuration, or the model does not, before a Ray instance
+    is started that has these devices and no others."""
+    from headwise.actors.placement import gpus_here
+    from headwise.runtime.config.model_card import read_model_card
+    from headwise.runtime.loader.resolve import resolve_model
+    from headwise.runtime.worker.device import resolve_device
+
+    config = resolve_device(config, gpus_here())
+    read_model_card(config, resolve_model(config.model, config.cache_path, progress), identify=False)
 
 
 def resolve_client(cluster: str, name: str) -> tuple[str, ClientKeys | None]:

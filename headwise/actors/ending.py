@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
+
+import ray
+
+
+def end_this_actor(after_s: float) -> None:
+    """Have this process, an actor's, end for good in so many seconds, unless somebody else has ended it by then."""
+    me: Any = ray.get_runtime_context().current_actor
+
+    def end() -> None:
+        ray.kill(me, no_restart=True)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 class Ending:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from headwise.actors.front import About, Front
-from headwise.actors.names import NAMESPACE, OWNER, SCHEDULER, STANDBY, actor_name
+from headwise.actors.names import NAMESPACE, OWNER, SCHEDULER, STANDBY, actor_name, role_of, turn_of
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 """Longest wait for actors to say how they are. One that takes longer is replaced."""
+_SCHEDULERS = SCHEDULER, f"{SCHEDULER}{STANDBY}"
 _GONE_S = 10.0
 """Longest wait for killed actors to be gone."""
 
@@ -31,12 +32,13 @@ _GONE_S = 10.0
 class Found:
     """What is left of a deployment whose owner has died.
 
-    actors:  that answer, by role
+    actors:  that answer, by name: that of their role, or another one (``known_as``)
     groups:  placement groups of the engines that there are or will be, by role
     front:   where scheduler and store are, or were; None: nobody knows, so there is nothing to go on with
-    leaving: engines that are being drained
+    leaving: names of engines that are being drained, and of actors whose role has gone to another node
     wish:    what clients asked for last, and the owner before did
-    scheduler: the role whose name the scheduler has that serves: it may have stood by once
+    known_as: the names of actors that are not called by their role: the scheduler may have stood by once, and who came
+              after one that is still leaving has a name of its own
     """
 
     actors: dict[str, Any] = field(default_factory=dict)
@@ -44,11 +46,11 @@ class Found:
     front: Front | None = None
     leaving: frozenset[str] = frozenset()
     wish: Wish | None = None
-    scheduler: str = SCHEDULER
+    known_as: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, role: str) -> str:
-        """The role whose name the actor of ``role`` has."""
-        return self.scheduler if role == SCHEDULER else role
+        """The name of the actor of ``role``."""
+        return self.known_as.get(role, role)
 
 
 def find_actor(deployment: str, role: str) -> Any | None:
@@ -59,8 +61,19 @@ def find_actor(deployment: str, role: str) -> Any | None:
 
 
 def find_scheduler(deployment: str) -> Any | None:
-    """The handle of a scheduler, or of one that stands by: either may have either name, and both know the address."""
-    return find_actor(deployment, SCHEDULER) or find_actor(deployment, SCHEDULER + STANDBY)
+    """The handle of a scheduler, or of one that stands by, or that has gone: all of them know the address. The latest
+    first: one that has gone may hang."""
+    names = [name for name in names_of(deployment) if role_of(name) in _SCHEDULERS]
+    names.sort(key=lambda name: (-turn_of(name), name))
+    return next((handle for name in names if (handle := find_actor(deployment, name)) is not None), None)
+
+
+def names_of(deployment: str) -> list[str]:
+    """What the deployment's actors are called: see `actor_name`."""
+    prefix = actor_name(deployment, "")
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = [each["name"] for each in named if each["namespace"] == NAMESPACE]
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def deployments() -> list[str]:
@@ -89,9 +102,22 @@ def find_parts(deployment: str) -> Found:
             fronts[role] = about.front
         leaving |= {role} if about.is_leaving else set()
         wish = about.wish or wish
-    scheduler = next((role for role in (SCHEDULER, SCHEDULER + STANDBY) if role in fronts), SCHEDULER)
-    front = fronts.get(scheduler) or next(iter(fronts.values()), None)
-    return Found(actors, _groups(deployment), front, frozenset(leaving), wish, scheduler)
+    known_as = serving_names(actors.keys() - leaving, fronts)
+    front = fronts.get(known_as.get(SCHEDULER, SCHEDULER)) or next(iter(fronts.values()), None)
+    return Found(actors, _groups(deployment), front, frozenset(leaving), wish, known_as)
+
+
+def serving_names(names: Iterable[str], knowing: Collection[str]) -> dict[str, str]:
+    """By role, the names of actors that stay and are not called by it: of several of one role, the last one made.
+
+    knowing: names of those that know where the front is: a scheduler among them is no standby
+    """
+    in_turn = sorted(names, key=turn_of)
+    latest = {role_of(name): name for name in in_turn}
+    for name in in_turn:
+        if role_of(name) in _SCHEDULERS and name in knowing:
+            latest[SCHEDULER] = name
+    return {role: name for role, name in latest.items() if role != name}
 
 
 def end_all(deployment: str) -> None:
@@ -117,15 +143,9 @@ def wait_until_gone(deployment: str, roles: Collection[str]) -> bool:
 
 
 def _actors(deployment: str) -> dict[str, Any]:
-    """All but the owner, by role."""
-    prefix, found = actor_name(deployment, ""), dict[str, Any]()
-    for named in ray.util.list_named_actors(all_namespaces=True):
-        role = named["name"].removeprefix(prefix)
-        if named["namespace"] == NAMESPACE and role != named["name"] and role != OWNER:
-            handle = find_actor(deployment, role)
-            if handle is not None:
-                found[role] = handle
-    return found
+    """All but the owner, by name."""
+    names = [name for name in names_of(deployment) if name != OWNER]
+    return {name: handle for name in names if (handle := find_actor(deployment, name)) is not None}
 
 
 def _groups(deployment: str) -> dict[str, PlacementGroup]:

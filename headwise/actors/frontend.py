@@ -9,7 +9,7 @@ from headwise.actors.addresses import client_host, endpoint_here, free_ports
 from headwise.actors.calls import get
 from headwise.actors.found import Found, find_scheduler, wait_until_gone
 from headwise.actors.front import Front, Keys
-from headwise.actors.names import SCHEDULER, STORE
+from headwise.actors.names import SCHEDULER, STORE, next_name
 from headwise.actors.placement import FrontendSite
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
@@ -64,8 +64,10 @@ class Frontend:
             self.roles[role.name] = role
             role.starts = 1  # whatever is made next follows another one
             name = found.name_of(role.name)
-            if name in found.actors:
+            if name in found.actors and name not in found.leaving:
                 role.adopt(found.actors[name], now, name)
+            else:
+                role.known_as = next_name(role.name, found.actors)
 
     def start(self) -> None:
         """Start all, and wait until they serve. Raises `DeploymentError`.
@@ -136,7 +138,7 @@ class Frontend:
             return self._config, self._keys, self._port, self.front.store_endpoint
 
         life = Life(self._config.start_timeout_s)
-        return Role(self._config.name, SCHEDULER, GlobalScheduler, arguments, self.site, life)
+        return Role(self._config.name, SCHEDULER, GlobalScheduler, arguments, self.site, life, has_streams=True)
 
     def _store_role(self) -> Role:
         from headwise.actors.role import Role
@@ -156,9 +158,8 @@ class Frontend:
             def arguments() -> tuple[Any, ...]:
                 return self._config, name, endpoint_here(self._config.host, self._port), self._keys.own
 
-            return Role(
-                self._config.name, name, HttpServerActor, arguments, self.site, Life(self._config.start_timeout_s)
-            )
+            life = Life(self._config.start_timeout_s)
+            return Role(self._config.name, name, HttpServerActor, arguments, self.site, life, has_streams=True)
 
         return [role(f"http-{number}") for number in range(self._config.http_servers if self._config.http else 0)]
 

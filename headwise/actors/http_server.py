@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headwise.actors.addresses import check_free
-from headwise.actors.ending import Ending
-from headwise.actors.front import About
+from headwise.actors.addresses import check_free, scheduler_host
+from headwise.actors.ending import Ending, end_this_actor
+from headwise.actors.front import About, Front
+from headwise.actors.notice import at_its_node
 from headwise.actors.remote import remote
 from headwise.log_lines import show_log_lines
 from headwise.runtime.config.addresses import is_loopback
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from headwise.runtime.http.spans import Tracing
 
 log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 3.0
+"""For what is told at the end of a server that leaves, and for its process to end."""
 
 
 @remote(max_concurrency=5)
@@ -44,6 +51,8 @@ class HttpServerActor:
         self._keys = keys
         self._closing: list[Callable[[], None]] = []
         self._server: Any = None
+        self._client: Any = None
+        self._is_leaving = False
         self._ending = Ending()
 
     def ready(self) -> int:
@@ -74,7 +83,7 @@ class HttpServerActor:
         limits = TextLimits(card.max_model_len, tokenizer.longest_token)
         texts = ModelTexts(directory, tokenizer, limits, card.config.vocab_size, config.chat_template)
         self._closing.append(texts.close)
-        client = Client(self._scheduler, keys=self._keys)
+        client = self._client = Client(self._scheduler, keys=self._keys)
         self._closing.append(client.close)
         counts = RequestMetrics(self._name)
         api_keys = ApiKeys(read_keys(config.api_key, config.api_key_file))
@@ -111,7 +120,31 @@ class HttpServerActor:
 
     def about(self) -> About:
         """For an owner that finds this actor."""
-        return About()
+        return About(is_leaving=self._is_leaving)
+
+    def follow(self, front: Front) -> None:
+        """The scheduler is there from now on, or soon."""
+        if self._client is not None:
+            self._client.follow(f"tcp://{scheduler_host(self._config.host, front.node)}:{front.port}")
+
+    def leave(self, timeout_s: float, until: float = math.inf) -> None:
+        """Another server takes its place, on another node. This one takes no more connections, and ends when the
+        answers under way have, or after ``timeout_s``: then `ended` returns.
+
+        until: when the node is taken away, as `time.time` counts somewhere
+        """
+        self._is_leaving = True
+        timeout_s = at_its_node(timeout_s, until, time.time())
+        end_this_actor(timeout_s + 2 * LAST_WORDS_S)  # whatever hangs
+        threading.Thread(target=self._leave, args=(timeout_s,), name="headwise-leaving", daemon=True).start()
+
+    def _leave(self, timeout_s: float) -> None:
+        server = self._server
+        if server is not None and not server.leave(timeout_s):
+            log.warning("%s ends %d answers: its node is about to go", self._name, server.num_connections)
+            self._client.close("the node of this HTTP server is about to go: ask again, where the deployment is now")
+        self.stop()
+        end_this_actor(LAST_WORDS_S)
 
     def loop_count(self) -> int:
         """See `HttpServer`."""

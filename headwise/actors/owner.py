@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
 from headwise.actors.cluster import Cluster
 from headwise.actors.deployment import Deployment
+from headwise.actors.ending import end_this_actor
 from headwise.actors.found import end_all, find_parts
 from headwise.actors.front import Keys
 from headwise.actors.remote import remote
@@ -97,7 +97,7 @@ class Owner:
             if self._settled.wait(_ABANDON_S) and self._failure is None and drain:
                 self._deployment.drain()
             self._deployment.stop()
-        _end_soon()
+        end_this_actor(_LAST_WORDS_S)
 
     # ---- the owner's thread ----
 
@@ -154,7 +154,7 @@ class Owner:
     def _fail(self, error: HeadwiseError) -> None:
         self._failure = error
         self._deployment.stop()
-        _end_soon()
+        end_this_actor(_LAST_WORDS_S)
 
 
 class _Stages:
@@ -169,15 +169,3 @@ class _Stages:
 
     def update(self, done: int, total: int) -> None:
         pass
-
-
-def _end_soon() -> None:
-    """End this actor for good, unless somebody else has done so by then."""
-    me: Any = ray.get_runtime_context().current_actor
-
-    def end() -> None:
-        ray.kill(me, no_restart=True)
-
-    timer = threading.Timer(_LAST_WORDS_S, end)
-    timer.daemon = True
-    timer.start()

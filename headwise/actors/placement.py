@@ -64,6 +64,16 @@ def cluster_gpus() -> int:
     return int(_ray.cluster_resources().get("GPU", 0))
 
 
+def gpus_here() -> int:
+    """GPUs that a local Ray instance would have: of this machine, those that this process may see."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    manager: Any = get_accelerator_manager_for_resource("GPU")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    found = int(manager.get_current_node_num_accelerators())
+    return found if visible is None else min(found, len(visible))
+
+
 def resolve(config: EngineConfig) -> EngineConfig:
     """What is ``auto`` and depends on the cluster, as what it stands for here.
 

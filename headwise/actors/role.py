@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
 
-from headwise.actors.names import NAMESPACE, STANDBY, actor_name
+from headwise.actors.names import NAMESPACE, STANDBY, actor_name, next_name
 from headwise.actors.process import Process, process_of
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import HeadwiseError
@@ -36,6 +37,36 @@ class Site(Protocol):
     def release(self) -> None: ...
 
 
+@dataclass
+class PastSite:
+    """Where an actor is whose role has gone elsewhere; empty: nobody knows."""
+
+    node: str = ""
+    address: str = ""
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset((self.node,)) if self.node else frozenset()
+
+    def choose(self, life: Life) -> None:
+        """There is nothing to choose: no actor is made there any more."""
+
+    def is_alive(self) -> bool:
+        return False
+
+    def is_placed(self) -> bool:
+        return False
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def needs(self) -> str:
+        return ""
+
+    def release(self) -> None:
+        """It took nothing."""
+
+
 class Role:
     """One part of the deployment (``scheduler``, ``store``, ``engine-N``): its present actor, and how to make the next.
 
@@ -48,6 +79,9 @@ class Role:
     is_adopted: the actor was taken over, and has not said yet whether it serves
     leave_by: it is to end, and not to be started again; killed if it still lives then
     standby:  takes the actor's place when it ends, if it is ready
+    known_as: the role whose name the actor has, or is to have, where that is another one
+    has_streams: whether its actors may have begun what they should end when the role goes to another node: their class
+              has `leave` and `follow` (see `FormerRole`)
     """
 
     def __init__(
@@ -58,8 +92,9 @@ class Role:
         arguments: Callable[[], tuple[Any, ...]],
         site: Site,
         life: Life,
+        has_streams: bool = False,
     ) -> None:
-        self.name = name
+        self.name = self.known_as = name
         self.site = site
         self.life = life
         self.handle: Any | None = None
@@ -72,9 +107,9 @@ class Role:
         self.has_served = False
         self.leave_by = math.inf
         self.standby: StandbyRole | None = None
+        self.has_streams = has_streams
         self._deployment = deployment
         self._process: Any = None
-        self._actor_name = actor_name(deployment, name)
         self._class = actor_class
         self._arguments = arguments
 
@@ -88,7 +123,7 @@ class Role:
 
     def create(self) -> None:
         """Make the actor. Raises ValueError if its name is taken."""
-        options = {"name": self._actor_name, "namespace": NAMESPACE, **self.site.options()}
+        options = {"name": actor_name(self._deployment, self.known_as), "namespace": NAMESPACE, **self.site.options()}
         self._take(self._class.options(**options).remote(*self._arguments(), self.starts))
 
     def promote(self) -> bool:
@@ -96,7 +131,7 @@ class Role:
         standby = self.standby
         if standby is None or standby.handle is None or standby.life.phase is not Phase.RUNNING:
             return False
-        self._actor_name, standby._actor_name = standby._actor_name, self._actor_name
+        self.known_as, standby.known_as = standby.known_as, self.known_as
         self._take(standby.handle)
         self._process = standby._process
         standby.give_away()
@@ -115,14 +150,26 @@ class Role:
     def adopt(self, handle: Any, now: float, known_as: str = "") -> None:
         """Take over an actor that is there, whoever made it. Whether it serves it has yet to say.
 
-        known_as: the role whose name it has, if that is another one: it stood by
+        known_as: the role whose name it has, if that is another one: it stood by, or had a predecessor elsewhere
         """
-        if known_as:
-            self._actor_name = actor_name(self._deployment, known_as)
+        self.known_as = known_as or self.known_as
         self.starts += 1
         self.handle, self.has_served, self.is_adopted = handle, True, True
         self.is_ready = handle.ready.remote()
         self.life.created(now)
+
+    def go(self, site: PastSite, taken: Iterable[str]) -> FormerRole:
+        """The next actor is another one, wherever its site is now. The present one is what is returned.
+
+        site:  where the present one is
+        taken: names that actors of the deployment have, without its own
+        """
+        assert self.handle is not None
+        former = FormerRole(self._deployment, self.known_as, self.handle, site)
+        self.handle = None
+        beside = [] if self.standby is None else [self.standby.known_as]
+        self.known_as = next_name(self.name, {*taken, *beside, self.known_as})
+        return former
 
     def serves(self, now: float) -> None:
         """The actor is ready. From now on the supervisor waits for its end."""
@@ -174,8 +221,8 @@ class StandbyRole(Role):
         """The standby of this role, from now on."""
         life = Life(role.life.start_timeout_s)
         super().__init__(role._deployment, f"{role.name}{STANDBY}", role._class, role._arguments, role.site, life)
-        if self._actor_name == role._actor_name:  # that of an adopted role's actor, which stood by once
-            self._actor_name = actor_name(role._deployment, role.name)
+        if self.known_as == role.known_as:  # that of an adopted role's actor, which stood by once
+            self.known_as = role.name
         self.starts = 1  # none of its actors is the first of the role
         self._role = role
         role.standby = self
@@ -191,3 +238,19 @@ class StandbyRole(Role):
 
     def _begin(self, handle: Any) -> Any:
         return handle.prepare.remote()
+
+
+class FormerRole(Role):
+    """An actor whose role has gone to another node: it ends what it has begun, and is not started again.
+
+    Its actor's class has `leave`, by which it takes nothing new and ends in time, and `follow`, which tells it where
+    scheduler and store are now. There is an actor for as long as there is this role.
+    """
+
+    handle: Any
+
+    def __init__(self, deployment: str, known_as: str, handle: Any, site: PastSite) -> None:
+        super().__init__(deployment, f"former {known_as}", None, tuple, site, Life())
+        self.known_as = known_as
+        self.handle = handle
+        self.has_served = True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 
 from headwise.actors.addresses import client_host, endpoint_here
-from headwise.actors.ending import Ending
+from headwise.actors.ending import Ending, end_this_actor
 from headwise.actors.front import About, Front, Keys
+from headwise.actors.notice import at_its_node
 from headwise.actors.owner_watch import OwnerWatch
 from headwise.actors.placement import node_address
 from headwise.actors.ray_metrics import RayMetrics
@@ -25,6 +28,11 @@ from headwise.runtime.http.deployment_metrics import DeploymentMetrics
 from headwise.sockets.curve import ClientKeys
 from headwise.storage.index.store_client import StoreClient
 
+log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 3.0
+"""For what is told at the end of a scheduler that has left, and for its process to end."""
+_LOOK_S = 0.1
 _BIND_TIMEOUT_S = 10.0
 """How long a restarted scheduler waits for its predecessor's process to free the port."""
 _BIND_RETRY_S = 0.02
@@ -60,6 +68,8 @@ class GlobalScheduler:
         self._exchange = Exchange()
         self._owner_watch: OwnerWatch | None = None
         self._asked = 0
+        self._is_leaving = False
+        self._moved_to: Front | None = None
         self._ending = Ending()
         self._starting = threading.Lock()
         self._patience_s = _BIND_TIMEOUT_S if start else 0.0
@@ -82,6 +92,8 @@ class GlobalScheduler:
         self._open()
 
     def about(self) -> About:
+        if self._is_leaving:
+            return About(self._moved_to, is_leaving=True)
         if self._server is None:
             return About()
         return About(Front(*self.address(), self._store_endpoint, self.namespace()), wish=self._exchange.agreed)
@@ -137,7 +149,8 @@ class GlobalScheduler:
         return self._preprocessor.namespace
 
     def address(self) -> tuple[str, int]:
-        return node_address(), self._port
+        """Of the scheduler: this one, or the one that has taken its place elsewhere."""
+        return node_address() if self._moved_to is None else self._moved_to.node, self._port
 
     def client_address(self) -> str:
         """Where clients connect to: ``tcp://HOST:PORT``."""
@@ -155,7 +168,44 @@ class GlobalScheduler:
             return self._asked
         return self._server.loop_count
 
+    def follow(self, front: Front) -> None:
+        """It is there now: who finds this one is told."""
+        self._moved_to = front
+
+    def leave(self, timeout_s: float, until: float = math.inf) -> None:
+        """Another scheduler takes its place, on another node. This one serves nobody any more. Streams that its relay
+        carries go on; it ends when there are none, or after ``timeout_s``: then `ended` returns.
+
+        until: when the node is taken away, as `time.time` counts somewhere
+        """
+        self._is_leaving = True
+        timeout_s = at_its_node(timeout_s, until, time.time())
+        end_this_actor(timeout_s + 2 * LAST_WORDS_S)  # whatever hangs
+        threading.Thread(target=self._leave, args=(timeout_s,), name="headwise-leaving", daemon=True).start()
+
+    def _leave(self, timeout_s: float) -> None:
+        deadline, server = time.monotonic() + timeout_s, self._server
+        if server is not None:
+            server.leave()
+            self._end_beside()
+            server.hang_up()
+            while not server.is_quiet and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            if not server.is_quiet:
+                log.warning("the relay of the scheduler that has left ends streams: its node is about to go")
+        self.stop()
+        end_this_actor(LAST_WORDS_S)
+
     def stop(self) -> None:
+        self._end_beside()
+        if self._server is not None:
+            self._server.stop()
+        if self._store is not None:
+            self._store.close()
+        self._ending.come()
+
+    def _end_beside(self) -> None:
+        """End what works beside the server. May be called again."""
         if self._owner_watch is not None:
             self._owner_watch.close()
         if self._observer is not None and self._metrics is not None:
@@ -163,11 +213,6 @@ class GlobalScheduler:
             self._metrics.close()
         if self._tokenizers is not None:
             self._tokenizers.close()  # first: the server's end waits for what is being tokenised
-        if self._server is not None:
-            self._server.stop()
-        if self._store is not None:
-            self._store.close()
-        self._ending.come()
 
     def exchange(self, fleet: FleetState) -> SchedulerNews:
         """See `Exchange.swap`: the process that started the deployment calls once a second."""

@@ -6,14 +6,15 @@ import atexit
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
 
 from headwise.actors.calls import cause_of, error_of
+from headwise.actors.notice import FAREWELL_S
 from headwise.actors.restarts import Phase
-from headwise.actors.role import Role, StandbyRole
+from headwise.actors.role import FormerRole, PastSite, Role, StandbyRole
 from headwise.errors import DeploymentError
 from headwise.liveness_clock import LivenessClock
 
@@ -92,15 +93,42 @@ class Supervisor:
             return False
         return role.life.can_be_replaced(self._now)
 
-    def move(self, role: Role) -> None:
-        """End the role's actor, and the one that stands by, and have them started where their site is now. On the
-        supervisor's thread."""
+    def move(self, role: Role, since: PastSite, timeout_s: float, until: float, taken: Collection[str] = ()) -> None:
+        """Have the role's actor, and the one that stands by, started where their site is now. Those that there are end:
+        one that has streams when these have, and after ``timeout_s`` at the latest. On the supervisor's thread.
+
+        since: where they are
+        until: when that node is taken away, as `time.time` counts somewhere
+        taken: names that actors of the deployment have
+        """
         log.warning("%s goes to node %s", role.name, role.site.address)
-        for each in (role, role.standby):
-            if each is not None and each.life.phase in (Phase.STARTING, Phase.RUNNING):
-                each.kill()
-                each.handle = None
-                each.life.displaced(self._now)
+        for former in [each for each in self.formers if each.site.address == role.site.address]:
+            self.retire(former, "what follows it comes to its node")
+        if role.standby is not None:
+            self._displace(role.standby)
+        if role.has_streams and role.handle is not None and (role.life.phase is Phase.RUNNING or role.is_adopted):
+            former = role.go(since, taken)
+            former.handle.leave.remote(timeout_s, until)
+            self.add_former(former, timeout_s)
+            role.life.displaced(self._now)
+        else:
+            self._displace(role)
+
+    def _displace(self, role: Role) -> None:
+        if role.life.phase in (Phase.STARTING, Phase.RUNNING):
+            role.kill()
+            role.handle = None
+            role.life.displaced(self._now)
+
+    def add_former(self, former: FormerRole, timeout_s: float) -> None:
+        """Watch an actor that is leaving, and ends by itself within ``timeout_s``."""
+        former.leave_by = self._clock() + timeout_s + FAREWELL_S
+        self.add(former)
+
+    @property
+    def formers(self) -> list[FormerRole]:
+        """Those that end what they have begun at another node."""
+        return [role for role in self._roles.values() if isinstance(role, FormerRole)]
 
     def retire(self, role: Role, why: str) -> None:
         """Forget a role, end its actor if it still lives, and give back its place. On the supervisor's thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 PORTION = 1 << 16
@@ -17,15 +17,17 @@ _LAST_WORDS_S = 1.0
 Stream = tuple[StreamReader, StreamWriter]
 
 
-async def join(one: Stream, other: Stream) -> None:
+async def join(one: Stream, other: Stream, passed: Callable[[], None] = lambda: None) -> None:
     """Copy in both directions until one side ends; then close both, which get what was sent before.
 
     At most two buffers are kept: if one side does not read, the other side cannot write.
+
+    passed: called whenever something has come
     """
     try:
         directions = [
-            asyncio.ensure_future(_copy(one[0], other[1])),
-            asyncio.ensure_future(_copy(other[0], one[1])),
+            asyncio.ensure_future(_copy(one[0], other[1], passed)),
+            asyncio.ensure_future(_copy(other[0], one[1], passed)),
         ]
         try:
             await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
@@ -47,9 +49,10 @@ async def say_last(words: bytes, stream: Stream) -> None:
     await asyncio.wait_for(_ignore(reader), CLOSE_S)  # unread data would reset the connection
 
 
-async def _copy(reader: StreamReader, writer: StreamWriter) -> None:
+async def _copy(reader: StreamReader, writer: StreamWriter, passed: Callable[[], None]) -> None:
     with suppress(OSError):
         while data := await reader.read(PORTION):
+            passed()
             writer.write(data)
             await writer.drain()
 

@@ -18,7 +18,7 @@ from headwise.actors.http_server import check_http_start, http_address
 from headwise.actors.restarts import Life
 from headwise.actors.role import Role
 from headwise.actors.supervisor import Supervisor
-from headwise.errors import ConfigError, DeploymentError
+from headwise.errors import ConfigError, DeploymentError, ModelError
 
 KEY = "sk-0123456789"
 
@@ -29,6 +29,22 @@ def test_a_taken_port_is_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch)
         port = taken.getsockname()[1]
         with pytest.raises(DeploymentError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*choose another --http"):
             Deployment.start(EngineConfig(port=0, http=port))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"tp_size": 2, "tp_placement": "any"}, "tp_placement any does not go with device cpu"),
+        ({"model": "/no/such/model"}, "/no/such/model"),
+    ],
+)
+def test_what_this_machine_cannot_serve_is_told_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], error: str
+) -> None:
+    monkeypatch.setattr("headwise.actors.cluster.Cluster.start", lambda: pytest.fail("Ray was started"))
+    monkeypatch.setattr(placement, "gpus_here", lambda: 0)
+    with pytest.raises((ConfigError, ModelError), match=error):
+        Deployment.start(EngineConfig(port=0, **options))
 
 
 def test_a_port_that_another_server_would_share_is_taken() -> None:

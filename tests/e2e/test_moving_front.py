@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import ray
 from support.commands import as_flags
+from support.drained import drain_node
 from support.endless_load import EndlessLoad
+from support.free_ports import free_ports
 from support.nodes import DETACHED, NODE_MARKS, Node, Nodes
 from support.reference import answers
 from support.waiting import PATIENCE_S, eventually
@@ -26,8 +33,19 @@ from headwise.errors import DeploymentError
 
 pytestmark = NODE_MARKS
 
-CONFIG = replace(DETACHED, replicas=3)
+KEY = "sk-of-the-test"
+CONFIG = replace(
+    DETACHED,
+    replicas=3,
+    http=free_ports(1)[0],
+    api_key=KEY,
+    max_model_len=2048,
+    kv_cache="256MiB",
+    drain_timeout_s=5 * PATIENCE_S,
+)
 TOKENS = 16
+LONG = 600
+"""Tokens of an answer that is not over when the front has gone to another node."""
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:3]
 
 
@@ -88,6 +106,74 @@ def test_a_node_that_is_told_to_end_is_left_by_front_and_engine_before_it_does(n
         nodes.add(engine=1)
         eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
         assert load.end() > 0
+
+
+def test_streams_of_http_and_of_the_relay_go_on_through_a_front_that_has_left_its_node(
+    nodes: Nodes, front: Node
+) -> None:
+    """`ray drain-node`, as autoscalers do it: what was begun there ends there."""
+    address, keys = resolve_client(nodes.address, CONFIG.name)
+    with (
+        connection(nodes.address),
+        ThreadPoolExecutor() as pool,
+        Client(address, relay="always", keys=keys) as relayed,
+    ):
+        eventually(lambda: len(relayed.stats()["engines"]) == 3, otherwise=relayed.stats)
+        whole = completion(front.address, stream=False)["choices"][0]["text"]
+        stream = relayed.stream("Once upon a time", temperature=0.0, max_tokens=LONG, ignore_eos=True)
+        told = [next(stream).text]
+        over_http = pool.submit(events, front.address)
+        by_relay = pool.submit(lambda: "".join([*told, *(delta.text for delta in stream)]))
+        drain_node(nodes.address, node_id(front))
+        eventually(lambda: not listens(front.address, CONFIG.http))
+        assert not over_http.done(), over_http.result()
+        eventually(lambda: scheduler_host(nodes) not in ("", front.address), otherwise=lambda: scheduler_host(nodes))
+        assert not by_relay.done(), by_relay.result()
+        eventually(lambda: listens(scheduler_host(nodes), CONFIG.http))
+        assert completion(scheduler_host(nodes), stream=False, max_tokens=4)["usage"]["completion_tokens"] == 4
+        assert over_http.result(5 * PATIENCE_S) == whole
+        assert by_relay.result(5 * PATIENCE_S) == whole
+        eventually(lambda: not find_parts(CONFIG.name).leaving, otherwise=lambda: find_parts(CONFIG.name).leaving)
+
+
+def node_id(node: Node) -> str:
+    """Ray's."""
+    return next(str(each["NodeID"]) for each in ray.nodes() if each["NodeManagerAddress"] == node.address)
+
+
+def completion(host: str, **options: Any) -> dict[str, Any]:
+    response = httpx.post(**asked(host, **options))
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def events(host: str) -> str:
+    """The text of a whole stream of events."""
+    with httpx.stream("POST", **asked(host, stream=True)) as response:
+        told = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert told[-1] == "[DONE]", told[-3:]
+    parts = [json.loads(each) for each in told[:-1]]
+    assert not any("error" in part for part in parts), parts[-1]
+    return "".join(choice["text"] for part in parts for choice in part["choices"])
+
+
+def asked(host: str, **options: Any) -> dict[str, Any]:
+    body = {"model": CONFIG.model, "prompt": "Once upon a time", "temperature": 0, "max_tokens": LONG}
+    return {
+        "url": f"http://{host}:{CONFIG.http}/v1/completions",
+        "headers": {"authorization": f"Bearer {KEY}"},
+        "json": {**body, "ignore_eos": True, **options},
+        "timeout": 5 * PATIENCE_S,
+    }
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 5.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def scheduler_host(nodes: Nodes) -> str:

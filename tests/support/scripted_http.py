@@ -57,10 +57,12 @@ class ScriptedTexts:
 
 @dataclass(frozen=True)
 class Served:
-    """A server's port, and who asks it."""
+    """A server's port, who asks it, the server itself, and the client that it has."""
 
     port: int
     http: httpx.Client
+    server: HttpServer
+    client: Client
 
     @property
     def base_url(self) -> str:
@@ -76,6 +78,6 @@ def serving(deployment: Deployment, texts: Texts | None = None, **options: Any) 
         server.start()
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=120.0) as http:
-                yield Served(server.port, http)
+                yield Served(server.port, http, server, client)
         finally:
             server.stop()

@@ -205,10 +205,15 @@ class Client:
 
     # ---- end ----
 
-    def close(self) -> None:
-        """Abort running requests and disconnect; idempotent."""
+    def follow(self, address: str) -> None:
+        """The deployment's scheduler is at this address from now on, or soon: what is asked of it is asked there, also
+        what was asked before. What engines stream goes on."""
+        self._io.follow(_resolve(address)[0])
+
+    def close(self, reason: str = "the client was closed") -> None:
+        """Abort running requests, which are told the reason, and disconnect; idempotent."""
         if hasattr(self, "_io"):
-            self._io.close()
+            self._io.close(reason)
 
     def __enter__(self) -> Client:
         return self

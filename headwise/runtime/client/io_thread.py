@@ -100,6 +100,8 @@ class ClientIO:
         self._scheduler = Peer(self._context, endpoint, keys)
         self._engines: dict[str, Peer] = {}
         self._calls: dict[str, Call] = {}  # those that engines serve, by request id
+        self._may_move = locate is not None
+        self._reason = ""  # why it is closed
         self._has_told = False  # that calls wait, since the last one that found an engine
         self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
         self._closed = False
@@ -131,11 +133,16 @@ class ClientIO:
         """Have every engine carry out an operation. When all are done, deliver the blocks that each forgot, by name."""
         self.ask(GetEngines, partial(self._ask_engines, action, tier, deliver))
 
-    def close(self) -> None:
-        """End every call with `RequestAbortedError` and close the sockets; idempotent."""
+    def follow(self, endpoint: str) -> None:
+        """The scheduler is to be found there from now on, or soon. Open questions are asked again there."""
+        self._may_move = True
+        self._found(endpoint)
+
+    def close(self, reason: str = "the client was closed") -> None:
+        """End every call with a `RequestAbortedError` of this reason, and close the sockets; idempotent."""
         with self._lock:
             if not self._closed:
-                self._closed = True
+                self._closed, self._reason = True, reason
                 self._wake()
         if threading.current_thread() is not self._thread:  # the garbage collector may call from anywhere
             self._thread.join()
@@ -155,10 +162,11 @@ class ClientIO:
     # ---- the thread ----
 
     def _run(self) -> None:
-        reason: HeadwiseError = RequestAbortedError("the client was closed")
+        reason: HeadwiseError
         try:
             while not self._closed:
                 self._run_once()
+            reason = RequestAbortedError(self._reason)
         except Exception as error:
             log.exception("the client's thread failed")
             reason = DeploymentError(f"the client of {self.endpoint} failed ({error!r}); make a new one")
@@ -372,6 +380,9 @@ class ClientIO:
         log.warning("the scheduler has moved from %s to %s", self._scheduler.endpoint, endpoint)
         self.endpoint = endpoint
         self._ways.follow(endpoint)
+        for peer in [each for each in self._engines.values() if self._ways.is_by_former(each) and not each.awaiting]:
+            del self._engines[peer.endpoint]
+            peer.close()
         self._scheduler.move(endpoint)
         self._scheduler.ask_again()
 
@@ -409,7 +420,7 @@ class ClientIO:
     @property
     def _refused_limit_s(self) -> float:
         """One that may move takes its time: its node must be known to be dead."""
-        return REFUSED_S if self._locator is None else RECONNECT_S
+        return RECONNECT_S if self._may_move else REFUSED_S
 
     def _forgive(self, scheduler: Peer) -> None:
         """The relay was lost with the scheduler: engines that were lost a moment before, and are reached through it, do
@@ -469,7 +480,8 @@ class ClientIO:
         An engine's connection is closed; the next ticket for it opens a new one.
         """
         is_engine = self._engines.get(peer.endpoint) is peer
-        is_lost = self._scheduler.is_made or not peer.is_relayed  # else only the relay is, with the scheduler
+        # Else only the relay is, with the scheduler.
+        is_lost = not peer.is_relayed or (self._scheduler.is_made and not self._ways.is_by_former(peer))
         if is_engine:
             del self._engines[peer.endpoint]
             self._ways.note_failed(peer)

@@ -121,6 +121,7 @@ class Peer:
     is_made:      whether there is a connection, on which both sides have said hello
     refusal:      why the other side does not take this client; empty: nothing is known
     is_trial:     whether messages are held back until there is one, so that they can go another way instead (`go_by`)
+    relay:        the scheduler whose relay it leads through, if it leads through one
     """
 
     _refused_at: float | None = None  # since when every attempt to connect has failed
@@ -144,6 +145,7 @@ class Peer:
         self.refusal = ""
         self._address = address or endpoint
         self.is_trial = is_trial
+        self.relay = ""
         self._held: list[bytes] = []
         self.awaiting: dict[Any, Any] = {}
         self.heard = self.pinged = 0.0

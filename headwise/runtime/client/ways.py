@@ -36,20 +36,23 @@ class Ways:
         self._relay = relay
         self._keys = keys
         self._forwarder: Forwarder | None = None
+        self._former: list[Forwarder] = []  # by way of schedulers that have moved
         self._relayed_hosts: set[str] = set()
         self._has_told = False
 
     def open(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Peer:
         """A connection to the engine at ``endpoint``."""
         if self._relay == "always" or _host(endpoint) in self._relayed_hosts:
-            return Peer(context, endpoint, self._keys, address=self._relayed(endpoint))
+            peer = Peer(context, endpoint, self._keys, address=self._relayed(endpoint))
+            peer.relay = self._scheduler
+            return peer
         return Peer(context, endpoint, self._keys, is_trial=self._relay == "auto")
 
     def follow(self, scheduler: str) -> None:
-        """The scheduler is there now, and the relay with it."""
+        """The scheduler is there now, and the relay with it. What goes through the one before may go on."""
         self._scheduler = scheduler
         if self._forwarder is not None:
-            self._forwarder.close()
+            self._former.append(self._forwarder)
             self._forwarder = None
 
     def detour(self, peer: Peer) -> bool:
@@ -57,7 +60,12 @@ class Ways:
         if not peer.is_trial:
             return False
         peer.go_by(self._relayed(peer.endpoint))
+        peer.relay = self._scheduler
         return True
+
+    def is_by_former(self, peer: Peer) -> bool:
+        """Whether a connection leads through the relay of a scheduler that has moved."""
+        return peer.is_relayed and peer.relay != self._scheduler
 
     def is_overdue(self, peer: Peer, now: float) -> bool:
         """Whether a direct connection should have been made by now, and may be led through the relay."""
@@ -91,8 +99,9 @@ class Ways:
         return f" {how} ({failure})" if failure else f" {how}"
 
     def close(self) -> None:
-        if self._forwarder is not None:
-            self._forwarder.close()
+        for forwarder in (*self._former, self._forwarder):
+            if forwarder is not None:
+                forwarder.close()
 
     def _relayed(self, endpoint: str) -> str:
         if self._forwarder is None:

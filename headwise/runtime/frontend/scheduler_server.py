@@ -159,21 +159,43 @@ class SchedulerServer:
         )
         self._started = self._clock()
         self._watch_at = self._sweep_at = self._started
-        self._stopping = threading.Event()
+        self._stopping, self._closing, self._has_left = threading.Event(), threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
 
     def start(self) -> None:
         self._proxy.start(int(self._listener.endpoint.rpartition(":")[2]))
         self._thread.start()
 
+    def leave(self) -> None:
+        """Another scheduler takes its place elsewhere: answer nobody any more, as after a sudden death. After `hang_up`
+        clients and engines turn to the other one. Connections to engines that lead through here go on until `stop`.
+        """
+        self._has_left = True
+        self._proxy.leave()
+        self._end_loop()
+
+    def hang_up(self) -> None:
+        """End the connections of clients and engines, once what is being tokenised is."""
+        with self._closing:
+            if not self._context.closed:
+                self._preprocessing.close()
+                self._listener.close()
+                close_context(self._context, linger_ms=100)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether, after `hang_up`, nothing leads through here any more."""
+        return self._proxy.is_quiet
+
     def stop(self) -> None:
+        self._end_loop()
+        self.hang_up()
+        self._proxy.close()
+
+    def _end_loop(self) -> None:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._preprocessing.close()
-        self._listener.close()
-        close_context(self._context, linger_ms=100)
-        self._proxy.close()
 
     # ---- the loop ----
 
@@ -192,6 +214,8 @@ class SchedulerServer:
             self._dispatch()
             self._watch()
             self.loop_count += self._proxy.is_open
+        if self._has_left:
+            return
         stopping = DeploymentError("the deployment is stopping")
         for call in list(self._calls.values()):
             self._close(call)

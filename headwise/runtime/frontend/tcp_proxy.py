@@ -10,7 +10,9 @@ import asyncio
 import os
 import re
 import socket
+import time
 from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable
 
 from headwise.errors import DeploymentError
 from headwise.runtime.frontend.relay import Relay
@@ -19,6 +21,9 @@ from headwise.sockets.connection_limit import ConnectionLimit
 from headwise.sockets.endpoint import Endpoint
 from headwise.sockets.streams import PORTION, Stream, StreamThread, join, say_last
 
+QUIET_S = 10.0
+"""A connection over which nothing has gone for so long has no stream: who waits for an engine asks every second whether
+it lives."""
 HELLO_S = 30.0
 """Longest wait for the first bytes of a connection, and for a whole SOCKS5 handshake."""
 
@@ -38,7 +43,7 @@ class TcpProxy(StreamThread):
     relay: which engines connections may be passed on to
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, clock: Callable[[], float] = time.monotonic) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=1024)
@@ -53,12 +58,27 @@ class TcpProxy(StreamThread):
         self.relay = Relay()
         self._inner_port = 0
         self._limit = ConnectionLimit(f"{host}:{self.port}")
+        self._clock = clock
+        self._passed_at = clock()
         self._server: asyncio.Server | None = None
 
     def start(self, inner_port: int) -> None:
         """Pass on ZeroMQ connections to this port of the loopback interface."""
         self._inner_port = inner_port
         self._thread.start()
+
+    def leave(self) -> None:
+        """Stop listening. Connections go on until one side ends them."""
+        assert self._server is not None
+        self._loop.call_soon_threadsafe(self._server.close)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no connection has a stream any more, after `leave`."""
+        return not self._connections or self._clock() - self._passed_at > QUIET_S
+
+    def _note_passed(self) -> None:
+        self._passed_at = self._clock()
 
     def close(self) -> None:
         """Stop listening, and end connections, which have a second to deliver what was sent."""
@@ -90,7 +110,7 @@ class TcpProxy(StreamThread):
         elif first:
             await say_last(_line(first, writer), (reader, writer))
         if inner is not None:
-            await join((reader, writer), inner)
+            await join((reader, writer), inner, self._note_passed)
 
 
 def _line(first: bytes, writer: StreamWriter) -> bytes:

@@ -7,9 +7,12 @@ import logging
 import socket
 import ssl
 import threading
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -23,6 +26,7 @@ log = logging.getLogger(__name__)
 _START_S = 30.0
 _LAST_WORDS_S = 1
 """Seconds for the answers under way when the server stops."""
+_LOOK_S = 0.05
 _SEND_BUFFER = 128 << 10
 """Of a connection in the system, whose own choice is megabytes for who does not read."""
 
@@ -93,6 +97,7 @@ class HttpServer:
                 timeout_notify=0,
             )
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="headwise-http", daemon=True)
         self._ended = threading.Event()
 
@@ -108,6 +113,36 @@ class HttpServer:
             self.stop()
             raise DeploymentError(f"the HTTP server on port {self.port} did not start; its log says why")
 
+    @property
+    def num_connections(self) -> int:
+        """Those that are open."""
+        return len(self._server.server_state.connections)
+
+    def leave(self, timeout_s: float) -> bool:
+        """Take no more connections, close each when its answer under way has ended, and return when all have. False:
+        after ``timeout_s`` some have not; `stop` ends them, and may be called meanwhile.
+        """
+        has_left, deadline = threading.Event(), time.monotonic() + timeout_s
+        assert self._loop is not None, "it was started"
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._take_no_more, has_left, frozenset())
+        while not self._ended.wait(_LOOK_S) and not (has_left.is_set() and not self.num_connections):
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def _take_no_more(self, has_left: threading.Event, told: frozenset[asyncio.Protocol]) -> None:
+        """On the loop, for as long as it runs: a connection that was being made may come later than the others."""
+        assert self._loop is not None
+        for server in self._server.servers:
+            server.close()
+        connections = frozenset(self._server.server_state.connections)
+        for connection in connections - told:
+            with suppress(h11.LocalProtocolError):  # it has failed, and is being closed
+                connection.shutdown()
+        has_left.set()
+        self._loop.call_later(_LOOK_S, self._take_no_more, has_left, connections)
+
     def stop(self) -> None:
         """Take no more connections, and end the others soon. Idempotent."""
         self._server.should_exit = True
@@ -117,11 +152,15 @@ class HttpServer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._server.serve(sockets=[self._listener]))
+            asyncio.run(self._serve())
         except Exception:
             log.exception("the HTTP server on port %d failed", self.port)
         finally:
             self._ended.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve(sockets=[self._listener])
 
     async def _beat(self) -> None:
         self.loop_count += 1

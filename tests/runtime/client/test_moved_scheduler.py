@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.engine.scripted import ScriptedCore
 from support.engine.scripted_deployment import Deployment
+from support.free_ports import free_ports
 from support.passing_on import PortForward
+from support.waiting import eventually
 
 from headwise.runtime.client import client as client_module
 from headwise.runtime.client import io_thread, locator
@@ -37,3 +41,19 @@ def test_a_client_that_can_ask_finds_the_scheduler_at_its_new_address(
         before.close()  # as when its machine is lost: it says no last words
         assert client.generate("abc", max_tokens=2).usage.completion_tokens == 2
         assert client.stats()["engines"]
+
+
+def test_a_client_that_is_told_where_the_scheduler_will_be_waits_for_it_there(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_thread, "REFUSED_S", 0.0)
+    host, _, port = deployment.address.rpartition(":")
+    before, later = PortForward(host, int(port)), free_ports(1)[0]
+    with Client(before.address) as client, ThreadPoolExecutor() as pool:
+        client.follow(f"127.0.0.1:{later}")
+        before.close()
+        asked = pool.submit(client.generate, "abc", max_tokens=2)
+        scheduler = client._io._scheduler
+        eventually(lambda: scheduler.refused_s(time.monotonic()) > 0.0)
+        client.follow(deployment.address)
+        assert asked.result().usage.completion_tokens == 2

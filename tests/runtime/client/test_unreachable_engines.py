@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import tempfile
@@ -35,13 +36,11 @@ SILENT = "192.0.2.1"
 
 
 class Preprocessor:
-    def __init__(self) -> None:
-        self._count = 0
+    _numbers = itertools.count(1)  # of all schedulers: no two requests have one id
 
     def prepare(self, *, sampling: dict[str, Any], **_: Any) -> GenerateRequest:
-        self._count += 1
         params = SamplingParams.from_wire(sampling)
-        return GenerateRequest(f"r{self._count}", np.array([1, 2, 3], np.int32), params)
+        return GenerateRequest(f"r{next(self._numbers)}", np.array([1, 2, 3], np.int32), params)
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
         return []
@@ -68,6 +67,15 @@ class Place:
         self.scheduler._send = lambda identity, message: None  # type: ignore[method-assign]
         self.scheduler.stop()
         self.scheduler = self._start_scheduler(self.port)
+
+    def move_scheduler(self, engine: EngineServer) -> str:
+        """To another address, which is returned, in an orderly way: the relay that there was goes on."""
+        former, self.scheduler = self.scheduler, self._start_scheduler(0)
+        former.leave()
+        former.hang_up()
+        engine.follow(f"tcp://127.0.0.1:{self.scheduler.port}", "")
+        self._to_end.append(former.stop)
+        return f"127.0.0.1:{self.scheduler.port}"
 
     def engine(self, core: ScriptedCore, advertised: str, name: str = "engine-0") -> EngineServer:
         reporting = Reporting(f"tcp://127.0.0.1:{self.port}", SECRET, name, advertised)
@@ -293,6 +301,43 @@ def test_relayed_streams_go_on_when_the_scheduler_is_started_again(place: Place,
         said += "".join(next(stream).text for _ in range(20))
     assert said + "".join(delta.text for delta in stream) == numbers(300)
     assert place.counts["relayed"] == 1  # of the last scheduler
+
+
+def test_relayed_streams_go_on_through_a_scheduler_that_has_moved_also_once_the_client_asks_the_next_one(
+    place: Place, patient: None
+) -> None:
+    core = slow_core()
+    engine, client, former = place.engine(core, NOWHERE), place.client("always"), place.scheduler
+    stream = client.stream("abc", max_tokens=120)
+    said = "".join(next(stream).text for _ in range(20))
+    address = place.move_scheduler(engine)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", former.port))
+    said += "".join(next(stream).text for _ in range(20))
+    client.follow(address)
+    assert client.generate("abc", max_tokens=3).text == numbers(3)
+    assert not former.is_quiet
+    assert said + "".join(delta.text for delta in stream) == numbers(120)
+    assert core.aborted == [], "and no request was sent anew"
+    client.close()
+    eventually(lambda: former.is_quiet)
+
+
+def test_relayed_streams_that_a_scheduler_that_has_moved_cuts_go_on_through_the_next_one_and_no_engine_counts_as_lost(
+    place: Place, patient: None
+) -> None:
+    core = slow_core()
+    engine, client, former = place.engine(core, NOWHERE), place.client("always"), place.scheduler
+    stream = client.stream("abc", max_tokens=120)
+    said = "".join(next(stream).text for _ in range(20))
+    client.follow(place.move_scheduler(engine))
+    assert client.stats()["scheduler"]["rerouted"] == 0
+    core.gate.clear()  # else it might say all while the former one still has its last words
+    former.stop()
+    core.gate.set()
+    assert said + "".join(delta.text for delta in stream) == numbers(120)
+    assert client.stats()["scheduler"]["relay"]["relayed"] == 1
+    assert client.stats()["scheduler"]["rerouted"] == 0, "the engine it had been at was not named as lost"
 
 
 def test_a_client_that_was_closed_leaves_no_thread_and_no_file(

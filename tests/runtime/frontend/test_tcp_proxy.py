@@ -151,3 +151,39 @@ def test_connections_beyond_the_limit_are_closed_at_once(proxy: TcpProxy) -> Non
     kept[1].sendall(b"hello?\r\n")
     kept[1].shutdown(socket.SHUT_WR)
     assert read_all(kept[1]).startswith(b"headwise serves here")
+
+
+def test_an_entrance_that_is_left_takes_no_connections_and_is_quiet_once_nothing_goes_through_the_others(
+    inner: socket.socket,
+) -> None:
+    now = [0.0]
+    proxy = TcpProxy("127.0.0.1", 0, clock=lambda: now[0])
+    proxy.start(inner.getsockname()[1])
+    outside = connect(proxy)
+    outside.sendall(b"\xff hello")
+    inside, _ = inner.accept()
+    assert inside.recv(100) == b"\xff hello"
+    proxy.leave()
+    eventually(lambda: not listens(proxy.port))
+    now[0] = tcp_proxy_module.QUIET_S
+    inside.sendall(b"an answer")
+    assert outside.recv(100) == b"an answer"
+    now[0] = 2 * tcp_proxy_module.QUIET_S
+    assert not proxy.is_quiet, "just as long ago as is not quiet yet"
+    now[0] += 1.0
+    assert proxy.is_quiet
+    outside.sendall(b"a question")
+    assert inside.recv(100) == b"a question"
+    eventually(lambda: not proxy.is_quiet)
+    outside.close()
+    eventually(lambda: proxy.is_quiet)
+    inside.close()
+    proxy.close()
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True

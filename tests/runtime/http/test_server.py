@@ -6,8 +6,10 @@ import json
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.engine.scripted import ScriptedCore
 from support.engine.scripted_deployment import Deployment
 from support.scripted_http import MODEL, ScriptedTexts, Served, serving
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError, DeploymentError, EngineDiedError, HeadwiseError, NotReadyError
 from headwise.runtime.client.client import Client
@@ -177,6 +179,81 @@ def test_several_servers_share_a_port_and_go_on_without_each_other(deployment: D
         second.stop()
         with pytest.raises(httpx.ConnectError):
             httpx.get(url)
+
+
+@contextmanager
+def streaming(served: Served) -> Iterator[Iterator[str]]:
+    """The texts of a stream over a connection of its own, which has begun."""
+    body = {"prompt": "abc", "max_tokens": 40, "stream": True}
+    with (
+        httpx.Client(base_url=served.base_url, timeout=120.0) as http,
+        http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        told = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        assert json.loads(next(told))["choices"][0]["text"] == "0 "
+        yield told
+
+
+def test_a_server_that_leaves_takes_no_connections_and_ends_what_it_has_begun(
+    gate: threading.Event, served: Served
+) -> None:
+    served.http.get("/health")  # its connection stays open
+    with ThreadPoolExecutor() as pool, streaming(served) as told:
+        gate.clear()
+        whole = pool.submit(httpx.post, f"{served.base_url}/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        eventually(lambda: served.server.num_connections == 3)
+        has_left = pool.submit(served.server.leave, PATIENCE_S)
+        eventually(lambda: served.server.num_connections == 2)
+        with pytest.raises(httpx.ConnectError):
+            served.http.get("/ready")
+        gate.set()
+        texts = [json.loads(each)["choices"][0]["text"] for each in told if each != "[DONE]"]
+        assert "".join(texts) == "".join(f"{number} " for number in range(1, 40))
+        assert whole.result().json()["choices"][0]["text"] == "0 1 2 "
+        assert has_left.result()
+
+
+def test_who_still_streams_when_a_server_has_left_for_long_enough_is_told(
+    gate: threading.Event, served: Served
+) -> None:
+    with streaming(served) as told:
+        gate.clear()
+        assert not served.server.leave(0.1)
+        served.client.close("the node goes")
+        *_, error, last = told
+        assert json.loads(error)["error"] == {
+            "message": "the node goes",
+            "type": "service_unavailable",
+            "param": None,
+            "code": "aborted",
+        }
+        assert last == "[DONE]"
+        eventually(lambda: not served.server.num_connections)
+
+
+def test_who_does_not_read_is_not_waited_for_when_a_server_that_leaves_is_stopped(
+    gate: threading.Event, served: Served, core: ScriptedCore
+) -> None:
+    core.pace_s = 0.0
+    body = json.dumps({"prompt": "a", "max_tokens": 10**6, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+    with socket.create_connection(("127.0.0.1", served.port)) as silent:
+        silent.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        eventually(lambda: core.live)
+        assert not served.server.leave(0.1)
+        served.client.close("the node goes")
+        served.server.stop()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", served.port))
+
+
+@pytest.fixture
+def gate(core: ScriptedCore) -> Iterator[threading.Event]:
+    """The engine's, which takes its time; open again at the end."""
+    core.pace_s = 0.01
+    yield core.gate
+    core.pace_s = 0.0
+    core.gate.set()
 
 
 def test_a_port_that_another_program_has_is_told() -> None:
