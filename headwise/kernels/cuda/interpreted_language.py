@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,12 +68,12 @@ def _patches() -> tuple[_Patch, ...]:
     def anything() -> None:
         pass
 
-    scope = _find_patches(type(anything)(anything.__code__, {"tl": tl, "core": tl.core}))
+    scope = _find_patches(FunctionType(anything.__code__, {"tl": tl, "core": tl.core}))
     scope.set_attr(tl.block_type, "__init__", _make_block_type)
     scope.set_attr(tl.tensor, "__init__", _make_tensor)
     scope.set_attr(tl.dtype, "__eq__", _are_equal)
     scope.set_attr(tl.core, "_unwrap_if_constexpr", _unwrapped)
-    before = {}
+    before: dict[tuple[int, str], tuple[Any, Any]] = {}
     for of, name, original in scope._changes:
         before.setdefault((id(of), name), (of, original))
     patched = {key: vars(of)[key[1]] for key, (of, _) in before.items()}
