@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction, TensorHandle, interpreter_builder
 from triton.runtime.jit import JITFunction
 
+from headwise.kernels.cuda import interpreted_language
 from headwise.kernels.cuda.inline_ptx import run_inline
 from headwise.kernels.cuda.launch import Grid, Variant
 
@@ -32,17 +32,7 @@ MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 # Else it computes every sum of 32 bits in 64 as well, to compare them in debug mode only.
 interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
 
-_numpy_dtype_of = interpreter._get_np_dtype
-_numpy_dtype_of_numbers = cache(_numpy_dtype_of)  # it makes a dictionary of all dtypes at every call
-
-
-def _numpy_dtype(kind: Any) -> Any:
-    of = _numpy_dtype_of if kind.scalar.is_ptr() else _numpy_dtype_of_numbers
-    return of(kind.scalar)
-
-
-interpreter._get_np_dtype = _numpy_dtype
-
+interpreted_language.install()
 
 _running = Lock()
 """While a kernel runs, Triton's language is patched for all threads."""

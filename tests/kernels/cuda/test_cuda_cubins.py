@@ -7,7 +7,6 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,9 @@ pytest.importorskip("triton")
 
 from gpu.machine_code import loops_of as machine_loops
 from gpu.machine_code import sass_of
+from support.gpu.machine_code import variant_code
 
-from headwise.kernels.cuda import cubins, packed, precompile
+from headwise.kernels.cuda import cubins, nvrtc, packed, precompile
 from headwise.kernels.cuda.attention import HEAD_DIMS, AttentionShape, variants_of
 from headwise.kernels.cuda.cubins import Compiled, CubinCache, Target, compile_variant
 from headwise.kernels.cuda.launch import CupyLauncher, Variant
@@ -38,8 +38,6 @@ def sums_in(dtype: str) -> Variant:
 
 
 SUMS = sums_in("bfloat16")
-
-cached = cache(compile_variant)
 
 WIDTHS = {"i32": 4, "fp32": 4, "i64": 8}
 """Bytes of the types that are passed by value; pointers have 8."""
@@ -99,7 +97,7 @@ def parameters_of(cubin: bytes, kernel: str) -> list[int]:
 @pytest.mark.parametrize("sm", EACH_SM)
 def test_machine_code_takes_the_arguments_of_the_signature_and_then_pointers_alone(sm: int, kernel: int) -> None:
     variant = variants_of(LLAMA, sm)[kernel]
-    compiled = cached(variant, Target(sm, cuda=12))
+    compiled = variant_code(variant, Target(sm, cuda=12))
     widths = parameters_of(compiled.cubin, compiled.name)
     assert widths[: len(variant.signature)] == [WIDTHS.get(type_, 8) for _, type_ in variant.signature]
     assert set(widths[len(variant.signature) :]) <= {8}
@@ -110,7 +108,7 @@ def test_machine_code_takes_the_arguments_of_the_signature_and_then_pointers_alo
 
 @pytest.mark.parametrize("sm", EACH_SM[:1] + EACH_SM[2:])
 def test_matrix_instructions_see_what_was_copied_into_shared_memory(sm: int) -> None:
-    ptx = cached(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12)).ptx
+    ptx = variant_code(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12)).ptx
     for loop in loops_of(ptx):
         for copied in re.split(r"cp\.async\.wait_group", loop)[1:]:
             before, multiplies, _ = copied.partition(MATRIX_INSTRUCTION[sm])
@@ -123,7 +121,7 @@ def test_fences_are_added_where_the_compiler_leaves_them_out(monkeypatch: pytest
     assert cubins.fenced(copied + "wgmma.mma_async.sync").startswith(
         "\tcp.async.wait_group \t0;\n\tfence.proxy.async.shared::cta;\n\tbar.sync"
     )
-    prefill = variants_of(LLAMA, 90)[PREFILL]
+    prefill = variants_of(replace(LLAMA, head_dim=64), 90)[PREFILL]
     monkeypatch.setattr(cubins, "FENCED_SINCE", (99,))
     ptx = compile_variant(prefill, Target(90, 12)).ptx
     waits = re.findall(r"cp\.async\.wait_group\s+\d+;(\s+fence\.proxy\.async)?", ptx)
@@ -133,7 +131,7 @@ def test_fences_are_added_where_the_compiler_leaves_them_out(monkeypatch: pytest
 
 @pytest.mark.parametrize("sm", EACH_SM)
 def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: int) -> None:
-    compiled = cached(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12))
+    compiled = variant_code(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12))
     assert not compiled.is_serialised
     assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
     # sm_80 has all accumulators in registers: a few values outside of the loops do not fit.
@@ -147,7 +145,7 @@ def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: in
 )
 def test_prefill_over_a_quantised_cache_has_the_registers_to_convert_it(sm: int, kv_dtype: str) -> None:
     shape = AttentionShape(share=4, head_dim=128, block_size=64, q_dtype="bfloat16", kv_dtype=kv_dtype)
-    compiled = compile_variant(variants_of(shape, sm)[PREFILL], Target(sm, cuda=12))
+    compiled = variant_code(variants_of(shape, sm)[PREFILL], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
     assert compiled.spilled_bytes <= (96 if sm == 100 else 0)
     assert not any(loop.spills for loop in machine_loops(sass_of(compiled)))
@@ -163,7 +161,7 @@ def test_prefill_over_a_quantised_cache_has_the_registers_to_convert_it(sm: int,
 )
 def test_heads_of_512_spill_next_to_nothing_within_a_loop_and_fit_the_card(sm: int, kv_dtype: str, kernel: int) -> None:
     shape = AttentionShape(share=8, head_dim=512, block_size=64, q_dtype="bfloat16", kv_dtype=kv_dtype)
-    compiled = compile_variant(variants_of(shape, sm)[kernel], Target(sm, cuda=12))
+    compiled = variant_code(variants_of(shape, sm)[kernel], Target(sm, cuda=12))
     assert not compiled.is_serialised
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
     loops = list(machine_loops(sass_of(compiled)))
@@ -174,7 +172,7 @@ def test_heads_of_512_spill_next_to_nothing_within_a_loop_and_fit_the_card(sm: i
 
 @pytest.mark.parametrize("sm", EACH_SM)
 def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -> None:
-    compiled = cached(variants_of(LLAMA, sm)[DECODE], Target(sm, cuda=12))
+    compiled = variant_code(variants_of(LLAMA, sm)[DECODE], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, "mma.sync")
     assert compiled.spilled_bytes == 0
     assert compiled.registers * compiled.threads * 3 <= 65536
@@ -198,7 +196,7 @@ def test_decode_over_few_bits_moves_them_16_bytes_at_once_and_takes_few_instruct
 ) -> None:
     """For a tile of 64 keys and values; one of bfloat16 takes 264 at head size 64, 387 at 128."""
     shape = AttentionShape(share=4, head_dim=head_dim, block_size=64, q_dtype="bfloat16", kv_dtype=kv_dtype)
-    compiled = compile_variant(variants_of(shape, sm)[DECODE], Target(sm, cuda=12))
+    compiled = variant_code(variants_of(shape, sm)[DECODE], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, "mma.sync")
     assert compiled.spilled_bytes == 0
     assert compiled.registers * compiled.threads * 3 <= 65536
@@ -211,16 +209,17 @@ def test_decode_over_few_bits_moves_them_16_bytes_at_once_and_takes_few_instruct
 @pytest.mark.parametrize("kernel", [PREFILL, DECODE])
 def test_learned_sinks_take_no_more_registers_than_there_are(kernel: int) -> None:
     shape = AttentionShape(8, 64, 64, "bfloat16", "bfloat16", sink_logits=True)
-    compiled = compile_variant(variants_of(shape, 90)[kernel], Target(90, cuda=12))
+    compiled = variant_code(variants_of(shape, 90)[kernel], Target(90, cuda=12))
     assert compiled.spilled_bytes == 0
 
 
 @pytest.mark.parametrize(
-    ("sm", "kv_dtype"), [(80, "int8"), (90, "float8_e4m3fn"), pytest.param(90, "int4", marks=pytest.mark.soak)]
+    ("sm", "kv_dtype"),
+    [(90, "float8_e4m3fn"), *(pytest.param(*where, marks=pytest.mark.soak) for where in ((80, "int8"), (90, "int4")))],
 )
 def test_decode_of_quantised_blocks_smaller_than_a_tile_overlaps_its_loads(sm: int, kv_dtype: str) -> None:
     shape = AttentionShape(share=4, head_dim=128, block_size=16, q_dtype="bfloat16", kv_dtype=kv_dtype)
-    compiled = compile_variant(variants_of(shape, sm)[DECODE], Target(sm, cuda=12))
+    compiled = variant_code(variants_of(shape, sm)[DECODE], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, "mma.sync")
     assert compiled.spilled_bytes == 0
 
@@ -360,6 +359,7 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
 ) -> None:
     made = Compiled(b"code", "", "kernel", 128, 0, 3, 32, 0)
     monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *source: nvrtc.Compiled(b"code", "", ""))
     model = ["--q-heads", "32", "--kv-heads", "8", "--head-dim", "128"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model])
     files = [Path(line) for line in capsys.readouterr().out.splitlines()]
@@ -510,7 +510,7 @@ def test_each_program_of_a_launch_has_the_memory_its_code_asks_for(
 @pytest.mark.parametrize("sm", [90, 100])
 def test_by_tma_no_thread_copies_what_all_rows_see(sm: int) -> None:
     shape = AttentionShape(4, 64, 64, "bfloat16", "bfloat16")
-    by_tma, by_copies = (compile_variant(variants_of(shape, sm, tma)[PREFILL], Target(sm, 12)) for tma in (True, False))
+    by_tma, by_copies = (variant_code(variants_of(shape, sm, tma)[PREFILL], Target(sm, 12)) for tma in (True, False))
     assert by_tma.scratch_bytes == 2 * 128, "two descriptors"
     assert by_tma.ptx.count("cp.async.bulk.tensor.3d") >= 2
     assert "cp.async.bulk.tensor" not in by_copies.ptx

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.delta_scene import DeltaCase, DeltaScene
 from support.gpu.interpreted_attention import RecordingLauncher
-from support.gpu.machine_code import TARGETS
+from support.gpu.machine_code import TARGETS, variant_code
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -18,7 +18,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import CudaDelta, DeltaShape, variants_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
 from headwise.kernels.delta import DeltaSizes, delta_layout
@@ -200,7 +200,7 @@ def every_kernel() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("sm", "kernel", "shape"), list(every_kernel()))
 def test_states_stay_in_registers_and_loads_are_of_16_bytes(sm: int, kernel: str, shape: DeltaShape) -> None:
-    compiled = compile_variant(variants_of(shape, sm)[kernel], Target(sm, 12))
+    compiled = variant_code(variants_of(shape, sm)[kernel], Target(sm, 12))
     assert compiled.spilled_bytes <= (SPILLED_BELOW_90.get(kernel, 0) if sm < 90 else 0)
     assert not compiled.is_serialised
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import ShimPrograms
-from support.gpu.machine_code import TARGETS, machine_code, spilled
+from support.gpu.machine_code import TARGETS, machine_code, spilled, variant_code
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda import experts as cuda_experts
-from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.experts import CudaExperts, ExpertShape, StackedExperts, defines_of, most_tiles, variants_of
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Variant
@@ -288,7 +288,7 @@ def every_product() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("sm", "variant"), list(every_product()))
 def test_products_overlap_their_loads_and_spill_nothing(sm: int, variant: Variant) -> None:
-    compiled = compile_variant(variant, Target(sm, 12))
+    compiled = variant_code(variant, Target(sm, 12))
     assert compiled.ptx.count("cp.async.cg.shared.global") >= 4, "16 bytes at once"
     assert compiled.spilled_bytes == 0
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)

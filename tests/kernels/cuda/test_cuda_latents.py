@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.gpu.machine_code import accesses, machine_code, spilled
+from support.gpu.machine_code import accesses, machine_code, spilled, variant_code
 from support.indexed_scene import IndexedCase, IndexedScene
 from support.latent_scene import LatentCase, LatentScene
 
@@ -35,7 +35,7 @@ pytest.importorskip("triton")
 from support.gpu.interpreted_latents import gpu_parts, indexed_kernels, latent_kernels
 
 from headwise.kernels.cuda import dsa, expanded, indexer, latents, mla
-from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.dsa_kernels import CudaIndexedKernels
 from headwise.kernels.cuda.expanded import ExpandedShape
@@ -172,10 +172,10 @@ def test_a_few_queries_of_a_long_context_stay_in_the_absorbed_form() -> None:
 def test_prompts_in_the_expanded_form_keep_all_in_registers(sm: int) -> None:
     shape = ExpandedShape(LatentShape(16, 512, 64, 64, "bfloat16", "bfloat16"), 128, 128)
     gather, attend = expanded.variants_of(shape, sm)
-    compiled = compile_variant(attend, Target(sm, 12))
+    compiled = variant_code(attend, Target(sm, 12))
     assert compiled.spilled_bytes == 0
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
-    assert compile_variant(gather, Target(sm, 12)).spilled_bytes == 0
+    assert variant_code(gather, Target(sm, 12)).spilled_bytes == 0
 
 
 def error_in_bfloat16(case: IndexedCase, kernels: CudaIndexedKernels) -> float:
@@ -393,7 +393,7 @@ def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_
     shape = replace(PUBLISHED, heads=heads, kv_dtype=kv_dtype)
     variants = mla.variants_of(shape, sm) + dsa.variants_of(shape, replace(INDEX, key_dtype=index_dtype(kv_dtype)), sm)
     for variant in variants[some]:
-        compiled = compile_variant(variant, Target(sm, cuda=12))
+        compiled = variant_code(variant, Target(sm, cuda=12))
         few = (
             16
             if (heads, kv_dtype) == (128, "float8_e4m3fn")

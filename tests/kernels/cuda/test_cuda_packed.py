@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu.machine_code import TARGETS
+from support.gpu.machine_code import TARGETS, variant_code
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
-from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.packed import CudaPacked, PackedForm, PackedMatrix, pack, variants_of
@@ -110,7 +110,7 @@ def every_variant() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("sm", "variant"), list(every_variant()))
 def test_machine_code_reads_16_bytes_at_a_time_and_spills_nothing(sm: int, variant: Variant) -> None:
-    compiled = compile_variant(variant, Target(sm, 12))
+    compiled = variant_code(variant, Target(sm, 12))
     assert compiled.spilled_bytes == 0
     if variant.kernel == "multiply_packed":
         assert compiled.ptx.count("cp.async.cg.shared.global") >= 4, "loads overlap products"

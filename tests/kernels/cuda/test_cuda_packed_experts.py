@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import ShimPrograms
-from support.gpu.machine_code import TARGETS
+from support.gpu.machine_code import TARGETS, variant_code
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
 from headwise.errors import ConfigError
 from headwise.kernels.cuda import experts as cuda_experts
-from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.experts import CudaExperts, ExpertShape, StackedExperts, variants_of
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Variant
@@ -190,7 +190,7 @@ def every_product() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("sm", "variant"), list(every_product()))
 def test_products_read_16_bytes_at_a_time_and_spill_nothing(sm: int, variant: Variant) -> None:
-    compiled = compile_variant(variant, Target(sm, 12))
+    compiled = variant_code(variant, Target(sm, 12))
     assert compiled.ptx.count("cp.async.cg.shared.global") >= 4, "loads overlap products"
     assert compiled.spilled_bytes == 0
     assert not compiled.is_serialised

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from support.gpu.machine_code import TARGETS, accesses, need_nvrtc, spilled
+from support.gpu.machine_code import TARGETS, accesses, machine_code, need_nvrtc, spilled
 
 from headwise.errors import ConfigError
 from headwise.kernels.cuda import nvrtc, programs
 from headwise.kernels.cuda.kv_write import all_variants
 from headwise.kernels.cuda.nvrtc import find_nvrtc
-from headwise.kernels.cuda.programs import Defines, compile_source, cubin_path
+from headwise.kernels.cuda.programs import Defines, cubin_path
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +22,16 @@ def _compiler() -> None:
 
 @pytest.mark.parametrize("sm", TARGETS)
 def test_the_block_copy_streams_whole_vectors_all_loaded_before_the_first_is_stored(sm: int) -> None:
-    compiled = compile_source("block_copy.cu", {}, sm)
+    compiled = machine_code("block_copy.cu", {}, sm)
     assert spilled(compiled) == []
     order = re.findall(r"\b(ld|st)\.global\.cs\.v4", compiled.ptx)
     assert order == ["ld"] * 4 + ["st"] * 4
 
 
-@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize("sm", [90, *(pytest.param(sm, marks=pytest.mark.soak) for sm in (80, 100))])
 @pytest.mark.parametrize("defines", list(all_variants((128,))), ids=lambda d: f"{d['INPUT']}-{d['CACHE']}")
 def test_the_kv_write_reads_and_writes_whole_vectors_without_spills(sm: int, defines: Defines) -> None:
-    compiled = compile_source("kv_write.cu", defines, sm)
+    compiled = machine_code("kv_write.cu", defines, sm)
     assert spilled(compiled) == []
     assert accesses(compiled, "ld") - {"s32"} == {"v4.u32", "v4.f32", "u32"}  # rows; angles; numbers of the batch
     scaled = {"INT8": {"v2.u32", "f32"}, "E4M3": {"v2.u32", "f32"}, "INT4": {"v2.u32", "u32"}}  # rows; scales
@@ -39,9 +39,12 @@ def test_the_kv_write_reads_and_writes_whole_vectors_without_spills(sm: int, def
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 256, 512])
-def test_every_head_size_compiles_without_spills(head_dim: int) -> None:
-    for defines in all_variants((head_dim,)):
-        assert spilled(compile_source("kv_write.cu", defines, 90)) == [], defines
+@pytest.mark.parametrize("dtype", ["BF16", *(pytest.param(name, marks=pytest.mark.soak) for name in ("F16", "F32"))])
+def test_every_head_size_compiles_without_spills(dtype: str, head_dim: int) -> None:
+    variants = [defines for defines in all_variants((head_dim,)) if defines["INPUT"] == dtype]
+    assert len(variants) == 4, "as it is, and of each cache of fewer bits"
+    for defines in variants:
+        assert spilled(machine_code("kv_write.cu", defines, 90)) == [], defines
 
 
 def test_a_cubin_on_disk_is_found_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

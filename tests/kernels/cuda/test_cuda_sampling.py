@@ -230,12 +230,9 @@ def test_what_does_not_fit_is_refused(shim: ShimPrograms) -> None:
         CudaSampling(shim, np.dtype(np.float64), SCRATCH)
 
 
-ONE_OF_EACH = zip(TARGETS, ("float32", "bfloat16", "float16"), strict=True)
-
-
 @pytest.mark.parametrize(
     ("sm", "dtype"),
-    [*ONE_OF_EACH, *(pytest.param(sm, dtype, marks=pytest.mark.soak) for sm in TARGETS for dtype in DTYPES)],
+    [(90, "bfloat16"), *(pytest.param(sm, dtype, marks=pytest.mark.soak) for sm in TARGETS for dtype in DTYPES)],
 )
 def test_it_compiles_without_spills_to_wide_loads_for_two_blocks_of_16_warps(sm: int, dtype: str) -> None:
     compiled = machine_code(SOURCE, variant_of(numpy_dtype(dtype)), sm)

@@ -1,15 +1,32 @@
-"""CUDA C++ compiled by NVRTC, and what its machine code tells."""
+"""Kernels compiled for cards, without a GPU, and what their machine code tells.
+
+What a compiler makes of the same source is the same: it is kept, for other tests and for the next run.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import pickle
 import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
 import pytest
+from support.gpu.cuda_shim import LIBRARIES
 
+from headwise.kernels.cuda import cubins, nvrtc, programs
+from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.kernels.cuda.files import write_whole
+from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.nvrtc import Compiled
-from headwise.kernels.cuda.programs import Defines, compile_source
+from headwise.kernels.cuda.programs import Defines, compile_options, compile_source, source_text
 
 TARGETS = (80, 90, 100)
+Made = TypeVar("Made")
 
 
 def need_nvrtc() -> None:
@@ -20,7 +37,41 @@ def need_nvrtc() -> None:
 def machine_code(source: str, defines: Defines, sm: int) -> Compiled:
     """``source`` compiled; where NVRTC is not installed, the test is skipped."""
     need_nvrtc()
-    return compile_source(source, defines, sm)
+    compiler = nvrtc.find_nvrtc(sm)
+    told = (_stamp(Path(compiler.path)), compiler.version, source, source_text(source), compile_options(defines, sm))
+    return _kept(lambda: compile_source(source, defines, sm), (nvrtc, programs), told)
+
+
+def variant_code(variant: Variant, target: Target) -> cubins.Compiled:
+    """``variant`` compiled by Triton."""
+    sources = [path.read_text() for path in cubins._sources(variant.module)]
+    return _kept(lambda: compile_variant(variant, target), (cubins,), (_triton(), sources, variant, target))
+
+
+def _kept(make: Callable[[], Made], by: Sequence[ModuleType], told: object) -> Made:
+    """What ``make`` returns; from disk, where modules of the same text made it of the same ``told`` before."""
+    texts = [inspect.getsource(module) for module in by]
+    path = LIBRARIES / f"{hashlib.sha256(repr((texts, told)).encode()).hexdigest()[:32]}.pickle"
+    if not path.exists():
+        write_whole(path, pickle.dumps(make()))
+    made: Made = pickle.loads(path.read_bytes())
+    return made
+
+
+@cache
+def _triton() -> tuple[object, ...]:
+    """Its release, its compiler and its assemblers."""
+    import triton
+
+    home = Path(triton.__file__).parent
+    tools = (home / "_C" / "libtriton.so", *sorted(home.glob("backends/nvidia/bin/*")))
+    return triton.__version__, *map(_stamp, tools)
+
+
+def _stamp(tool: Path) -> tuple[str, float, int]:
+    """What changes where another is installed."""
+    found = tool.stat() if tool.exists() else None
+    return str(tool), found.st_mtime if found else 0, found.st_size if found else 0
 
 
 def spilled(compiled: Compiled) -> list[str]:

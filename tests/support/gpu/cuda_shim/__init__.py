@@ -120,7 +120,7 @@ def _library(source: Path, defines: tuple[str, ...], directory: Path) -> Path:
     if compiler is None:
         pytest.skip("no g++ to compile CUDA C++ for the CPU")
     sources = [SHIM, source, *sorted(SOURCES.glob("*.cuh"))]
-    told = "\0".join([*(path.read_text() for path in sources), str(source), *OPTIONS, *defines])
+    told = "\0".join([*(path.read_text() for path in sources), source.name, *OPTIONS, *defines])
     library = directory / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
     if library.exists():
         return library

@@ -10,8 +10,10 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
-#include <ucontext.h>
 #include <utility>
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
 
 #define __global__
 #define __device__
@@ -31,14 +33,44 @@ constexpr unsigned kWarp = 32, kMostThreads = 1024;
 constexpr size_t kStack = 64 << 10;
 enum State { kReady, kAtShuffle, kAtBarrier, kDone };
 
+// Where a fiber is. `ucontext` switches with two system calls, for a signal mask that is the same for all fibers: most of
+// the time of a kernel of many barriers. Here what a call preserves (System V ABI) is kept on the fiber's own stack.
+#if defined(__x86_64__)
+struct Context { void** top; };
+
+__attribute__((naked, noinline, used)) static void switch_fibers(Context* from, Context* to) {
+    asm("pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15; movq %rsp, (%rdi)\n"
+        "movq (%rsi), %rsp; popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
+}
+
+inline void prepare(Context& context, char* stack, void (*start)()) {
+    void** top = reinterpret_cast<void**>(stack + kStack);
+    *--top = nullptr;  // where `start` would return to, which it never does
+    *--top = reinterpret_cast<void*>(start);
+    for (int preserved = 0; preserved < 6; preserved++) *--top = nullptr;
+    context.top = top;
+}
+#else
+using Context = ucontext_t;
+
+inline void switch_fibers(Context* from, Context* to) { swapcontext(from, to); }
+
+inline void prepare(Context& context, char* stack, void (*start)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = kStack;
+    makecontext(&context, start, 0);
+}
+#endif
+
 struct Thread {
-    ucontext_t context;
-    char stack[kStack];
+    Context context;
+    alignas(16) char stack[kStack];
     State state;
     unsigned index, shuffle, sent[2], turn;  // what a warp's threads send is kept for two turns, until all have read it
 };
 
-inline ucontext_t scheduler;
+inline Context scheduler;
 inline Thread threads[kMostThreads];
 inline Thread* current;
 inline dim3 grid, block, block_index;
@@ -50,7 +82,7 @@ inline void fail(const char* what, unsigned long detail) {
 
 inline void wait(State state) {
     current->state = state;
-    swapcontext(&current->context, &scheduler);
+    switch_fibers(&current->context, &scheduler);
 }
 
 // Every thread of the warp sends `bits`; returns what lane `from` sent.
@@ -80,21 +112,18 @@ inline bool release(State state, unsigned first, unsigned last) {
 template <class Body> void run_block(const Body& body, bool backwards) {
     static const Body* what;
     what = &body;
-    void (*start)() = [] { (*what)(); current->state = kDone; swapcontext(&current->context, &scheduler); };
+    void (*start)() = [] { (*what)(); current->state = kDone; switch_fibers(&current->context, &scheduler); };
     unsigned count = block.x;
     for (unsigned i = 0; i < count; i++) {
         Thread& thread = threads[i];
         thread.state = kReady, thread.index = i, thread.turn = thread.shuffle = 0;
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack;
-        thread.context.uc_stack.ss_size = kStack;
-        makecontext(&thread.context, start, 0);
+        prepare(thread.context, thread.stack, start);
     }
     for (bool progress = true; progress && !error[0];) {
         progress = false;
         for (unsigned i = 0; i < count; i++) {
             current = &threads[backwards ? count - 1 - i : i];
-            if (current->state == kReady) swapcontext(&scheduler, &current->context), progress = true;
+            if (current->state == kReady) switch_fibers(&scheduler, &current->context), progress = true;
         }
         for (unsigned first = 0; first < count; first += kWarp) release(kAtShuffle, first, first + kWarp);
         release(kAtBarrier, 0, count);
