@@ -79,6 +79,7 @@ TARGET_TTFT_S = 30.0
 CONFIG = EngineConfig(
     model="smollm2-135m",
     port=0,
+    standby=False,
     cpu_threads=1,
     block_size=16,
     max_model_len=512,

@@ -193,7 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     size = QUICK if options.quick else FULL
     config = EngineConfig(
-        model="smollm2-135m", port=0, http=free_port(), max_num_seqs=size.streams, max_model_len=512, block_size=16
+        model="smollm2-135m",
+        port=0,
+        http=free_port(),
+        standby=False,
+        max_num_seqs=size.streams,
+        max_model_len=512,
+        block_size=16,
     )
     with Deployment.start(config, options.ray) as deployment, Client(deployment.client_address) as client:
         ways: dict[str, Way] = {"zmq": OverZmq(client), "http": OverHttp(config.http)}

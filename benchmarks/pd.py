@@ -3,7 +3,8 @@
     python benchmarks/pd.py [--quick | --smoke] [--seed 0] [--ray HOST:PORT]
 
 Chats of short prompts and long answers run without end, while long prompts arrive at a fixed rate. ``mixed`` and
-``apart`` (one engine for prompts, one to decode) get the same requests at the same times.
+``apart`` (one engine for prompts, one to decode) get the same requests at the same times, from the same two engines:
+they change their roles in between, and begin with empty caches.
 
 p99_tbt_ratio      99th percentile of the time between two tokens of a chat, of mixed over apart
 throughput_ratio   output tokens a second, from the first request to the last end, of apart over mixed
@@ -61,12 +62,17 @@ FULL = Size()
 QUICK = replace(FULL, chats=2, rounds=1, answer=24, long_prompts=2, long_tokens=400, every_s=1.0)
 SMOKE = replace(QUICK, chats=1, answer=8, long_prompts=1, long_tokens=200, kv_cache="48MiB", host_cache="64MiB")
 CONFIG = EngineConfig(
-    model="smollm2-135m", port=0, cpu_threads=1, block_size=16, max_batched_tokens=512, decode_prompt_tokens=64
+    model="smollm2-135m",
+    port=0,
+    standby=False,
+    cpu_threads=1,
+    block_size=16,
+    max_batched_tokens=512,
+    decode_prompt_tokens=64,
 )
-SPLITS: Mapping[str, Mapping[str, Any]] = {
-    "mixed": {"replicas": 2},
-    "apart": {"prefill_replicas": 1, "decode_replicas": 1},
-}
+APART = {"prefill_replicas": 1, "decode_replicas": 1}
+SPLITS = {"mixed": (0, 0), "apart": (1, 1)}
+"""Of two engines, how many compute prompts only, and how many decode only."""
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPORTED_S = 1.5
 """Statistics reach the scheduler within that time."""
@@ -135,10 +141,21 @@ def fetched(client: Client) -> tuple[int, float]:
     return sum(each.get("bytes", 0) for each in transfers), sum(each.get("busy_s", 0.0) for each in transfers)
 
 
+def begin(client: Client, split: tuple[int, int]) -> tuple[int, float]:
+    """Have engines of these roles, with empty caches; what they have `fetched` until then."""
+    client.scale(2, split=split)
+    of_prompts, to_decode = split
+    wanted = sorted(["prefill"] * of_prompts + ["decode"] * to_decode + ["mixed"] * (2 - of_prompts - to_decode))
+    while sorted(engine["role"] for engine in client.stats()["engines"].values()) != wanted:
+        time.sleep(0.1)
+    client.reset_cache()
+    return fetched(client)
+
+
 def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int, ray: str | None) -> int:
     """What is fetched for one long prompt that is computed apart."""
     with (
-        Deployment.start(replace(config, **SPLITS["apart"]), ray) as deployment,
+        Deployment.start(replace(config, **APART), ray) as deployment,
         Client(deployment.client_address) as client,
     ):
         fetched(client)  # by then engines have heard of each other
@@ -174,18 +191,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seen: dict[str, Seen] = {}
     moved, busy_s = 0, 0.0
     print(f"{'':8}{'TBT p50, ms':>14}{'p99, ms':>10}{'TTFT of long prompts, s':>26}{'tokens/s':>10}{'fetched, MB':>13}")
-    for name, split in SPLITS.items():
-        with (
-            Deployment.start(replace(config, **split), options.ray) as deployment,
-            Client(deployment.client_address) as client,
-        ):
+    with (
+        Deployment.start(replace(config, replicas=2), options.ray) as deployment,
+        Client(deployment.client_address) as client,
+    ):
+        for name, split in SPLITS.items():
+            before = begin(client, split)
             one = seen[name] = serve(client, size, options.seed)
-            moved, busy_s = fetched(client)
-        print(
-            f"{name:8}{np.median(one.gaps_s) * 1e3:>14.1f}{one.tbt_p99_s * 1e3:>10.1f}{np.median(one.ttft_s):>26.2f}"
-            f"{one.tokens_per_s:>10.1f}{moved / 1e6:>13.1f}",
-            flush=True,
-        )
+            moved, busy_s = (after - then for after, then in zip(fetched(client), before, strict=True))
+            print(
+                f"{name:8}{np.median(one.gaps_s) * 1e3:>14.1f}{one.tbt_p99_s * 1e3:>10.1f}"
+                f"{np.median(one.ttft_s):>26.2f}{one.tokens_per_s:>10.1f}{moved / 1e6:>13.1f}",
+                flush=True,
+            )
     whole = windowed = 0
     if not options.smoke:
         with_windows = replace(config, head_pattern=str(PATTERN), sparsity=0.75, sink=32, window=128)

@@ -45,7 +45,7 @@ CONFIG = EngineConfig(
 NAME = CONFIG.name
 TOKENS = 16
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:2]
-LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 
 
 def ran(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -96,7 +96,6 @@ def test_replicas_are_measured_and_lose_no_stream(cluster: str, capsys: pytest.C
     assert found["peer_hit_tokens"] > 0
 
 
-@pytest.mark.soak
 @pytest.mark.ray
 def test_prefill_and_decode_apart_are_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = figures_of("pd", capsys, "--smoke", "--ray", cluster)

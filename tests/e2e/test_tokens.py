@@ -28,11 +28,6 @@ from headwise.runtime.worker.sampler import Draws, sample
 from headwise.runtime.worker.worker import ModelWorker
 
 
-def tokens_of_each(few: int, many: int) -> pytest.MarkDecorator:
-    """Of each request: a few are enough to tell most faults, and all of the references' are for a soak."""
-    return pytest.mark.parametrize("tokens", [few, pytest.param(many, marks=pytest.mark.soak)])
-
-
 @pytest.fixture(scope="module", params=ALL_MODELS)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return LoadedModel(request.param)
@@ -111,10 +106,10 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
 
 
 @cache_kinds_but("gemma3-270m")
-@tokens_of_each(6, 24)
-def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "longest"), [(6, 800), pytest.param(24, 1400, marks=pytest.mark.soak)])
+def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
     tokens = loaded.tokens(tokens)
-    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
     results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)
     for answer in batch:
@@ -165,7 +160,7 @@ class DoubtfulDraws:
         return tokens
 
 
-@tokens_of_each(8, 16)
+@pytest.mark.parametrize("tokens", [8, pytest.param(16, marks=pytest.mark.soak)])
 @pytest.mark.model
 @pytest.mark.parametrize("loaded", MODELS[:1], indirect=True)
 def test_sampled_tokens_are_the_same_alone_in_a_batch_preempted_and_behind_those_of_a_lost_engine(

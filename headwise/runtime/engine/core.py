@@ -422,6 +422,7 @@ class EngineCore:
             peer_token_s=self.cache.costs.peer_token_s,
             accepts=self._operations.state is State.AWAKE,
             held_back=self.resources.waiting.num_held,
+            device_resets=self._operations.device_resets,
         )
 
     def stats(self) -> dict[str, Any]:

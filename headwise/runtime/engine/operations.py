@@ -50,6 +50,8 @@ class Operations:
 
     Falling asleep: what runs is preempted and steps in flight end; then the host gets what the device has cached, as
     far as it has room; then the workers let go of the weights and of the device's memory.
+
+    device_resets: how often what the device had cached was forgotten
     """
 
     def __init__(self, resources: ResourceManager) -> None:
@@ -58,6 +60,7 @@ class Operations:
         self._cache = resources.cache
         self._queue: deque[Operation] = deque()
         self._is_sent = False  # whether the workers are at the first of the queue
+        self.device_resets = 0
         self._is_backed_up = False
 
     @property
@@ -122,6 +125,7 @@ class Operations:
         if host.is_busy:
             return None
         self._cache.reset((DEVICE_TIER,))
+        self.device_resets += 1
         return SLEEP
 
     def _wake(self, operation: Operation) -> str | None:
@@ -134,6 +138,7 @@ class Operations:
     def _reset_cache(self, operation: Operation) -> str | None:
         tiers = TIERS if operation.tier == EVERY_TIER else (operation.tier,)
         operation.blocks += self._cache.reset(tiers)
+        self.device_resets += DEVICE_TIER in tiers
         if self._cache.host.storage.is_there and STORAGE_TIER in tiers:
             return RESET_STORAGE
         operation.is_done = True

@@ -281,6 +281,7 @@ class EngineLoad:
     host_token_s, storage_token_s, peer_token_s: seconds to bring a token's cache from the host, and from storage or
                       another engine to the host
     accepts:          False while it sleeps or is leaving: it gets no requests
+    device_resets:    how often it has forgotten what its device had cached, because it was told to, or to sleep
     """
 
     waiting: int = 0
@@ -295,6 +296,7 @@ class EngineLoad:
     peer_token_s: float = 0.0
     accepts: bool = True
     held_back: int = 0
+    device_resets: int = 0
 
 
 @register

@@ -188,6 +188,7 @@ def test_a_reset_forgets_a_tier_and_leaves_the_others() -> None:
         assert operation.has_emptied_storage == (tier in ("storage", "all"))
         stats = engine.stats()
         blocks[tier] = operation.blocks, stats["cache"]["cached_blocks"], stats["host"]["cached_blocks"], len(storage)
+        assert engine.load().device_resets == {"all": 2}.get(tier, 1)
     assert blocks == {"device": (3, 0, 3, 3), "host": (3, 0, 0, 3), "storage": (3, 0, 0, 0), "all": (0, 0, 0, 0)}
     assert served(engine, "again").usage.cached_tokens == 0
 

@@ -170,6 +170,8 @@ class EngineTable:
             engine.lost_at, engine.began, engine.restarts = None, now, engine.restarts + 1
         elif engine.is_silent:
             faults.append(f"{status.engine} reports again after {silent_s:.1f} s")
+        if status.work.device_resets != engine.status.work.device_resets:
+            self.forget_cache(row)
         engine.status, engine.is_silent, engine.is_given_up = status, False, False
         engine.suspected_at = None
         if engine.lost_at is not None and now - engine.lost_at > IN_FLIGHT_S:

@@ -186,6 +186,17 @@ def test_what_was_sent_is_forgotten_when_the_engine_comes_back_empty() -> None:
     assert choose(r, now=1.0).device == 0
 
 
+def test_what_was_sent_is_forgotten_when_the_engine_has_forgotten_it() -> None:
+    r = router()
+    report(r, "a", "b")
+    first = choose(r)
+    assert choose(r).device > 0
+    report(r, first.engine, device_resets=1, now=1.0)
+    assert choose(r, now=1.0).device == 0
+    report(r, first.engine, device_resets=1, now=2.0)
+    assert choose(r, now=2.0).device > 0
+
+
 def test_each_new_epoch_of_an_engine_counts_as_a_restart() -> None:
     r = router()
     for epoch in (5, 5, 6, 9):
