@@ -70,7 +70,6 @@ CONFIG = EngineConfig(
     max_batched_tokens=512,
     decode_prompt_tokens=64,
 )
-APART = {"prefill_replicas": 1, "decode_replicas": 1}
 SPLITS = {"mixed": (0, 0), "apart": (1, 1)}
 """Of two engines, how many compute prompts only, and how many decode only."""
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -155,7 +154,7 @@ def begin(client: Client, split: tuple[int, int]) -> tuple[int, float]:
 def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int, ray: str | None) -> int:
     """What is fetched for one long prompt that is computed apart."""
     with (
-        Deployment.start(replace(config, **APART), ray) as deployment,
+        Deployment.start(replace(config, prefill_replicas=1, decode_replicas=1), ray) as deployment,
         Client(deployment.client_address) as client,
     ):
         fetched(client)  # by then engines have heard of each other
@@ -198,7 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, split in SPLITS.items():
             before = begin(client, split)
             one = seen[name] = serve(client, size, options.seed)
-            moved, busy_s = (after - then for after, then in zip(fetched(client), before, strict=True))
+            after = fetched(client)
+            moved, busy_s = after[0] - before[0], after[1] - before[1]
             print(
                 f"{name:8}{np.median(one.gaps_s) * 1e3:>14.1f}{one.tbt_p99_s * 1e3:>10.1f}"
                 f"{np.median(one.ttft_s):>26.2f}{one.tokens_per_s:>10.1f}{moved / 1e6:>13.1f}",
