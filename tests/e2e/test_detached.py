@@ -73,6 +73,15 @@ def address(cluster: str) -> str:
     return re.fullmatch(rf"serving {CONFIG.model} at (tcp://\S+)", done.stdout.strip())[1]
 
 
+@pytest.fixture
+def bare(cluster: str) -> str:
+    """Address of the cluster, on which nothing is deployed any more, whichever tests ran before."""
+    for name in deployments():
+        code, _, error = run("stop", "--ray", cluster, "--name", name)
+        assert code == 0, error
+    return cluster
+
+
 @pytest.fixture(scope="module")
 def client(address: str) -> Iterator[Client]:
     with Client(address) as client:
@@ -180,8 +189,8 @@ def test_to_stop_it_lets_a_stream_end_and_leaves_nothing(cluster: str, address: 
 
 
 @pytest.mark.soak
-def test_one_that_cannot_start_is_an_error_of_the_command_and_leaves_nothing(cluster: str) -> None:
-    code, out, error = serve(cluster, replace(CONFIG, host_cache="10TiB"))
+def test_one_that_cannot_start_is_an_error_of_the_command_and_leaves_nothing(bare: str) -> None:
+    code, out, error = serve(bare, replace(CONFIG, host_cache="10TiB"))
     assert (code, out) == (1, "")
     assert error.startswith("error: ")
     assert "does not fit" in error
@@ -195,9 +204,9 @@ def take_sigint() -> None:
 
 
 @pytest.mark.soak
-def test_one_that_is_interrupted_while_it_starts_leaves_nothing(cluster: str, tmp_path: Path) -> None:
+def test_one_that_is_interrupted_while_it_starts_leaves_nothing(bare: str, tmp_path: Path) -> None:
     log, never = tmp_path / "log", replace(CONFIG, engine_resources="of_no_node=1")
-    command = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", cluster, *as_flags(never)]
+    command = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", bare, *as_flags(never)]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, preexec_fn=take_sigint)
         eventually(lambda: "starting the scheduler" in log.read_text(), otherwise=log.read_text)

@@ -23,6 +23,7 @@ from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 from headwise.actors.deployment import Deployment
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol.request import GenerationResult
+from headwise.storage.backends.file import MIN_SEGMENTS
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
@@ -267,18 +268,36 @@ def test_a_disk_that_is_full_while_an_engine_goes_keeps_it_from_nothing(
         min_replicas=1,
         host_cache="64MiB",
         write_policy="write_back",
-        storage=f"file://{small_disk}?capacity=256MiB",
+        storage=f"file://{small_disk}?capacity={MIN_SEGMENTS * 4}MiB",
     )
-    prompts = [[1000 + 100 * prompt + 7 * number for number in range(160)] for prompt in range(8)]
+    prompts: list[list[int]] = []
     with Deployment.start(config, address="auto") as second, Client(second.client_address) as its:
+
+        def say(prompt: list[int]) -> list[int]:
+            return its.stream(prompt, max_tokens=2, temperature=0.0).read().token_ids
+
+        def holders() -> set[str]:
+            """Engines that have a whole prompt: alone more than the disk has room for."""
+            found = [its.find_prefix(prompt)["engines"] for prompt in prompts]
+            return {name for engines in found for name, tiers in engines.items() if tiers["device"] >= 192}
+
+        def each_engine_has_one() -> bool:
+            """After another prompt: the router decides which engine gets it."""
+            prompts.append([1000 + 100 * len(prompts) + 7 * number for number in range(200)])
+            expected.append(say(prompts[-1]))
+            return len(holders()) == 2
+
+        expected: list[list[int]] = []
         eventually(lambda: len(serving(its)) == 2, otherwise=its.stats)
-        expected = [its.stream(prompt, max_tokens=2, temperature=0.0).read().token_ids for prompt in prompts]
+        eventually(each_engine_has_one, otherwise=its.stats)
+        blocks = its.stats()["engines"]["engine-0"]["host"]["total_blocks"]
+        assert (192 // CONFIG.block_size) * (64 << 20) / blocks > shutil.disk_usage(small_disk).total
         load = EndlessLoad(its, STREAMS, TOKENS)
         its.scale(1)
         eventually(lambda: len(fleet(its)) == 1, otherwise=its.stats)
         assert load.end() > 0
-        assert [its.stream(prompt, max_tokens=2, temperature=0.0).read().token_ids for prompt in prompts] == expected
-        assert shutil.disk_usage(small_disk).free < 2 << 20, "it was not full"
+        assert [say(prompt) for prompt in prompts] == expected
+        assert shutil.disk_usage(small_disk).free < 4 << 20, "more than one segment gave way, or nothing was written"
     left = [message for message in caplog.messages if "has left" in message]
     assert any("it has stopped" in message for message in left)
     assert not any("did not end in time" in message for message in left)
