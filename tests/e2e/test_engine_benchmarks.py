@@ -40,7 +40,7 @@ def test_perplexity_is_measured_and_within_its_limits(capsys: pytest.CaptureFixt
     assert 1 < found["perplexity"] < 100, "this is English"
     for variant, limit in LIMITS.items():
         assert found[variant] <= limit, variant
-        assert found["top1"][variant] > 0.9, variant
+        assert found["top1"][variant] > (0.8 if variant == "kv_int4" else 0.9), variant
 
 
 @pytest.mark.soak

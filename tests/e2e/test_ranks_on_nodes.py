@@ -92,6 +92,11 @@ def says(client: Client) -> list[list[int]]:
     return [list(result.token_ids) for result in client.generate(PROMPTS, GREEDY)]
 
 
+def put_blocks(client: Client) -> int:
+    """How many are in storage."""
+    return int(client.stats()["engines"]["engine-0"]["storage"]["put_blocks"])
+
+
 def test_ranks_on_two_nodes_say_what_one_says(
     deployment: Deployment, client: Client, expected: list[list[int]]
 ) -> None:
@@ -105,6 +110,9 @@ def test_where_a_rank_s_node_dies_the_engine_starts_anew_and_finds_in_storage_wh
     nodes: Nodes, deployment: Deployment, client: Client, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="headwise")
+    assert says(client) == expected
+    of_prompts = sum((len(prompt + said) - 1) // 16 for prompt, said in zip(PROMPTS, expected, strict=True))
+    eventually(lambda: put_blocks(client) >= of_prompts, otherwise=client.stats)
     site = deployment._roles["engine-0"].site
     before = site.nodes
     (of_rank,) = (node for node in before if node != site.node)

@@ -104,9 +104,11 @@ def vanish(directory: Path) -> None:
 
 
 def truncate(directory: Path) -> None:
+    """To half of what was written: files are made longer than that."""
     for path in segments(directory):
+        written = len(path.read_bytes().rstrip(b"\0"))
         with path.open("r+b") as file:
-            file.truncate(path.stat().st_size // 2)
+            file.truncate(written // 2)
 
 
 def flip_a_bit_everywhere(directory: Path) -> None:
