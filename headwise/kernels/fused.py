@@ -74,6 +74,9 @@ class FusedDecoder(Protocol):
     def embedded(self, table: Weight, ids: Array, scale: float = 1.0) -> Array:
         """Rows ``ids int32 [rows]`` of an embedding, times ``scale``: ``[rows, hidden]``, there until the next call."""
 
+    def scores(self, x: Array, head: Weight) -> Array:
+        """``x [rows, hidden] @ head.T``: ``[rows, vocabulary]``, there until the next call."""
+
     def rotations(self, positions: Array, inverses: Sequence[Array], scales: Sequence[Array | None]) -> Array:
         """Cosines and sines for `run`, of several kinds, there until the next call; see `TensorOps.rotation`."""
 

@@ -21,7 +21,7 @@ from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import CacheKernels, PlanTable, score_factor
 from headwise.kernels.cpu.attention_plan import Planner
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_layers
-from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight, take_rows
+from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight, matmul, take_rows
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import Record, Room, address_of, place_of
 from headwise.kernels.fused import DecoderLayer, DecoderShape
@@ -55,7 +55,7 @@ class CpuDecoder:
         self._rooms = _Rooms.empty(0, self)
         self._plans = PlanTable.room(0)
         self._counters, self._angles = Room(np.int64), Room(np.float32)
-        self._scratch, self._partials = Room(np.float32), Room(np.float32)
+        self._scratch, self._partials, self._scores = Room(np.float32), Room(np.float32), Room(np.float32)
         self._pass, self._step = Record(records.PASS), Record(records.STEP)
         self._kernels: CacheKernels | None = None
 
@@ -76,6 +76,12 @@ class CpuDecoder:
         if scale != 1.0:
             x *= np.float32(scale)
         return x
+
+    def scores(self, x: Floats, head: PackedWeight) -> Floats:
+        """See `FusedDecoder.scores`."""
+        rows = len(x)
+        out = self._scores.of(rows * head.outputs)[: rows * head.outputs].reshape(rows, head.outputs)
+        return matmul(x, head, self._threads, out=out)
 
     def rotations(
         self, positions: NDArray[np.int32], inverses: Sequence[Floats], scales: Sequence[Floats | None]

@@ -352,6 +352,10 @@ class Model(ABC):
         They are the logits before any cap, which leaves their order as it is.
         """
 
+    def step_scores(self, hidden: Tensor) -> Tensor | None:
+        """As `scores`, there until the next call: a step needs no new memory for them."""
+        return self.scores(hidden)
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
         """Logits ``[rows, vocab_size]`` of hidden rows, on rank 0's host; ``None`` on other ranks, which take part."""

@@ -451,6 +451,9 @@ class Decoder(Model):
     def scores(self, hidden: Tensor) -> Tensor | None:
         return self._collectives.gather(self._linear(hidden, self._lm_head))
 
+    def step_scores(self, hidden: Tensor) -> Tensor | None:
+        return self.scores(hidden) if self._fused is None else self._fused.scores(hidden, self._lm_head.weight)
+
     def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
         scores = self.scores(hidden)
         return None if scores is None else self.capped(self.ops.numpy(scores))

@@ -79,7 +79,7 @@ class NextTokens:
             return Chosen()
         wanted = np.flatnonzero(batch.sample)
         rows = batch.rows[wanted]
-        scores = found.first(len(wanted)) if isinstance(found, Scored) else model.scores(found)
+        scores = found.first(len(wanted)) if isinstance(found, Scored) else model.step_scores(found)
         if scores is None:
             return Chosen(wanted, self._keep(rows, None))
         if self._more.isdisjoint(rows.tolist()):

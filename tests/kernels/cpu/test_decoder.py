@@ -244,6 +244,22 @@ def test_a_step_of_the_same_size_allocates_no_array(weights_dtype: str, monkeypa
     assert peaks[0] < bytes_of_x / 2, "objects take less, and the residual stream more"
 
 
+def test_scores_of_a_step_take_the_memory_of_the_one_before() -> None:
+    model = model_of(config_of("llama"))
+    hidden = np.random.default_rng(1).standard_normal((16, model.config.hidden_size)).astype(np.float32)
+    expected = model.scores(hidden)
+    model.step_scores(hidden[:3])
+    first = model.step_scores(hidden)
+    np.testing.assert_array_equal(first, expected)
+    tracemalloc.start()
+    second = model.step_scores(hidden[::-1].copy())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.shares_memory(first, second)
+    np.testing.assert_array_equal(second, expected[::-1])
+    assert peak < expected.nbytes + hidden.nbytes
+
+
 def test_arrays_that_compiled_code_would_misread_are_refused() -> None:
     def misread(sequences, batch):
         return CacheShown(sequences, replace(batch, seq_lens=batch.seq_lens.astype(np.int64)))

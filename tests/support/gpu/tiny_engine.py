@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -69,16 +71,17 @@ SHORT_PROMPTS = [PROMPT[:9], PROMPT[20:31], PROMPT[40:45]]
 
 def lose_numbers(worker: ModelWorker) -> None:
     """Let the second of the three sequences that decode together have no logits, once."""
-    real, lost = worker._model.scores, []
+    model, lost = worker._model, list[bool]()
 
-    def scores(hidden: np.ndarray) -> np.ndarray | None:
+    def losing(real: Callable[[np.ndarray], np.ndarray | None], hidden: np.ndarray) -> np.ndarray | None:
         found = real(hidden)
         if found is not None and hidden.shape[0] >= 3 and not lost:
             lost.append(True)
             found[1] = np.nan
         return found
 
-    worker._model.scores = scores  # type: ignore[method-assign]
+    for name in ("scores", "step_scores"):  # of graphs, and of all other steps
+        setattr(model, name, partial(losing, getattr(model, name)))
 
 
 def tokens_and_errors(engine: LocalEngine, params: SamplingParams) -> list[tuple[list[int], str | None]]:
