@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
+
+from headwise.actors.notice import at_its_node
+
+LAST_WORDS_S = 3.0
+"""For what an actor that has left tells at its end, and for its process to end."""
+
+
+def leave_in_time(leave: Callable[[float], None], timeout_s: float, until: float) -> None:
+    """Have this actor end for good once ``leave`` returns, which is called on a thread, with the seconds that it may
+    take. Soon after these the actor ends in any case.
+
+    until: when its node is taken away, as `time.time` counts somewhere
+    """
+    left_s = at_its_node(timeout_s, until, time.time())
+    end_this_actor(left_s + 2 * LAST_WORDS_S)  # whatever hangs
+
+    def run() -> None:
+        leave(left_s)
+        end_this_actor(LAST_WORDS_S)
+
+    threading.Thread(target=run, name="headwise-leaving", daemon=True).start()
 
 
 def end_this_actor(after_s: float) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headwise.actors.addresses import check_free, scheduler_host
-from headwise.actors.ending import Ending, end_this_actor
+from headwise.actors.ending import Ending, leave_in_time
 from headwise.actors.front import About, Front
-from headwise.actors.notice import at_its_node
 from headwise.actors.remote import remote
 from headwise.log_lines import show_log_lines
 from headwise.runtime.config.addresses import is_loopback
@@ -26,9 +23,6 @@ if TYPE_CHECKING:
     from headwise.runtime.http.spans import Tracing
 
 log = logging.getLogger(__name__)
-
-LAST_WORDS_S = 3.0
-"""For what is told at the end of a server that leaves, and for its process to end."""
 
 
 @remote(max_concurrency=5)
@@ -134,9 +128,7 @@ class HttpServerActor:
         until: when the node is taken away, as `time.time` counts somewhere
         """
         self._is_leaving = True
-        timeout_s = at_its_node(timeout_s, until, time.time())
-        end_this_actor(timeout_s + 2 * LAST_WORDS_S)  # whatever hangs
-        threading.Thread(target=self._leave, args=(timeout_s,), name="headwise-leaving", daemon=True).start()
+        leave_in_time(self._leave, timeout_s, until)
 
     def _leave(self, timeout_s: float) -> None:
         server = self._server
@@ -144,7 +136,6 @@ class HttpServerActor:
             log.warning("%s ends %d answers: its node is about to go", self._name, server.num_connections)
             self._client.close("the node of this HTTP server is about to go: ask again, where the deployment is now")
         self.stop()
-        end_this_actor(LAST_WORDS_S)
 
     def loop_count(self) -> int:
         """See `HttpServer`."""

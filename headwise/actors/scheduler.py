@@ -8,9 +8,8 @@ import threading
 import time
 
 from headwise.actors.addresses import client_host, endpoint_here
-from headwise.actors.ending import Ending, end_this_actor
+from headwise.actors.ending import Ending, leave_in_time
 from headwise.actors.front import About, Front, Keys
-from headwise.actors.notice import at_its_node
 from headwise.actors.owner_watch import OwnerWatch
 from headwise.actors.placement import node_address
 from headwise.actors.ray_metrics import RayMetrics
@@ -30,8 +29,6 @@ from headwise.storage.index.store_client import StoreClient
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 3.0
-"""For what is told at the end of a scheduler that has left, and for its process to end."""
 _LOOK_S = 0.1
 _BIND_TIMEOUT_S = 10.0
 """How long a restarted scheduler waits for its predecessor's process to free the port."""
@@ -179,9 +176,7 @@ class GlobalScheduler:
         until: when the node is taken away, as `time.time` counts somewhere
         """
         self._is_leaving = True
-        timeout_s = at_its_node(timeout_s, until, time.time())
-        end_this_actor(timeout_s + 2 * LAST_WORDS_S)  # whatever hangs
-        threading.Thread(target=self._leave, args=(timeout_s,), name="headwise-leaving", daemon=True).start()
+        leave_in_time(self._leave, timeout_s, until)
 
     def _leave(self, timeout_s: float) -> None:
         deadline, server = time.monotonic() + timeout_s, self._server
@@ -194,7 +189,6 @@ class GlobalScheduler:
             if not server.is_quiet:
                 log.warning("the relay of the scheduler that has left ends streams: its node is about to go")
         self.stop()
-        end_this_actor(LAST_WORDS_S)
 
     def stop(self) -> None:
         self._end_beside()

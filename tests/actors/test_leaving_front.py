@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import EngineConfig
-from headwise.actors import http_server, scheduler
+from headwise.actors import ending
 from headwise.actors.front import Front, Keys
 from headwise.actors.http_server import HttpServerActor
 from headwise.actors.scheduler import GlobalScheduler
@@ -58,9 +57,7 @@ class Server:
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """In how many seconds the actor's process was to end."""
     told: list[float] = []
-    for actor_class in (HttpServerActor, GlobalScheduler):
-        its_module = inspect.unwrap(class_of(actor_class).leave).__globals__  # also where it was imported twice
-        monkeypatch.setitem(its_module, "end_this_actor", told.append)
+    monkeypatch.setattr(ending, "end_this_actor", told.append)
     return told
 
 
@@ -86,7 +83,7 @@ def test_an_http_server_ends_with_its_answers_or_tells_them_that_its_node_goes(
     assert all("ask again" in reason for reason in client.reasons)
     eventually(lambda: len(ends) == 2)
     assert 60.0 < ends[0] < 70.0, "whatever hangs"
-    assert ends[1] == http_server.LAST_WORDS_S, "also without an owner"
+    assert ends[1] == ending.LAST_WORDS_S, "also without an owner"
 
 
 def test_an_http_server_that_leaves_asks_the_next_scheduler(ends: list[float]) -> None:
@@ -107,7 +104,7 @@ def test_a_scheduler_serves_nobody_from_then_on_and_ends_with_what_it_relays(
     wait_for(actor)
     assert server.done == ["leave", "hang_up", "stop"]
     eventually(lambda: len(ends) == 2)
-    assert ends[1] == scheduler.LAST_WORDS_S
+    assert ends[1] == ending.LAST_WORDS_S
     about = actor.about()
     assert (about.is_leaving, about.front) == (True, THERE)
     assert actor.client_address() == "tcp://10.0.0.3:8700", "who finds it by its name is told where to go"
