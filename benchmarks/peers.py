@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     small = args.quick or args.smoke
     rounds = args.rounds or (1 if small else 3)
     only = args.only or (() if args.smoke else QUICK_PEERS if args.quick else PEERS)
-    engine = engine_fields(args)
+    engine = {**({"kv_cache": "128MiB"} if args.smoke else {}), **engine_fields(args)}
     todo = scenarios(args.quick, args.smoke)
     models = {}
     for model in args.model or MODELS[: 1 if small else None]:

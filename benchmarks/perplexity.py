@@ -30,6 +30,7 @@ from runtimes.control import Process
 from runtimes.model_files import find_model
 
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.loader.resolve import resolve_model
@@ -136,6 +137,9 @@ def read(config: EngineConfig, text: NDArray[np.int32]) -> Reading:
         return readers[-1]
 
     directory = resolve_model(config.model, config.cache_path)
+    token_bytes = read_model_card(config, directory, identify=False).bytes_per_token
+    room = len(text) + 2 * config.block_size  # a worker touches all of its cache at its start
+    config = replace(config, kv_cache=f"{room * token_bytes:.0f}", max_model_len=len(text))
     worker = ModelWorker(config, directory, 0, SingleRank(), parts=WorkerParts(load_model=load))
     worker.initialize_cache()
     (reader,) = readers
@@ -191,7 +195,7 @@ def compare(
     with_llamacpp: bool = False,
 ) -> dict[str, Any]:
     """Ratios of a model's variants over ``tokens`` tokens of the text from the ``first`` on, printed as they come."""
-    config = EngineConfig(model=model, device="cpu", tensor_ops="numba", dtype="float32", max_model_len=4096)
+    config = EngineConfig(model=model, device="cpu", tensor_ops="numba", dtype="float32")
     prompt = Preprocessor.open(config).prepare(prompt=TEXT.read_text(encoding="utf-8"))
     text = prompt.prompt_token_ids[first : first + tokens]
     exact = read(config, text)

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prefix_tokens = args.prefix_tokens or (256 if args.quick else 1500)
     rng = np.random.default_rng(0)
     cold, cached, hits = [], [], []
-    with LocalEngine(EngineConfig(model=args.model, kv_cache="1GiB")) as engine:
+    with LocalEngine(EngineConfig(model=args.model, kv_cache="64MiB" if args.quick else "1GiB")) as engine:
         serve(engine, rng.integers(1000, 30000, min(prefix_tokens, 600)))  # first calls of the kernels at this size
         print(f"{'prefix':>6} {'first TTFT, ms':>15} {'second TTFT, ms':>16} {'cached tokens':>14} {'ratio':>7}")
         for index in range(args.prefixes or (2 if args.quick else 7)):

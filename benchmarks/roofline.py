@@ -58,6 +58,7 @@ class Size:
     side:      of the largest matrices that are multiplied
     repeats:   of each of these, a round
     context:   tokens before the decode steps
+    kv_cache:  all of which an engine touches at its start
     """
 
     rounds: int = 5
@@ -67,11 +68,12 @@ class Size:
     context: int = 256
     steps: int = 128
     prompt: int = 1800
+    kv_cache: str = "1GiB"
 
 
 FULL = Size()
 QUICK = Size(rounds=2, steps=64)
-SMOKE = Size(rounds=1, array_mib=16, side=128, repeats=1, context=16, steps=4, prompt=32)
+SMOKE = Size(rounds=1, array_mib=16, side=128, repeats=1, context=16, steps=4, prompt=32, kv_cache="128MiB")
 
 
 # ---- the machine ----
@@ -249,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     size = SMOKE if args.smoke else QUICK if args.quick else FULL
     size = Size(**{**vars(size), **({"rounds": args.rounds} if args.rounds else {})})
-    fields = {"model": args.model, "max_model_len": 2048, "kv_cache": "1GiB", **engine_fields(args)}
+    fields = {"model": args.model, "max_model_len": 2048, "kv_cache": size.kv_cache, **engine_fields(args)}
     config = resolve_device(EngineConfig.from_dict(fields), 0)
     with progress() as bar:
         directory = resolve_model(config.model, config.cache_path, bar)

@@ -55,6 +55,7 @@ class Size:
     turns_s:       seconds of a turn of decoding, with copies and without
     turns:         such turns, of either kind
     decoding:      sequences that decode, each with a prompt of ``decoding_tokens``
+    most_tokens:   that each of them may generate: more than the turns last
     conversations: each has a prefix of ``history_tokens``, and asks ``questions`` times
                    for ``answer_tokens``
     device, host:  memory of these tiers, all of which an engine touches at its start
@@ -67,6 +68,7 @@ class Size:
     turns: int = 20
     decoding: int = 8
     decoding_tokens: int = 512
+    most_tokens: int = 4000
     conversations: int = 8
     history_tokens: int = 1024
     questions: int = 3
@@ -84,12 +86,13 @@ QUICK = Size(
     turns=2,
     decoding=2,
     decoding_tokens=16,
+    most_tokens=1000,
     conversations=4,
     history_tokens=64,
     questions=1,
     answer_tokens=4,
-    device="256MiB",
-    host="256MiB",
+    device="64MiB",
+    host="64MiB",
 )
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -185,7 +188,7 @@ def time_decoding(size: Size, seed: int) -> dict[str, float]:
     The copies are those of a second transfer manager, so that no request of their own takes part in the steps.
     """
     rng = np.random.default_rng(seed)
-    sampling = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=size.most_tokens, ignore_eos=True)
     with LocalEngine(base_config(size)) as engine:
         core, worker = engine.core, engine._worker
         for _ in range(size.decoding):
