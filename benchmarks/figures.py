@@ -1,7 +1,7 @@
-"""Runs the CPU benchmarks, keeps their figures in `benchmarks/results/cpu.json`, and writes README's table from them.
+"""Runs the CPU benchmarks, keeps their figures in `benchmarks/results/cpu.json`, and writes what README shows of them.
 
     python benchmarks/figures.py [--only NAME ...] [--quick]    run all, or some; --quick leaves README as it is
-    python benchmarks/figures.py --table                        write README's table from what was measured before
+    python benchmarks/figures.py --table                        write README's tables from what was measured before
     python benchmarks/figures.py --check                        exit with 1 if README differs from that
 
 Each script runs in a process of its own, one after the other. A script that fails keeps its former figures. So does one
@@ -25,6 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from figures_peers import PICTURE, peers_picture
 from figures_table import SCRIPTS, rows, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,15 +165,27 @@ def with_table(readme: str, results: Mapping[str, Any]) -> str:
     return f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.partition(END)[2]}"
 
 
+def pictures(results: Mapping[str, Any]) -> dict[Path, str]:
+    """README's pictures that belong to the results, by file."""
+    return {README.parent / PICTURE: peers_picture(results["peers"]["figures"])} if "peers" in results else {}
+
+
 def write_readme() -> None:
-    README.write_text(with_table(README.read_text(encoding="utf-8"), read(RESULTS)), encoding="utf-8")
-    print(f"wrote the table of {README.name}")
+    results = read(RESULTS)
+    README.write_text(with_table(README.read_text(encoding="utf-8"), results), encoding="utf-8")
+    for file, picture in pictures(results).items():
+        file.write_text(picture, encoding="utf-8")
+    print(f"wrote the tables of {README.name}")
 
 
 def check() -> None:
-    text = README.read_text(encoding="utf-8")
-    if text != with_table(text, read(RESULTS)):
-        sys.exit("README's table differs from benchmarks/results/cpu.json: run `python benchmarks/figures.py --table`")
+    text, results = README.read_text(encoding="utf-8"), read(RESULTS)
+    remedy = "run `python benchmarks/figures.py --table`"
+    if text != with_table(text, results):
+        sys.exit(f"README's tables differ from benchmarks/results/cpu.json: {remedy}")
+    for file, picture in pictures(results).items():
+        if not file.exists() or file.read_text(encoding="utf-8") != picture:
+            sys.exit(f"{file.name} differs from benchmarks/results/cpu.json: {remedy}")
 
 
 if __name__ == "__main__":

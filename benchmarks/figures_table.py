@@ -1,20 +1,14 @@
-"""README's table "Measured": which rows each benchmark has, and how a row is written from the script's figures."""
+"""README's section "Measured": which rows each benchmark has, and how a row is written from the script's figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from figures_peers import peers_tables
+
 Figures = Mapping[str, Any]
-
-
-VLLM = {"vllm_bf16": "vLLM in bfloat16", "vllm_fp32": "vLLM in float32"}
-PEERS = {**VLLM, "llamacpp": "llama.cpp from GGUF blocks"}
-SCENARIOS = ("decode1", "prefill", "batch16", "long_decode")
-LONG = ("prefill", "decode")
-WIDEST = ("AVX512_BF16", "AVX512", "AVX2", "NEON")
-"""llama.cpp's names of instructions, the widest first."""
 
 
 @dataclass(frozen=True)
@@ -99,68 +93,7 @@ def _decode(f: Figures) -> str:
     return f"{rates['decode 16 x 2048']:.0f} GB/s of KV"
 
 
-def _rates(rates: Mapping[str, float] | None, keys: Sequence[str]) -> str:
-    """A dash where there are none."""
-    return "-" if rates is None else ", ".join(f"{rates[key]:,.0f}" for key in keys)
-
-
-def _over(ratios: Mapping[str, Mapping[str, float]], peers: Mapping[str, str], keys: Sequence[str]) -> list[str]:
-    """Ours over each peer that was there."""
-    return [
-        f"over {word} " + ", ".join(f"{ratios[peer][key]:.2f}" for key in keys)
-        for peer, word in peers.items()
-        if peer in ratios
-    ]
-
-
-def _beside_vllm(f: Figures) -> str:
-    """headwise in bfloat16, of each model, and over vLLM."""
-    return ". ".join(
-        listed(f"{name}: {_rates(m['rates']['headwise'], SCENARIOS)}", *_over(m, VLLM, SCENARIOS))
-        for name, m in f["models"].items()
-    )
-
-
-def _beside_llamacpp(f: Figures) -> str:
-    """headwise from the blocks of each model's GGUF file, and over llama.cpp, which computes from the same, with the
-    instructions that its package was built for.
-    """
-    isa = f["about"].get("llamacpp", {}).get("isa", "").split()
-    peer = {"llamacpp": f"llama.cpp ({next((name for name in WIDEST if name in isa), 'SSE')})"}
-    return ". ".join(
-        listed(f"{name}: {_rates(m['rates'].get('headwise_gguf'), SCENARIOS)}", *_over(m, peer, SCENARIOS))
-        for name, m in f["models"].items()
-    )
-
-
-def _long_context(f: Figures) -> str:
-    long = f.get("long_context")
-    if long is None:  # as when nothing but the script itself is tried
-        return "-"
-    rates = listed(*(_rates(long["rates"].get(name), LONG) for name in ("headwise", "headwise_half")))
-    over = listed(*_over(long["half_over"], PEERS, LONG))
-    rounds = long.get("rounds", min(f["rounds"], 2))  # figures that do not say it had two at most
-    return f"{rates}; the latter {over} ({rounds} rounds)"
-
-
-SCRIPTS: dict[str, tuple[Row, ...]] = {
-    "peers": (
-        Row(
-            "In bfloat16 on this CPU, same weights and token ids as vLLM, tokens a second: decode of one request, "
-            "prefill of 1,800 tokens, 16 requests of 256 in and 64 out, decode of 8 requests at 1,500 tokens",
-            _beside_vllm,
-        ),
-        Row(
-            "The same four from the GGUF file's own blocks (`weights_dtype: gguf`), as llama.cpp does, in the build of "
-            "its package",
-            _beside_llamacpp,
-        ),
-        Row(
-            "SmolLM2 in bfloat16 over 12,000 tokens, tokens a second of prefill and decode: with all heads full; with "
-            "half of them limited to a window, which no peer can",
-            _long_context,
-        ),
-    ),
+ROWS: dict[str, tuple[Row, ...]] = {
     "roofline": (
         Row(
             "Bytes that a decode step must read, over its time and the memory's bandwidth; FLOP/s of prefill over the "
@@ -335,23 +268,38 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
     ),
     "kernels": (Row("Attention, decode, 16 sequences of 2,048 tokens, 9 query and 3 KV heads of 64", _decode),),
 }
-"""By script, in README's order."""
+"""By script but `peers`, which has tables of its own."""
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Beside vLLM and llama.cpp": ("peers",),
+    "On one CPU": ("roofline", "perplexity", "engine_overhead", "kernels", "step_launches"),
+    "The cache": ("prefix_cache", "tiers", "recycle", "capacity", "control_plane", "block_copy"),
+    "Several engines": ("replicas", "elastic_replicas", "pd", "openai_http", "index", "transports"),
+    "Simulated clusters": ("routing", "peer_loads", "autoscaling"),
+}
+"""Scripts by README's section, in its order."""
+SCRIPTS = tuple(name for names in SECTIONS.values() for name in names)
 
 
 def rows(name: str, figures: Figures) -> list[str]:
-    """A script's rows; raises KeyError where its figures lack one that README shows."""
-    return [f"| {row.what} | {row.result(figures)} | `benchmarks/{name}.py` |" for row in SCRIPTS[name]]
+    """A script's lines of Markdown; raises LookupError where its figures lack one that README shows."""
+    if name == "peers":
+        return peers_tables(figures)
+    return [f"| {row.what} | {row.result(figures)} | `benchmarks/{name}.py` |" for row in ROWS[name]]
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The table of what was measured, and below it when, of which commit and on what."""
-    measured = [name for name in SCRIPTS if name in results]
+    """What was measured, by section, and below it when, of which commit and on what."""
+    measured = {name: results[name] for name in SCRIPTS if name in results}
     if not measured:
         return "Nothing is measured yet: `make figures` does."
-    lines = ["| What | Result | Command |", "| --- | --- | --- |"]
-    for name in measured:
-        lines += rows(name, results[name]["figures"])
-    return "\n".join([*lines, "", *_sources({name: results[name] for name in measured})])
+    lines = list[str]()
+    for title, names in SECTIONS.items():
+        if shown := [name for name in names if name in measured]:
+            head = [] if shown == ["peers"] else ["| What | Result | Command |", "| --- | --- | --- |"]
+            lines += [f"### {title}", "", *head]
+            lines += [line for name in shown for line in rows(name, measured[name]["figures"])] + [""]
+    return "\n".join([*lines, *_sources(measured)])
 
 
 def _sources(results: Mapping[str, Any]) -> list[str]:
@@ -363,4 +311,4 @@ def _sources(results: Mapping[str, Any]) -> list[str]:
         alike.setdefault(f"{one['date']}, commit {one['commit']}, {where}", []).append(name)
     if len(alike) == 1:
         return [f"Measured on {next(iter(alike))}."]
-    return [f"Measured on {source}: {', '.join(names)}." for source, names in alike.items()]
+    return ["Measured on", "", *(f"- {source}: {', '.join(names)}" for source, names in alike.items())]

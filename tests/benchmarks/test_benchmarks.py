@@ -6,11 +6,13 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import fromstring
 
 import autoscaling
 import figures
 import pd
 import pytest
+from figures_peers import PICTURE, SCENARIOS, WIDTH, peers_picture
 from figures_table import SCRIPTS, rows, table
 from support.benchmark_runs import quick_figures
 
@@ -123,7 +125,7 @@ def test_a_figure_changed_by_hand_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     readme.write_text(text, encoding="utf-8")
     figures.check()
     readme.write_text(text.replace("| 1.50;", "| 1.60;"), encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"README's table differs from benchmarks/results/cpu\.json"):
+    with pytest.raises(SystemExit, match=r"README's tables differ from benchmarks/results/cpu\.json"):
         figures.check()
     figures.write_readme()
     assert readme.read_text(encoding="utf-8") == text
@@ -142,11 +144,14 @@ def kept(name: str, found: dict[str, Any], commit: str = "abc") -> dict[str, Any
 def test_the_table_names_day_commit_and_machine_once_if_they_are_the_same() -> None:
     free, copy = {"admit_us": 1.0, "free_us": 2.0, "decode_step_us": 3.0}, {"block_ratio": 1.5, "layer_ratio": 0.5}
     same = table({**kept("control_plane", free), **kept("block_copy", copy)})
+    assert same.startswith(
+        "### The cache\n\n| What | Result | Command |\n| --- | --- | --- |\n| Admitting a 10,000-token"
+    )
     assert same.endswith("\n\nMeasured on 2026-01-02, commit abc, 2 cores of CPU, Python 3.11.")
     assert "| 1.50; 0.50 | `benchmarks/block_copy.py` |" in same
     two = table({**kept("control_plane", free), **kept("block_copy", copy, "def")})
-    assert "commit abc, 2 cores of CPU, Python 3.11: control_plane." in two
-    assert "commit def, 2 cores of CPU, Python 3.11: block_copy." in two
+    assert "- 2026-01-02, commit abc, 2 cores of CPU, Python 3.11: control_plane\n" in two
+    assert two.endswith("- 2026-01-02, commit def, 2 cores of CPU, Python 3.11: block_copy")
 
 
 # ---- running them ----
@@ -189,18 +194,52 @@ def test_a_script_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) ->
     assert figures.run(["sleep", "600"]) is None
 
 
-def test_the_rows_of_peers_say_which_of_ours_each_is_compared_with() -> None:
-    own = dict.fromkeys(("decode1", "prefill", "batch16", "long_decode"), 2.0)
-    blocks = dict.fromkeys(own, 8.0)
-    model = {"rates": {"headwise": own, "headwise_gguf": blocks}, "vllm_bf16": own, "llamacpp": blocks}
-    long = {"rates": {name: {"prefill": 5.0, "decode": 6.0} for name in ("headwise", "headwise_half")}, "rounds": 3}
-    long["half_over"] = {"llamacpp": {"prefill": 7.0, "decode": 9.0}}
-    about = {"llamacpp": {"isa": "SSE3 AVX AVX2 FMA"}}
-    found = rows("peers", {"models": {"one": model, "two": model}, "long_context": long, "about": about, "rounds": 3})
-    each = "2, 2, 2, 2; over vLLM in bfloat16 2.00, 2.00, 2.00, 2.00"
-    assert f"| one: {each}. two: {each} |" in found[0]
-    assert "| one: 8, 8, 8, 8; over llama.cpp (AVX2) 8.00, 8.00, 8.00, 8.00. two: 8" in found[1]
-    assert "| 5, 6; 5, 6; the latter over llama.cpp from GGUF blocks 7.00, 9.00 (3 rounds) |" in found[2]
+def peers_found() -> dict[str, Any]:
+    """What `peers.py` prints where vLLM in bfloat16 and llama.cpp were there."""
+    own, blocks = ({**dict.fromkeys(SCENARIOS, rate), "prefill": 4000.0} for rate in (20.0, 80.0))
+    theirs = {"vllm_bf16": dict.fromkeys(SCENARIOS, 10.0), "llamacpp": dict.fromkeys(SCENARIOS, 40.0)}
+    ratios = {"vllm_bf16": dict.fromkeys(SCENARIOS, 2.0), "llamacpp": dict.fromkeys(SCENARIOS, 8.0)}
+    model = {"rates": {"headwise": own, "headwise_gguf": blocks, **theirs}, **ratios}
+    half = {"llamacpp": {"prefill": 7.0, "decode": 9.0}}
+    rates = {name: {"prefill": 5.0, "decode": 6.0} for name in ("headwise", "headwise_half", "llamacpp")}
+    return {
+        "models": {"one": model, "two": model},
+        "long_context": {"rates": rates, "half_over": half, "rounds": 3},
+        "about": {"llamacpp": {"isa": "SSE3 AVX AVX2 FMA"}},
+        "rounds": 3,
+    }
+
+
+def test_tables_of_peers_have_a_column_for_each_that_was_there_and_the_ratio_of_ours() -> None:
+    found = rows("peers", peers_found())
+    assert "| one | headwise, bfloat16 | vLLM, bfloat16 | headwise, GGUF | llama.cpp (AVX2), GGUF |" in found
+    assert "| Decode of one request | 20 | 10 (2.00) | 80 | 40 (8.00) |" in found
+    assert "| Prefill of 1,800 tokens | 4,000 | 10 (2.00) | 4,000 | 40 (8.00) |" in found
+    assert "| Decode after them | 6 | 6 | 6 (9.00) |" in found
+    assert sum(line.startswith("| two |") for line in found) == 1
+
+
+def test_the_picture_of_peers_has_a_bar_for_each_rate_and_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = peers_found()
+    picture = fromstring(peers_picture(found))
+    texts = [element.text for element in picture if element.tag.endswith("text")]
+    assert texts.count("80") == 2 * 3, "of two models"
+    bars = [element for element in picture if element.tag.endswith("rect")]
+    assert len(bars) == 1 + 2 * (4 + 4 * 4), "the ground; of each model its legend and four rows of four"
+    assert max(float(bar.attrib["width"]) + float(bar.attrib.get("x", 0)) for bar in bars[1:]) < WIDTH
+    results = tmp_path / "cpu.json"
+    results.write_text(json.dumps(kept("peers", found)))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(f"{figures.BEGIN}\n{figures.END}\n")
+    monkeypatch.setattr(figures, "README", tmp_path / "README.md")
+    monkeypatch.setattr(figures, "RESULTS", results)
+    figures.write_readme()
+    figures.check()
+    (tmp_path / PICTURE).write_text(peers_picture(found).replace(">80<", ">90<"))
+    with pytest.raises(SystemExit, match=r"peers\.svg differs from benchmarks/results/cpu\.json"):
+        figures.check()
 
 
 def test_the_row_of_perplexity_has_llamacpp_where_it_was_there() -> None:

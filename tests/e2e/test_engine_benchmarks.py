@@ -6,7 +6,7 @@ import json
 
 import perplexity
 import pytest
-from figures_table import SCENARIOS
+from figures_peers import SCENARIOS
 from peers import PEERS_PYTHON
 from perplexity import LIMITS
 from support.benchmark_runs import figures_of, quick_figures
