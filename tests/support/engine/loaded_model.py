@@ -37,7 +37,7 @@ CACHE_KINDS = [*DEMO_MODELS, *TINY_KINDS]
 soak, as their layers are not what such a test is about."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-BASE = EngineConfig(dtype="float32", kv_cache="256MiB", max_batched_tokens=512, max_model_len=4096)
+BASE = EngineConfig(dtype="float32", kv_cache="144MiB", max_batched_tokens=512, max_model_len=3072)
 
 
 def all_but(*names: str) -> pytest.MarkDecorator:
