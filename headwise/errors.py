@@ -40,6 +40,10 @@ class EngineDiedError(HeadwiseError):
     """The engine, or one of its workers, died while it served the request."""
 
 
+class GpuFailedError(HeadwiseError):
+    """A GPU reported an error that it does not recover from within this process, whose worker has to end."""
+
+
 class EngineLeavingError(EngineDiedError):
     """The engine is about to end on purpose and does not serve this request: another engine does."""
 

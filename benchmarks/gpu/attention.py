@@ -32,10 +32,15 @@ Peers = dict[str, Callable[[], tuple[Work, Tensor]]]
 
 
 def decode(bench: Bench) -> None:
-    """Bytes of KV per second over the card's copy bandwidth, and times against torch's and FlashInfer's."""
-    sizes, rows = bench.sizes, bench.rows
+    """Bytes of KV per second over a copy's, and over the memory's peak; and times against torch's and FlashInfer's."""
+    rig, sizes, rows = bench.rig, bench.sizes, bench.rows
     peers = open_peers()
     rows.add("copy_bandwidth", bench.bandwidth / 1e12, "TB/s", note="read and written, device to device")
+    if (peak := rig.peak_bandwidth()) is None:
+        rows.skip("peak_bandwidth", "the driver does not tell of the memory's clock")
+    else:
+        rows.add("peak_bandwidth", peak / 1e12, "TB/s", note="two transfers a clock of the memory, over its whole bus")
+        rows.add("copy_of_peak", bench.bandwidth / peak)
     rows.add("read_bandwidth", bench.read_bandwidth / 1e12, "TB/s", note="of a kernel that only reads")
     if peers[0] is None:
         rows.skip("over_torch", "torch is not installed")
@@ -43,11 +48,14 @@ def decode(bench: Bench) -> None:
         rows.skip("over_flashinfer", "flashinfer is not installed")
     for batch in reversed(sizes.batches):
         for context in reversed(sizes.contexts):
-            with rows.case(f"b{batch}_c{context}"):
+            with rows.case(f"b{batch}_c{context}") as begin:
+                begin()
                 _decode_case(bench, peers, batch, context)
-    with rows.case("skewed"):
+    with rows.case("skewed") as begin:
+        begin()
         _skewed_case(bench)
-    with rows.case("quantised"):
+    with rows.case("quantised") as begin:
+        begin()
         _quantised_cases(bench)
     rows.state("clocks", bench.rig.clocks())
 
@@ -60,7 +68,14 @@ def _skewed_case(bench: Bench) -> None:
     seconds = bench.seconds({"ours": step.on(bench.rig)})["ours"]
     note = f"one of {contexts[1]} tokens among {batch - 1} of {contexts[0]}, {seconds * 1e6:.1f} us"
     note += f", {error:.1e} from NumPy"
-    bench.rows.add("skewed_of_bandwidth", step.kv_bytes / seconds / bench.bandwidth, least=0.85, note=note)
+    _add_rate(bench, "skewed", step.kv_bytes / seconds, least=0.85, note=note)
+
+
+def _add_rate(bench: Bench, name: str, rate: float, least: float | None, note: str) -> None:
+    """Bytes per second: of a copy in the same run, which is the aim's measure, and of the memory's peak."""
+    bench.rows.add(f"{name}_of_bandwidth", rate / bench.bandwidth, least=least, note=note)
+    if (peak := bench.rig.peak_bandwidth()) is not None:
+        bench.rows.add(f"{name}_of_peak", rate / peak, note=f"{rate / 1e12:.3f} of {peak / 1e12:.3f} TB/s")
 
 
 def _quantised_cases(bench: Bench) -> None:
@@ -76,8 +91,8 @@ def _quantised_cases(bench: Bench) -> None:
     wide = seconds[sizes.attention.dtype]
     for dtype in dtypes:
         note = f"{seconds[dtype] * 1e6:.1f} us, {errors[dtype]:.1e} from NumPy"
-        rate = steps[dtype].kv_bytes / seconds[dtype] / bench.bandwidth
-        bench.rows.add(f"{dtype}_of_bandwidth", rate, least=0.8 if dtype in QUANTISED else None, note=note)
+        rate = steps[dtype].kv_bytes / seconds[dtype]
+        _add_rate(bench, dtype, rate, least=0.8 if dtype in QUANTISED else None, note=note)
         bench.rows.add(f"{dtype}_over_own", wide / seconds[dtype], note=f"{sizes.attention.dtype}: {wide * 1e6:.1f} us")
 
 
@@ -93,12 +108,8 @@ def _decode_case(bench: Bench, peers: tuple[Torch | None, FlashInfer | None], ba
     fills = step.kv_bytes >= sizes.fills_card
     works, apart = _with_peers(bench, step, name, torch, _decode_peers(bench, name, peers, step, fills))
     seconds = bench.seconds(works)
-    rows.add(
-        f"{name}_of_bandwidth",
-        step.kv_bytes / seconds["ours"] / bench.bandwidth,
-        least=_least(bench, batch, context, fills),
-        note=f"{seconds['ours'] * 1e6:.1f} us for {step.kv_bytes / 2**20:.0f} MiB of KV, {error:.1e} from NumPy",
-    )  # fmt: skip
+    note = f"{seconds['ours'] * 1e6:.1f} us for {step.kv_bytes / 2**20:.0f} MiB of KV, {error:.1e} from NumPy"
+    _add_rate(bench, name, step.kv_bytes / seconds["ours"], _least(bench, batch, context, fills), note)
     for peer, distance in apart.items():
         note = f"{peer} {seconds[peer] * 1e6:.1f} us, outputs {distance:.1e} apart"
         aim = None if peer == "cudnn" else 1.0
@@ -118,7 +129,8 @@ def _decode_peers(
     """cuDNN where the card is filled only: it plans each shape anew, for a second or more."""
     (torch, flashinfer), peers = libraries, Peers()
     if torch is not None:
-        with bench.rows.case(f"{name}_gathered"):
+        with bench.rows.case(f"{name}_gathered") as begin:
+            begin()
             sdpa = Sdpa(torch, step, causal=False)
             peers |= {"torch": sdpa.flash, "cudnn": sdpa.cudnn} if fills else {"torch": sdpa.flash}
     if flashinfer is not None:
@@ -132,7 +144,8 @@ def _with_peers(
     """Ours and the peers' calls, and how far each peer's result is from ours. One that fails is a row, and left out."""
     works, apart = {"ours": step.on(bench.rig)}, {}
     for peer, make in peers.items():
-        with bench.rows.case(f"{name}_over_{peer}", optional=peer == "cudnn"):
+        with bench.rows.case(f"{name}_over_{peer}", optional=peer == "cudnn") as begin:
+            begin()
             work, result = make()
             assert torch is not None
             error = torch.error(step, result)
@@ -147,14 +160,16 @@ def heads(bench: Bench) -> None:
     sizes, rig, heads = bench.sizes, bench.rig, bench.sizes.attention
     batch, context = sizes.heads_at
     windows, at = half_windowed(heads, sizes.window), f"batch {batch}, context {context}"
-    with bench.rows.case("decode_over_uniform"):
+    with bench.rows.case("decode_over_uniform") as begin:
+        begin()
         per_head = decode_step(rig, heads, batch, context, sizes.block_size, windows)
         uniform = decode_step(rig, heads, batch, context, sizes.block_size)
         _compare(bench, "decode_over_uniform", uniform, per_head, 0.55, at)
         uniform = decode_step(rig, heads, batch, context, sizes.block_size, windows, one_table=True)
         _compare(bench, "decode_over_one_table", uniform, per_head, None, f"{at}, windows in both")
         del uniform, per_head
-    with bench.rows.case("prefill_over_uniform"):
+    with bench.rows.case("prefill_over_uniform") as begin:
+        begin()
         prompt = sizes.prompts[-1]
         uniform = prefill_step(rig, heads, prompt, sizes.block_size)
         per_head = prefill_step(rig, heads, prompt, sizes.block_size, windows)
@@ -181,11 +196,13 @@ def prefill(bench: Bench) -> None:
     if torch is None:
         rows.skip("over_torch", "torch is not installed")
     for tokens in sizes.prompts:
-        with rows.case(f"t{tokens}"):
+        with rows.case(f"t{tokens}") as begin:
+            begin()
             _prefill_case(bench, torch, f"t{tokens}", sizes.attention, tokens)
     tokens, head_dims = sizes.head_dims
     for head_dim in head_dims:
-        with rows.case(f"d{head_dim}"):
+        with rows.case(f"d{head_dim}") as begin:
+            begin()
             _prefill_case(bench, torch, f"d{head_dim}", replace(sizes.attention, head_dim=head_dim), tokens)
     rows.state("clocks", bench.rig.clocks())
 
@@ -196,14 +213,16 @@ def _prefill_case(bench: Bench, torch: Torch | None, name: str, heads: Heads, to
     error = check_step(rig, step)
     peers = Peers()
     if torch is not None:
-        with rows.case(f"{name}_gathered"):
+        with rows.case(f"{name}_gathered") as begin:
+            begin()
             sdpa = Sdpa(torch, step, causal=True)
             peers = {"torch": sdpa.flash, "cudnn": sdpa.cudnn}
     works, apart = _with_peers(bench, step, name, torch, peers)
     if torch is not None:
         works["matmul"] = torch.matmul(step, sizes.product)
     if (by_tma := _by_tma(bench, step, heads)) is not None:
-        with rows.case(f"{name}_tma"):
+        with rows.case(f"{name}_tma") as begin:
+            begin()
             tma_error = check_step(rig, by_tma)
             works["tma"] = by_tma.on(rig)
     seconds = bench.seconds(works)

@@ -3,8 +3,9 @@
     python benchmarks/gpu_checks.py [--only decode,copies] [--markdown FILE] [--result FILE] [--work DIR]
     python benchmarks/gpu_checks.py --emulate
 
-Each section is a process of its own with a time limit: one that fails, hangs or breaks the GPU's context is a row of
-the table, and the others run. The table comes last but for one line of JSON, however the run ends, and both files are
+Each section is a process of its own with a time limit, as is each of its cases: one that fails, crashes, hangs or
+breaks the GPU's context is a row of the table, and the section goes on with the next case, in another process where it
+has to. The table comes last but for one line of JSON, however the run ends, and both files are
 whole after every row. The exit status is 1 if anything failed; an aim that was missed is no failure. Where the section
 correctness has failures, no later aim counts as met. `--emulate` executes every line on a machine without a GPU, at
 tiny sizes.
@@ -19,20 +20,20 @@ import os
 import platform
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu.report import FAILED, Recorder, Report, Row, described, from_line, to_line
+from gpu.apart import BROKEN, LEAST_S, ChildError, Deadlines, lines_of, run_apart
+from gpu.report import FAILED, BrokenError, Recorder, Report, Row, described, to_line
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu_checks.py"
 
@@ -44,20 +45,21 @@ if TYPE_CHECKING:
 LIMIT_S = 460.0
 """Of the whole run: sections are stopped, and no more begun, once it is over."""
 
-LEAST_S = 5.0
-"""No section is begun with less time than this."""
-
 ABOUT, ABOUT_LIMIT_S = "about", 60.0
 """What a process is asked that tells card and versions."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """``module.function`` of the benchmark, and the seconds it may take. torch: it compares with torch."""
+    """``module.function`` of the benchmark, and the seconds it may take. torch: it compares with torch.
+
+    case_s: that one of its cases may take; None: no less than all of them
+    """
 
     module: str
     function: str
     limit_s: float
+    case_s: float | None = None
     torch: bool = False
 
     def run(self, options: argparse.Namespace, rows: Recorder) -> None:
@@ -68,6 +70,7 @@ class Section:
         if self.torch:
             imported("torch")
         rig = open_rig(options)
+        rows.is_broken = rig.is_broken
         with rig.current():
             bench = Bench(rig, rows, options)
             function(bench)
@@ -76,19 +79,19 @@ class Section:
 
 SECTIONS = {
     "compile": Section("gpu.correctness", "compile_kernels", 60),
-    "correctness": Section("gpu.correctness", "correctness", 50),
-    "decode": Section("gpu.attention", "decode", 80, torch=True),
-    "heads": Section("gpu.attention", "heads", 30),
-    "prefill": Section("gpu.attention", "prefill", 65, torch=True),
-    "delta": Section("gpu.delta", "delta", 30),
-    "latents": Section("gpu.latents", "latents", 40),
-    "copies": Section("gpu.copies", "copies", 60),
+    "correctness": Section("gpu.correctness", "correctness", 50, 20),
+    "decode": Section("gpu.attention", "decode", 80, 20, torch=True),
+    "heads": Section("gpu.attention", "heads", 30, 15),
+    "prefill": Section("gpu.attention", "prefill", 65, 20, torch=True),
+    "delta": Section("gpu.delta", "delta", 30, 12),
+    "latents": Section("gpu.latents", "latents", 40, 15),
+    "copies": Section("gpu.copies", "copies", 60, 25),
     "ipc": Section("gpu.ipc", "ipc", 40),
-    "model": Section("gpu.model", "model", 85),
-    "moe": Section("gpu.model", "moe", 70),
+    "model": Section("gpu.model", "model", 85, 45),
+    "moe": Section("gpu.model", "moe", 70, 25),
     "published": Section("gpu.serving", "published", 70),
     "recycling": Section("gpu.serving", "recycling", 80),
-    "smollm2": Section("gpu.model", "smollm2", 45),
+    "smollm2": Section("gpu.model", "smollm2", 45, 25),
     "sanitizer": Section("gpu.sanitizer", "sanitizer", 90),
 }
 """In this order: what everything rests on, what most depends on, and last what may not be to be had.
@@ -127,7 +130,13 @@ def run_child(name: str, options: argparse.Namespace) -> None:
     if name == ABOUT:
         emit(json.dumps(told(options)))
         return
-    run_here(name, options, lambda row: emit(to_line(row)))
+    rows = Recorder(name, lambda row: emit(to_line(row)), lambda line: emit(to_line(line)), options.passed)
+    try:
+        run_into(rows, name, options)
+    except BrokenError:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(BROKEN)  # what ends in order would ask the GPU to, and may hang
 
 
 NO_GPU, ERROR = "no_gpu", "error"
@@ -145,9 +154,8 @@ def told(options: argparse.Namespace) -> dict[str, str]:
         return {ERROR: described(error)}
 
 
-def run_here(name: str, options: argparse.Namespace, emit: Callable[[Row], None]) -> None:
+def run_into(rows: Recorder, name: str, options: argparse.Namespace) -> None:
     """Run a section in this process; what it raises is a row, too."""
-    rows = Recorder(name, emit)
     try:
         SECTIONS[name].run(options, rows)
     except Exception as error:
@@ -155,54 +163,12 @@ def run_here(name: str, options: argparse.Namespace, emit: Callable[[Row], None]
         rows.fail("whole", described(error))
 
 
-def lines_of(command: Sequence[str], limit_s: float) -> Iterator[str]:
-    """What a process prints, line by line. It and its children are killed after ``limit_s``.
-
-    Raises:
-        ChildError: it was killed, or ended otherwise than it should; after the lines it printed.
-    """
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    late = threading.Event()
-
-    def kill() -> None:
-        late.set()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit_s, kill)
-    timer.start()
-    try:
-        assert process.stdout is not None
-        yield from process.stdout
-        process.wait()
-    finally:
-        timer.cancel()
-        if process.poll() is None:
-            kill()
-            process.wait()
-    if late.is_set():
-        raise ChildError(f"stopped: not done after {limit_s:.0f} s")
-    if process.returncode:
-        raise ChildError(f"its process ended with status {process.returncode}: see its output above")
-
-
-class ChildError(Exception):
-    """A section's process did not end well."""
-
-
-def run_apart(name: str, command: Sequence[str], limit_s: float, emit: Callable[[Row], None]) -> None:
-    """Run ``command``, which prints rows, and hand each to ``emit``; a failure is a row, too."""
-    try:
-        for line in lines_of(command, limit_s):
-            emit(from_line(line))
-    except (ChildError, ValueError, TypeError) as error:
-        Recorder(name, emit).fail("whole", described(error))
-
-
-def child_command(name: str, arguments: Sequence[str], options: argparse.Namespace) -> list[str]:
-    """This script for one section, with the options of this run."""
+def child_command(
+    name: str, arguments: Sequence[str], options: argparse.Namespace, passed: Sequence[str] = ()
+) -> list[str]:
+    """This script for one section, with the options of this run. passed: cases that are passed over"""
     shared = ("--work", str(options.work), "--seed", str(options.seed), "--child", name)
-    return [sys.executable, str(SCRIPT), *arguments, *shared]
+    return [sys.executable, str(SCRIPT), *arguments, *shared, "--passed", json.dumps(list(passed))]
 
 
 # ---- all of them ----
@@ -253,7 +219,8 @@ def find_card(
 
 def ask_about(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, str]:
     """What `told` says in a process of its own, so that this one stays off the card; raises `ChildError`."""
-    said: dict[str, str] = json.loads("".join(lines_of(child_command(ABOUT, arguments, options), ABOUT_LIMIT_S)))
+    lines = lines_of(child_command(ABOUT, arguments, options), Deadlines(time.monotonic() + ABOUT_LIMIT_S))
+    said: dict[str, str] = json.loads("".join(lines))
     return said
 
 
@@ -264,9 +231,11 @@ def run_section(
     if left_s < LEAST_S:
         emit(Row(name, "whole", FAILED, note=f"not begun: {options.limit:.0f} s are over; see --only and --limit"))
     elif options.here:
-        run_here(name, options, emit)
+        run_into(Recorder(name, emit), name, options)
     else:
-        run_apart(name, child_command(name, arguments, options), min(SECTIONS[name].limit_s, left_s), emit)
+        section = SECTIONS[name]
+        command_of = partial(child_command, name, arguments, options)
+        run_apart(name, command_of, min(section.limit_s, left_s), section.case_s or section.limit_s, emit)
 
 
 def what_is_known_here(options: argparse.Namespace) -> dict[str, Any]:
@@ -307,6 +276,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--make-expected", type=Path, help="make that file from --smollm2, on this machine's CPU")
     parser.add_argument("--sanitize-target", choices=("cxx", "triton"), help="run these kernels once, and nothing else")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--passed", type=json.loads, default=[], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part is not None:
         options.only = parts_of(options.only, options.part[1])[options.part[0] - 1]

@@ -42,7 +42,8 @@ def check_codes(bench: Bench, rng: np.random.Generator) -> None:
     """Products with codes of each kind, for few rows and many, against NumPy's with the numbers that they stand for."""
     dense, mixed = ((1, 37, 100), (3, 60, 400)) if bench.sizes.long else ((3,), (3,))
     for kind in KINDS:
-        with bench.rows.case(f"codes_{kind}"):
+        with bench.rows.case(f"codes_{kind}") as begin:
+            begin()
             given = {"device": "cuda", "dtype": DTYPE, "weights_dtype": kind, "cache_dir": str(bench.rig.work)}
             device, exact = bench.rig.device(EngineConfig.from_dict(given)), NumpyOps()
             matrix = _draw(kind, rng, 320, HIDDEN)

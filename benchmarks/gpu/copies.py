@@ -137,13 +137,17 @@ def open_traffic(bench: Bench, block_size: int) -> Iterator[Traffic]:
 def copies(bench: Bench) -> None:
     """Against plain pinned copies of as many bytes; behind a forward pass; beside a decode."""
     for block_size in bench.sizes.copies.block_sizes:
-        with bench.rows.case(f"block{block_size}"), open_traffic(bench, block_size) as traffic:
-            _check(bench, traffic)
-            _over_plain(bench, traffic)
-            with bench.rows.case(f"block{block_size}_hidden"):
-                _hidden(bench, traffic)
-            with bench.rows.case(f"block{block_size}_decode"):
-                _interference(bench, traffic)
+        with bench.rows.case(f"block{block_size}") as begin:
+            begin()
+            with open_traffic(bench, block_size) as traffic:
+                _check(bench, traffic)
+                _over_plain(bench, traffic)
+                with bench.rows.case(f"block{block_size}_hidden") as begin_hidden:
+                    begin_hidden()
+                    _hidden(bench, traffic)
+                with bench.rows.case(f"block{block_size}_decode") as begin_decode:
+                    begin_decode()
+                    _interference(bench, traffic)
 
 
 def _check(bench: Bench, traffic: Traffic) -> None:

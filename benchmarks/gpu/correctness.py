@@ -87,7 +87,8 @@ def compile_kernels(bench: Bench) -> None:
             made[LATENTS] = pool.submit(_compile_latents, target, work / "kernels")
             made |= {kind: pool.submit(compile_codes, kind, target, work / "kernels") for kind in KINDS}
         for shape, each in made.items():
-            with bench.rows.case(f"{shape}"):
+            with bench.rows.case(f"{shape}") as begin:
+                begin()
                 files += each.result()
         bench.rows.add("kernels", time.perf_counter() - began, "s", note=f"{files} kernels for sm_{target.sm}")
         for one in written:
@@ -372,7 +373,8 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
         pairs[:, 1:] = order[:, None]
         if name != "runs":
             pairs[:, 2] = rng.permutation(blocks)[:count]
-        with bench.rows.case(f"copy_{name}"):
+        with bench.rows.case(f"copy_{name}") as begin:
+            begin()
             copy(host.array, device, pairs, ranges, block_bytes)
             reference(host.array, expected, pairs, ranges, block_bytes)
             rig.synchronize()
@@ -400,7 +402,8 @@ def check_ops(
         for name, compute in _operations(ops, dtype, rng_seed):
             if only is not None and name not in only:
                 continue
-            with bench.rows.case(f"ops_{name}_{dtype}"):
+            with bench.rows.case(f"ops_{name}_{dtype}") as begin:
+                begin()
                 error = distance(np.asarray(compute()), np.asarray(wanted[name]()))
                 bench.rows.check_error(f"ops_{name}_{dtype}", error, TOLERANCE[dtype])
 
@@ -486,22 +489,26 @@ def correctness(bench: Bench) -> None:
     rng = np.random.default_rng(bench.rig.seed)
     every = cases(bench.sizes.long, bench.rig.target.sm)
     for case in every:
-        with bench.rows.case(case.name):
+        with bench.rows.case(case.name) as begin:
+            begin()
             check_case(bench, case, rng)
     for case in every[:5:4]:
-        with bench.rows.case(f"write_rope_{case.name}"):
+        with bench.rows.case(f"write_rope_{case.name}") as begin:
+            begin()
             check_rope(bench, case, rng)
     check_delta(bench, TOLERANCE)
     check_copies(bench, rng)
     for dtype in ("float32", "float16", "bfloat16"):
-        with bench.rows.case(f"ops_{dtype}"):
+        with bench.rows.case(f"ops_{dtype}") as begin:
+            begin()
             config = EngineConfig(device="cuda", dtype=dtype, cache_dir=str(bench.rig.work))
             device = bench.rig.device(config)
             with device.current():
                 check_ops(bench, device.ops, dtype, rng)
                 check_sampling(bench, device, dtype, rng)
     check_codes(bench, rng)
-    with bench.rows.case("block_tables"):
+    with bench.rows.case("block_tables") as begin:
+        begin()
         device = bench.rig.device(EngineConfig(device="cuda", cache_dir=str(bench.rig.work)))
         with device.current():
             check_block_tables(bench, device, rng)

@@ -143,7 +143,8 @@ def check_delta(bench: Bench, tolerances: dict[str, float]) -> None:
     size = bench.sizes.block_size
     sequences = [(1, size + 5), (2 * size + 3, 2 * size + 3), (size + 1, 2 * size + 9), (1, 1)]
     for dtype, tolerance in tolerances.items():
-        with bench.rows.case(f"delta_{dtype}"):
+        with bench.rows.case(f"delta_{dtype}") as begin:
+            begin()
             shape = shape_of(bench.sizes.delta, size, dtype)
             out, states = errors_of(bench.rig, delta_step(bench.rig, shape, sequences), shape)
             bench.rows.check_error(f"delta_{dtype}", out, tolerance)
@@ -156,7 +157,8 @@ def delta(bench: Bench) -> None:
     shape = shape_of(net, bench.sizes.block_size)
     context = 10 * shape.block_size + 7  # the block that is read is written
     for batch in net.batches:
-        with rows.case(f"b{batch}_of_bandwidth"):
+        with rows.case(f"b{batch}_of_bandwidth") as begin:
+            begin()
             step = delta_step(rig, shape, [(1, context)] * batch)
             seconds = bench.seconds({"ours": step.on(rig)})["ours"]
             fills = step.state_bytes >= bench.sizes.fills_card // 4
@@ -164,7 +166,8 @@ def delta(bench: Bench) -> None:
             share = 2 * step.state_bytes / seconds / bench.bandwidth
             rows.add(f"b{batch}_of_bandwidth", share, least=0.75 if fills else None, note=note)
     for tokens in net.prompts:
-        with rows.case(f"t{tokens}"):
+        with rows.case(f"t{tokens}") as begin:
+            begin()
             step = delta_step(rig, shape, [(tokens, tokens)])
             seconds = bench.seconds({"ours": step.on(rig)})["ours"]
             rows.add(f"t{tokens}", seconds * 1e3, "ms", note=f"{tokens / seconds / 1e6:.1f} million tokens a second")

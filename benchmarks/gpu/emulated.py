@@ -156,5 +156,11 @@ class EmulatedRig:
     def synchronize(self) -> None:
         pass
 
+    def is_broken(self) -> bool:
+        return False
+
+    def peak_bandwidth(self) -> float | None:
+        return 1e12
+
     def clocks(self) -> str:
         return "none"

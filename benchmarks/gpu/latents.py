@@ -48,12 +48,14 @@ def latents(bench: Bench) -> None:
     sizes, rng = bench.sizes, np.random.default_rng((bench.rig.seed, 11))
     geometry, (first, second, third) = sizes.latents, ((1500, 700, 300) if sizes.long else (40, 21, 9))
     top = 256 if sizes.long else 12
-    with bench.rows.case("right"):
+    with bench.rows.case("right") as begin:
+        begin()
         mixed = ((1, first), (second // 2, second), (1, third))
         check(bench, geometry, make_step(geometry, mixed, top, sizes.block_size, rng))
     for batch in sizes.batches:
         context = sizes.contexts[0]
-        with bench.rows.case(f"b{batch}_c{context}"):
+        with bench.rows.case(f"b{batch}_c{context}") as begin:
+            begin()
             decode(bench, geometry, batch, context, rng)
 
 

@@ -51,7 +51,8 @@ def model(bench: Bench) -> None:
     }
     bandwidth, tokens = bench.bandwidth, {}
     for name, graphs in (("graphs", True), ("eager", False)):
-        with bench.rows.case(name):
+        with bench.rows.case(name) as begin:
+            begin()
             began = time.perf_counter()
             with serving(rig, engine_config(rig, directory, **shared, cuda_graphs=graphs)) as opened:
                 bench.rows.add(f"{name}_start", time.perf_counter() - began, "s", note="until the engine is ready")
@@ -69,7 +70,8 @@ def model(bench: Bench) -> None:
         pairs = [pair for both in zip(*tokens.values(), strict=True) for pair in zip(*both, strict=True)]
         same = sum(one == other for one, other in pairs) / len(pairs)
         bench.rows.add("graphs_same_tokens", same, note="sequences; random weights leave many tokens nearly equal")
-    with bench.rows.case("draw"):
+    with bench.rows.case("draw") as begin:
+        begin()
         _sampling(bench, max(sizes.decode_batches), config["vocab_size"])
 
 
@@ -88,7 +90,8 @@ def moe(bench: Bench) -> None:
         ),
     ) as opened:  # fmt: skip
         for batch in sizes.decode_batches:
-            with bench.rows.case(f"b{batch}"):
+            with bench.rows.case(f"b{batch}") as begin:
+                begin()
                 _decode(bench, opened, config, "step", batch, bench.bandwidth)
         bench.rows.check("recorded", opened.captured_graphs > 0, f"{opened.captured_graphs} graphs")
 
@@ -241,7 +244,8 @@ def smollm2(bench: Bench) -> None:
         )  # fmt: skip
     count = len(expected["tokens"][0])
     for dtype in ("float32", "bfloat16"):
-        with rows.case(f"tokens_{dtype}"):
+        with rows.case(f"tokens_{dtype}") as begin:
+            begin()
             config = engine_config(
                 rig, options.smollm2.resolve(), dtype=dtype, block_size=bench.sizes.block_size, kv_cache="64MiB"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,11 +49,40 @@ class Row:
         return "" if self.measured is None else f"{self.measured:.4g} {self.unit}".rstrip()
 
 
-class Recorder:
-    """Makes the rows of one section and hands each to ``emit`` at once, so that what is known survives a crash."""
+@dataclass(frozen=True)
+class CaseLine:
+    """A process says that it begins with a case, or is through with it."""
 
-    def __init__(self, section: str, emit: Callable[[Row], None]) -> None:
+    case: str
+    is_over: bool
+
+
+class BrokenError(BaseException):
+    """The GPU's context is broken: nothing of what this process does from now on would say anything."""
+
+
+class _PassedError(Exception):
+    """This case is passed over."""
+
+
+class Recorder:
+    """Makes the rows of one section and hands each to ``emit`` at once, so that what is known survives a crash.
+
+    tell:      is told of cases that begin and are over
+    passed:    cases that are passed over: an earlier process was through with them, or ended there
+    is_broken: whether the GPU can be used no more, whatever raised something
+    """
+
+    def __init__(
+        self,
+        section: str,
+        emit: Callable[[Row], None],
+        tell: Callable[[CaseLine], None] = lambda line: None,
+        passed: Collection[str] = (),
+    ) -> None:
         self._section, self._emit = section, emit
+        self._tell, self._passed = tell, frozenset(passed)
+        self.is_broken: Callable[[], bool] = lambda: False
 
     def add(
         self, name: str, measured: float, unit: str = "", *, least: float | None = None, most: float | None = None,
@@ -88,12 +117,33 @@ class Recorder:
         self.conclude(name, FAILED, why)
 
     @contextmanager
-    def case(self, name: str, optional: bool = False) -> Iterator[None]:
-        """What is raised within becomes a failed row, or a skipped one: the section goes on with its next case."""
+    def case(self, name: str, optional: bool = False) -> Iterator[Callable[[], None]]:
+        """What is raised within becomes a failed row, or a skipped one: the section goes on with its next case.
+
+        Its first statement calls what it is handed: a case that is to be passed over comes no further.
+
+        Raises:
+            BrokenError: behind the row, where the GPU can be used no more.
+        """
+        begun: list[str] = []
+
+        def begin() -> None:
+            if name in self._passed:
+                raise _PassedError
+            begun.append(name)
+            self._tell(CaseLine(name, is_over=False))
+
         try:
-            yield
+            yield begin
+        except _PassedError:
+            return
         except Exception as error:
-            (self.skip if optional else self.fail)(name, described(error))
+            is_broken = self.is_broken()
+            (self.skip if optional and not is_broken else self.fail)(name, described(error))
+            if is_broken:
+                raise BrokenError(name) from error
+        assert begun, f"case {name} does not begin by calling what it is handed"
+        self._tell(CaseLine(name, is_over=True))
 
 
 @dataclass
@@ -147,12 +197,14 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
-def to_line(row: Row) -> str:
-    return json.dumps(asdict(row))
+def to_line(said: Row | CaseLine) -> str:
+    return json.dumps(asdict(said))
 
 
-def from_line(line: str) -> Row:
-    return Row(**json.loads(line))
+def from_line(line: str) -> Row | CaseLine:
+    """Raises ValueError or TypeError if it is neither."""
+    values = json.loads(line)
+    return CaseLine(**values) if "case" in values else Row(**values)
 
 
 def result_of(about: Mapping[str, Any], rows: Sequence[Row], seconds: Mapping[str, float]) -> dict[str, Any]:

@@ -111,6 +111,12 @@ class Rig(Protocol):
     def synchronize(self) -> None:
         """Wait for everything."""
 
+    def is_broken(self) -> bool:
+        """Whether the GPU can be used no more by this process."""
+
+    def peak_bandwidth(self) -> float | None:
+        """Bytes per second by the memory's clock and bus, that no program gets; None where the driver tells neither."""
+
     def clocks(self) -> str:
         """Clocks, power and temperature while the GPU reads memory."""
 
@@ -255,6 +261,20 @@ class CudaRig:
 
     def synchronize(self) -> None:
         self._cuda.runtime.deviceSynchronize()
+
+    def is_broken(self) -> bool:
+        """See `Rig.is_broken`."""
+        try:
+            self.synchronize()
+        except Exception:  # CuPy's own kind: an illegal address, say, which all calls return from then on
+            return True
+        return False
+
+    def peak_bandwidth(self) -> float | None:
+        """See `Rig.peak_bandwidth`: two transfers a clock."""
+        told = self._cuda.Device().attributes
+        clock_khz, bus_bits = (int(told.get(name, 0)) for name in ("MemoryClockRate", "GlobalMemoryBusWidth"))
+        return 2 * clock_khz * 1e3 * bus_bits / 8 or None
 
     def clocks(self) -> str:
         """See `Rig.clocks`."""

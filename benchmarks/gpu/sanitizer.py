@@ -65,7 +65,8 @@ def sanitizer(bench: Bench) -> None:
                 running[f"{name}_{kernels}"] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), log
     deadline = time.monotonic() + LONGEST_S
     for name, (process, log) in running.items():
-        with bench.rows.case(name):
+        with bench.rows.case(name) as begin:
+            begin()
             try:
                 status = process.wait(max(0.0, deadline - time.monotonic()))
             finally:

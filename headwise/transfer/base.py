@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from headwise.errors import GpuFailedError
+
 Work = Callable[[], None]
 """A piece of work. On a GPU it enqueues copies on the current stream."""
 
@@ -22,7 +24,11 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the work is over, well or not. Never waits."""
+        """Whether the work is over, well or not. Never waits.
+
+        Raises:
+            GpuFailedError: the device has failed; no work on it is over, or will be.
+        """
 
     @property
     def busy_s(self) -> float:
@@ -32,6 +38,7 @@ class Event(Protocol):
         """Let the host wait until the work is over; False if it was not in time. ``None``: however long it takes.
 
         Raises:
+            GpuFailedError: as `done`.
             Exception: what the work raised, to whoever waits.
         """
 
@@ -70,17 +77,28 @@ class Stream(Protocol):
         On a GPU the compute stream waits, the host does not, and the answer is always True.
 
         Raises:
+            GpuFailedError: the device has failed.
             Exception: what the work raised.
         """
 
     def close(self) -> None:
-        """Finish what was submitted, then end. The last call."""
+        """Finish what was submitted, then end. The last call.
+
+        Raises:
+            GpuFailedError: the device has failed: what was submitted may be under way for ever.
+        """
 
 
 def ends_by(event: Event, timeout_s: float) -> bool:
-    """Whether the work of an event is over, well or not, after waiting for at most ``timeout_s``."""
+    """Whether the work of an event is over, well or not, after waiting for at most ``timeout_s``.
+
+    Raises:
+        GpuFailedError: the device has failed: nobody knows what it still reads and writes.
+    """
     try:
         return event.wait(timeout_s)
+    except GpuFailedError:
+        raise
     except Exception:
         return True
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headwise.errors import ConfigError
 from headwise.transfer.base import Event, Work
+from headwise.transfer.gpu_failure import is_over, told_as_failure
 
 QUERY_S = 50e-6
 """Time between two looks at an event that the host waits for: CUDA has no wait with a timeout."""
@@ -32,7 +33,7 @@ class CudaEvent:
 
     @property
     def done(self) -> bool:
-        return bool(self.end.done)
+        return is_over(self.end)
 
     @property
     def busy_s(self) -> float:
@@ -41,7 +42,8 @@ class CudaEvent:
     def wait(self, timeout_s: float | None = None) -> bool:
         """See `Event.wait`. Work that raised may have enqueued copies before: these are waited for, too."""
         if timeout_s is None:
-            self.end.synchronize()
+            with told_as_failure():
+                self.end.synchronize()
         elif not self._ends_within(timeout_s):
             return False
         if self.error is not None:
@@ -50,7 +52,7 @@ class CudaEvent:
 
     def _ends_within(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not self.end.done:
+        while not is_over(self.end):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(QUERY_S)
@@ -111,7 +113,7 @@ class CudaStream:
     @property
     def waited_s(self) -> float:
         """See `Stream.waited_s`: what the compute stream is through with so far."""
-        while self._waits and self._waits[0][1].done:
+        while self._waits and is_over(self._waits[0][1]):
             self._waited_s += self._cuda.get_elapsed_time(*self._waits.popleft()) / 1e3
         return self._waited_s
 
@@ -155,4 +157,5 @@ class CudaStream:
 
     def close(self) -> None:
         """See `Stream.close`."""
-        self._stream.synchronize()
+        with told_as_failure():
+            self._stream.synchronize()

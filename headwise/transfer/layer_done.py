@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import LayerSwapTimeoutError
+from headwise.errors import GpuFailedError, LayerSwapTimeoutError
 from headwise.transfer.base import Event, Stream
 
 EVENT_SETS = 3
@@ -46,11 +46,16 @@ class Load:
         """Wait for at most about ``timeout_s``; whether all pieces are over, so that nothing more is written.
 
         All of them are submitted. The stream runs pieces in order, so when the last one is over, all are.
+
+        Raises:
+            GpuFailedError: the device has failed: what it writes still, nobody knows.
         """
         for event in reversed(self.events[: len(self.layers)]):
             try:
                 if not event.wait(timeout_s):
                     return False
+            except GpuFailedError:
+                raise
             except Exception as error:
                 self.lost, self.error = True, self.error or error
             timeout_s = 0.0
@@ -122,6 +127,8 @@ class LayerDoneCounter:
             try:
                 # The stream runs loads in order: once one is late, those behind it are not given time of their own.
                 in_time = self._stream.wait_for(load.events[pieces - 1], 0.0 if late else self._timeout_s)
+            except GpuFailedError:
+                raise
             except Exception as error:
                 load.lost, load.error = True, error
                 continue  # `collect` tells

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
-from headwise.errors import first_line
+from headwise.errors import GpuFailedError, first_line
 from headwise.kernels.block_copy import BlockCopy, check_ranges
 from headwise.transfer.base import Event, Stream, ends_by
 from headwise.transfer.layer_done import LayerDoneCounter, Load
@@ -35,7 +35,8 @@ class FinishedStores:
 class TransferManager:
     """Loads blocks layer by layer and stores them whole, both at once, beside the forward pass.
 
-    Used by the worker's thread alone. A step of the worker is::
+    Used by the worker's thread alone. Once the device has failed, whatever asks how copies stand raises
+    `GpuFailedError`: no block is told to be complete, or free. A step of the worker is::
 
         load(...), store(...)                  start copies
         wait_layer(l) before layer l's attention
@@ -240,6 +241,8 @@ def _error_of(event: Event) -> Exception | None:
     """What the work of an event that is done raised."""
     try:
         event.wait(0)
+    except GpuFailedError:
+        raise
     except Exception as error:
         return error
     return None

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -156,9 +157,15 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
         "decode": {
             "copy_bandwidth",
             "read_bandwidth",
+            "peak_bandwidth",
+            "copy_of_peak",
             "b1_c48_of_bandwidth",
+            "b1_c48_of_peak",
             "b2_c48_of_bandwidth",
+            "b2_c48_of_peak",
             "skewed_of_bandwidth",
+            "skewed_of_peak",
+            "int8_of_peak",
             "int8_of_bandwidth",
             "float8_e4m3fn_of_bandwidth",
             "int4_of_bandwidth",
@@ -273,7 +280,7 @@ def test_parts_of_a_run_have_every_section_once_and_begin_with_what_all_rest_on(
 
 def rows_of(code: str, limit_s: float) -> list[Row]:
     rows: list[Row] = []
-    gpu.run_apart("decode", [sys.executable, "-c", code], limit_s, rows.append)
+    gpu.run_apart("decode", lambda passed: [sys.executable, "-c", code], limit_s, limit_s, rows.append)
     return rows
 
 
@@ -281,13 +288,133 @@ def test_rows_before_a_crash_are_kept_and_the_crash_is_a_row() -> None:
     line = to_line(Row("decode", "kept", MET, 1.0))
     rows = rows_of(f"import os; print({line!r}, flush=True); os.abort()", 60)
     assert [(row.name, row.status) for row in rows] == [("kept", MET), ("whole", FAILED)]
-    assert "status -6" in rows[1].note
+    assert "SIGABRT (status -6)" in rows[1].note
 
 
 def test_a_section_that_hangs_is_stopped() -> None:
     rows = rows_of("import time; time.sleep(600)", 0.5)
     assert [(row.name, row.status) for row in rows] == [("whole", FAILED)]
     assert "not done after" in rows[0].note
+
+
+TRIAL = """
+import os, sys, time
+from types import SimpleNamespace
+
+sys.path[:0] = [{benchmarks!r}]
+from gpu import checks
+
+
+def section(bench):
+    rows, is_hurt = bench.rows, []
+    bench.rows.is_broken = lambda: bool(is_hurt)
+    rows.add("setup", 1.0)
+    for name in {cases!r}:
+        with rows.case(name) as begin:
+            begin()
+            rows.add(name + "_number", 2.0)
+            with rows.case(name + "_peer", optional=True) as begin_peer:
+                begin_peer()
+                if name == "peer_crashes":
+                    os.abort()
+            if name == "crashes":
+                os.kill(os.getpid(), 11)
+            if name == "hangs":
+                time.sleep(600)
+            if name == "breaks":
+                is_hurt.append(True)
+                raise RuntimeError("cudaErrorIllegalAddress")
+            if name == "raises":
+                raise RuntimeError("wrong")
+            rows.check(name, True)
+    rows.state("end", "of all cases")
+
+
+sys.modules["trial"] = SimpleNamespace(section=section)
+checks.SECTIONS["trial"] = checks.Section("trial", "section", {limit_s}, {case_s})
+if __name__ == "__main__":
+    sys.exit(checks.main())
+"""
+"""A script like gpu_checks.py, of one section more, whose cases end in every way."""
+
+
+def rows_of_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *cases: str, limit_s: float = 120, case_s: float = 30
+) -> list[tuple[str, str, str]]:
+    """(name, status, note) of what a run prints of such cases."""
+    script = tmp_path / "trial.py"
+    benchmarks = str(SCRIPT.parent)
+    script.write_text(TRIAL.format(benchmarks=benchmarks, cases=cases, limit_s=limit_s, case_s=case_s))
+    monkeypatch.setattr(gpu, "SCRIPT", script)
+    monkeypatch.setitem(gpu.SECTIONS, "trial", gpu.Section("trial", "section", limit_s, case_s))
+    arguments = ["--emulate", "--only", "trial"]
+    options = gpu.parse([*arguments, "--work", str(tmp_path)])
+    rows: list[Row] = []
+    gpu.run_section("trial", options, arguments, limit_s, rows.append)
+    return [(row.name, row.status, row.note) for row in rows]
+
+
+def test_cases_that_crash_or_break_the_gpu_are_rows_and_those_behind_them_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = rows_of_trial(tmp_path, monkeypatch, "first", "crashes", "breaks", "raises", "last")
+    assert [(name, status) for name, status, _ in found] == [
+        ("setup", ""),
+        ("first_number", ""),
+        ("first", MET),
+        ("crashes_number", ""),
+        ("crashes", FAILED),
+        ("breaks_number", ""),
+        ("breaks", FAILED),
+        ("raises_number", ""),
+        ("raises", FAILED),
+        ("last_number", ""),
+        ("last", MET),
+        ("end", ""),
+    ], "each once, in order"
+    notes = {name: note for name, _, note in found}
+    assert "SIGSEGV (status -11)" in notes["crashes"]
+    assert notes["breaks"] == "RuntimeError: cudaErrorIllegalAddress"
+    assert notes["raises"] == "RuntimeError: wrong"
+
+
+def test_a_case_that_hangs_is_stopped_in_its_time_and_one_within_another_does_not_cost_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    found = rows_of_trial(tmp_path, monkeypatch, "hangs", "peer_crashes", "last", case_s=1)
+    assert time.monotonic() - began < 100, "the section's limit is not waited for"
+    assert [(name, status) for name, status, _ in found] == [
+        ("setup", ""),
+        ("hangs_number", ""),
+        ("hangs", FAILED),
+        ("peer_crashes_number", ""),
+        ("peer_crashes_peer", FAILED),
+        ("peer_crashes", MET),
+        ("last_number", ""),
+        ("last", MET),
+        ("end", ""),
+    ]
+    assert "not done after" in {name: note for name, _, note in found}["hangs"]
+
+
+def test_what_a_hanging_case_leaves_no_time_for_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rows_of_trial(tmp_path, monkeypatch, "first", "hangs", "last", limit_s=10, case_s=600)
+    assert [name for name, *_ in found][-2:] == ["hangs", "rest"]
+    assert [status for _, status, _ in found][-2:] == [FAILED, FAILED]
+    assert "the section's 10 s are over" in found[-1][2]
+
+
+def test_a_case_that_does_not_say_that_it_begins_is_told_of() -> None:
+    rows = Recorder("heads", lambda row: None)
+    with pytest.raises(AssertionError, match="case b8"), rows.case("b8"):
+        pass
+
+
+def test_every_section_with_cases_has_a_limit_for_each() -> None:
+    limits = [section for section in gpu.SECTIONS.values() if section.case_s is not None]
+    assert len(limits) >= 9
+    assert all(section.case_s < section.limit_s - gpu.LEAST_S for section in limits if section.case_s is not None)
 
 
 def test_output_that_is_no_row_is_a_failure() -> None:
@@ -321,7 +448,8 @@ def test_an_aim_is_met_or_missed(measured: float, aim: dict[str, float], status:
 
 def test_what_a_case_raises_is_a_row() -> None:
     def broken(rows: Recorder) -> None:
-        with rows.case("b8"):
+        with rows.case("b8") as begin:
+            begin()
             raise ValueError("two\nlines")
 
     row = recorded(broken)
@@ -567,6 +695,10 @@ class FakeArray(np.ndarray):
         self[...] = array
 
 
+ATTRIBUTES = {"MultiProcessorCount": 132, "MemoryClockRate": 2_619_000, "GlobalMemoryBusWidth": 5120}
+"""As an H100 SXM's driver has them."""
+
+
 def fake_cupy() -> SimpleNamespace:
     copies: list[tuple[int, ...]] = []
     runtime = SimpleNamespace(
@@ -583,7 +715,7 @@ def fake_cupy() -> SimpleNamespace:
         runtime=runtime,
         Stream=FakeStream,
         Event=FakeEvent,
-        Device=lambda: SimpleNamespace(compute_capability="90", attributes={"MultiProcessorCount": 132}),
+        Device=lambda: SimpleNamespace(compute_capability="90", attributes=ATTRIBUTES),
         get_current_stream=lambda: FakeStream(non_blocking=True),
         get_elapsed_time=lambda first, last: 2.5,
     )
@@ -685,6 +817,22 @@ def test_the_real_rig_reads_all_of_its_memory_before_what_is_timed(
         rig.flush()
         assert rig.programs.launched[0][3][1] == (1 << 12) // 16
         assert rig.clocks().startswith("clocks.sm, clocks.mem")
+
+
+def test_the_real_rig_tells_its_memorys_peak_and_whether_the_gpu_can_be_used(
+    cupy: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = gpu_rig.CudaRig(tmp_path, 3)
+    assert rig.peak_bandwidth() == pytest.approx(3.35e12, rel=1e-3), "as published of that card"
+    monkeypatch.delitem(ATTRIBUTES, "MemoryClockRate")
+    assert rig.peak_bandwidth() is None
+    assert not rig.is_broken()
+
+    def fails() -> None:
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    cupy.cuda.runtime.deviceSynchronize = fails
+    assert rig.is_broken()
 
 
 def test_the_real_rig_tells_card_and_versions(cupy: SimpleNamespace, tmp_path: Path) -> None:

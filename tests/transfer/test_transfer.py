@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.gpu.host_faults import NOT_READY
 from support.simulated_streams import SimulatedClock, SimulatedStream
 
 from headwise.cache_controller.layout import BlockLayout, Role
@@ -546,7 +547,8 @@ class FakeCuda(SimpleNamespace):
 
             def __init__(self, **options) -> None:
                 Event.count += 1
-                self.name, self.done = f"event {Event.count}", False
+                self.name = f"event {Event.count}"
+                self.ptr, self.code = self, NOT_READY
 
             def record(self, stream) -> None:
                 log.append(("record", self.name, stream.name))
@@ -564,7 +566,8 @@ class FakeCuda(SimpleNamespace):
             def __exit__(self, *error) -> None:
                 current.pop()
 
-        super().__init__(Device=Device, Event=Event, Stream=Stream)
+        runtime = SimpleNamespace(eventQuery=lambda event: event.code)
+        super().__init__(Device=Device, Event=Event, Stream=Stream, runtime=runtime)
         self.get_current_stream = lambda: Stream(current[-1])
         self.log, self.current = log, current
 
@@ -627,7 +630,7 @@ def test_a_cuda_copy_that_cannot_be_enqueued_is_told_once_what_was_enqueued_is_o
     with pytest.raises(OSError, match="no such kernel"):
         stream.wait_for(event, timeout_s=1.0)
     assert not event.wait(0)
-    event.end.done = True
+    event.end.code = 0
     with pytest.raises(OSError, match="no such kernel"):
         event.wait(0)
 

@@ -9,6 +9,8 @@ import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.transfer.gpu_failure import is_over, told_as_failure
+
 
 class PinnedFetch:
     """The `Fetch` of a GPU: a copy on the current stream, behind what writes to ``array``, a C-contiguous CuPy array.
@@ -26,8 +28,19 @@ class PinnedFetch:
 
     @property
     def is_done(self) -> bool:
-        return bool(self._copied.done)
+        """See `Fetch.is_done`.
+
+        Raises:
+            GpuFailedError: the copy will never be done.
+        """
+        return is_over(self._copied)
 
     def get(self) -> NDArray[Any]:
-        self._copied.synchronize()
+        """See `Fetch.get`. Where the GPU has failed, what is in the host's memory is not read: it may be older.
+
+        Raises:
+            GpuFailedError: instead.
+        """
+        with told_as_failure():
+            self._copied.synchronize()
         return np.array(self._host)  # the pinned memory goes back to its pool

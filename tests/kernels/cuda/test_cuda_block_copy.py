@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.block_copies import SOURCE_BLOCKS, TARGET_BLOCKS, copies, some_bytes
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.host_driver import HostDriver
+from support.gpu.host_faults import CUDARuntimeError
 
 from headwise.kernels.block_copy import ReferenceBlockCopy
 from headwise.kernels.cuda import block_copy, copy_driver
@@ -146,6 +147,55 @@ def test_tables_are_reused_only_when_the_kernels_that_read_them_are_done(make, m
         expected = np.zeros_like(source)
         ReferenceBlockCopy()(source, expected, some, whole, block_bytes)
         np.testing.assert_array_equal(target, expected)
+
+
+def test_the_table_of_a_launch_that_failed_is_in_use_until_its_copy_is_over(make, monkeypatch):
+    """Another stream's table at its place would be overwritten by that copy."""
+    monkeypatch.setattr(block_copy, "RING_BYTES", 4 * 32 * 24)  # four tables
+    driver, whole = HostDriver(), np.array([[0, 64]])
+    copy, pairs = make(driver, 1 << 20), scattered(64)
+    source, target = some_bytes(64 * 64), np.zeros(64 * 64, np.uint8)
+    driver.refuses_launches = True
+    with pytest.raises(CUDARuntimeError):
+        copy(source, target, pairs, whole, 64)
+    driver.refuses_launches = False
+    for _ in range(3):
+        copy(source, target, pairs, whole, 64)
+    assert driver.waits == 0
+    copy(source, target, pairs, whole, 64)
+    assert driver.waits == 1
+    driver.finish()
+    expected = np.zeros_like(source)
+    ReferenceBlockCopy()(source, expected, pairs, whole, 64)
+    np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("fails_in", ["launch", "wait"])
+def test_tables_that_a_failed_gpu_may_read_are_never_written_again(make, monkeypatch, fails_in):
+    monkeypatch.setattr(block_copy, "RING_BYTES", 4 * 32 * 24)  # four tables
+    driver, whole, kept = HostDriver(), np.array([[0, 64]]), []
+    allocate = driver.allocate
+    monkeypatch.setattr(driver, "allocate", lambda num_bytes: kept.append(allocate(num_bytes)) or kept[-1])
+    copy, pairs = make(driver, 1 << 20), scattered(64)
+    source, target = some_bytes(64 * 64), np.zeros(64 * 64, np.uint8)
+
+    def launch(work):
+        driver.faults.fault()
+        driver.faults.check()
+
+    for turn in range(4):
+        if fails_in == "launch" and turn == 3:
+            monkeypatch.setattr(driver, "launch", launch)
+            with pytest.raises(CUDARuntimeError):
+                copy(source, target, pairs, whole, 64)
+        else:
+            copy(source, target, pairs, whole, 64)
+    driver.faults.fault()
+    tables = kept[0].host.copy()
+    for _ in range(9):
+        with pytest.raises(CUDARuntimeError):
+            copy(source, target, np.roll(pairs, 1, axis=0), whole, 64)
+    np.testing.assert_array_equal(kept[0].host, tables)
 
 
 def test_the_host_does_not_wait_while_the_ring_has_room(make):

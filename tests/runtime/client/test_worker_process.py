@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support.gpu.emulated_gpu import open_emulated
+from support.gpu.streamed_gpu import open_failing, open_streamed
 from support.gpu.tiny_engine import PROMPT, configuration, write_model
 from support.waiting import eventually
 
@@ -121,6 +123,37 @@ def test_an_emulated_gpu_in_another_process_says_what_a_cpu_says(model: Path, mo
     monkeypatch.setattr(local_engine, "WorkerProcess", partial(WorkerProcess, open_device=open_emulated))
     with LocalEngine(configuration(model, device="cuda", dtype="float32")) as engine:
         assert said(engine) == expected
+
+
+def test_a_worker_whose_gpu_fails_ends_at_once_and_says_why(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its steps overlap, and blocks are on their way to the host: CUDA's streams and events tell of all of it."""
+    pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+    caplog.set_level(logging.INFO, "headwise")
+    given = {"device": "cuda", "dtype": "float32", "host_cache": "1MiB", "write_policy": "write_through"}
+    config, long = configuration(model, **given), SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    monkeypatch.setattr(local_engine, "WorkerProcess", partial(WorkerProcess, open_device=open_failing))
+    with LocalEngine(config) as engine:
+        began = time.monotonic()
+        with pytest.raises(EngineDiedError, match="the GPU failed: cudaErrorIllegalAddress") as raised:
+            list(engine.stream(PROMPT, long))
+        assert time.monotonic() - began < config.step_timeout_s / 2, "nobody waited for a step that never ends"
+        eventually(lambda: not is_alive(worker_of(caplog.text)))
+    assert "GpuFailedError" in str(raised.value)
+
+
+@pytest.mark.soak
+def test_tokens_that_come_by_streams_and_events_are_those_of_a_cpu(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+    with LocalEngine(configuration(model, **PLAIN)) as engine:
+        expected = said(engine)
+    monkeypatch.setattr(local_engine, "WorkerProcess", partial(WorkerProcess, open_device=open_streamed))
+    with LocalEngine(configuration(model, device="cuda", dtype="float32", host_cache="1MiB")) as engine:
+        assert said(engine) == expected
+        assert said(engine) == expected, "from the cache"
 
 
 def test_a_device_of_this_process_is_not_given_to_another_one(model: Path) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu.host_faults import NOT_READY, CUDARuntimeError, HostFaults
+
+from headwise.errors import GpuFailedError
 
 STREAM = 0x5000
 OURS = ("headwise.runtime.ops.step_upload", "headwise.runtime.ops.pinned_fetch")
@@ -23,6 +26,7 @@ class LateCopies:
     def __init__(self) -> None:
         self._copies: list[Callable[[], None]] = []
         self._done = 0
+        self.faults = HostFaults()
         self.seen: list[list[int]] = []
 
     def enqueue(self, target: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
@@ -46,7 +50,11 @@ class LateCopies:
     def is_done(self, upto: int) -> bool:
         return self._done >= upto
 
+    def query(self, event: LateEvent) -> int:
+        return self.faults.code or (0 if self.is_done(event.upto) else NOT_READY)
+
     def finish(self, upto: int) -> None:
+        self.faults.check()
         while self._done < upto:
             self._copies[self._done]()
             self._done += 1
@@ -57,17 +65,17 @@ class LateCopies:
 
 class LateEvent:
     def __init__(self, copies: LateCopies) -> None:
-        self._copies, self._upto = copies, 0
-
-    def record(self, stream: Any) -> None:
-        self._upto = self._copies.enqueued
-
-    def synchronize(self) -> None:
-        self._copies.finish(self._upto)
+        self._copies, self.upto = copies, 0
 
     @property
-    def done(self) -> bool:
-        return self._copies.is_done(self._upto)
+    def ptr(self) -> LateEvent:
+        return self
+
+    def record(self, stream: Any) -> None:
+        self.upto = self._copies.enqueued
+
+    def synchronize(self) -> None:
+        self._copies.finish(self.upto)
 
 
 @pytest.fixture
@@ -78,7 +86,13 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
     cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         Event=copies.make_event,
         get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
-        runtime=SimpleNamespace(memcpyAsync=copies.enqueue, memcpyHostToDevice=1, memcpyDeviceToHost=2),
+        runtime=SimpleNamespace(
+            memcpyAsync=copies.enqueue,
+            memcpyHostToDevice=1,
+            memcpyDeviceToHost=2,
+            eventQuery=copies.query,
+            CUDARuntimeError=CUDARuntimeError,
+        ),
     )
     for name, module in (("cupy", cupy), ("cupyx", cupyx)):
         monkeypatch.setitem(sys.modules, name, module)
@@ -149,3 +163,16 @@ def test_what_is_fetched_comes_when_it_is_waited_for_and_stays(copies: LateCopie
     kept = fetches[1].get()
     del fetches
     assert kept.tolist() == [10, 11, 12]
+
+
+def test_what_a_failed_gpu_has_not_brought_is_neither_read_nor_waited_for_for_ever(copies: LateCopies) -> None:
+    fetch_of = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetch
+    came, late = (fetch_of(np.arange(3, dtype=np.int32).view(DeviceArray)) for _ in range(2))
+    came.get()
+    assert not late.is_done
+    copies.faults.fault()
+    for fetch in (late, came):  # of a finished copy, too, the runtime says nothing else
+        with pytest.raises(GpuFailedError, match="cudaErrorIllegalAddress"):
+            _ = fetch.is_done
+        with pytest.raises(GpuFailedError, match="cudaErrorIllegalAddress"):
+            fetch.get()

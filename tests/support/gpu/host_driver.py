@@ -8,22 +8,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from support.gpu.host_faults import CUDARuntimeError, HostFaults
 
-from headwise.kernels.cuda.copy_driver import Addresses, Staging
+from headwise.kernels.cuda.copy_driver import Addresses, CopyEvent, Staging
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
 from headwise.kernels.cuda.programs import Programs
+
+LAUNCH_OUT_OF_RESOURCES = 701
 
 
 class HostDriver:
     """`CopyDriver` whose one stream runs only when somebody waits for it, so that memory reused too early shows.
 
     calls: what was asked for, in order: "copy", "batch" or "kernel", and how many pieces
+    faults: once there is one, all calls raise it; and a launch may be refused, which leaves all else as it is
     """
 
     def __init__(self, *, pinned: bool = True, has_batch: bool = True) -> None:
         self.pinned, self.has_batch = pinned, has_batch
         self.calls: list[tuple[str, int]] = []
         self.waits = 0
+        self.faults = HostFaults()
+        self.refuses_launches = False
         self._stream: deque[Callable[[], Any]] = deque()
         self._done = 0
         self._allocated: list[np.ndarray] = []  # for what is on the stream when its owner has gone
@@ -49,7 +55,8 @@ class HostDriver:
         at = -device.ctypes.data % 16
         return Staging(host[:num_bytes], device.ctypes.data + at, (device,))
 
-    def record(self) -> HostEvent:
+    def record(self) -> CopyEvent:
+        self.faults.check()
         return HostEvent(self, self._done + len(self._stream))
 
     def seconds(self, work: Callable[[], None]) -> float:
@@ -67,7 +74,14 @@ class HostDriver:
             self._stream.popleft()()
             self._done += 1
 
+    def launch(self, work: Callable[[], Any]) -> None:
+        """Enqueue a kernel."""
+        if self.refuses_launches:
+            raise CUDARuntimeError(LAUNCH_OUT_OF_RESOURCES)
+        self._enqueue(work)
+
     def _enqueue(self, work: Callable[[], Any]) -> None:
+        self.faults.check()
         self._stream.append(work)
 
 
@@ -77,6 +91,7 @@ class HostEvent:
 
     def synchronize(self) -> None:
         self._driver.waits += 1
+        self._driver.faults.check()
         self._driver.finish(self._position)
 
 
@@ -89,6 +104,6 @@ class _EnqueuedProgram:
 
         def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
             self._driver.calls.append(("kernel", int(arguments[3])))
-            self._driver._enqueue(lambda: kernel(grid, arguments))
+            self._driver.launch(lambda: kernel(grid, arguments))
 
         return launch
