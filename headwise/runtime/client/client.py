@@ -324,5 +324,5 @@ def _prompt(
     if prompt is None:
         raise InvalidRequestError("give a prompt, as a string or as token ids, or messages for a chat; got None")
     if isinstance(prompt, str):
-        return str(prompt), None, None
+        return as_string("the prompt", prompt), None, None
     return None, as_token_ids(prompt), None

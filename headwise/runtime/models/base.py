@@ -223,6 +223,17 @@ def valid_tp_sizes(config: ModelConfig) -> list[int]:
     ]
 
 
+_SHOWN_SIZES = 32
+
+
+def fitting_sizes(config: ModelConfig) -> str:
+    """`valid_tp_sizes` for an error's line: all, or the first and how many more up to which."""
+    sizes = valid_tp_sizes(config)
+    first = ", ".join(map(str, sizes[:_SHOWN_SIZES]))
+    more = len(sizes) - _SHOWN_SIZES
+    return f"[{first}]" if more <= 0 else f"[{first}] and {more} more up to {sizes[-1]}"
+
+
 _UNITS = (256, 128, 64, 32)
 """Columns of an MLP that stay together where ranks cannot have equally many: so many do groups of codes have."""
 

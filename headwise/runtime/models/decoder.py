@@ -21,7 +21,7 @@ from headwise.runtime.models.base import (
     Rotation,
     Shard,
     can_be_split,
-    valid_tp_sizes,
+    fitting_sizes,
 )
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
@@ -145,9 +145,9 @@ class Decoder(Model):
     ) -> None:
         undivided = next((size for size in config.mlp_sizes if not can_be_split(size, shard.size)), None)
         if undivided is not None:
-            fitting = ", ".join(map(str, valid_tp_sizes(config)))
             raise ModelError(
-                f"tp_size {shard.size} is too much for the model's MLP size, {undivided}; choose {fitting}"
+                f"tp_size {shard.size} is too much for the model's MLP size, {undivided}; sizes that fit: "
+                f"{fitting_sizes(config)}"
             )
         self.config = config
         self.ops = ops

@@ -17,10 +17,9 @@ from headwise.kernels.mla_base import UpProjections
 from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
 from headwise.runtime.models.decoder import Layer, Linear
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v2_moe, v3_moe
-from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, positive, rope
+from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, number, positive, rope
 from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.rope import scaling_kind
-from headwise.runtime.models.values import finite_number, shown
 from headwise.runtime.models.weight_view import taken
 from headwise.runtime.ops.base import Tensor
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_floats
@@ -86,15 +85,10 @@ def _mla(config: HfConfig) -> MlaConfig:
 def _yarn_factor(config: HfConfig) -> float:
     """What queries, and keys, of all dimensions are multiplied with where YaRN has lengthened the context."""
     scaling = rope(config).scaling or {}
-    weight = scaling.get("mscale_all_dim")
+    weight = number(scaling, "mscale_all_dim", optional=True)
     if scaling_kind(scaling) == "default" or not weight:
         return 1.0
-    factor, weight = finite_number(scaling.get("factor")), finite_number(weight)
-    if factor is None or weight is None:
-        raise ModelError(
-            "config.json: 'factor' and 'mscale_all_dim' of 'rope_scaling' must be numbers, got "
-            f"{shown(scaling.get('factor'))} and {shown(scaling.get('mscale_all_dim'))}"
-        )
+    factor = number(scaling, "factor")
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN, Routing
 from headwise.runtime.models.base import MoeConfig
-from headwise.runtime.models.hf_config import HfConfig, integer, number, positive
+from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, flag, integer, number, positive
 from headwise.runtime.models.values import shown
 
 
@@ -59,7 +59,7 @@ def v2_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
     """The experts of a DeepSeek-V2 ``config.json``; raises ModelError on routing that is not known."""
     method = _one_of(config, "topk_method", ("greedy", "group_limited_greedy"))
     _one_of(config, "scoring_func", ("softmax",))
-    if config.get("norm_topk_prob"):
+    if flag(config, "norm_topk_prob"):
         raise ModelError("config.json: DeepSeek-V2 is served without 'norm_topk_prob', as it was published; got true")
     has_groups = method == "group_limited_greedy"
     groups = positive(config, "n_group", default=1) if has_groups else 1
@@ -72,14 +72,14 @@ def v3_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
     _one_of(config, "topk_method", ("noaux_tc",))
     _one_of(config, "scoring_func", ("sigmoid",))
     groups, per_token = positive(config, "n_group", default=8), positive(config, "topk_group", default=4)
-    is_normed = bool(config.get("norm_topk_prob", True))
+    is_normed = flag(config, "norm_topk_prob", default=True)
     return _grouped(config, num_layers, groups, per_token, is_sigmoid=True, best_of_group=2, is_normed=is_normed)
 
 
 def _grouped(
     config: HfConfig, num_layers: int, groups: int, per_token: int, **routing: Any
 ) -> GroupedMoeConfig:  # fmt: skip
-    experts = positive(config, "n_routed_experts")
+    experts = positive(config, "n_routed_experts", most=MOST_EXPERTS)
     chosen = positive(config, "num_experts_per_tok")
     if experts % groups or per_token > groups or chosen > experts // groups * per_token:
         raise ModelError(
@@ -88,7 +88,7 @@ def _grouped(
         )
     if groups > 1 and experts // groups < routing["best_of_group"]:
         raise ModelError(f"config.json: 'n_group' {groups} leaves fewer than two of {experts} experts to a group")
-    if config.get("moe_layer_freq", 1) != 1:
+    if positive(config, "moe_layer_freq", default=1) != 1:
         raise ModelError(f"config.json: 'moe_layer_freq' must be 1, got {shown(config['moe_layer_freq'])}")
     return GroupedMoeConfig(
         layers=tuple(range(integer(config, "first_k_dense_replace", default=0), num_layers)),

@@ -12,7 +12,17 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder, Weights
-from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
+from headwise.runtime.models.hf_config import (
+    MOST_EXPERTS,
+    HfConfig,
+    check_served,
+    decoder_config,
+    flag,
+    integer,
+    number,
+    positive,
+    rope,
+)
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import InterleavedWeights
@@ -46,7 +56,7 @@ def _parse(config: HfConfig, architecture: str) -> ModelConfig:
         {"rms_norm_eps": _RMS_NORM_EPS, **config},
         architecture,
         ropes=layer_rope,
-        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tie_embeddings=flag(config, "tie_word_embeddings", default=True),
     )
     return replace(decoder, policies=head_policies(config, decoder.num_layers, decoder.num_kv_heads))
 
@@ -61,7 +71,10 @@ def _moe(config: HfConfig, num_layers: int) -> MoeConfig:
     end = integer(config, "moe_layer_end_index", default=-1, least=-1)
     interval = positive(config, "moe_layer_interval", default=1)
     stop = num_layers if end == -1 else min(end + 1, num_layers)
-    experts, per_token = positive(config, "moe_num_experts", default=64), positive(config, "moe_k", default=6)
+    experts, per_token = (
+        positive(config, "moe_num_experts", default=64, most=MOST_EXPERTS),
+        positive(config, "moe_k", default=6),
+    )
     check_routing(config, {"moe_k": per_token}, {"moe_num_experts": experts})
     return MoeConfig(
         layers=tuple(layer for layer in range(start, stop) if (layer + 1) % interval == 0),

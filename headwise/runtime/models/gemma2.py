@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
-from headwise.runtime.models.hf_config import HfConfig, decoder_config, named_layer_types, number, positive
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, flag, named_layer_types, number, positive
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 
@@ -33,7 +33,7 @@ def parse(config: HfConfig) -> ModelConfig:
 def gemma_fields(config: HfConfig) -> dict[str, Any]:
     """Arguments of `decoder_config` that Gemma 2 and 3 have in common."""
     return {
-        "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "tie_embeddings": flag(config, "tie_word_embeddings", default=True),
         "activation": "gelu_pytorch_tanh",
         "attention_scale": number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         "attention_softcap": number(config, "attn_logit_softcapping", optional=True),

@@ -11,11 +11,13 @@ from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import LayerHeads, ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.gemma2 import gemma_fields
 from headwise.runtime.models.hf_config import (
+    MOST_EXPERTS,
     MOST_HEAD_DIM,
     MOST_LAYERS,
     MOST_MEMBERS,
     HfConfig,
     decoder_config,
+    flag,
     integer,
     mapping,
     named_layer_types,
@@ -103,10 +105,10 @@ def parse(config: HfConfig) -> Gemma4Config:
             (row[0],) * each.kv_heads if own else ()
             for row, each, own in zip(decoder.policies, heads, keeps, strict=True)
         ),
-        "moe": _moe(text, layers) if text.get("enable_moe_block") else None,
-        "values_are_keys": tuple(bool(text.get("attention_k_eq_v")) and kind == FULL for kind in kinds),
+        "moe": _moe(text, layers) if flag(text, "enable_moe_block") else None,
+        "values_are_keys": tuple(flag(text, "attention_k_eq_v") and kind == FULL for kind in kinds),
         "side_size": _side_size(text),
-        "wide_mlps": bool(text.get("use_double_wide_mlp")),
+        "wide_mlps": flag(text, "use_double_wide_mlp"),
     }
     return Gemma4Config(**known)
 
@@ -149,7 +151,7 @@ def _heads(text: HfConfig, layer: int, kind: str, decoder: ModelConfig) -> tuple
         dim = positive(told, "head_dim", default=dim, most=MOST_HEAD_DIM)
     elif kind == FULL:
         dim = positive(text, "global_head_dim", most=MOST_HEAD_DIM)
-        if text.get("attention_k_eq_v"):
+        if flag(text, "attention_k_eq_v"):
             count = positive(text, "num_global_key_value_heads", default=count, most=MOST_MEMBERS)
     if decoder.num_heads % count or dim % 2:
         raise ModelError(
@@ -170,6 +172,6 @@ def _side_size(text: HfConfig) -> int:
 
 
 def _moe(text: HfConfig, layers: int) -> MoeConfig:
-    experts, per_token = positive(text, "num_experts"), positive(text, "top_k_experts")
+    experts, per_token = positive(text, "num_experts", most=MOST_EXPERTS), positive(text, "top_k_experts")
     check_routing(text, {"top_k_experts": per_token}, {"num_experts": experts})
     return MoeConfig(tuple(range(layers)), experts, per_token, positive(text, "moe_intermediate_size"), 0, NORM_MIN)

@@ -22,9 +22,12 @@ _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
 """Fields that change what a decoder computes, and the values that are served: others would be silently wrong."""
 
 MOST_LAYERS, MOST_HEAD_DIM, MOST_MEMBERS = 4096, 4096, 16384
+MOST_HEADS, MOST_EXPERTS, MOST_POSITIONS = 4096, 1 << 16, 1 << 27
 """No model has more; members are (layer, KV head) pairs. A config that claims more would cost minutes and gigabytes."""
 _MOST = 2**31 - 1
 """Of every other integer: what token ids and sizes of arrays go up to."""
+LEAST_NUMBER, MOST_NUMBER = 1e-30, 1e12
+"""Of numbers that are not whole: float32 holds what is computed with them."""
 
 
 def positive(config: HfConfig, key: str, default: int | None = None, most: int = _MOST) -> int:
@@ -48,13 +51,37 @@ def integer(config: HfConfig, key: str, default: int, least: int = 0) -> int:
 
 
 def number(config: HfConfig, key: str, default: float | None = None, *, optional: bool = False) -> float:
-    """A positive finite number; 0 if it is ``optional`` and missing. Raises ModelError naming it."""
+    """A positive number up to `MOST_NUMBER`; 0 if it is ``optional`` and missing. Raises ModelError naming it."""
     value = config.get(key)
     if value is None:
         value = 0.0 if optional else default
     found = finite_number(value)
-    if found is None or found < 0 or (found == 0 and not optional):
+    if optional and found == 0:
+        return 0.0
+    if found is None or found <= 0:
         raise ModelError(f"config.json: {key!r} must be a positive number, got {shown(value)}")
+    if not LEAST_NUMBER <= found <= MOST_NUMBER:
+        raise ModelError(f"config.json: {key!r} must be from {LEAST_NUMBER:g} to {MOST_NUMBER:g}, got {shown(value)}")
+    return found
+
+
+def flag(config: HfConfig, key: str, *, default: bool = False) -> bool:
+    """True or false, or 1 or 0; null is false. Raises ModelError naming it: the text ``"false"`` is none of these."""
+    value = config.get(key, default)
+    if value is None:
+        return False
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ModelError(f"config.json: {key!r} must be true or false, got {shown(value)}")
+    return bool(value)
+
+
+def layer_list(config: HfConfig, key: str, num_layers: int) -> list[int] | None:
+    """A list of layers by their numbers; None if it is missing. Raises ModelError naming it."""
+    found = config.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in found):
+        raise ModelError(f"config.json: {key!r} must be a list of the {num_layers} layers, got {shown(found)}")
     return found
 
 
@@ -66,7 +93,9 @@ def _at_most(most: int, key: str, value: int) -> int:
 
 def mapping(config: HfConfig, key: str) -> HfConfig:
     """A field that holds an object, empty if it is missing; raises ModelError naming it."""
-    value = config.get(key) or {}
+    value = config.get(key)
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
         raise ModelError(f"config.json: {key!r} must be an object, got {shown(value)}")
     return value
@@ -86,7 +115,7 @@ def _with_lengths(config: HfConfig, scaling: HfConfig) -> HfConfig:
     """A scaling with the lengths that follow from fields outside of it, as Hugging Face has them follow."""
     if scaling_kind(scaling) not in ("yarn", "longrope"):
         return scaling
-    longest, key = positive(config, "max_position_embeddings"), "original_max_position_embeddings"
+    longest, key = positive(config, "max_position_embeddings", most=MOST_POSITIONS), "original_max_position_embeddings"
     trained = positive(config, key, default=positive(scaling, key, default=longest))
     factor = longest / trained if scaling.get("factor") is None else scaling["factor"]
     return {**scaling, key: trained, "factor": factor}
@@ -97,19 +126,21 @@ def named_layer_types(config: HfConfig, default: Callable[[int], str]) -> Callab
     kinds = config.get("layer_types")
     if kinds is None:
         return default
-    if not isinstance(kinds, list) or len(kinds) != config.get("num_hidden_layers"):
+    layers = positive(config, "num_hidden_layers", most=MOST_LAYERS)
+    if not isinstance(kinds, list) or len(kinds) != layers:
         raise ModelError(
-            f"config.json: 'layer_types' must name {shown(config.get('num_hidden_layers'))} layers, got {shown(kinds)}"
+            f"config.json: 'layer_types' must name {layers} layers, as many as 'num_hidden_layers', got {shown(kinds)}"
         )
     return lambda layer: str(kinds[layer])
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` may be missing, one id or several."""
+def token_ids(config: HfConfig, key: str) -> tuple[int, ...]:
+    """A field, as ``eos_token_id``, that may be missing, one id or several."""
+    value = config.get(key)
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(i, int) and 0 <= i <= _MOST for i in ids):
+    if not all(type(i) is int and 0 <= i <= _MOST for i in ids):
         raise ModelError(
-            f"config.json: token ids must be integers from 0 on, got {shown(value)}; the largest is {_MOST}"
+            f"config.json: {key!r}: token ids must be integers from 0 on, got {shown(value)}; the largest is {_MOST}"
         )
     return ids
 
@@ -132,15 +163,19 @@ def decoder_config(
     changes:     further fields of `ModelConfig`
     """
     check_served(config)
-    named = config.get("hidden_activation") or config.get("hidden_act") or activation
+    given = (config.get(key) for key in ("hidden_activation", "hidden_act"))
+    named = next((name for name in given if name is not None), activation)
     if named != activation:
         raise ModelError(
             f"config.json: {architecture} is served with the activation {activation!r} only, got {shown(named)}"
         )
-    heads, hidden = positive(config, "num_attention_heads"), positive(config, "hidden_size")
+    heads, hidden = positive(config, "num_attention_heads", most=MOST_HEADS), positive(config, "hidden_size")
     kv_heads = positive(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
-        raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+        raise ModelError(
+            f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly: "
+            "'num_attention_heads' must be a multiple of 'num_key_value_heads'"
+        )
     head_dim = positive(config, "head_dim", default=hidden // heads, most=MOST_HEAD_DIM)
     if head_dim % 2:
         raise ModelError(f"config.json: rotary embedding needs an even 'head_dim', got {head_dim}")
@@ -169,17 +204,17 @@ def decoder_config(
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": positive(config, "vocab_size"),
-        "max_position": positive(config, "max_position_embeddings"),
+        "max_position": positive(config, "max_position_embeddings", most=MOST_POSITIONS),
         "rms_norm_eps": number(config, "rms_norm_eps", 1e-6),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_embeddings": flag(config, "tie_word_embeddings"),
         "policies": tuple((policies[kind],) * kv_heads for kind in types),
         "ropes": tuple(rope_of[kind] for kind in types),
         "attention_scale": head_dim**-0.5,
-        "attention_bias": bool(config.get("attention_bias", False)),
-        "out_bias": bool(config.get("attention_bias", False)),
-        "mlp_bias": bool(config.get("mlp_bias", False)),
-        "eos_token_ids": token_ids(config.get("eos_token_id")),
-        "bos_token_id": next(iter(token_ids(config.get("bos_token_id"))), None),
+        "attention_bias": flag(config, "attention_bias"),
+        "out_bias": flag(config, "attention_bias"),
+        "mlp_bias": flag(config, "mlp_bias"),
+        "eos_token_ids": token_ids(config, "eos_token_id"),
+        "bos_token_id": next(iter(token_ids(config, "bos_token_id")), None),
     }
     return ModelConfig(**{**values, **changes})
 

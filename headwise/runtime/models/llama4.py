@@ -13,8 +13,12 @@ from headwise.errors import ModelError
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.decoder import Layer, Weights
 from headwise.runtime.models.hf_config import (
+    MOST_EXPERTS,
     HfConfig,
     decoder_config,
+    flag,
+    integer,
+    layer_list,
     mapping,
     named_layer_types,
     number,
@@ -68,7 +72,7 @@ class Llama4Config(ModelConfig):
 def parse(config: HfConfig) -> Llama4Config:
     own = {**_DEFAULTS, **config, **mapping(config, "text_config")}
     chunk = positive(own, "attention_chunk_size") if own["attention_chunk_size"] is not None else 0
-    decoder = decoder_config({**own, "intermediate_size": own["intermediate_size_mlp"]}, ARCHITECTURES[0])
+    decoder = decoder_config({**own, "intermediate_size": positive(own, "intermediate_size_mlp")}, ARCHITECTURES[0])
     layers = range(decoder.num_layers)
     rotated = _rotated_layers(own, decoder.num_layers)
     kind_of = named_layer_types(own, lambda layer: _CHUNKED if rotated[layer] else _FULL)
@@ -80,18 +84,23 @@ def parse(config: HfConfig) -> Llama4Config:
         )
     policies = {_CHUNKED: HeadPolicy(window=chunk) if chunk else FULL, _FULL: FULL}
     turning = rope(own)
-    tuned = own["attn_temperature_tuning"]
     values: dict[str, Any] = {
         **vars(decoder),
         "policies": tuple((policies[kind],) * decoder.num_kv_heads for kind in kinds),
         "ropes": tuple(turning if rotated[layer] else RopeConfig(turning.theta, is_none=True) for layer in layers),
         "moe": _experts(own, decoder),
         "chunk": chunk if _CHUNKED in kinds else 0,
-        "has_qk_norm": bool(own["use_qk_norm"]),
-        "temperature": number(own, "attn_scale", optional=True) if tuned else 0.0,
+        "has_qk_norm": flag(own, "use_qk_norm", default=True),
+        "temperature": number(own, "attn_scale", optional=True) if _is_tuned(own) else 0.0,
         "floor_scale": number(own, "floor_scale", 8192),
     }
     return Llama4Config(**values)
+
+
+def _is_tuned(config: HfConfig) -> bool:
+    """Whether queries get a temperature: a flag, for which some published models have a number."""
+    key = "attn_temperature_tuning"
+    return integer(config, key, 0) > 0 if type(config.get(key)) is int else flag(config, key, default=True)
 
 
 def _rotated_layers(config: HfConfig, num_layers: int) -> list[bool]:
@@ -105,19 +114,16 @@ def _rotated_layers(config: HfConfig, num_layers: int) -> list[bool]:
 
 
 def _experts(config: HfConfig, decoder: ModelConfig) -> MoeConfig | None:
-    step, named = positive(config, "interleave_moe_layer_step", default=1), config.get("moe_layers")
+    step = positive(config, "interleave_moe_layer_step", default=1)
+    named = layer_list(config, "moe_layers", decoder.num_layers)
     layers = list(range(step - 1, decoder.num_layers, step)) if named is None else named
-    if not isinstance(layers, list) or not set(layers) <= set(range(decoder.num_layers)):
-        raise ModelError(
-            f"config.json: 'moe_layers' must be a list of the {decoder.num_layers} layers, got {shown(layers)}"
-        )
     if not layers:
         return None
-    experts = positive(config, "num_local_experts", default=16)
+    experts = positive(config, "num_local_experts", default=16, most=MOST_EXPERTS)
     per_token = positive(config, "num_experts_per_tok", default=1)
     check_routing(config, {"num_experts_per_tok": per_token}, {"num_local_experts": experts})
     return MoeConfig(
-        layers=tuple(sorted(layers)),
+        layers=tuple(sorted(set(layers))),
         num_experts=experts,
         experts_per_token=per_token,
         expert_size=positive(config, "intermediate_size"),

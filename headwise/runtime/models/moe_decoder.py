@@ -13,7 +13,7 @@ from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder, Linear
-from headwise.runtime.models.hf_config import HfConfig, check_served, positive
+from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, check_served, positive
 from headwise.runtime.models.moe import MoeMlp
 from headwise.runtime.ops.base import KernelArray, Mixture, Tensor
 
@@ -100,7 +100,7 @@ def tokens_of(attention: AttentionLayer) -> KernelArray | None:
 
 def local_experts(config: HfConfig, decoder: ModelConfig, *, experts: int, per_token: int) -> ModelConfig:
     """``decoder`` with experts in every layer, each as large as its MLP, by Mixtral's names; and their defaults."""
-    num_experts = positive(config, "num_local_experts", default=experts)
+    num_experts = positive(config, "num_local_experts", default=experts, most=MOST_EXPERTS)
     chosen = positive(config, "num_experts_per_tok", default=per_token)
     check_routing(config, {"num_experts_per_tok": chosen}, {"num_local_experts": num_experts})
     moe = MoeConfig(

@@ -90,6 +90,11 @@ def _parse(config: HfConfig, architecture: str) -> ModelConfig:
         ropes=layer_rope,
     )
     delta = _delta(own, tuple(layer for layer in range(decoder.num_layers) if kind_of(layer) == _LINEAR))
+    if len(delta.layers) == decoder.num_layers:
+        raise ModelError(
+            f"config.json: none of {decoder.num_layers} layers has attention, by 'layer_types' or "
+            "'full_attention_interval'; at least one must, as states alone are not served"
+        )
     policies = [
         (STATE,) * delta.key_heads if layer in delta.layers else row for layer, row in enumerate(decoder.policies)
     ]

@@ -22,6 +22,9 @@ from headwise.runtime.models.values import finite_number, shown
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _ALIASES = {"su": "longrope"}
 
+_LEAST, _MOST = 1e-9, 1e12
+"""Of a scaling's numbers: what is made of them stays finite."""
+
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 """YaRN's defaults: dimensions that turn more often than this within the trained length keep their frequency; those
 that turn less often than that get a lower one."""
@@ -170,7 +173,7 @@ def _yarn(inverse: NDArray[np.float32], theta: float, scaling: Mapping[str, Any]
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(fast), dimension(slow)
-    if scaling.get("truncate", True):
+    if _is_true(scaling, "truncate", default=True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
@@ -188,7 +191,7 @@ def _attention_factor(config: RopeConfig) -> float:
     if kind == "longrope":
         trained = _need(scaling, "original_max_position_embeddings")
         return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 and trained > 1 else 1.0
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+    if all(scaling.get(key) not in (None, 0) for key in ("mscale", "mscale_all_dim")):
         return _mscale(factor, _need(scaling, "mscale")) / _mscale(factor, _need(scaling, "mscale_all_dim"))
     return _mscale(factor, 1.0)
 
@@ -212,6 +215,16 @@ def _factors(scaling: Mapping[str, Any], key: str, count: int) -> NDArray[np.flo
 def _need(scaling: Mapping[str, Any] | None, key: str) -> float:
     value = (scaling or {}).get(key)
     found = finite_number(value)
-    if found is None or found <= 0:
-        raise ModelError(f"rope scaling needs a positive number {key!r} in config.json, got {shown(value)}")
+    if found is None or not _LEAST <= found <= _MOST:
+        raise ModelError(
+            f"rope scaling needs a positive number {key!r} in config.json, got {shown(value)}; it may be from "
+            f"{_LEAST:g} to {_MOST:g}"
+        )
     return found
+
+
+def _is_true(scaling: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = scaling.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"rope scaling: {key!r} must be true or false in config.json, got {shown(value)}")
+    return bool(value)  # null is false, as in Hugging Face's implementation

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
-from headwise.runtime.protocol.values import as_integer, as_items
+from headwise.runtime.protocol.values import as_integer, as_items, check_text
 
 MAX_ITEMS = 1024
 MAX_HASH_CHARACTERS = 128
@@ -72,19 +72,19 @@ def placed(items: Any, num_tokens: int) -> PlacedItems:
     given = [_item(each) for each in as_items("items", items, "items", MAX_ITEMS)]
     extra_keys: list[ExtraKey] = []
     embeds: list[PromptEmbeds] = []
+    num_bytes = 4 * num_tokens
     for item in given:
         start = as_integer("an item's offset", item.offset, 0, 2**31 - 1)
         end = start + as_integer("an item's length", item.length, 1, 2**31 - 1)
+        _check_place(start, end, num_tokens)
         if item.embeds is not None:
-            embeds.append(PromptEmbeds(start, _as_embeds(item.embeds, end - start)))
+            values = _as_array(item.embeds, end - start)
+            num_bytes += 4 * values.size
+            _check_bytes(num_bytes)  # before a copy: a view that repeats its numbers may claim any size
+            embeds.append(PromptEmbeds(start, _as_embeds(values, start, end)))
         extra_keys.append((start, end, _hash(item, embeds)))
     extra_keys.sort()
     check_places(extra_keys, num_tokens)
-    num_bytes = embed_bytes(embeds) + 4 * num_tokens
-    if embeds and num_bytes > MAX_EMBED_BYTES:
-        raise InvalidRequestError(
-            f"embeddings and token ids have {num_bytes} bytes; at most {MAX_EMBED_BYTES} can be sent with a prompt"
-        )
     return PlacedItems(tuple(extra_keys), tuple(sorted(embeds, key=lambda each: each.start)))
 
 
@@ -98,12 +98,13 @@ def check_items(items: Any, prompt: Any) -> None:
 def check_places(extra_keys: Sequence[ExtraKey], num_tokens: int) -> None:
     """Raise `InvalidRequestError` unless items lie in a prompt of so many tokens, one behind the other, with hashes."""
     for start, end, key in extra_keys:
-        if not 0 <= start < end <= num_tokens:
-            raise InvalidRequestError(f"the item at [{start}, {end}) does not lie in the prompt's {num_tokens} tokens")
+        _check_place(start, end, num_tokens)
         if not 0 < len(key) <= MAX_HASH_CHARACTERS:
             raise InvalidRequestError(
-                f"an item's hash must have 1 to {MAX_HASH_CHARACTERS} characters, got {key!r:.80} at [{start}, {end})"
+                f"an item's hash must have 1 to {MAX_HASH_CHARACTERS} characters, got {len(key)}, {key[:80]!r:.80}, at "
+                f"[{start}, {end})"
             )
+        check_text(f"the hash of the item at [{start}, {end})", key)
     for before, after in pairwise(extra_keys):
         if after[0] < before[1]:
             raise InvalidRequestError(
@@ -124,8 +125,7 @@ def check_embeds(extra_keys: Sequence[ExtraKey], embeds: Sequence[PromptEmbeds],
             raise InvalidRequestError(
                 f"the embeddings at [{start}, {end}) have {values.shape[1]} numbers a token, the model {hidden_size}"
             )
-        if not np.isfinite(values).all():
-            raise InvalidRequestError(f"the embeddings at [{start}, {end}) are not all finite numbers")
+        _check_finite(values, start, end)
     for start, end, key in extra_keys:
         own = given.pop((start, end), None)
         if key.startswith(DIGEST) and (own is None or key != digest(own)):
@@ -153,24 +153,54 @@ def _item(given: Any) -> PromptItem:
     return PromptItem(**given)
 
 
+def _check_place(start: int, end: int, num_tokens: int) -> None:
+    if not 0 <= start < end <= num_tokens:
+        raise InvalidRequestError(f"the item at [{start}, {end}) does not lie in the prompt's {num_tokens} tokens")
+
+
+def _check_bytes(num_bytes: int) -> None:
+    if num_bytes > MAX_EMBED_BYTES:
+        raise InvalidRequestError(
+            f"embeddings and token ids have {num_bytes} bytes; at most {MAX_EMBED_BYTES} can be sent with a prompt"
+        )
+
+
+def _check_finite(values: NDArray[np.float32], start: int, end: int) -> None:
+    if not np.isfinite(values).all():
+        raise InvalidRequestError(f"the embeddings at [{start}, {end}) are not all finite numbers (of float32)")
+
+
 def _hash(item: PromptItem, embeds: Sequence[PromptEmbeds]) -> str:
     """embeds: those of the item are the last ones"""
+    if isinstance(item.hash, bytes) and 2 * len(item.hash) > MAX_HASH_CHARACTERS:
+        raise InvalidRequestError(
+            f"an item's hash must have 1 to {MAX_HASH_CHARACTERS} characters, 2 for a byte, got {len(item.hash)} bytes"
+        )
     key = item.hash.hex() if isinstance(item.hash, bytes) else item.hash
     if not isinstance(key, str) or not (key or item.embeds is not None):
         raise InvalidRequestError(f"an item without embeddings needs a hash, a string or bytes, got {item.hash!r:.80}")
     return str(key) or digest(embeds[-1].values)
 
 
-def _as_embeds(given: Any, length: int) -> NDArray[np.float32]:
+def _as_array(given: Any, length: int) -> NDArray[Any]:
+    """Embeddings as they are given, of any floating-point numbers, ``[length, hidden]``; not copied."""
     found = type(given).__name__
     try:
         array = np.asarray(given)
         found = f"{array.dtype} {list(array.shape)}"
-        if (array.dtype.kind == "f" or array.dtype.name == "bfloat16") and array.ndim == 2 and len(array) == length:
-            with np.errstate(over="ignore"):  # what is infinite is told by `check_embeds`
-                return np.array(array, dtype="<f4", order="C")  # a copy: the caller may go on with its own
+        is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+        if is_float and array.ndim == 2 and len(array) == length and array.shape[1]:
+            return array
     except (TypeError, ValueError):
         pass
     raise InvalidRequestError(
         f"an item of {length} tokens needs embeddings [{length}, hidden] of floating-point numbers, got {found}"
     )
+
+
+def _as_embeds(array: NDArray[Any], start: int, end: int) -> NDArray[np.float32]:
+    """A copy, since the caller may go on with its own."""
+    with np.errstate(over="ignore"):  # what is infinite then is told
+        values = np.array(array, dtype="<f4", order="C")
+    _check_finite(values, start, end)
+    return values

@@ -22,6 +22,7 @@ from headwise.runtime.protocol.values import (
     as_number,
     as_numbers_by_token,
     as_optional_integer,
+    check_text,
 )
 
 MAX_STOP_STRINGS = 16
@@ -142,6 +143,7 @@ class SamplingParams:
                 raise InvalidRequestError(
                     f"a stop string has {len(text)} characters; at most {MAX_STOP_CHARACTERS} are allowed"
                 )
+            check_text("a stop string", text)
 
     @property
     def greedy(self) -> bool:
@@ -338,9 +340,10 @@ def as_priority(value: Any) -> int:
 
 
 def as_string(name: str, value: Any) -> str:
-    """A string as a plain Python string; raises `InvalidRequestError` for anything else."""
+    """A string as a plain Python string; raises `InvalidRequestError` for anything else, and half surrogate pairs."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}")
+    check_text(name, value)
     return str(value)
 
 

@@ -52,6 +52,17 @@ def as_items(name: str, value: Any, what: str, most: int) -> tuple[Any, ...]:
     return tuple(str(each) if isinstance(each, str) else each for each in value)
 
 
+def check_text(name: str, value: str) -> None:
+    """Raise `InvalidRequestError` for a string that cannot be encoded, and so neither be sent nor hashed."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        shown = value[max(0, error.start - 16) : error.end]
+        raise InvalidRequestError(
+            f"{name} is no valid Unicode: character {error.start} is half of a surrogate pair, got {shown!r}"
+        ) from None
+
+
 def as_numbers_by_token(name: str, value: Any, low: float, high: float, most: int) -> dict[int, float]:
     """A mapping of token ids to numbers, ascending by id; raises `InvalidRequestError`.
 

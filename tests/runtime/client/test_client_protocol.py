@@ -428,6 +428,8 @@ def test_a_client_that_was_suspended_gives_up_neither_engine_nor_deployment(
         ({"stop": "x" * 10_000_000}, "10000000 characters"),
         ({"priority": "high"}, "priority must be an integer"),
         ({"cache_salt": b"x"}, "cache_salt must be a string"),
+        ({"cache_salt": "\udcff"}, "cache_salt is no valid Unicode: character 0 is half of a surrogate pair"),
+        ({"stop": "a\ud800"}, "a stop string is no valid Unicode: character 1"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
         ({"sampling": "greedy"}, "sampling must be SamplingParams or a mapping"),
     ],
@@ -438,7 +440,7 @@ def test_bad_options_are_named(client: Client, options: dict[str, Any], says: st
     assert client.generate("abc", max_tokens=1).text == "0 "
 
 
-@pytest.mark.parametrize("prompt", ["", [], [-1], [1.5], 7, None])
+@pytest.mark.parametrize("prompt", ["", "\ud800", [], [-1], [1.5], 7, None])
 def test_bad_prompts_are_refused(client: Client, prompt: Any) -> None:
     with pytest.raises(InvalidRequestError):
         client.generate(prompt)
@@ -537,6 +539,11 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h"),) * 2000),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 2, "h"),)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h" * 200),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((0, 2, "h"), (1, 3, "i"))),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((-1, 2, "h"),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((2, 1, "h"),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((0, 2**40, "h"),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((0, 1, ""),)),
     ]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(deployment.servers[0].endpoint)

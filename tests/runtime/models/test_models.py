@@ -196,7 +196,7 @@ def test_a_config_that_cannot_be_served_says_why(changes, message) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": "sliding_attention"}, "'layer_types' must name 3 layers, got 'sliding_attention'"),
+        ({"layer_types": "sliding_attention"}, "'layer_types' must name 3 layers, .* got 'sliding_attention'"),
         ({"layer_types": ["full_attention"]}, "'layer_types' must name 3 layers"),
         ({"layer_types": ["full_attention"] * 2 + ["chunked"]}, r"layer types \['chunked'\] are not supported"),
         ({"text_config": 3}, "'text_config' must be an object, got 3"),
@@ -236,7 +236,7 @@ def test_mistral_has_a_window_unless_its_config_says_null() -> None:
 def test_a_tp_size_that_does_not_fit_the_mlp_names_those_that_do() -> None:
     config = model_config({**CONFIGS["llama"], "intermediate_size": 3})
     shard = Shard(0, 4, ((0,),) * 3)
-    with pytest.raises(ModelError, match="tp_size 4 is too much for the model's MLP size, 3; choose 1, 2"):
+    with pytest.raises(ModelError, match="tp_size 4 is too much for the model's MLP size, 3; sizes that fit: "):
         build_model(config, random_weights(config), make_ops("numpy"), SingleRank(), shard)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -48,9 +49,41 @@ def test_embeddings_of_any_precision_become_float32(dtype: Any) -> None:
     np.testing.assert_array_equal(embeds.values, ROWS)
 
 
-def test_what_is_too_large_for_float32_is_not_finite() -> None:
-    (embeds,) = placed([PromptItem(0, 1, embeds=np.array([[1e39, 0, 0]]))], 1).embeds
-    assert np.isinf(embeds.values[0, 0])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 1e39])
+def test_what_is_not_finite_in_float32_is_refused_before_it_is_sent(number: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"the embeddings at \[0, 1\) are not all finite numbers"):
+        placed([PromptItem(0, 1, "cat", np.array([[number, 0, 0]]))], 1)
+
+
+def repeated(length: int, hidden: int) -> np.ndarray:
+    """A view of one number in memory."""
+    return np.broadcast_to(np.float32(1), (length, hidden))
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ([PromptItem(0, 2, "a", repeated(2, 10**12))], r"have 8000000000028 bytes; at most"),
+        ([PromptItem(0, 2**31 - 1, "a", repeated(2**31 - 1, 4096))], r"at \[0, 2147483647\) does not lie in"),
+        ([PromptItem(0, 1, "a", repeated(1, 2**20))] * 1000, "have 12582940 bytes; at most"),
+    ],
+)
+def test_views_of_any_size_are_refused_before_they_are_copied(items: Any, says: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError, match=says):
+            placed(items, 7)
+        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_EMBED_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("rows", [repeated(2, 3), ROWS[::-1], ROWS.T[:2, ::-1], np.ones((4, 6))[::2, ::2]])
+def test_views_with_strides_are_taken_by_their_numbers(rows: np.ndarray) -> None:
+    (embeds,) = placed([PromptItem(0, 2, embeds=rows)], 2).embeds
+    np.testing.assert_array_equal(embeds.values, rows)
+    assert embeds.values.flags.c_contiguous
+    assert embeds.values.base is None
 
 
 def test_other_embeddings_have_another_digest() -> None:
@@ -72,10 +105,19 @@ def test_other_embeddings_have_another_digest() -> None:
         ([PromptItem(0, 1)], "an item without embeddings needs a hash"),
         ([PromptItem(0, 1, 7)], "an item without embeddings needs a hash"),  # type: ignore[arg-type]
         ([PromptItem(0, 1, "a" * 129)], "an item's hash must have 1 to 128 characters"),
+        ([PromptItem(0, 1, b"a" * 65)], "1 to 128 characters, 2 for a byte, got 65 bytes"),
+        (
+            [PromptItem(0, 1, "cat\ud800")],
+            r"the hash of the item at \[0, 1\) is no valid Unicode: character 3 is half of .*, got 'cat\\ud800'",
+        ),
+        ([PromptItem(0, 1, "\udcff", ROWS[:1])], "is no valid Unicode: character 0"),
         ([PromptItem(0, 1, "a")] * 1025, "1025 items were given; at most 1024"),
         ([PromptItem(0, 3, embeds=ROWS)], r"an item of 3 tokens needs embeddings .*, got float32 \[2, 3\]"),
         ([PromptItem(0, 2, embeds=ROWS.astype(np.int32))], r"floating-point numbers, got int32 \[2, 3\]"),
         ([PromptItem(0, 2, embeds=[[1.0], [1.0, 2.0]])], "floating-point numbers, got list"),
+        ([PromptItem(0, 2, embeds=ROWS[:, :0])], r"floating-point numbers, got float32 \[2, 0\]"),
+        ([PromptItem(0, 2, embeds=ROWS.astype(np.complex64))], r"floating-point numbers, got complex64 \[2, 3\]"),
+        ([PromptItem(0, 2, embeds=ROWS.astype(object))], r"floating-point numbers, got object \[2, 3\]"),
         ([PromptItem(0, 2, embeds="cat")], r"floating-point numbers, got <U3 \[\]"),
         (
             [PromptItem(0, 2, embeds=np.zeros((2, MAX_EMBED_BYTES // 8), np.float32))],

@@ -28,6 +28,7 @@ from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, a
         ({"logprobs": 21}, "logprobs must be an integer from 0 to 20"),
         ({"stop": 5}, "stop must be a list, got 5"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+        ({"stop": ["ok", "\ud800"]}, "a stop string is no valid Unicode: character 0 is half of a surrogate pair"),
         ({"stop": ("",)}, "a stop string must be a non-empty string"),
         ({"stop": "x" * 10_000_000}, "a stop string has 10000000 characters; at most 1024 are allowed"),
         ({"stop": ["a"] * 17}, "17 stop strings were given; at most 16"),

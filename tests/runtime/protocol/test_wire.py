@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -148,6 +150,44 @@ def damaged(position: int, value: object) -> bytes:
     ],
 )
 def test_the_error_names_what_is_wrong(data: bytes, says: str) -> None:
+    with pytest.raises(wire.WireError, match=says):
+        wire.decode(data)
+
+
+ROWS = np.ones((2, 3), np.float32)
+
+
+def forged(embeds: Any, key: str = "cat") -> bytes:
+    """A request with one item, as no client of ours would send it."""
+    request = GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), extra_keys=((1, 3, "%"),))
+    version, tag, values = msgpack.unpackb(wire.encode(request), ext_hook=msgpack.ExtType)
+    names = list(GenerateRequest.__dataclass_fields__)
+    values[names.index("embeds")], values[names.index("extra_keys")] = [[1, embeds]], [[1, 3, key]]
+    return msgpack.packb([version, tag, values], unicode_errors="surrogatepass")
+
+
+def array_bytes(dtype: str, shape: tuple[int, ...], data: bytes) -> msgpack.ExtType:
+    header = struct.pack("<3sB4x", dtype.encode(), len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
+    return msgpack.ExtType(1, header + data)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (forged(array_bytes("<f4", (2, 3), ROWS.tobytes()), "cat\ud800"), "not a message"),
+        (forged(array_bytes("<f8", (2, 3), ROWS.astype(np.float64).tobytes())), "must be an array of float32, not flo"),
+        (forged(array_bytes("<i4", (2, 3), ROWS.tobytes())), "must be an array of float32, not int32"),
+        (forged(array_bytes(">f4", (2, 3), ROWS.tobytes())), "arrays of dtype .* are not sent"),
+        (forged(array_bytes("<f4", (2, 10**12), ROWS.tobytes())), "not a message"),
+        (forged(array_bytes("<f4", (2**62, 2**62), ROWS.tobytes())), "not a message"),
+        (forged(array_bytes("<f4", (0, 2**62), b"")), "not a message"),
+        (forged(array_bytes("<f4", (-2, -3), ROWS.tobytes())), "negative"),
+        (forged(ROWS.tolist()), "must be an array of float32, not list"),
+    ],
+)
+def test_forged_embeddings_and_hashes_are_no_message(data: bytes, says: str) -> None:
+    """Nor can a few bytes claim to be many numbers: an array has as many as came."""
+    assert wire.decode(forged(array_bytes("<f4", (2, 3), ROWS.tobytes()))).embeds[0].values.shape == (2, 3)
     with pytest.raises(wire.WireError, match=says):
         wire.decode(data)
 

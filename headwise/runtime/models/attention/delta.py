@@ -23,7 +23,7 @@ from headwise.kernels.delta_gates import gated_norm, inputs_of
 from headwise.kernels.select import make_delta_kernels, make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
-from headwise.runtime.models.base import DeltaConfig, ModelConfig, valid_tp_sizes
+from headwise.runtime.models.base import DeltaConfig, ModelConfig, fitting_sizes
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 
@@ -67,7 +67,7 @@ class DeltaNetAttention:
         if self.delta.key_heads % serving.tp_size:
             raise ConfigError(
                 f"tp_size {serving.tp_size} does not divide the {self.delta.key_heads} key heads of this model's "
-                f"delta-nets, whose states ranks do not share; sizes that fit: {valid_tp_sizes(self.config)}"
+                f"delta-nets, whose states ranks do not share; sizes that fit: {fitting_sizes(self.config)}"
             )
 
     def host_kernels(self, name: str, threads: int) -> MixedKernels:

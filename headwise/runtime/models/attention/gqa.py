@@ -17,7 +17,7 @@ from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.gqa import QUANTISED, gqa_layout
 from headwise.kernels.select import make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
-from headwise.runtime.models.base import ModelConfig, Rotation, valid_tp_sizes
+from headwise.runtime.models.base import ModelConfig, Rotation, fitting_sizes
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 CPU_QUANTISED_HEAD_MULTIPLE = 16
@@ -116,7 +116,7 @@ def check_heads_dealt(config: ModelConfig, tp_size: int) -> None:
         wrong = f"is more than the model's {config.num_heads} query heads"
     else:
         return
-    raise ConfigError(f"tp_size {tp_size} {wrong}; sizes that fit: {valid_tp_sizes(config)}")
+    raise ConfigError(f"tp_size {tp_size} {wrong}; sizes that fit: {fitting_sizes(config)}")
 
 
 class GroupedQueryOverCache:

@@ -67,7 +67,7 @@ def test_each_query_sees_its_chunk_up_to_itself(lengths, block_size: int, blocks
         ({"moe_layers": "all"}, "'moe_layers' must be a list of the 4 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer types .*sliding_attention.* are not supported"),
         ({"num_experts_per_tok": 5}, "'num_experts_per_tok' 5 is more than 'num_local_experts' 4"),
-        ({"intermediate_size_mlp": -1}, "'intermediate_size' must be a positive integer, got -1"),
+        ({"intermediate_size_mlp": -1}, "'intermediate_size_mlp' must be a positive integer, got -1"),
         ({"floor_scale": 0}, "'floor_scale' must be a positive number, got 0"),
     ],
 )
