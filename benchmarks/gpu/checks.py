@@ -75,13 +75,13 @@ class Section:
 
 
 SECTIONS = {
-    "compile": Section("gpu.correctness", "compile_kernels", 60),
+    "compile": Section("gpu.correctness", "compile_kernels", 75),
     "correctness": Section("gpu.correctness", "correctness", 50),
     "decode": Section("gpu.attention", "decode", 80, torch=True),
     "heads": Section("gpu.attention", "heads", 30),
     "prefill": Section("gpu.attention", "prefill", 65, torch=True),
     "delta": Section("gpu.delta", "delta", 30),
-    "latents": Section("gpu.latents", "latents", 40),
+    "latents": Section("gpu.latents", "latents", 60),
     "copies": Section("gpu.copies", "copies", 60),
     "ipc": Section("gpu.ipc", "ipc", 40),
     "model": Section("gpu.model", "model", 85),
