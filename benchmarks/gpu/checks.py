@@ -78,13 +78,13 @@ class Section:
 
 
 SECTIONS = {
-    "compile": Section("gpu.correctness", "compile_kernels", 60),
+    "compile": Section("gpu.correctness", "compile_kernels", 75),
     "correctness": Section("gpu.correctness", "correctness", 50, 20),
     "decode": Section("gpu.attention", "decode", 80, 20, torch=True),
     "heads": Section("gpu.attention", "heads", 30, 15),
     "prefill": Section("gpu.attention", "prefill", 65, 20, torch=True),
     "delta": Section("gpu.delta", "delta", 30, 12),
-    "latents": Section("gpu.latents", "latents", 40, 15),
+    "latents": Section("gpu.latents", "latents", 60, 20),
     "copies": Section("gpu.copies", "copies", 60, 25),
     "ipc": Section("gpu.ipc", "ipc", 40),
     "model": Section("gpu.model", "model", 85, 45),

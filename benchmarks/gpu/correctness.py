@@ -35,6 +35,7 @@ from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.kv_write import CudaKvWrite
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.precompile import LatentModel, precompile
+from headwise.kernels.dsa import index_dtype
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.nibbles import INT4
 from headwise.kernels.reference import ReferenceKernels
@@ -55,11 +56,21 @@ OF_STEPS = 1e-2
 ROUNDED_DRAWS = 0.05
 """Share of draws that rounding may decide."""
 
-LATENTS = LatentModel(
-    LatentShape(FULL.latents.heads, FULL.latents.rank, FULL.latents.rotated, FULL.block_size, "bfloat16", "bfloat16"),
-    index=IndexShape(FULL.latents.index_heads, FULL.latents.index_dim, FULL.block_size, "bfloat16", "bfloat16"),
-)
-"""What the section latents needs."""
+
+def _latent_models(sm: int) -> list[LatentModel]:
+    """What the section latents needs: with an indexer, whose model has all that one without it has, by cache."""
+    sizes, block_size, dtype = FULL.latents, FULL.block_size, "bfloat16"
+    kept = [each for each in (dtype, *QUANTISED_DTYPES) if each != E4M3 or sm >= OLDEST_SM_E4M3]
+    return [
+        LatentModel(
+            LatentShape(sizes.heads, sizes.rank, sizes.rotated, block_size, dtype, kv_dtype),
+            sizes.plain,
+            sizes.value_dim,
+            IndexShape(sizes.index_heads, sizes.index_dim, block_size, dtype, index_dtype(kv_dtype)),
+        )
+        for kv_dtype in kept
+    ]
+
 
 # ---- compiling ----
 
@@ -84,7 +95,8 @@ def compile_kernels(bench: Bench) -> None:
             made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
             for net in _delta_shapes(sizes):
                 made[net] = pool.submit(compile_delta, net, target, work / "kernels")
-            made[LATENTS] = pool.submit(_compile_latents, target, work / "kernels")
+            for model in _latent_models(target.sm):
+                made[model] = pool.submit(_compile_latents, model, target, work / "kernels")
             made |= {kind: pool.submit(compile_codes, kind, target, work / "kernels") for kind in KINDS}
         for shape, each in made.items():
             with bench.rows.case(f"{shape}") as begin:
@@ -101,8 +113,8 @@ def _compile(shape: AttentionShape, target: Target, directory: Path, by_tma: tup
     return len({path for tma in by_tma for path in precompile([shape], [target], directory, tma=tma)})
 
 
-def _compile_latents(target: Target, directory: Path) -> int:
-    return len(list(precompile([], [target], directory, latent_models=[LATENTS])))
+def _compile_latents(model: LatentModel, target: Target, directory: Path) -> int:
+    return len(list(precompile([], [target], directory, latent_models=[model])))
 
 
 def precompile_all(target: tuple[int, int], directory: Path, layers: int | None) -> int:
@@ -110,7 +122,8 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
     where = Target(*target)
     files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
     files += sum(compile_delta(shape, where, directory) for shape in _delta_shapes(FULL))
-    files += _compile_latents(where, directory) + sum(compile_codes(kind, where, directory) for kind in KINDS)
+    files += sum(_compile_latents(model, where, directory) for model in _latent_models(where.sm))
+    files += sum(compile_codes(kind, where, directory) for kind in KINDS)
     return files + compile_experts(expert_shape(FULL.moe), where, directory)
 
 

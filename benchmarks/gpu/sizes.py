@@ -266,7 +266,7 @@ TINY = Sizes(
     copied_bytes=1 << 16,
     block_size=16,
     attention=Heads(4, 2, 64),
-    latents=LatentSizes(3, 32, 16, 16, 16, index_heads=2, index_dim=32),
+    latents=LatentSizes(3, 32, 32, 16, 16, index_heads=2, index_dim=32),
     batches=(1, 2),
     contexts=(48,),
     single_from=48,

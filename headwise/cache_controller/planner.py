@@ -44,7 +44,9 @@ Of a long sequence full groups are nearly all: what is wasted in them is not sma
 MAX_STATE_PADDING = 0.05
 """Most that is wasted of full groups, and of groups of states, where a model has states beside attention.
 
-Both must fit whole into blocks of the same bytes: more groups of each would rarely waste less.
+Both must fit whole into blocks of the same bytes: more groups of each would rarely waste less. Where no block of at
+most so much waste is found, the larger share of the two is made as small as it can be: of a long sequence full groups
+are nearly all, of a short one states are.
 """
 
 Policies = Sequence[Sequence[HeadPolicy]]
@@ -397,20 +399,24 @@ def _choose_block_bytes(lines: Sequence[_Line]) -> int:
     of_states = sum(line.size * line.kinds.size for line in states)
     most_padding, most_waste = (MAX_STATE_PADDING,) * 2 if states else (MAX_PADDING, MAX_FULL_WASTE)
 
-    def cost(block_bytes: int) -> tuple[bool, int, int]:
+    def cost(block_bytes: int) -> tuple[bool, float, int, int]:
         groups = sum(line.groups(block_bytes) for line in lines)
         empty = sum(line.empty(block_bytes) for line in lines)
         rounded = sum(line.rounded_up(block_bytes) for line in lines)
         allowed = max(MAX_ROUNDED_UP * filled, unavoidable)
         in_full = sum(line.full_waste(block_bytes) for line in lines)
+        in_states = sum(line.empty(block_bytes) for line in states)
         too_much = (
             empty > most_padding * filled
             or rounded > allowed
             or in_full > max(most_waste * full, full_unavoidable)
-            or sum(line.empty(block_bytes) for line in states) > most_padding * of_states
+            or in_states > most_padding * of_states
         )
         wasted = empty + rounded
-        return (too_much, wasted, groups) if too_much else (too_much, groups, wasted)
+        if not too_much:
+            return too_much, 0, groups, wasted
+        worst = max(in_states / of_states, in_full / full) if of_states and full else 0
+        return too_much, worst, wasted, groups
 
     largest = max(line.size for line in lines)
     fillings = {line.size * slots for line in lines for slots in range(1, line.kinds.shape[1] + 1)}

@@ -15,6 +15,7 @@ def geometry(request: pytest.FixtureRequest) -> Geometry:
 
 
 def test_padding_is_at_most_5_percent_on_all_numbers_of_ranks(geometry: Geometry) -> None:
+    """With states cut to attention's blocks: `tests/runtime/config/test_published_models.py` has them as served."""
     assert geometry.tp_sizes[0] == 1
     assert max(geometry.tp_sizes) <= MOST_RANKS
     for size in geometry.tp_sizes:

@@ -174,7 +174,15 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
         "heads": {"decode_over_uniform", "decode_over_one_table", "prefill_over_uniform"},
         "prefill": {"t32", "d32", "d64", "d64_tma_speedup", "d64_registers", "d64_spilled", "d64_serialised"},
         "delta": {"b1_of_bandwidth", "t20"},
-        "latents": {"dense_error", "chosen_error", "b2_c48_of_bandwidth", "b2_c48_chosen_over_dense"},
+        "latents": {
+            "b2_c48_of_bandwidth",
+            "b2_c48_chosen_over_dense",
+            *(
+                f"{name}_error{cache}"
+                for name in ("alone", "dense", "chosen")
+                for cache in ("", "_int8", "_float8_e4m3fn", "_int4")
+            ),
+        },
         "copies": {"block8_h2d", "block8_d2h", "block8_both", "block8_hidden", "block8_decode", "block16_both"},
         "model": {
             "eager_b1_of_bandwidth",
