@@ -13,12 +13,12 @@ from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.cupy_lending import CupyLending
 from headwise.runtime.ops.paddle_import import paddle
+from headwise.runtime.ops.paddle_norm import rms_norm
 from headwise.runtime.ops.quantised import Matrix, as_float32
 from headwise.runtime.ops.step_upload import PinnedUpload
 from headwise.runtime.ops.unfused import UnfusedOps
 
 _functional = paddle.nn.functional
-_fused: Any = paddle.incubate.nn.functional
 _untyped: Any = paddle
 """For what Paddle's type annotations leave out: dtypes by name, functions without annotations."""
 
@@ -117,7 +117,7 @@ class PaddleGpuOps(UnfusedOps):
 
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
         # Paddle's kernel takes weights of the input's dtype only.
-        return self._narrow(_fused.fused_rms_norm(self._wide(x), weight, None, eps, len(x.shape) - 1)[0])
+        return self._narrow(rms_norm(self._wide(x), weight, eps))
 
     def add_rms_norm(
         self, x: paddle.Tensor, addend: paddle.Tensor, weight: paddle.Tensor, eps: float

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from headwise.runtime.ops.base import StepUpload
 from headwise.runtime.ops.numpy_ops import NumpyOps, in_place, trim_heap
 from headwise.runtime.ops.paddle_import import paddle
+from headwise.runtime.ops.paddle_norm import rms_norm
 from headwise.runtime.ops.quantised import Matrix, as_float32
 from headwise.runtime.ops.unfused import UnfusedOps
 
 _C_ops: Any = paddle._C_ops
-fused_rms_norm: Any = paddle.incubate.nn.functional.fused_rms_norm
 swiglu = paddle.nn.functional.swiglu
 
 _numpy = NumpyOps()
@@ -133,8 +133,7 @@ class PaddleOps(UnfusedOps):
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
         if x.size < FEW_ELEMENTS:
             return self.from_kernel_array(_numpy.rms_norm(self.numpy(x), self.numpy(weight), eps))
-        normed: paddle.Tensor = fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
-        return normed
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: paddle.Tensor, addend: paddle.Tensor, weight: paddle.Tensor, eps: float

@@ -82,6 +82,19 @@ def test_rms_norm_is_over_the_last_axis(ops, shape) -> None:
     close(ops, ops.rms_norm(ops.tensor(x), ops.norm_weight(weight), 1e-5), expected)
 
 
+def test_paddle_norms_without_its_kernel_on_cpus_that_cannot_run_it() -> None:
+    """Whichever this CPU is: the kernel is compiled for AVX-512, and ends the process of one without."""
+    paddle = pytest.importorskip("paddle")
+    paddle.set_device("cpu")
+    from headwise.runtime.ops.paddle_norm import FUSED_ON_CPU, rms_norm
+
+    x, weight = normal(40, 4, 512), normal(512)
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+    for fused in {False, FUSED_ON_CPU}:
+        normed = rms_norm(paddle.to_tensor(x), paddle.to_tensor(weight), 1e-5, fused=fused).numpy()
+        np.testing.assert_allclose(normed, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("shape", [(3, 16), (40, 1024)])
 def test_a_sum_is_normed_and_leaves_what_it_was_made_of(ops, shape) -> None:
     x, addend, weight = normal(*shape), normal(*shape), normal(shape[-1])
