@@ -83,8 +83,14 @@ class Counted:
         def count(*arguments: int) -> None:
             self.calls["memcpyAsync"] += 1
 
-        runtime = SimpleNamespace(memcpyAsync=count, memcpyHostToDevice=1, memcpyDeviceToHost=2)
-        event = SimpleNamespace(record=_nothing, synchronize=_nothing, done=True)
+        runtime = SimpleNamespace(
+            memcpyAsync=count,
+            memcpyHostToDevice=1,
+            memcpyDeviceToHost=2,
+            eventQuery=lambda event: 0,
+            CUDARuntimeError=RuntimeError,
+        )
+        event = SimpleNamespace(record=_nothing, synchronize=_nothing, ptr=0)
         stream = SimpleNamespace(ptr=STREAM)
         cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
         cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from gpu.sizes import FULL, Heads
 from headwise.cache_controller.dtypes import packed_bytes
 from headwise.kernels.cuda.attention import Tuning
 from headwise.kernels.cuda.tiles import decode_tile
+from headwise.runtime.worker.prefill_graphs import worthwhile_tokens
 
 US, MS = 1e-6, 1e-3
 BYTES_BF16 = 2
@@ -194,17 +195,22 @@ HOST_S, CALLS, CALL_S = 165 * US, 10, 8 * US
 of it and a tenth as long in CuPy; calls into CuPy and the driver, and what each is assumed to take."""
 PRODUCTS, AT_BEST = 989e12, 0.6
 """Of bfloat16 a second, and the assumed share of it."""
-LLAMAS = {"Llama-3.2-1B": (2048, 8192, Heads(32, 8, 64)), "Llama-3.1-8B": (4096, 14336, Heads(32, 8, 128))}
+PROMPTED = {
+    "Qwen3-0.6B": (1024, 3072, Heads(16, 8, 128)), "Llama-3.2-1B": (2048, 8192, Heads(32, 8, 64)),
+    "Llama-3.1-8B": (4096, 14336, Heads(32, 8, 128)),
+}  # fmt: skip
 
 
 def launched_prompts(tokens: Sequence[int]) -> Table:
-    """A layer's products, without attention, beside what the host takes to enqueue it."""
+    """A layer's products, without attention, beside what the host takes to enqueue it; and what is chosen by that."""
     host, rows = HOST_S + CALLS * CALL_S, []
-    for name, (hidden, inner, heads) in LLAMAS.items():
+    for name, (hidden, inner, heads) in PROMPTED.items():
         numbers = hidden * (heads.head_dim * 2 * (heads.q_heads + heads.kv_heads) + 3 * inner)
         seconds = [2 * numbers * count / (PRODUCTS * AT_BEST) for count in tokens]
-        rows.append([name, *(f"{each / US:,.0f} us" for each in seconds), f"{host / US:.0f} us"])
-    return Table(["products of a layer, tokens", *(f"{count:,}" for count in tokens), "enqueued in"], rows)
+        most = worthwhile_tokens(numbers, 1, PRODUCTS / 2)
+        rows.append([name, *(f"{each / US:,.0f} us" for each in seconds), f"{host / US:.0f} us", f"{most:,}"])
+    head = ["products of a layer, tokens", *(f"{count:,}" for count in tokens), "enqueued in", "graphs of up to"]
+    return Table(head, rows)
 
 
 # ---- sampling ----

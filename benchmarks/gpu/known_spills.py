@@ -19,6 +19,7 @@ NOTHING = Spills(0, 0, "")
 _ONCE = "between loops, once a program; "
 FOUR_WARPS = _ONCE + "with 8 warps none, and 1.5 times the instructions for a product"
 CONVERTED = _ONCE + "what is converted, and its scales, are in registers beside the sums"
+HALVED = CONVERTED + "; 64 rows, not 128, take nearly twice the instructions for a product"
 WIDE = _ONCE + "128 rows of 256 numbers pass through registers"
 HALVES = _ONCE + "two programs share the results of 512 already"
 TRIANGLE = "products in two parts, sums of both in registers, without wgmma to keep operands in shared memory"
@@ -27,8 +28,8 @@ IN_LOOPS = "2 to 10 instructions a tile; 64 rows of 512 converted numbers, the l
 KNOWN_SPILLS: dict[tuple[object, ...], Spills] = {
     (80, 96, "bfloat16", "prefill"): Spills(44, 0, FOUR_WARPS),
     (80, 128, "bfloat16", "prefill"): Spills(64, 0, FOUR_WARPS),
-    (80, 128, "int4", "prefill"): Spills(96, 0, CONVERTED),
-    (80, 128, "int8", "prefill"): Spills(320, 0, CONVERTED),
+    (80, 128, "int4", "prefill"): Spills(184, 0, HALVED),
+    (80, 128, "int8", "prefill"): Spills(216, 0, HALVED),
     (90, 256, "bfloat16", "prefill"): Spills(88, 0, WIDE),
     (90, 256, "float8_e4m3fn", "prefill"): Spills(160, 0, CONVERTED),
     (90, 256, "int8", "prefill"): Spills(168, 0, CONVERTED),
@@ -36,8 +37,6 @@ KNOWN_SPILLS: dict[tuple[object, ...], Spills] = {
     (90, 512, "float8_e4m3fn", "prefill"): Spills(88, 4, IN_LOOPS),
     (90, 512, "int4", "prefill"): Spills(60, 10, IN_LOOPS),
     (90, 512, "int8", "prefill"): Spills(80, 2, IN_LOOPS),
-    (100, 64, "float8_e4m3fn", "prefill"): Spills(24, 0, CONVERTED),
-    (100, 64, "int8", "prefill"): Spills(24, 0, CONVERTED),
     (100, 128, "float8_e4m3fn", "prefill"): Spills(96, 0, CONVERTED),
     (100, 128, "int8", "prefill"): Spills(96, 0, CONVERTED),
     (100, 256, "bfloat16", "prefill"): Spills(64, 0, WIDE),

@@ -33,7 +33,7 @@ class CudaEvent:
 
     @property
     def done(self) -> bool:
-        return is_over(self.end)
+        return is_over(self._cuda.runtime, self.end)
 
     @property
     def busy_s(self) -> float:
@@ -42,7 +42,7 @@ class CudaEvent:
     def wait(self, timeout_s: float | None = None) -> bool:
         """See `Event.wait`. Work that raised may have enqueued copies before: these are waited for, too."""
         if timeout_s is None:
-            with told_as_failure():
+            with told_as_failure(self._cuda.runtime):
                 self.end.synchronize()
         elif not self._ends_within(timeout_s):
             return False
@@ -52,7 +52,7 @@ class CudaEvent:
 
     def _ends_within(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not is_over(self.end):
+        while not is_over(self._cuda.runtime, self.end):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(QUERY_S)
@@ -113,7 +113,7 @@ class CudaStream:
     @property
     def waited_s(self) -> float:
         """See `Stream.waited_s`: what the compute stream is through with so far."""
-        while self._waits and is_over(self._waits[0][1]):
+        while self._waits and is_over(self._cuda.runtime, self._waits[0][1]):
             self._waited_s += self._cuda.get_elapsed_time(*self._waits.popleft()) / 1e3
         return self._waited_s
 
@@ -157,5 +157,5 @@ class CudaStream:
 
     def close(self) -> None:
         """See `Stream.close`."""
-        with told_as_failure():
+        with told_as_failure(self._cuda.runtime):
             self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""Whether a GPU has come to an event, or has failed. Imports CuPy when it is asked.
+"""Whether a GPU has come to an event, or has failed. ``runtime`` is `cupy.cuda.runtime`, of whoever has imported CuPy.
 
 After a fault (an illegal address, a card that fell off the bus) all calls of the process give its error, for ever.
 CuPy's ``Event.done`` is False then, as if work were still under way: so the runtime itself is asked here.
@@ -19,15 +19,12 @@ _SUCCESS, _NOT_READY = 0, 600
 """``cudaSuccess`` and ``cudaErrorNotReady``."""
 
 
-def is_over(event: Any) -> bool:
+def is_over(runtime: Any, event: Any) -> bool:
     """Whether the GPU is through with what was enqueued before a CuPy ``event`` was recorded. Never waits.
 
     Raises:
         GpuFailedError: it will never be.
     """
-    import cupy
-
-    runtime = cupy.cuda.runtime
     code = runtime.eventQuery(event.ptr)
     if code in (_SUCCESS, _NOT_READY):
         return bool(code == _SUCCESS)
@@ -35,17 +32,15 @@ def is_over(event: Any) -> bool:
 
 
 @contextmanager
-def told_as_failure() -> Iterator[None]:
+def told_as_failure(runtime: Any) -> Iterator[None]:
     """For calls that wait: what the runtime raises there is no fault of who asked, but of work that ran before.
 
     Raises:
         GpuFailedError: in place of CuPy's error.
     """
-    import cupy
-
     try:
         yield
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+    except runtime.CUDARuntimeError as error:
         raise _failure(error) from error
 
 

@@ -8,12 +8,27 @@ import pytest
 
 pytest.importorskip("triton", reason="tiles and instructions are those of its kernels")
 
-from gpu.estimates import COUNTED, H200, MS, Sampling, asked_experts, moe_bytes, tables
+from gpu.estimates import (
+    AT_BEST,
+    CALL_S,
+    CALLS,
+    COUNTED,
+    H200,
+    HOST_S,
+    MS,
+    PRODUCTS,
+    Sampling,
+    asked_experts,
+    moe_bytes,
+    tables,
+)
 from gpu.machine_code import loops_of, sass_of
 from gpu.sizes import FULL
 
 from headwise.kernels.cuda.attention import AttentionShape, variants_of
+from headwise.kernels.cuda.cards import PRODUCTS as PRODUCTS_OF_SM
 from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.runtime.worker.prefill_graphs import ENQUEUED_S, SHARE
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "gpu.md"
 
@@ -22,6 +37,12 @@ def test_the_document_has_every_table_as_it_is_computed() -> None:
     text = DOCUMENT.read_text()
     for table in tables():
         assert str(table) in text, "run benchmarks/gpu/estimates.py"
+
+
+def test_what_workers_choose_by_is_what_the_document_says_of_the_host_and_the_card() -> None:
+    assert pytest.approx(HOST_S + CALLS * CALL_S) == ENQUEUED_S
+    assert AT_BEST == SHARE
+    assert H200.sms * PRODUCTS_OF_SM[H200.sm] * 1.83e9 == pytest.approx(PRODUCTS / 2, rel=2e-3)
 
 
 def test_a_step_of_experts_reads_all_of_them_once_it_is_large() -> None:

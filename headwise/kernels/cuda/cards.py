@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +21,25 @@ NO_DEVICE = 100
 """``cudaErrorNoDevice``."""
 
 
+PRODUCTS = {80: 1024, 86: 512, 87: 1024, 89: 512, 90: 2048, 100: 4096, 120: 512}
+"""Products of bfloat16 that a multiprocessor's tensor cores add up in a clock, by the first compute capability that has
+so many: what the data sheets of A100, A10, L40S, H100, B200 and RTX PRO 6000 say of whole cards, over their
+multiprocessors and boost clocks."""
+
+
 @dataclass(frozen=True)
 class Card:
     """A GPU, as it was when it was opened.
 
-    sm: compute capability, e.g. 90 for an H100
+    sm:           compute capability, e.g. 90 for an H100
+    products_per_s: of bfloat16, at the highest clock: what the hardware can; 0 where the driver does not tell the clock
     """
 
     name: str
     sm: int
     total_bytes: int
     free_bytes: int
+    products_per_s: float = 0.0
 
 
 def count_cards() -> int:
@@ -111,14 +120,23 @@ def _card(cupy: Any, index: int) -> Card:
     with cupy.cuda.Device(index) as device:
         free, total = cupy.cuda.runtime.memGetInfo()
         sm = int(device.compute_capability)
+        attributes = device.attributes
     name = cupy.cuda.runtime.getDeviceProperties(index)["name"]
-    card = Card(name.decode() if isinstance(name, bytes) else str(name), sm, int(total), int(free))
+    card = Card(
+        name.decode() if isinstance(name, bytes) else str(name), sm, int(total), int(free), _products(sm, attributes)
+    )
     if card.sm < OLDEST_SM:
         raise ConfigError(
             f"{card.name} has compute capability {card.sm / 10}: headwise needs {OLDEST_SM / 10} (A100) or newer; "
             "use device cpu"
         )
     return card
+
+
+def _products(sm: int, attributes: Mapping[str, Any]) -> float:
+    of_clock = next((PRODUCTS[first] for first in sorted(PRODUCTS, reverse=True) if first <= sm), 0)
+    clock_khz, sms = (int(attributes.get(name, 0)) for name in ("ClockRate", "MultiProcessorCount"))
+    return of_clock * sms * clock_khz * 1e3
 
 
 def check_room(card: Card, wanted: dict[str, int]) -> None:

@@ -37,7 +37,7 @@ _EXACT_WIDE = Tile(16, 16, 4, 2)
 """float32 is multiplied without tensor cores, both operands in registers: larger tiles do not fit there."""
 
 _QUANTISED = {
-    32: Tile(64, 64, 4, 3), 64: Tile(64, 32, 4, 3), 96: Tile(64, 64, 8, 2), 128: Tile(64, 64, 8, 2),
+    32: Tile(64, 64, 4, 3), 64: Tile(64, 32, 4, 3), 96: Tile(64, 64, 8, 2), 128: Tile(128, 64, 8, 2),
     256: Tile(32, 32, 8, 2), 512: Tile(16, 32, 8, 2),
 }  # fmt: skip
 _QUANTISED_LARGE = {
@@ -55,13 +55,17 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     and values that are converted first are in registers at some time: half as many fit there. Heads of 96 are padded to
     128, and masked: with 128 keys that spills. Results of 512 elements have no room beside anything else, so two
     programs have half of them each; two warp groups for 64 rows would compute the scores twice just as well, and read
-    twice as many keys and values. Other cards have half as many rows, and twice as many warps for them.
+    twice as many keys and values. Other cards have half as many rows, and twice as many warps for them. But of 128
+    numbers over quantised caches they have as many rows: half of these take nearly twice the instructions for a
+    product. And so they have where shared memory, of 99 KiB, holds one program: that has eight warps then, not four.
     """
     is_large = sm >= 90 and SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90
     if q_dtype == "float32":
         tile = _EXACT.get(head_dim, _EXACT_WIDE)
     elif kv_dtype in (*QUANTISED, INT4):
         tile = (_QUANTISED_LARGE if is_large else _QUANTISED)[head_dim]
+        if sm >= 100 and head_dim == 64 and is_large:
+            tile = replace(tile, stages=2)  # a third is worth no instruction there, and spills
     elif head_dim == 512:
         tile = Tile(128, 32, 8, 2, parts=2) if is_large else Tile(32, 32, 8, 2)
     elif sm >= 90:
@@ -72,6 +76,8 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     else:
         keys = 64 if kv_dtype == q_dtype else 32
         tile = {64: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)}.get(head_dim, Tile(64, keys, 4, 2))
+        if head_dim == 128 and kv_dtype == q_dtype and SHARED_BYTES.get(sm) == 99 << 10:
+            tile = Tile(128, keys, 8, 2)
     return _fitting(tile, head_dim, q_dtype, kv_dtype, sm)
 
 

@@ -57,7 +57,7 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
     is_own = config.weights_dtype in ("int4", "fp8")
     head_size = _EXPANDED_BYTES if is_own else size  # hardly a checkpoint quantises that
     head = int(model.vocab_size * model.hidden_size * head_size)
-    return DecodeReads(int(_layer_elements(model) * size), head, thousand)
+    return DecodeReads(int(layer_elements(model) * size), head, thousand)
 
 
 def cache_reads(card: ModelCard, tokens: int) -> int:
@@ -79,7 +79,7 @@ def codes_in_memory(config: EngineConfig, card: ModelCard, directory: Path) -> i
     if config.computes_from_blocks:
         return sum(_block_bytes(model, directory, config.on_gpu, every_expert=True)) + table
     reads = decode_reads(config, card, directory)
-    layers = _layer_elements(model, every_expert=True) * _element_bytes(config, directory)
+    layers = layer_elements(model, every_expert=True) * _element_bytes(config, directory)
     return int(layers) + reads.lm_head + table
 
 
@@ -106,7 +106,7 @@ def _element_bytes(config: EngineConfig, directory: Path) -> float:
     return code_bytes(8, INT8_GROUP, False, config.on_gpu) if dtype == "int8" else dtype_bytes(dtype)
 
 
-def _layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
+def layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
     """Numbers in all layers' matrices that a token is multiplied with, or that there are."""
     hidden, moe = model.hidden_size, model.moe
     variant, layers = attention_of(model), range(model.num_layers)
@@ -122,7 +122,7 @@ def _layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
 
 
 def _block_bytes(model: ModelConfig, directory: Path, on_gpu: bool, every_expert: bool = False) -> tuple[int, int]:
-    """Bytes of the layers and of the LM head, computed from a GGUF file's blocks; see `_layer_elements`."""
+    """Bytes of the layers and of the LM head, computed from a GGUF file's blocks; see `layer_elements`."""
     checkpoint, layers, experts, head = Checkpoint(directory), 0.0, 0.0, 0.0
     head_name = "embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
     for blocks in _block_files(directory):

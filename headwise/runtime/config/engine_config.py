@@ -228,10 +228,11 @@ class EngineConfig:
         "NCCL.",
     )
     prefill_graphs: int = _option(
-        1024,
+        -1,
         "Most tokens of a step that runs by prefill's graphs, padded to one of a few sizes: of larger ones the GPU "
-        "takes longer than the host. 0: none does.",
-        0,
+        "takes longer than the host. 0: none does; -1: by an estimate for the model and the card, or 1,024 where "
+        "there is none.",
+        -1,
         65536,
     )
     cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)

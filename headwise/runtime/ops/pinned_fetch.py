@@ -33,7 +33,7 @@ class PinnedFetch:
         Raises:
             GpuFailedError: the copy will never be done.
         """
-        return is_over(self._copied)
+        return is_over(cupy.cuda.runtime, self._copied)
 
     def get(self) -> NDArray[Any]:
         """See `Fetch.get`. Where the GPU has failed, what is in the host's memory is not read: it may be older.
@@ -41,6 +41,6 @@ class PinnedFetch:
         Raises:
             GpuFailedError: instead.
         """
-        with told_as_failure():
+        with told_as_failure(cupy.cuda.runtime):
             self._copied.synchronize()
         return np.array(self._host)  # the pinned memory goes back to its pool

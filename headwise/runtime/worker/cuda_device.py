@@ -56,6 +56,7 @@ class CudaDevice:
         self._config = config
         self._card: Card = open_card(GPU)
         self.name = f"cuda ({self._card.name}, sm_{self._card.sm})"
+        self.products_per_s = self._card.products_per_s
         self._compute = ComputeStream(GPU, open_paddle(GPU) if config.tensor_ops == "paddle" else None)
         self._cubins = config.cache_path / "kernels"
         with self.current():

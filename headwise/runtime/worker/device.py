@@ -35,10 +35,12 @@ class Device(Protocol):
 
     name:    for people
     sampler: draws tokens where their scores are; None where that is the host's memory
+    products_per_s: what the hardware multiplies at most, in bfloat16, for estimates; 0: not known
     """
 
     name: str
     ops: TensorOps
+    products_per_s: float
 
     @property
     def kernels(self) -> Kernels:
@@ -89,7 +91,7 @@ class Device(Protocol):
 class CpuDevice:
     """`Device` on ``threads`` cores."""
 
-    sampler = None
+    sampler, products_per_s = None, 0.0
 
     def __init__(self, config: EngineConfig, threads: int) -> None:
         self._kernels_name, self._threads = config.kernels, threads

@@ -31,6 +31,15 @@ FINE_TOKENS = 256
 """Numbers of tokens are halves of powers of two apart up to this one, and quarters beyond: there a step's time grows
 with its padding, at most by a quarter."""
 
+ENQUEUED_S = 245e-6
+"""What the host takes to enqueue a layer of a step launch by launch, by docs/gpu.md: our Python, and ten calls."""
+
+SHARE = 0.6
+"""Of its products that a card is taken to get done in a step."""
+
+UNKNOWN_TOKENS = 1024
+"""Most tokens of steps that are recorded where nothing is known of the card."""
+
 Attend = Callable[[int, Sequence[Any], KernelArray], object]
 """A layer's attention, of what the model projected for it, into an array."""
 
@@ -182,6 +191,22 @@ class PrefillGraphs:
         """
         size = padded_tokens(tokens)
         return next((graphs for graphs in self._recorded if graphs.tokens == size), None)
+
+
+def worthwhile_tokens(elements: float, layers: int, products_per_s: float) -> int:
+    """The most tokens of a step for which the card takes less time, by a model of it, than the host to enqueue the step
+    launch by launch: a number that steps are padded to, so that padding costs nothing either.
+
+    elements: numbers in all layers' matrices on this rank that a token is multiplied with
+    products_per_s: of the card; 0: not known
+    """
+    if not products_per_s:
+        return UNKNOWN_TOKENS
+    most = ENQUEUED_S * layers * SHARE * products_per_s / elements
+    best = FINE_TOKENS  # as small, a step reads weights for longer than it multiplies: padding takes no time
+    while (more := padded_tokens(best + 1)) <= most:
+        best = more
+    return best
 
 
 def padded_tokens(tokens: int) -> int:

@@ -16,6 +16,7 @@ from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.errors import EngineDiedError, first_line
 from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
+from headwise.runtime.config.decode_reads import layer_elements
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.config.threads import threads_per_worker
@@ -44,7 +45,7 @@ from headwise.runtime.worker.last_sampled import NO_TOKEN
 from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.next_tokens import Chosen, NextTokens
-from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs
+from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.which_graphs import told_graphs, without_graphs
@@ -221,11 +222,9 @@ class ModelWorker:
         self._model.logits(self._ops.take_rows(self._forward(batch), rows))
         self._record_prefill()  # these stay; the others are over no blocks, and those to come are as large
         self._record_decode()
-        spare = np.array([[self._device.spare_bytes() >> 20]], dtype=np.float32)  # MiB: exact up to 16 TiB
+        spare = self._device.spare_bytes() >> 20  # MiB: exact up to 16 TiB
         self._let_go_of_cache()  # its tables are made anew beside the pool
-        gathered = self._comm.gather(spare)
-        least = None if gathered is None else np.array([gathered.min()], dtype=np.int32)
-        return int(self._comm.broadcast(least, (1,))[0]) << 20
+        return self._least_of_ranks(spare) << 20
 
     def _allocate_arena(self) -> None:
         card, spec = self.card, self.card.spec
@@ -254,11 +253,25 @@ class ModelWorker:
 
     def _record_prefill(self) -> None:
         """Record prefill over this model, which needs no cache."""
-        most = min(self._config.prefill_graphs, self._config.most_batched_tokens)
-        if self._without_graphs() or not most or not isinstance(self._ops, CapturingOps):
+        if self._without_graphs() or not self._config.prefill_graphs or not isinstance(self._ops, CapturingOps):
             return
+        most = min(self._most_prefill(), self._config.most_batched_tokens)
         self._prefill = PrefillGraphs(self._ops, most, self.card.spec.max_rows, self._is_so_on_all_ranks)
         self._prefill.record(self._model, self._attention)
+
+    def _most_prefill(self) -> int:
+        """Most tokens of steps by graphs: those asked for, or an estimate's, which is the least of all ranks'."""
+        if self._config.prefill_graphs > 0:
+            return self._config.prefill_graphs
+        elements = layer_elements(self.card.config) / self._config.tp_size
+        most = worthwhile_tokens(elements, self.card.config.num_layers, self._device.products_per_s)
+        return self._least_of_ranks(min(most, self._config.most_batched_tokens))
+
+    def _least_of_ranks(self, number: int) -> int:
+        """The same on all ranks. Up to 2**24, exactly."""
+        gathered = self._comm.gather(np.array([[number]], dtype=np.float32))
+        least = None if gathered is None else np.array([gathered.min()], dtype=np.int32)
+        return int(self._comm.broadcast(least, (1,))[0])
 
     def _is_so_on_all_ranks(self, is_so: bool) -> bool:
         not_so = self._comm.all_reduce(np.array([not is_so], dtype=np.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -64,6 +65,7 @@ class Machine:
 class _Device:
     def __init__(self, compute_capability: str) -> None:
         self.compute_capability = compute_capability
+        self.attributes = {"ClockRate": 1_830_000, "MultiProcessorCount": 132}
 
     def __enter__(self) -> _Device:
         return self
@@ -80,7 +82,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_a_card_is_described(machine: Machine) -> None:
-    assert open_card() == Card("NVIDIA H100", 90, 80 * GIB, 70 * GIB)
+    card = open_card()
+    assert replace(card, products_per_s=0) == Card("NVIDIA H100", 90, 80 * GIB, 70 * GIB)
+    assert 2 * card.products_per_s == pytest.approx(989e12, rel=2e-3), "as published"
     assert count_cards() == 1
 
 

@@ -29,11 +29,13 @@ from headwise.cache_controller.block_tables import TableShape
 from headwise.errors import ConfigError, ModelError
 from headwise.kernels.cuda.launch import Grid
 from headwise.kernels.cuda.packed import PackedMatrix
+from headwise.runtime.config.decode_reads import layer_elements
+from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.ops.quantised import GroupQuantised
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.logit_edits import LogitEdits
-from headwise.runtime.worker.prefill_graphs import StepGraphs
+from headwise.runtime.worker.prefill_graphs import ENQUEUED_S, SHARE, StepGraphs
 from headwise.runtime.worker.sampler import NOT_FINITE, Draws
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
@@ -63,6 +65,22 @@ def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
     card = gpu._worker.card
     assert card.spec.num_blocks == gpu._worker._device.spare_bytes() // card.layout.block_bytes, "the pool is measured"
     assert gpu.core.card.spec == card.spec
+
+
+def test_prefills_sizes_are_those_for_which_the_host_would_be_slower_than_the_card(
+    model: Path, libraries: Path
+) -> None:
+    given = {"device": "cuda", "dtype": "float32", "max_batched_tokens": 512, "cuda_graphs": True}
+    sizes = []
+    for asked in (-1, 24):
+        gpu = EmulatedGpu(libraries, "float32")
+        card = read_model_card(configuration(model, **given), model)
+        of_token = layer_elements(card.config) / card.config.num_layers / SHARE
+        gpu.products_per_s = 330 * of_token / ENQUEUED_S
+        with LocalEngine(configuration(model, **given, prefill_graphs=asked), gpu) as engine:
+            assert engine._worker._prefill is not None
+            sizes.append(engine._worker._prefill.sizes[-1])
+    assert sizes == [320, 24]
 
 
 def test_experts_are_chosen_on_the_device_and_steps_with_them_are_graphs(tmp_path: Path, libraries: Path) -> None:

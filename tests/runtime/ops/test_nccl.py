@@ -43,6 +43,7 @@ from headwise.runtime.ops.one_shot import connect_one_shot
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.protocol.running_step import RunningStep
+from headwise.runtime.worker import worker as worker_module
 from headwise.runtime.worker.cuda_device import CudaDevice
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
@@ -472,6 +473,17 @@ def test_two_ranks_say_what_one_says(
     reduced = [[launched for launched in nccl.log[rank] if launched[1] == "allReduce"] for rank in range(2)]
     assert reduced[0] == reduced[1]
     assert ("eager", "broadcast", 2, nccl.NCCL_INT32) in nccl.log[1], "tokens come to the others without the host"
+
+
+def test_ranks_on_unlike_cards_record_prefill_of_the_same_sizes(
+    nccl: HostNccl, model: Path, libraries: Path, expected: Callable[[str], list[list[int]]], monkeypatch: Any
+) -> None:
+    wanted, of_cards = expected("float32"), iter([48, 24])
+    monkeypatch.setattr(worker_module, "worthwhile_tokens", lambda *asked: next(of_cards))
+    given = {**FEW_GRAPHS, "prefill_graphs": -1, "max_num_seqs": 2}
+    engine, _, worker = two_ranks(nccl, libraries, configuration(model, device="cuda", dtype="float32", **given))
+    assert [each._prefill.sizes for each in worker.workers if each._prefill] == [[16, 24]] * 2
+    assert answers(engine) == wanted
 
 
 @pytest.mark.parametrize(("dtype", "graphs"), [("float32", True), ("bfloat16", False)])

@@ -12,7 +12,14 @@ import pytest
 from support.gpu.emulated_gpu import FixedUpload
 
 from headwise.runtime.worker.padding import all_sizes
-from headwise.runtime.worker.prefill_graphs import PrefillGraphs, padded_tokens
+from headwise.runtime.worker.prefill_graphs import (
+    ENQUEUED_S,
+    SHARE,
+    UNKNOWN_TOKENS,
+    PrefillGraphs,
+    padded_tokens,
+    worthwhile_tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,28 @@ def test_steps_are_padded_to_few_sizes(tokens: int, size: int) -> None:
 def test_sizes_are_few_and_padding_of_large_steps_is_a_quarter_at_most() -> None:
     assert len(all_sizes(padded_tokens, 1024)) == 17
     assert max(padded_tokens(tokens) / tokens for tokens in range(257, 8193)) < 1.25
+
+
+H100 = 989e12 / 2
+"""Products a second."""
+MATRICES = {"Qwen3-0.6B": (28, 15.7e6), "Llama-3.2-1B": (16, 60.8e6), "Llama-3.1-8B": (32, 218.1e6)}
+"""Layers, and numbers of a layer's matrices."""
+
+
+@pytest.mark.parametrize(("name", "most"), [("Qwen3-0.6B", 4096), ("Llama-3.2-1B", 1024), ("Llama-3.1-8B", 320)])
+def test_steps_are_graphs_for_as_long_as_the_host_is_the_slower_one(name: str, most: int) -> None:
+    layers, each = MATRICES[name]
+    assert worthwhile_tokens(layers * each, layers, H100) == most
+    of_layer = [each * tokens / (SHARE * H100) for tokens in (most, padded_tokens(most + 1))]
+    assert of_layer[0] <= ENQUEUED_S < of_layer[1]
+
+
+def test_a_faster_card_or_a_rank_with_less_to_do_has_larger_graphs_and_no_card_fewer_than_small_steps() -> None:
+    layers, each = MATRICES["Llama-3.1-8B"]
+    chosen = [worthwhile_tokens(layers * each / ranks, layers, H100) for ranks in (1, 2, 4, 8)]
+    assert chosen == [320, 640, 1280, 2560]
+    assert worthwhile_tokens(layers * each, layers, H100 / 100) == 256
+    assert worthwhile_tokens(layers * each, layers, 0.0) == UNKNOWN_TOKENS
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ class SimulatedDevice:
     """`Device` with streams that count steps, and memory in which nothing is found that was not put there."""
 
     name = "simulated"
-    sampler = None
+    sampler, products_per_s = None, 0.0
 
     def __init__(self, faults: Faults, state_groups: Collection[int] = (), is_late: bool = False) -> None:
         """is_late: see `SimulatedExecutor`"""

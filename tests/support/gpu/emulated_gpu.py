@@ -159,6 +159,7 @@ class EmulatedGpu:
     """
 
     name = "emulated GPU"
+    products_per_s = 0.0
 
     def __init__(self, libraries: Path, dtype: str, weights_dtype: str = "auto", gpu: HostGpu | None = None) -> None:
         self._dtype, self._libraries, self._gpu = dtype, libraries, gpu
