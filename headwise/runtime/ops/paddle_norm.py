@@ -26,5 +26,5 @@ def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, eps: float, *, fused: bool
     if fused or not x.place.is_cpu_place():
         normed: paddle.Tensor = _fused.fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
         return normed
-    squares = _untyped.mean(x * x, axis=-1, keepdim=True)
-    return x * _untyped.rsqrt(squares + eps) * weight
+    composed: paddle.Tensor = x * _untyped.rsqrt(_untyped.mean(x * x, axis=-1, keepdim=True) + eps) * weight
+    return composed
