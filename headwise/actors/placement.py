@@ -3,6 +3,7 @@ several."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection
 from typing import Any
@@ -263,10 +264,19 @@ class FrontendSite:
         if not self.is_alive():
             self._go_elsewhere()
 
-    def leave(self) -> bool:
-        """Choose another node, as this one is about to be taken away; False: they stay, since there is none, or since
+    def next(self) -> FrontendSite | None:
+        """Where they may go to, as this node is about to be taken away; None: they stay, since there is none, or since
         they end with this node in any case."""
+        site = copy.copy(self)
+        return site if site.leave() else None
+
+    def leave(self) -> bool:
+        """Choose another node; False: there is none, as of `next`."""
         return self._may_move and self._is_detached and self._go_elsewhere()
+
+    def go_to(self, site: FrontendSite) -> None:
+        """They are there now."""
+        self.node, self.address = site.node, site.address
 
     def _go_elsewhere(self) -> bool:
         leaving = draining_nodes()
