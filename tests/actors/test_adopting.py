@@ -63,9 +63,8 @@ def adopted(
     monkeypatch.setattr(frontend, "FrontendSite", Site)
     monkeypatch.setattr(ray, "kill", lambda actor: killed.append(actor.name))
     monkeypatch.setattr(Deployment, "_supervise", lambda self, found, names: engines.extend(names))
-    deployment = Deployment(
-        EngineConfig(http=8000, http_servers=2, standby=False), Cluster(), Keys("secret"), is_detached=True
-    )
+    config = EngineConfig(host="0.0.0.0", http=8000, http_servers=2, standby=False)
+    deployment = Deployment(config, Cluster(), Keys("secret"), is_detached=True)
     knowing = {name: front for name, front in stay.items() if front is not None}
     parts = sort_out(stay, leave, knowing)
     actors = {name: Actor(name) for name in (*stay, *leave)}
@@ -136,3 +135,20 @@ def test_while_all_before_leave_the_next_ones_are_made_under_other_names(monkeyp
         role = deployment._roles[name]
         assert (role.handle, role.known_as) == (None, f"{name}.1")
         assert role.life.phase is Phase.DOWN
+
+
+def test_successors_serve_at_their_own_node_and_their_http_servers_ask_the_scheduler_that_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stay = {name: FRONT if name == "scheduler" else None for name in ("scheduler", "store", "http-0", "http-1")}
+    deployment, *_ = adopted(monkeypatch, stay=stay, leave=[])
+    frontend, there = deployment._frontend, Site()
+    assert frontend is not None
+    there.adopt("10.0.0.3")
+    made = frontend.successors(there, ["scheduler", "former.4"])  # type: ignore[arg-type]
+    assert {name: role.known_as for name, role in made.items()} == {name: f"{name}.5" for name in stay}
+    assert made["scheduler"]._arguments()[2:] == (FRONT.port, "tcp://10.0.0.3:8701")
+    assert made["store"]._arguments()[1] == "tcp://10.0.0.3:8701"
+    assert made["http-0"]._arguments()[2] == "tcp://10.0.0.2:8700"
+    assert frontend.front == FRONT, "until the switch"
+    assert all(role.starts == 2 for role in made.values()), "they follow others, for whose ports they may have to wait"

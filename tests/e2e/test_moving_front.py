@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from headwise import Client
 from headwise.actors.cluster import connection
 from headwise.actors.deployment import resolve_client
 from headwise.actors.detached import stop_detached
-from headwise.actors.found import find_parts
+from headwise.actors.found import find_actor, find_parts
+from headwise.actors.names import OWNER, SCHEDULER
 from headwise.errors import DeploymentError
 
 pytestmark = NODE_MARKS
@@ -61,6 +63,7 @@ def front(nodes: Nodes) -> Iterator[Node]:
     assert done.returncode == 0, done.stderr
     yield nodes.at(urlsplit(done.stdout.split()[-1]).hostname or "")  # Ray may take another one for this node
     stop_detached(CONFIG.name, nodes.address)
+    nodes.kill_all()  # engines of the next deployment are to be on its own nodes
 
 
 def engine_pids() -> dict[str, int]:
@@ -158,8 +161,27 @@ def test_new_requests_are_served_throughout_while_the_front_moves(nodes: Nodes, 
         new.end()
         assert load.end() > 0
         assert new.longest_s < REFUSED_S
-        nodes.add(engine=1)
+
+
+def test_an_owner_that_dies_while_the_front_moves_has_another_one_that_moves_it(nodes: Nodes, front: Node) -> None:
+    with connection(nodes.address), Client(f"ray:{nodes.address}") as client:
         eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
+        text = completion(front.address, stream=False, max_tokens=4)["choices"][0]["text"]
+        new = NewRequests([front.address, nodes.host], lambda host: asked(host, stream=False, max_tokens=4), text)
+        load = EndlessLoad(client, STREAMS, TOKENS)
+        load.goes_on()
+        owner = find_actor(CONFIG.name, OWNER)
+        assert owner is not None
+        pid = ray.get(owner.__ray_call__.remote(lambda _: os.getpid()))
+        drain_node(nodes.address, node_id(front))
+        eventually(lambda: find_actor(CONFIG.name, f"{SCHEDULER}.1") is not None)
+        os.kill(pid, signal.SIGKILL)
+        assert scheduler_host(nodes) == front.address
+        eventually(lambda: scheduler_host(nodes) == nodes.host, otherwise=lambda: scheduler_host(nodes))
+        load.goes_on()
+        new.end()
+        assert load.end() > 0
+        assert new.longest_s < REFUSED_S
 
 
 def node_id(node: Node) -> str:

@@ -257,6 +257,12 @@ class Nodes:
         assert found, f"{address} is none of {[node.address for node in self._nodes]}"
         return found[0]
 
+    def kill_all(self) -> None:
+        """All but the head; returns when Ray knows."""
+        for node in self._nodes:
+            node.kill()
+        eventually(lambda: len(living_nodes(self.address) or {}) == 1, otherwise=lambda: living_nodes(self.address))
+
     def on(self, node: Node, *command: str) -> list[str]:
         """A command as it is to be run on this node. Ray looks for its node among all processes of a machine, and likes
         heads best: those of others are hidden.
