@@ -106,8 +106,12 @@ def in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
 
 
 def on_node(node: str, *, or_another: bool = False) -> dict[str, Any]:
-    """Actor options: run on this node, or if it is dead, on any, taking no resources."""
-    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=or_another)}
+    """Actor options: run on this node, or if it is dead, on any, taking next to nothing.
+
+    What takes nothing at all, and need not be on the node, Ray puts anywhere: so it takes a byte.
+    """
+    least = {"memory": 1} if or_another else {}
+    return {"num_cpus": 0, **least, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=or_another)}
 
 
 def this_node() -> str:

@@ -61,7 +61,8 @@ def front(nodes: Nodes) -> Iterator[Node]:
     serve = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", nodes.address, *as_flags(CONFIG)]
     done = subprocess.run(nodes.on(first, *serve), capture_output=True, text=True, timeout=5 * PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    yield nodes.at(urlsplit(done.stdout.split()[-1]).hostname or "")  # Ray may take another one for this node
+    assert urlsplit(done.stdout.split()[-1]).hostname == first.address, "where the command ran"
+    yield first
     stop_detached(CONFIG.name, nodes.address)
     nodes.kill_all()  # engines of the next deployment are to be on its own nodes
 
