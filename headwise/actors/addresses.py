@@ -40,6 +40,12 @@ def endpoint_here(host: str, port: int) -> str:
     return f"tcp://{'127.0.0.1' if host == EVERY_INTERFACE else host}:{port}"
 
 
+def endpoint_to(host: str, node: str, port: int, *, is_here: bool) -> str:
+    """Where processes reach a scheduler that listens at ``host`` on the node of Ray's address ``node``: those of that
+    node (``is_here``), or of others."""
+    return endpoint_here(host, port) if is_here else f"tcp://{scheduler_host(host, node)}:{port}"
+
+
 def engine_host(host: str, node: str) -> str:
     """Where an engine listens on a node of Ray's address ``node``. Clients that reach the scheduler must reach it too.
 

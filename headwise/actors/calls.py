@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ray
@@ -11,6 +12,7 @@ from headwise.errors import DeploymentError, HeadwiseError, first_line
 _DEAD_BECAUSE = "The actor is dead because "
 _NOT_MADE = "in its creation task"
 _GUESSES = "Some common causes"
+_USED = re.compile(r"\bwas ([0-9.]+ ?GB[^(),\n]*)")
 _LONGEST = 400
 """Characters of a cause in a log line."""
 
@@ -39,12 +41,20 @@ def cause_of(error: BaseException) -> str:
         cause = error.cause
         text = first_line(cause) if isinstance(cause, HeadwiseError) else repr(cause)
         return _shortened(text)
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return _for_memory(str(error))
     lines = str(error).strip().splitlines()
     if lines and _NOT_MADE in lines[0]:
         return _shortened(lines[-1])
     told = [line for line in lines[1:] if line and not line.startswith("\t")]  # behind the actor's particulars
     line = told[-1] if told else first_line(error)
     return _shortened(line.removeprefix(_DEAD_BECAUSE).partition(_GUESSES)[0].strip(" ."))
+
+
+def _for_memory(told: str) -> str:
+    """What is left of Ray's page about it: who has taken the memory is in Ray's log."""
+    used = _USED.search(told)
+    return "Ray killed it for memory (OOM), which its node had too little of" + (f": {used[1].strip()}" if used else "")
 
 
 def _shortened(text: str) -> str:

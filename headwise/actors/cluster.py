@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from headwise.actors.cluster_probe import can_connect, find_cluster, read_authentication
+from headwise.actors.cluster_probe import OR_LOCAL, TO_FIND, can_connect, find_cluster, read_authentication
 from headwise.actors.names import NAMESPACE
 from headwise.errors import DeploymentError, first_line
 from headwise.liveness_clock import LivenessClock
@@ -87,15 +87,17 @@ class Cluster:
         return cluster
 
     @classmethod
-    def connect(cls, address: str) -> Cluster:
+    def connect(cls, address: str, remedy: str = OR_LOCAL) -> Cluster:
         """Connect to a running cluster (``HOST:PORT`` or ``auto``), or use the connection there is.
+
+        remedy: what to do where there is none
 
         Raises `DeploymentError`, in at most 10 s if there is no such cluster or it refuses this process's token.
         """
         cluster = cls()
         if ray.is_initialized():
             return cluster
-        found = find_cluster(address)
+        found = find_cluster(address, remedy)
         try:
             cluster._connect({}, address=found)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -237,9 +239,10 @@ def cluster_of_this_job() -> str | None:
 
 
 @contextlib.contextmanager
-def connection(address: str) -> Iterator[str]:
-    """A connection to a running cluster for as long as the block takes; its ``HOST:PORT``."""
-    cluster = Cluster.connect(address)
+def connection(address: str, remedy: str = TO_FIND) -> Iterator[str]:
+    """A connection to a running cluster for as long as the block takes; its ``HOST:PORT``. Raises as `Cluster.connect`
+    does."""
+    cluster = Cluster.connect(address, remedy)
     try:
         yield str(ray.get_runtime_context().gcs_address)
     finally:

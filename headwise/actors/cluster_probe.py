@@ -19,32 +19,38 @@ ANSWER_S = 3.0
 """Longest wait for a connection, and for each answer."""
 SEARCH_S = 4.0
 """After so long, no further cluster of this machine is tried."""
-_REMEDY = "start one with `ray start --head`, or leave the address out to start a local one"
+OR_LOCAL = "start one with `ray start --head`, or leave the address out to start a local one"
+"""What to do where there is no cluster: to deploy."""
+NO_LOCAL = "start one with `ray start --head`: a local one would end with the command"
+"""The same, where the deployment is to outlive the command."""
+TO_FIND = "give the HOST:PORT of the one that the deployment is on, and call from one of its nodes"
+"""The same, of a deployment that there is."""
 
 
-def find_cluster(address: str) -> str:
+def find_cluster(address: str, remedy: str = OR_LOCAL) -> str:
     """The ``HOST:PORT`` of a cluster that answers, takes this process's token, and has a node on this machine.
 
     address: ``HOST:PORT``, or ``auto``: the one that RAY_ADDRESS names, or else of those on this machine the one that
              was started last, or else another one that takes this process
+    remedy:  what to do where there is none
 
     Raises `DeploymentError` naming what is wrong.
     """
     if address.startswith("ray://"):
         raise DeploymentError(f"{address!r}: Ray clients cannot own a deployment; give the cluster's HOST:6379 instead")
     if address != "auto":
-        _check(address)
+        _check(address, remedy)
         return address
     until, problems = time.monotonic() + SEARCH_S, []
     for candidate in _candidates():
         try:
-            _check(candidate)
+            _check(candidate, remedy)
             return candidate
         except DeploymentError as error:
             problems.append(str(error))
         if time.monotonic() > until:
             break
-    raise DeploymentError("; ".join(problems) or f"no Ray cluster at auto: this machine is part of none; {_REMEDY}")
+    raise DeploymentError("; ".join(problems) or f"no Ray cluster at auto: this machine is part of none; {remedy}")
 
 
 def can_connect(address: str) -> bool:
@@ -86,7 +92,7 @@ def _candidates() -> Iterator[str]:
     yield from sorted(set(find_gcs_addresses()) - {last})
 
 
-def _check(address: str) -> None:
+def _check(address: str, remedy: str) -> None:
     """Raise `DeploymentError` unless a Ray cluster is there that takes this process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -94,7 +100,7 @@ def _check(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
     except (OSError, OverflowError) as error:
-        raise DeploymentError(f"no Ray cluster at {address}: {error}; {_REMEDY}") from None
+        raise DeploymentError(f"no Ray cluster at {address}: {error}; {remedy}") from None
     nodes = living_nodes(address)
     if nodes is not None and not any(_is_here(node, host) for node, host in nodes.items()):
         hosts = ", ".join(sorted(set(nodes.values()))) or "dead"

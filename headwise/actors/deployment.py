@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -17,9 +18,10 @@ from headwise.actors.addresses import check_free
 from headwise.actors.calls import get
 from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
 from headwise.actors.found import Found, find_scheduler, names_of, wait_until_gone
-from headwise.actors.front import Front, Keys
+from headwise.actors.front import Front, Keys, Notice
 from headwise.actors.http_server import check_http_start, http_address
-from headwise.actors.names import ENGINE, SCHEDULER, STANDBY, STORE, actor_name
+from headwise.actors.names import ENGINE, HTTP, SCHEDULER, STANDBY, STORE, actor_name
+from headwise.actors.notice import FAREWELL_S, drain_time
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from headwise.actors.front_move import FrontMove
     from headwise.actors.frontend import Frontend
     from headwise.actors.frontend_watchdog import FrontendWatchdog
-    from headwise.actors.role import PastSite, Role
+    from headwise.actors.role import Role
     from headwise.actors.supervisor import Supervisor
 
 __all__ = ["Deployment", "cluster_of_this_job", "resolve_client"]
@@ -127,21 +129,28 @@ class Deployment:
         self._frontend = Frontend(self.config, self._keys, self._is_detached)
         self._frontend.adopt(found, self._supervisor.now())
         names = {name for name in (*found.actors, *found.groups) if name.startswith(ENGINE)}
-        adopted = set(map(found.name_of, self._frontend.roles)) - found.leaving
+        adopted = set(map(found.name_of, self._frontend.roles)) & found.serving
         for name in found.actors.keys() - adopted - names:
-            if name in found.leaving:
-                self._adopt_former(name, found.actors[name])
+            if name in found.leaving | found.late:
+                self._adopt_former(name, found.actors[name], is_told=name in found.leaving)
             else:
                 ray.kill(found.actors[name])  # one that stood by, or whatever it is: nobody looks after it
         self._supervise(found, sorted(names, key=number_of))
         self._have_standby()
 
-    def _adopt_former(self, name: str, handle: Any) -> None:
-        """An actor whose role had gone to another node before: it knows itself when it has to end."""
+    def _adopt_former(self, name: str, handle: Any, *, is_told: bool) -> None:
+        """An actor whose role had gone to another node before: once it is told, it knows itself when it has to end."""
+        from headwise.actors.placement import draining_nodes
         from headwise.actors.role import FormerRole, PastSite
 
         former = FormerRole(self.config.name, name, handle, PastSite())
-        self._supervisor.add_former(former, self.config.drain_timeout_s)
+        if is_told:
+            self._supervisor.add_former(former, self.config.drain_timeout_s)
+            return
+        assert self._frontend is not None
+        until = min(draining_nodes().values(), default=math.inf)  # which of them is its node it does not say
+        stay_s = drain_time(self.config.drain_timeout_s, until - time.time())
+        self._supervisor.dismiss(former, Notice(stay_s, until, self._frontend.front))
 
     def _choose(self, progress: Progress) -> None:
         """Resolve the settings that depend on the cluster (the device), and log what was chosen."""
@@ -174,7 +183,7 @@ class Deployment:
         assert self._frontend is not None
         config, supervisor, frontend = self.config, self._supervisor, self._frontend
         self._watchdog = FrontendWatchdog(supervisor, list(frontend.roles), config)
-        self._front_move = FrontMove(frontend.site, frontend.roles.values(), draining_nodes, self._move)
+        self._front_move = FrontMove(frontend, supervisor, draining_nodes, self._names, config.drain_timeout_s)
         for role in frontend.roles.values():
             supervisor.add(role)
         number = None if found is None else len(set(engines) - found.leaving)
@@ -217,20 +226,19 @@ class Deployment:
         if self._front_move is not None:
             self._front_move.look(now, self._fleet.engines)
         front = self._frontend.front
-        for role in (*self._fleet.engines, *self._supervisor.formers):
+        servers = [role for role in self._frontend.roles.values() if role.name.startswith(HTTP)]
+        for role in (*self._fleet.engines, *servers, *self._supervisor.formers):
             actor = self._supervisor.serving(role.name)
             if actor is not None and self._followers.get(role.name) != (actor, front):
                 self._followers[role.name] = actor, front
                 actor.follow.remote(front)
 
-    def _move(self, role: Role, since: PastSite, until: float) -> None:
-        """Have an actor of the front go to another node: see `FrontMove`."""
-        from headwise.actors.notice import drain_time
-
-        timeout_s, taken = drain_time(self.config.drain_timeout_s, until - time.time()), list[str]()
-        with contextlib.suppress(Exception):  # Ray does not answer now; the names of the role's own actors are known
-            taken = names_of(self.config.name)
-        self._supervisor.move(role, since, timeout_s, until, taken)
+    def _names(self) -> set[str]:
+        """That actors of the deployment have."""
+        names = {role.known_as for role in self._roles.values()}
+        with contextlib.suppress(Exception):  # Ray does not answer now: those of this owner's are known
+            names |= set(names_of(self.config.name))
+        return names
 
     def _engine_role(self, name: str, tp_size: int, group: PlacementGroup | None = None) -> Role:
         from headwise.actors.engine import Engine
@@ -351,8 +359,6 @@ class Deployment:
         """Have all engines end what they do, put into storage what only they have cached, and go. Returns when they
         have, or a few seconds after ``drain_timeout_s``; then `stop`. Requests that come meanwhile are refused.
         """
-        from headwise.actors.notice import FAREWELL_S
-
         if self._fleet is None:
             return
         self._fleet.close()

@@ -13,6 +13,7 @@ import ray
 
 from headwise.actors.calls import cause_of, error_of, get
 from headwise.actors.cluster import connection
+from headwise.actors.cluster_probe import NO_LOCAL
 from headwise.actors.found import deployments, end_all, find_actor, find_scheduler, wait_until_gone
 from headwise.actors.front import Keys
 from headwise.actors.names import NAMESPACE, OWNER, actor_name
@@ -46,7 +47,7 @@ def start_detached(config: EngineConfig, address: str, progress: Progress | None
     """
     progress = progress or SilentProgress()
     progress.stage(f"connecting to the Ray cluster at {address}")
-    with connection(address):
+    with connection(address, NO_LOCAL):
         owner = find_actor(config.name, OWNER)
         if owner is not None:
             return _running(config, owner), True

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from headwise.actors.front import About, Front
-from headwise.actors.names import NAMESPACE, OWNER, SCHEDULER, STANDBY, actor_name, role_of, turn_of
+from headwise.actors.front_switch import is_settled, scheduler_to_ask, sort_out
+from headwise.actors.names import ENGINE, NAMESPACE, OWNER, SCHEDULER, SCHEDULERS, actor_name, role_of, turn_of
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 """Longest wait for actors to say how they are. One that takes longer is replaced."""
-_SCHEDULERS = SCHEDULER, f"{SCHEDULER}{STANDBY}"
+_KNOWN_S = 1.0
+"""Longest wait for schedulers to say which of them serves, where there are several."""
 _GONE_S = 10.0
 """Longest wait for killed actors to be gone."""
 
@@ -36,17 +38,28 @@ class Found:
     groups:  placement groups of the engines that there are or will be, by role
     front:   where scheduler and store are, or were; None: nobody knows, so there is nothing to go on with
     leaving: names of engines that are being drained, and of actors whose role has gone to another node
+    late:    the same of actors that were not told yet to leave
+    idle:    names of actors that nobody needs
     wish:    what clients asked for last, and the owner before did
-    known_as: the names of actors that are not called by their role: the scheduler may have stood by once, and who came
-              after one that is still leaving has a name of its own
+    turn:    of the front: see `headwise.actors.front_switch`
+    known_as: the names of the front's actors, by role: the scheduler may have stood by once, and those of a front that
+              has moved have names of their own
     """
 
     actors: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, PlacementGroup] = field(default_factory=dict)
     front: Front | None = None
     leaving: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
     wish: Wish | None = None
+    turn: int = 0
     known_as: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def serving(self) -> frozenset[str]:
+        """Names of those that are to go on."""
+        return frozenset(self.actors) - self.leaving - self.late - self.idle
 
     def name_of(self, role: str) -> str:
         """The name of the actor of ``role``."""
@@ -61,11 +74,33 @@ def find_actor(deployment: str, role: str) -> Any | None:
 
 
 def find_scheduler(deployment: str) -> Any | None:
-    """The handle of a scheduler, or of one that stands by, or that has gone: all of them know the address. The latest
-    first: one that has gone may hang."""
-    names = [name for name in names_of(deployment) if role_of(name) in _SCHEDULERS]
+    """The handle of a scheduler that says where clients find the deployment; None: there is no scheduler.
+
+    While the front moves there are several: the one that serves is asked, or one that has left and knows who does.
+    Where none says that it serves, for example as they are starting, it is the latest.
+    """
+    names = [name for name in names_of(deployment) if role_of(name) in SCHEDULERS]
     names.sort(key=lambda name: (-turn_of(name), name))
-    return next((handle for name in names if (handle := find_actor(deployment, name)) is not None), None)
+    handles = {name: handle for name in names if (handle := find_actor(deployment, name)) is not None}
+    if len(handles) < 2:
+        return next(iter(handles.values()), None)
+    return handles[_to_ask(handles) or next(iter(handles))]
+
+
+def _to_ask(handles: Mapping[str, Any]) -> str | None:
+    """The name of the one of these schedulers that knows where clients find the deployment."""
+    open_calls = {handle.about.remote(): name for name, handle in handles.items()}
+    leaving, knowing = set[str](), set[str]()
+    until, choice = time.monotonic() + _KNOWN_S, None
+    while open_calls and (left := until - time.monotonic()) > 0 and not is_settled(choice, open_calls.values()):
+        for call in ray.wait(list(open_calls), timeout=left)[0]:
+            name = open_calls.pop(call)
+            with contextlib.suppress(ray.exceptions.RayError):  # it has died
+                about: About = ray.get(call)
+                leaving |= {name} if about.is_leaving else set()
+                knowing |= {name} if about.front is not None else set()
+        choice = scheduler_to_ask(handles, leaving, knowing)
+    return choice
 
 
 def names_of(deployment: str) -> list[str]:
@@ -102,22 +137,21 @@ def find_parts(deployment: str) -> Found:
             fronts[role] = about.front
         leaving |= {role} if about.is_leaving else set()
         wish = about.wish or wish
-    known_as = serving_names(actors.keys() - leaving, fronts)
-    front = fronts.get(known_as.get(SCHEDULER, SCHEDULER)) or next(iter(fronts.values()), None)
-    return Found(actors, _groups(deployment), front, frozenset(leaving), wish, known_as)
-
-
-def serving_names(names: Iterable[str], knowing: Collection[str]) -> dict[str, str]:
-    """By role, the names of actors that stay and are not called by it: of several of one role, the last one made.
-
-    knowing: names of those that know where the front is: a scheduler among them is no standby
-    """
-    in_turn = sorted(names, key=turn_of)
-    latest = {role_of(name): name for name in in_turn}
-    for name in in_turn:
-        if role_of(name) in _SCHEDULERS and name in knowing:
-            latest[SCHEDULER] = name
-    return {role: name for role, name in latest.items() if role != name}
+    parts = sort_out(actors.keys() - leaving, leaving, fronts)
+    # Who has left was told where the front has gone to; engines are told last.
+    told = sorted(fronts, key=lambda name: (name.startswith(ENGINE), -turn_of(name), name not in leaving))
+    scheduler = parts.known_as.get(SCHEDULER, "")
+    return Found(
+        actors,
+        _groups(deployment),
+        front=fronts.get(scheduler) or next((fronts[name] for name in told), None),
+        leaving=frozenset(leaving),
+        late=parts.late,
+        idle=parts.idle,
+        wish=wish,
+        turn=parts.turn,
+        known_as=parts.known_as,
+    )
 
 
 def end_all(deployment: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -42,6 +43,20 @@ class About:
     front: Front | None = None
     is_leaving: bool = False
     wish: Wish | None = None
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What an actor is told that has the role no more, and leaves.
+
+    stay_s: it ends within so many seconds
+    until:  when its node is taken away, as `time.time` counts somewhere
+    front:  where scheduler and store are now, or soon; None: nobody knows
+    """
+
+    stay_s: float
+    until: float = math.inf
+    front: Front | None = None
 
 
 @dataclass(frozen=True)

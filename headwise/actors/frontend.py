@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from headwise.actors.addresses import client_host, endpoint_here, free_ports
+from headwise.actors.addresses import client_host, endpoint_to, free_ports
 from headwise.actors.calls import get
 from headwise.actors.found import Found, find_scheduler, wait_until_gone
 from headwise.actors.front import Front, Keys
-from headwise.actors.names import SCHEDULER, STORE, next_name
+from headwise.actors.names import HTTP, SCHEDULER, STORE, in_turn, next_turn
 from headwise.actors.placement import FrontendSite
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
@@ -44,8 +45,11 @@ class Frontend:
     @property
     def front(self) -> Front:
         """Where they are, or will be."""
-        host = "127.0.0.1" if is_loopback(self._config.host) else self.site.address
-        return Front(self.site.address, self._port, f"tcp://{host}:{self._store_port}", self._namespace)
+        return self._front_at(self.site)
+
+    def _front_at(self, site: FrontendSite) -> Front:
+        host = "127.0.0.1" if is_loopback(self._config.host) else site.address
+        return Front(site.address, self._port, f"tcp://{host}:{self._store_port}", self._namespace)
 
     @property
     def client_address(self) -> str:
@@ -60,14 +64,28 @@ class Frontend:
         self.site.adopt(front.node)
         self._port, self._store_port = front.port, int(front.store_endpoint.rpartition(":")[2])
         self._namespace = front.namespace
-        for role in (self._scheduler_role(), self._store_role(), *self._http_roles()):
+        for role in (self._scheduler_role(self.site), self._store_role(self.site), *self._http_roles(self.site)):
             self.roles[role.name] = role
             role.starts = 1  # whatever is made next follows another one
             name = found.name_of(role.name)
-            if name in found.actors and name not in found.leaving:
+            if name in found.serving:
                 role.adopt(found.actors[name], now, name)
             else:
-                role.known_as = next_name(role.name, found.actors)
+                role.known_as = in_turn(role.name, found.turn)
+
+    def successors(self, site: FrontendSite, taken: Collection[str]) -> dict[str, Role]:
+        """Roles of the actors that are to have those of `roles`, by their names, when they serve at another site. Until
+        then HTTP servers there ask the scheduler that there is.
+
+        taken: names that actors of the deployment have
+        """
+        turn = next_turn({*taken, *(role.known_as for role in self.roles.values())})
+        made = {
+            role.name: role for role in (self._scheduler_role(site), self._store_role(site), *self._http_roles(site))
+        }
+        for name, role in made.items():
+            role.name, role.known_as, role.starts = f"next {name}", in_turn(name, turn), self.roles[name].starts
+        return made
 
     def start(self) -> None:
         """Start all, and wait until they serve. Raises `DeploymentError`.
@@ -77,7 +95,7 @@ class Frontend:
         if find_scheduler(self._config.name) is not None:
             raise self._name_taken()
         self._start_scheduler_and_store()
-        for role in [self._create(role) for role in self._http_roles()]:
+        for role in [self._create(role) for role in self._http_roles(self.site)]:
             get(role.is_ready)
 
     def _start_scheduler_and_store(self) -> None:
@@ -99,7 +117,7 @@ class Frontend:
                 self.roles.clear()
 
     def _try_to_start(self) -> None:
-        scheduler = self._create(self._scheduler_role())
+        scheduler = self._create(self._scheduler_role(self.site))
         try:
             get(scheduler.is_ready)
         except DeploymentError as error:
@@ -108,7 +126,7 @@ class Frontend:
             raise _PortTaken(error) from None
         assert scheduler.handle is not None
         self._namespace = get(scheduler.handle.namespace.remote())
-        store = self._create(self._store_role())
+        store = self._create(self._store_role(self.site))
         try:
             get(store.is_ready)
         except DeploymentError as error:
@@ -130,38 +148,40 @@ class Frontend:
             f"{name}`, if it is detached), or choose another name"
         )
 
-    def _scheduler_role(self) -> Role:
+    def _scheduler_role(self, site: FrontendSite) -> Role:
         from headwise.actors.role import Role
         from headwise.actors.scheduler import GlobalScheduler
 
         def arguments() -> tuple[Any, ...]:
-            return self._config, self._keys, self._port, self.front.store_endpoint
+            return self._config, self._keys, self._port, self._front_at(site).store_endpoint
 
         life = Life(self._config.start_timeout_s)
-        return Role(self._config.name, SCHEDULER, GlobalScheduler, arguments, self.site, life, has_streams=True)
+        return Role(self._config.name, SCHEDULER, GlobalScheduler, arguments, site, life, has_streams=True)
 
-    def _store_role(self) -> Role:
+    def _store_role(self, site: FrontendSite) -> Role:
         from headwise.actors.role import Role
         from headwise.actors.store import AttentionStore
 
         def arguments() -> tuple[Any, ...]:
-            return self._config, self.front.store_endpoint, self._namespace, self._keys.inner
+            return self._config, self._front_at(site).store_endpoint, self._namespace, self._keys.inner
 
         life = Life(self._config.start_timeout_s)
-        return Role(self._config.name, STORE, AttentionStore, arguments, self.site, life)
+        return Role(self._config.name, STORE, AttentionStore, arguments, site, life)
 
-    def _http_roles(self) -> list[Role]:
+    def _http_roles(self, site: FrontendSite) -> list[Role]:
         from headwise.actors.http_server import HttpServerActor
         from headwise.actors.role import Role
 
         def role(name: str) -> Role:
             def arguments() -> tuple[Any, ...]:
-                return self._config, name, endpoint_here(self._config.host, self._port), self._keys.own
+                host, node = self._config.host, self.site.address
+                scheduler = endpoint_to(host, node, self._port, is_here=site.address == node)
+                return self._config, name, scheduler, self._keys.own
 
             life = Life(self._config.start_timeout_s)
-            return Role(self._config.name, name, HttpServerActor, arguments, self.site, life, has_streams=True)
+            return Role(self._config.name, name, HttpServerActor, arguments, site, life, has_streams=True)
 
-        return [role(f"http-{number}") for number in range(self._config.http_servers if self._config.http else 0)]
+        return [role(f"{HTTP}{number}") for number in range(self._config.http_servers if self._config.http else 0)]
 
 
 class _PortTaken(Exception):

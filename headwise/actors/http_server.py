@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headwise.actors.addresses import check_free, scheduler_host
+from headwise.actors.addresses import check_free, endpoint_to
 from headwise.actors.ending import Ending, leave_in_time
 from headwise.actors.front import About, Front
+from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.log_lines import show_log_lines
 from headwise.runtime.config.addresses import is_loopback
@@ -30,7 +31,7 @@ class HttpServerActor:
     """Holds an `HttpServer` with a client of the deployment. It keeps no state: one that is started again is at once
     as good as its predecessor.
 
-    scheduler: the endpoint that its client connects to, on this node
+    scheduler: the endpoint that its client connects to, until it is told another one: see `follow`
     keys:      with which it does; None: in the clear
     start:     how many times it was started before
     """
@@ -47,6 +48,7 @@ class HttpServerActor:
         self._server: Any = None
         self._client: Any = None
         self._is_leaving = False
+        self._front: Front | None = None  # as it was told
         self._ending = Ending()
 
     def ready(self) -> int:
@@ -114,20 +116,25 @@ class HttpServerActor:
 
     def about(self) -> About:
         """For an owner that finds this actor."""
-        return About(is_leaving=self._is_leaving)
+        return About(self._front, is_leaving=self._is_leaving)
 
     def follow(self, front: Front) -> None:
         """The scheduler is there from now on, or soon."""
+        self._front = front
         if self._client is not None:
-            self._client.follow(f"tcp://{scheduler_host(self._config.host, front.node)}:{front.port}")
+            is_here = front.node == node_address()
+            self._client.follow(endpoint_to(self._config.host, front.node, front.port, is_here=is_here))
 
-    def leave(self, timeout_s: float, until: float = math.inf) -> None:
+    def leave(self, timeout_s: float, until: float = math.inf, front: Front | None = None) -> None:
         """Another server takes its place, on another node. This one takes no more connections, and ends when the
         answers under way have, or after ``timeout_s``: then `ended` returns.
 
         until: when the node is taken away, as `time.time` counts somewhere
+        front: where the scheduler is from now on, or soon; None: nobody knows
         """
         self._is_leaving = True
+        if front is not None:
+            self.follow(front)
         leave_in_time(self._leave, timeout_s, until)
 
     def _leave(self, timeout_s: float) -> None:

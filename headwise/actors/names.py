@@ -10,26 +10,33 @@ SCHEDULER = "scheduler"
 STORE = "store"
 ENGINE = "engine-"
 """Begins the names of engines' roles, before their numbers."""
+HTTP = "http-"
+"""The same of HTTP servers."""
 OWNER = "owner"
 """The role of the actor that owns a detached deployment."""
 STANDBY = "-standby"
 """Ends the name of the role that stands by for another one."""
+SCHEDULERS = SCHEDULER, f"{SCHEDULER}{STANDBY}"
+"""Roles of actors that serve as schedulers, sooner or later."""
 _TURN = re.compile(r"\.(\d+)$")
 
 
 def actor_name(deployment: str, role: str) -> str:
     """``role`` is ``scheduler``, ``scheduler-standby``, ``store``, ``engine-N`` or ``http-N``, and in a detached
-    deployment ``owner``. The placement group of a detached engine has the engine's name. While an actor that leaves
-    still has such a name, the one in its place has another: see `next_name`.
+    deployment ``owner``. The placement group of a detached engine has the engine's name. Scheduler, store and HTTP
+    servers that have gone to another node have a number behind it: see `in_turn`.
     """
     return f"{deployment}/{role}"
 
 
-def next_name(role: str, taken: Iterable[str]) -> str:
-    """What an actor of ``role`` is called while those of the names ``taken`` are there: the role itself, or if other
-    actors of the role are, ``ROLE.N`` with the highest number of them."""
-    turns = [turn_of(name) for name in taken if role_of(name) == role]
-    return f"{role}.{max(turns) + 1}" if turns else role
+def in_turn(role: str, turn: int) -> str:
+    """What an actor of ``role`` is called that is of the front of this turn: the role itself, later ``ROLE.TURN``."""
+    return f"{role}.{turn}" if turn else role
+
+
+def next_turn(taken: Iterable[str]) -> int:
+    """Of a front that is made beside actors of these names."""
+    return max(map(turn_of, taken), default=0) + 1
 
 
 def role_of(name: str) -> str:
@@ -38,6 +45,6 @@ def role_of(name: str) -> str:
 
 
 def turn_of(name: str) -> int:
-    """Of two actors of a role, the later one has the higher number."""
+    """Of the front that an actor is of: a later one has a higher number."""
     turn = _TURN.search(name)
     return int(turn[1]) if turn else 0

@@ -21,11 +21,12 @@ class OwnerWatch:
     Where `headwise serve` owns the deployment, nobody else can do what it does, and nothing happens.
 
     deployment: its name
+    first_s:    the first call may take so long, if that is longer
     """
 
-    def __init__(self, deployment: str, timeout_s: float) -> None:
+    def __init__(self, deployment: str, timeout_s: float, first_s: float = 0.0) -> None:
         self._owner = actor_name(deployment, OWNER)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._first_s = timeout_s, first_s
         self._calls = 0
         self._calls_then = 0  # when it was last found silent
         self._silences = 0
@@ -44,6 +45,8 @@ class OwnerWatch:
     def _silent(self) -> None:
         self._silences = 1 if self._calls != self._calls_then else self._silences + 1
         self._calls_then = self._calls
+        if not self._calls and self._silences * self._timeout_s < self._first_s:
+            return
         if self._silences & (self._silences + 1):  # not after 1, 3, 7, 15, ... times the timeout
             return
         try:

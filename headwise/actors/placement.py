@@ -3,6 +3,7 @@ several."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection
 from typing import Any
@@ -105,8 +106,12 @@ def in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
 
 
 def on_node(node: str, *, or_another: bool = False) -> dict[str, Any]:
-    """Actor options: run on this node, or if it is dead, on any, taking no resources."""
-    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=or_another)}
+    """Actor options: run on this node, or if it is dead, on any, taking next to nothing.
+
+    What takes nothing at all, and need not be on the node, Ray puts anywhere: so it takes a byte.
+    """
+    least = {"memory": 1} if or_another else {}
+    return {"num_cpus": 0, **least, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=or_another)}
 
 
 def this_node() -> str:
@@ -263,10 +268,19 @@ class FrontendSite:
         if not self.is_alive():
             self._go_elsewhere()
 
-    def leave(self) -> bool:
-        """Choose another node, as this one is about to be taken away; False: they stay, since there is none, or since
+    def next(self) -> FrontendSite | None:
+        """Where they may go to, as this node is about to be taken away; None: they stay, since there is none, or since
         they end with this node in any case."""
+        site = copy.copy(self)
+        return site if site.leave() else None
+
+    def leave(self) -> bool:
+        """Choose another node; False: there is none, as of `next`."""
         return self._may_move and self._is_detached and self._go_elsewhere()
+
+    def go_to(self, site: FrontendSite) -> None:
+        """They are there now."""
+        self.node, self.address = site.node, site.address
 
     def _go_elsewhere(self) -> bool:
         leaving = draining_nodes()

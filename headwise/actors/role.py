@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
 
-from headwise.actors.names import NAMESPACE, STANDBY, actor_name, next_name
+from headwise.actors.names import NAMESPACE, STANDBY, actor_name, in_turn, turn_of
 from headwise.actors.process import Process, process_of
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import HeadwiseError
@@ -79,7 +79,8 @@ class Role:
     is_adopted: the actor was taken over, and has not said yet whether it serves
     leave_by: it is to end, and not to be started again; killed if it still lives then
     standby:  takes the actor's place when it ends, if it is ready
-    known_as: the role whose name the actor has, or is to have, where that is another one
+    successor: is made beside the actor, at another node, and takes the role over: see `FrontMove`
+    known_as: the name that the actor has, or is to have, where that is not the role's
     has_streams: whether its actors may have begun what they should end when the role goes to another node: their class
               has `leave` and `follow` (see `FormerRole`)
     """
@@ -107,6 +108,7 @@ class Role:
         self.has_served = False
         self.leave_by = math.inf
         self.standby: StandbyRole | None = None
+        self.successor: Role | None = None
         self.has_streams = has_streams
         self._deployment = deployment
         self._process: Any = None
@@ -158,18 +160,26 @@ class Role:
         self.is_ready = handle.ready.remote()
         self.life.created(now)
 
-    def go(self, site: PastSite, taken: Iterable[str]) -> FormerRole:
-        """The next actor is another one, wherever its site is now. The present one is what is returned.
+    def part(self, site: PastSite) -> FormerRole:
+        """The present actor, which has the role no more.
 
-        site:  where the present one is
-        taken: names that actors of the deployment have, without its own
+        site: where it is
         """
         assert self.handle is not None
         former = FormerRole(self._deployment, self.known_as, self.handle, site)
         self.handle = None
-        beside = [] if self.standby is None else [self.standby.known_as]
-        self.known_as = next_name(self.name, {*taken, *beside, self.known_as})
         return former
+
+    def pass_on(self) -> None:
+        """The successor's actor has the role from now on, or where there is none yet, the one that is to be made."""
+        successor, self.successor = self.successor, None
+        assert successor is not None
+        self.handle, self.is_ready, self.is_over = successor.handle, successor.is_ready, successor.is_over
+        self.known_as, self.life, self._process = successor.known_as, successor.life, successor._process
+        self.starts, self.error, self.cause = successor.starts, successor.error, successor.cause
+        self.is_told, self.is_adopted = successor.is_told, False
+        if self.standby is not None:
+            self.standby.known_as = in_turn(self.standby.name, turn_of(self.known_as))
 
     def serves(self, now: float) -> None:
         """The actor is ready. From now on the supervisor waits for its end."""
@@ -214,15 +224,17 @@ class StandbyRole(Role):
     """The next actor of a role: it has loaded all it needs, and waits to be told to serve.
 
     Its actor's class has `prepare`, which returns when it is ready for that, and it runs where the role's actor runs.
-    Two names go to and fro between both, so that the actor that serves has one of them.
+    Two names of one turn go to and fro between both, so that the actor that serves has one of them.
     """
 
     def __init__(self, role: Role) -> None:
         """The standby of this role, from now on."""
         life = Life(role.life.start_timeout_s)
         super().__init__(role._deployment, f"{role.name}{STANDBY}", role._class, role._arguments, role.site, life)
+        turn = turn_of(role.known_as)
+        self.known_as = in_turn(self.name, turn)
         if self.known_as == role.known_as:  # that of an adopted role's actor, which stood by once
-            self.known_as = role.name
+            self.known_as = in_turn(role.name, turn)
         self.starts = 1  # none of its actors is the first of the role
         self._role = role
         role.standby = self

@@ -124,9 +124,9 @@ class GlobalScheduler:
             store.close()
             raise
         self._server.start()
-        self._owner_watch = OwnerWatch(config.name, config.owner_timeout_s)
+        # A successor at another node is the scheduler, and called, when all of the front serves there.
+        self._owner_watch = OwnerWatch(config.name, config.owner_timeout_s, config.drain_timeout_s)
         self._owner_watch.start()
-        self._tell_ray()
         return self.address()
 
     def _tell_ray(self) -> None:
@@ -169,13 +169,16 @@ class GlobalScheduler:
         """It is there now: who finds this one is told."""
         self._moved_to = front
 
-    def leave(self, timeout_s: float, until: float = math.inf) -> None:
+    def leave(self, timeout_s: float, until: float = math.inf, front: Front | None = None) -> None:
         """Another scheduler takes its place, on another node. This one serves nobody any more. Streams that its relay
         carries go on; it ends when there are none, or after ``timeout_s``: then `ended` returns.
 
         until: when the node is taken away, as `time.time` counts somewhere
+        front: where the other scheduler is, or soon; None: nobody knows
         """
         self._is_leaving = True
+        if front is not None:
+            self.follow(front)
         leave_in_time(self._leave, timeout_s, until)
 
     def _leave(self, timeout_s: float) -> None:
@@ -209,7 +212,10 @@ class GlobalScheduler:
             self._tokenizers.close()  # first: the server's end waits for what is being tokenised
 
     def exchange(self, fleet: FleetState) -> SchedulerNews:
-        """See `Exchange.swap`: the process that started the deployment calls once a second."""
+        """See `Exchange.swap`: the process that started the deployment calls once a second. From the first call on this
+        is the scheduler of the deployment."""
+        if self._metrics is None and self._server is not None and not self._is_leaving:
+            self._tell_ray()
         if self._owner_watch is not None:
             self._owner_watch.called()
         return self._exchange.swap(fleet)

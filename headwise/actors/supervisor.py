@@ -6,12 +6,13 @@ import atexit
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
 from headwise.actors.calls import cause_of, error_of
+from headwise.actors.front import Notice
 from headwise.actors.notice import FAREWELL_S
 from headwise.actors.restarts import Phase
 from headwise.actors.role import FormerRole, PastSite, Role, StandbyRole
@@ -93,26 +94,37 @@ class Supervisor:
             return False
         return role.life.can_be_replaced(self._now)
 
-    def move(self, role: Role, since: PastSite, timeout_s: float, until: float, taken: Collection[str] = ()) -> None:
-        """Have the role's actor, and the one that stands by, started where their site is now. Those that there are end:
-        one that has streams when these have, and after ``timeout_s`` at the latest. On the supervisor's thread.
+    def prepare(self, role: Role, successor: Role) -> None:
+        """Have the successor's actor started, beside the role's. On the supervisor's thread."""
+        for former in [each for each in self.formers if each.site.address == successor.site.address]:
+            self.retire(former, "what follows it comes to its node")
+        role.successor = successor
+        self.add(successor)
+
+    def prepare_elsewhere(self, successor: Role) -> None:
+        """Have the successor's actor started where its site is now. On the supervisor's thread."""
+        self._displace(successor)
+
+    def switch(self, role: Role, since: PastSite, notice: Notice) -> None:
+        """Give the role to its successor. The actor that has it ends, and the one that stands by: one that has streams
+        when these have, and when the notice says at the latest. On the supervisor's thread.
 
         since: where they are
-        until: when that node is taken away, as `time.time` counts somewhere
-        taken: names that actors of the deployment have
         """
-        log.warning("%s goes to node %s", role.name, role.site.address)
-        for former in [each for each in self.formers if each.site.address == role.site.address]:
-            self.retire(former, "what follows it comes to its node")
+        assert role.successor is not None
+        self._roles.pop(role.successor.name, None)
         if role.standby is not None:
             self._displace(role.standby)
         if role.has_streams and role.handle is not None and (role.life.phase is Phase.RUNNING or role.is_adopted):
-            former = role.go(since, taken)
-            former.handle.leave.remote(timeout_s, until)
-            self.add_former(former, timeout_s)
-            role.life.displaced(self._now)
+            self.dismiss(role.part(since), notice)
         else:
             self._displace(role)
+        role.pass_on()
+
+    def dismiss(self, former: FormerRole, notice: Notice) -> None:
+        """Have an actor end what it has begun, and then itself."""
+        former.handle.leave.remote(notice.stay_s, notice.until, notice.front)
+        self.add_former(former, notice.stay_s)
 
     def _displace(self, role: Role) -> None:
         if role.life.phase in (Phase.STARTING, Phase.RUNNING):
@@ -212,6 +224,8 @@ class Supervisor:
             if role.promote():
                 log.warning("the standby takes the place of %s", role)
                 life.created(now, TAKE_OVER_S)
+                return
+            if role.successor is not None:  # its node is about to be taken away: none is made there any more
                 return
             role.site.choose(life)
             life.placing(now)

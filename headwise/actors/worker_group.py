@@ -16,11 +16,12 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from headwise.actors.addresses import check_reachable_from_others, engine_host
+from headwise.actors.calls import cause_of
 from headwise.actors.front import Keys
 from headwise.actors.placement import address_of, in_bundle, node_address, nodes_of
 from headwise.actors.start_lines import StartLines
 from headwise.actors.worker import Worker
-from headwise.errors import EngineDiedError, HeadwiseError, first_line
+from headwise.errors import EngineDiedError, HeadwiseError
 from headwise.runtime.config.block_storage import SharedBlocks
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
@@ -115,7 +116,7 @@ class WorkerGroup:
         try:
             self.pids = ray.get(pids)
         except ray.exceptions.RayError as error:
-            raise EngineDiedError(f"a worker died as soon as it was ready: {first_line(error)}") from None
+            raise EngineDiedError(f"a worker died as soon as it was ready: {cause_of(error)}") from None
 
     def watch(self, timeout_s: float) -> None:
         """Return after ``timeout_s``; raise if a worker has ended by then: its own error, or `EngineDiedError`."""
@@ -130,7 +131,7 @@ class WorkerGroup:
                 raise error.cause from None
             raise EngineDiedError(f"the worker of TP rank {rank} failed: {error.cause!r}") from None
         except ray.exceptions.RayError as error:
-            raise EngineDiedError(f"the worker of TP rank {rank} died: {first_line(error)}") from None
+            raise EngineDiedError(f"the worker of TP rank {rank} died: {cause_of(error)}") from None
         raise EngineDiedError(f"the worker of TP rank {rank} stopped serving")
 
     def close(self) -> None:

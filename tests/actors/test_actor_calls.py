@@ -17,6 +17,25 @@ def test_the_cause_of_an_actor_s_death_is_one_line_without_ray_s_guesses() -> No
     )
 
 
+def test_that_an_actor_was_killed_for_memory_is_said_and_not_how_to_configure_ray() -> None:
+    """As Ray 2.60 and earlier releases tell it, each on a page of its own."""
+    error = ray.exceptions.OutOfMemoryError(
+        "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: bc43) "
+        "was 4.79GB used / 23.54GB limit (0.203357)\nOOM kill reason: Memory usage 5057495040B exceeded threshold\n"
+        "Top 10 memory users: PID\tMEM(GB)\tCOMMAND\n12763\t0.64\tray::Worker\nRefer to the documentation on how to"
+    )
+    assert cause_of(error) == (
+        "Ray killed it for memory (OOM), which its node had too little of: 4.79GB used / 23.54GB limit"
+    )
+    before = ray.exceptions.OutOfMemoryError(
+        "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.2, ID: bc43) where the "
+        "task (actor ID: 92, name=Engine.__init__, pid=9, memory used=1.21GB) was running was 15.3GB / 15.9GB (0.96), "
+        "which exceeds the memory usage threshold of 0.95. Ray killed this worker.\nRefer to the documentation"
+    )
+    assert cause_of(before).endswith(": 15.3GB / 15.9GB")
+    assert cause_of(ray.exceptions.OutOfMemoryError("told otherwise")).startswith("Ray killed it for memory (OOM)")
+
+
 def test_the_cause_of_an_actor_whose_node_died_is_that() -> None:
     error = ray.exceptions.RayActorError(
         error_msg="The actor died unexpectedly before finishing this task.\n\tclass_name: Engine\n\tip: 10.0.0.5\n"

@@ -12,9 +12,14 @@ from typing import Any
 import grpc
 import pytest
 from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
+from support.free_ports import free_ports
 
+from headwise import EngineConfig
 from headwise.actors import cluster_probe
-from headwise.actors.cluster_probe import find_cluster, read_authentication
+from headwise.actors.cluster import Cluster
+from headwise.actors.cluster_probe import NO_LOCAL, OR_LOCAL, TO_FIND, find_cluster, read_authentication
+from headwise.actors.deployment import resolve_client
+from headwise.actors.detached import start_detached, stop_detached
 from headwise.errors import DeploymentError
 
 TOKEN = "0123456789abcdef" * 4
@@ -156,3 +161,20 @@ def test_auto_tells_of_every_cluster_why_it_is_not_taken(monkeypatch: pytest.Mon
 def test_what_is_no_address_of_a_cluster_is_named(address: str) -> None:
     with pytest.raises(DeploymentError, match=address):
         find_cluster(address)
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        (lambda address: stop_detached("headwise", address), TO_FIND),
+        (lambda address: resolve_client(address, "headwise"), TO_FIND),
+        (lambda address: start_detached(EngineConfig(), address), NO_LOCAL),
+        (lambda address: Cluster.connect(address), OR_LOCAL),
+    ],
+)
+def test_where_there_is_no_cluster_each_command_says_what_helps(command: Any, remedy: str) -> None:
+    (port,) = free_ports(1)
+    for address in ("auto", f"127.0.0.1:{port}"):
+        with pytest.raises(DeploymentError) as raised:
+            command(address)
+        assert str(raised.value).endswith(f"; {remedy}")

@@ -9,7 +9,7 @@ import pytest
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import EngineConfig
-from headwise.actors import ending
+from headwise.actors import ending, http_server
 from headwise.actors.front import Front, Keys
 from headwise.actors.http_server import HttpServerActor
 from headwise.actors.scheduler import GlobalScheduler
@@ -86,11 +86,24 @@ def test_an_http_server_ends_with_its_answers_or_tells_them_that_its_node_goes(
     assert ends[1] == ending.LAST_WORDS_S, "also without an owner"
 
 
-def test_an_http_server_that_leaves_asks_the_next_scheduler(ends: list[float]) -> None:
+def test_an_http_server_that_leaves_asks_the_next_scheduler(ends: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     actor = class_of(HttpServerActor)(CONFIG, "http-0", "tcp://127.0.0.1:8700", None)
-    actor._client = client = Client()
-    actor.follow(THERE)
+    actor._client, actor._server = client, _ = Client(), Server(ends=True)
+    monkeypatch.setattr(http_server, "node_address", lambda: "10.0.0.2")
+    actor.leave(60.0, front=THERE)
+    wait_for(actor)
     assert client.followed == ["tcp://10.0.0.3:8700"]
+    assert actor.about().front == THERE, "an owner that finds nobody else learns it here"
+
+
+def test_an_http_server_that_came_before_its_scheduler_was_the_one_asks_it_on_its_own_node_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor = class_of(HttpServerActor)(CONFIG, "http-0", "tcp://10.0.0.2:8700", None)
+    actor._client = client = Client()
+    monkeypatch.setattr(http_server, "node_address", lambda: "10.0.0.3")
+    actor.follow(THERE)
+    assert client.followed == ["tcp://127.0.0.1:8700"], "as one that is started again there"
 
 
 @pytest.mark.parametrize("is_in_time", [True, False])
@@ -99,8 +112,7 @@ def test_a_scheduler_serves_nobody_from_then_on_and_ends_with_what_it_relays(
 ) -> None:
     actor = class_of(GlobalScheduler)(CONFIG, Keys("secret"), 8700, "tcp://10.0.0.2:8701")
     actor._server = server = Server(ends=is_in_time)
-    actor.follow(THERE)
-    actor.leave(60.0 if is_in_time else 0.0)
+    actor.leave(60.0 if is_in_time else 0.0, front=THERE)
     wait_for(actor)
     assert server.done == ["leave", "hang_up", "stop"]
     eventually(lambda: len(ends) == 2)

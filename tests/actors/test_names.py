@@ -1,16 +1,15 @@
-"""What a deployment's actors are called, and which of them is the one that serves."""
+"""What a deployment's actors are called."""
 
 from __future__ import annotations
 
-from headwise.actors.found import Found, serving_names
-from headwise.actors.names import next_name, role_of, turn_of
+from headwise.actors.found import Found
+from headwise.actors.names import in_turn, next_turn, role_of, turn_of
 
 
-def test_an_actor_is_called_by_its_role_unless_another_one_of_it_is_still_there() -> None:
-    assert next_name("http-0", []) == "http-0"
-    assert next_name("http-0", ["scheduler", "http-1", "http-10.4"]) == "http-0"
-    assert next_name("http-0", ["http-0"]) == "http-0.1"
-    assert next_name("http-0", ["http-0.3", "http-0"]) == "http-0.4", "later than all, also where one before has gone"
+def test_an_actor_is_called_by_its_role_and_later_by_the_turn_of_its_front() -> None:
+    assert [in_turn("http-0", turn) for turn in (0, 1, 12)] == ["http-0", "http-0.1", "http-0.12"]
+    assert next_turn(["scheduler", "http-0", "engine-7"]) == 1
+    assert next_turn(["scheduler.1", "http-0.3", "store.1"]) == 4, "of none that is still there"
 
 
 def test_a_name_tells_its_role_and_whose_turn_it_is() -> None:
@@ -22,20 +21,6 @@ def test_a_name_tells_its_role_and_whose_turn_it_is() -> None:
     assert (turn_of("http-0"), turn_of("http-0.12")) == (0, 12)
     assert role_of("a.b/scheduler") == "a.b/scheduler"
     assert turn_of("a.b/scheduler") == 0, "of a deployment whose name begins like another's"
-
-
-def test_of_several_actors_of_a_role_the_last_one_serves() -> None:
-    names = ["store", "http-0", "http-1", "http-0.10", "http-0.9", "engine-0"]
-    assert serving_names(names, ["engine-0"]) == {"http-0": "http-0.10"}
-
-
-def test_the_scheduler_is_the_one_that_knows_where_it_is_whatever_it_is_called() -> None:
-    standby = "scheduler-standby"
-    assert serving_names(["scheduler", standby], ["scheduler"]) == {}
-    assert serving_names(["scheduler", standby], [standby]) == {"scheduler": standby}
-    assert serving_names(["scheduler.2", standby], ["scheduler.2"]) == {"scheduler": "scheduler.2"}
-    assert serving_names(["scheduler.2", standby], [standby]) == {"scheduler": standby}
-    assert serving_names(["scheduler.2", standby], []) == {"scheduler": "scheduler.2"}, "it is starting"
 
 
 def test_who_is_called_by_its_role_is_found_by_it() -> None:

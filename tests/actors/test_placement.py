@@ -123,6 +123,42 @@ def test_a_front_whose_node_has_died_goes_where_it_can_be_reached(
     assert site.is_placed() is bool(chosen)
 
 
+def test_an_owner_that_is_started_again_takes_a_node_that_came_back_for_the_one_with_that_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray gives it another id; what is known of its scheduler and store is the address."""
+    nodes = [node("head", head=True), node("a", alive=False), {**node("a"), "NodeID": "id-a-again"}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "draining_nodes", dict)
+    monkeypatch.setattr(placement, "this_node", lambda: "id-head")
+    monkeypatch.setattr(placement, "node_address", lambda: "head")
+    site = placement.FrontendSite("0.0.0.0", is_detached=True)
+    site.adopt("a")
+    assert (site.node, site.is_placed()) == ("id-a-again", True)
+    nodes.pop()
+    site.adopt("a")
+    assert not site.is_placed()
+    site.choose(Life())
+    assert site.node == "id-head"
+
+
+def test_a_node_that_comes_back_is_a_new_one_to_an_engine_that_failed_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, free, asked = [node("a"), node("b")], {"id-a": {"CPU": 9.0, "memory": 1e12}}, list[str]()
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(placement, "draining_nodes", dict)
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name, spans: asked.append(node))
+    site, life = placement.EngineSite(EngineConfig()), Life()
+    site.choose(life)
+    life.created(0.0)
+    life.ended(1.0, "id-a")
+    assert life.avoided == {"id-a"}, "it did not start there"
+    nodes[0] = {**node("a"), "NodeID": "id-a-again"}
+    free["id-a-again"], free["id-b"] = free.pop("id-a"), {"CPU": 0.0, "memory": 0.0}
+    site.choose(life)
+    assert asked == ["id-a", "id-a-again"]
+
+
 class Group:
     """A placement group of Ray's, with what its table says."""
 

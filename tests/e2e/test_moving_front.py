@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from support.commands import as_flags
 from support.drained import drain_node
 from support.endless_load import EndlessLoad
 from support.free_ports import free_ports
+from support.new_requests import NewRequests
 from support.nodes import DETACHED, NODE_MARKS, Node, Nodes
 from support.reference import answers
 from support.waiting import PATIENCE_S, eventually
@@ -28,7 +30,8 @@ from headwise import Client
 from headwise.actors.cluster import connection
 from headwise.actors.deployment import resolve_client
 from headwise.actors.detached import stop_detached
-from headwise.actors.found import find_parts
+from headwise.actors.found import find_actor, find_parts
+from headwise.actors.names import OWNER, SCHEDULER
 from headwise.errors import DeploymentError
 
 pytestmark = NODE_MARKS
@@ -44,8 +47,10 @@ CONFIG = replace(
     drain_timeout_s=5 * PATIENCE_S,
 )
 TOKENS = 16
-LONG = 600
+LONG = 1200
 """Tokens of an answer that is not over when the front has gone to another node."""
+REFUSED_S = 3.0
+"""Longest time for which nobody takes new requests over HTTP."""
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:3]
 
 
@@ -54,11 +59,12 @@ def front(nodes: Nodes) -> Iterator[Node]:
     """The node that owner, scheduler and store of a deployment are on. Each of the three has an engine."""
     first, *_ = (nodes.add(engine=1) for _ in range(3))
     serve = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", nodes.address, *as_flags(CONFIG)]
-    command = ["ip", "netns", "exec", first.name, *serve]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE_S)
+    done = subprocess.run(nodes.on(first, *serve), capture_output=True, text=True, timeout=5 * PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    yield nodes.at(urlsplit(done.stdout.split()[-1]).hostname or "")  # Ray may take another one for this node
+    assert urlsplit(done.stdout.split()[-1]).hostname == first.address, "where the command ran"
+    yield first
     stop_detached(CONFIG.name, nodes.address)
+    nodes.kill_all()  # engines of the next deployment are to be on its own nodes
 
 
 def engine_pids() -> dict[str, int]:
@@ -126,14 +132,57 @@ def test_streams_of_http_and_of_the_relay_go_on_through_a_front_that_has_left_it
         by_relay = pool.submit(lambda: "".join([*told, *(delta.text for delta in stream)]))
         drain_node(nodes.address, node_id(front))
         eventually(lambda: not listens(front.address, CONFIG.http))
+        assert listens(nodes.host, CONFIG.http), "before"
         assert not over_http.done(), over_http.result()
-        eventually(lambda: scheduler_host(nodes) not in ("", front.address), otherwise=lambda: scheduler_host(nodes))
+        eventually(lambda: scheduler_host(nodes) == nodes.host, otherwise=lambda: scheduler_host(nodes))
         assert not by_relay.done(), by_relay.result()
-        eventually(lambda: listens(scheduler_host(nodes), CONFIG.http))
-        assert completion(scheduler_host(nodes), stream=False, max_tokens=4)["usage"]["completion_tokens"] == 4
+        assert completion(nodes.host, stream=False, max_tokens=4)["usage"]["completion_tokens"] == 4
         assert over_http.result(5 * PATIENCE_S) == whole
         assert by_relay.result(5 * PATIENCE_S) == whole
         eventually(lambda: not find_parts(CONFIG.name).leaving, otherwise=lambda: find_parts(CONFIG.name).leaving)
+
+
+def test_new_requests_are_served_throughout_while_the_front_moves(nodes: Nodes, front: Node) -> None:
+    """Over HTTP, where a load balancer asks the servers that there are, and by a client that knows the cluster."""
+    with connection(nodes.address), Client(f"ray:{nodes.address}") as client:
+        eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
+        text = completion(front.address, stream=False, max_tokens=4)["choices"][0]["text"]
+        new = NewRequests([front.address, nodes.host], lambda host: asked(host, stream=False, max_tokens=4), text)
+        load = EndlessLoad(client, STREAMS, TOKENS)
+        load.goes_on()
+        drain_node(nodes.address, node_id(front))
+        while scheduler_host(nodes) == front.address:
+            assert listens(front.address, CONFIG.http) or scheduler_host(nodes) != front.address, "it goes on meanwhile"
+            new.check()
+            load.check()
+        assert scheduler_host(nodes) == nodes.host, "clients are never told that nobody knows"
+        before = new.served[nodes.host]
+        eventually(lambda: new.served[nodes.host] > before + 2, otherwise=lambda: new.served)
+        load.goes_on()
+        new.end()
+        assert load.end() > 0
+        assert new.longest_s < REFUSED_S
+
+
+def test_an_owner_that_dies_while_the_front_moves_has_another_one_that_moves_it(nodes: Nodes, front: Node) -> None:
+    with connection(nodes.address), Client(f"ray:{nodes.address}") as client:
+        eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
+        text = completion(front.address, stream=False, max_tokens=4)["choices"][0]["text"]
+        new = NewRequests([front.address, nodes.host], lambda host: asked(host, stream=False, max_tokens=4), text)
+        load = EndlessLoad(client, STREAMS, TOKENS)
+        load.goes_on()
+        owner = find_actor(CONFIG.name, OWNER)
+        assert owner is not None
+        pid = ray.get(owner.__ray_call__.remote(lambda _: os.getpid()))
+        drain_node(nodes.address, node_id(front))
+        eventually(lambda: find_actor(CONFIG.name, f"{SCHEDULER}.1") is not None)
+        os.kill(pid, signal.SIGKILL)
+        assert scheduler_host(nodes) == front.address
+        eventually(lambda: scheduler_host(nodes) == nodes.host, otherwise=lambda: scheduler_host(nodes))
+        load.goes_on()
+        new.end()
+        assert load.end() > 0
+        assert new.longest_s < REFUSED_S
 
 
 def node_id(node: Node) -> str:

@@ -145,6 +145,13 @@ class Node:
             run("ip", "link", "set", self.link, "up")
 
 
+def _is_raylet(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].endswith(b"/raylet")
+    except OSError:
+        return False
+
+
 class Nodes:
     """A Ray cluster: a head without room for engines, in this process's own namespace, and nodes to be added.
 
@@ -246,7 +253,24 @@ class Nodes:
 
     def at(self, address: str) -> Node:
         """The node of this address."""
-        return next(node for node in self._nodes if node.address == address)
+        found = [node for node in self._nodes if node.address == address]
+        assert found, f"{address} is none of {[node.address for node in self._nodes]}"
+        return found[0]
+
+    def kill_all(self) -> None:
+        """All but the head; returns when Ray knows."""
+        for node in self._nodes:
+            node.kill()
+        eventually(lambda: len(living_nodes(self.address) or {}) == 1, otherwise=lambda: living_nodes(self.address))
+
+    def on(self, node: Node, *command: str) -> list[str]:
+        """A command as it is to be run on this node. Ray looks for its node among all processes of a machine, and likes
+        heads best: those of others are hidden.
+        """
+        others = {pid for process in self._head for pid in descendants(process.pid)}
+        others |= {pid for each in self._nodes if each is not node for pid in each.pids()}
+        hidden = [f"mount -t tmpfs none /proc/{pid} && " for pid in sorted(others) if _is_raylet(pid)]
+        return ["ip", "netns", "exec", node.name, "sh", "-c", f'{"".join(hidden)}exec "$@"', "sh", *command]
 
     def _close(self) -> None:
         """End everything, and take the network down."""

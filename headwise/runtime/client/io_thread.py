@@ -23,7 +23,7 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
-from headwise.runtime.client.locator import LOCATE_S, Locator
+from headwise.runtime.client.locator import LOCATE_S, SILENT_S, Locator
 from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
 from headwise.runtime.client.ways import RelayMode, Ways
 from headwise.runtime.protocol import wire
@@ -391,7 +391,7 @@ class ClientIO:
         scheduler = self._scheduler
         if self._locator is None or not scheduler.awaiting or not scheduler.has_answered:
             return
-        if max(scheduler.refused_s(now), now - scheduler.heard) > LOCATE_S:
+        if scheduler.refused_s(now) > LOCATE_S or now - scheduler.heard > SILENT_S:
             self._locator.look(now)
 
     def _check_connection(self, peer: Peer) -> None:

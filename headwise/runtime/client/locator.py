@@ -10,8 +10,10 @@ from headwise.errors import HeadwiseError
 
 log = logging.getLogger(__name__)
 
-LOCATE_S = 3.0
-"""A scheduler that is away for so long is looked for, and so often."""
+LOCATE_S = 1.0
+"""A scheduler that refuses connections for so long is looked for, and so often."""
+SILENT_S = 3.0
+"""One that says nothing for so long is looked for, too."""
 
 
 class Locator:

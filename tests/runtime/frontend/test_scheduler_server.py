@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import itertools
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -855,8 +857,34 @@ def test_a_number_of_engines_is_answered_once_the_owner_has_taken_the_last_one_a
     assert wish.replicas is None
     assert one.hears_nothing()
     deployment.exchange.swap(FleetState(2, "2: as needed", wish=wish.id))
-    assert [one.receive(), two.receive()] == [Scaled(1, "2: as needed")] * 2
+    failed = one.receive()
+    assert isinstance(failed, Failed)
+    assert failed.message.startswith("another client asked for as many engines as are needed at the same time")
+    instead = ", in place of 3 engines, which another client asked for at the same time"
+    assert two.receive() == Scaled(1, f"2: as needed{instead}")
     assert one.hears_nothing()
+
+
+def test_of_two_scale_commands_at_once_the_one_that_does_not_count_ends_with_an_error(make: Make) -> None:
+    deployment = make()
+    command = [sys.executable, "-m", "headwise", "scale", "--address", f"127.0.0.1:{deployment.server.port}"]
+    running = []
+    for number in (3, 2):
+        scale = [*command, "--replicas", str(number)]
+        running.append(subprocess.Popen(scale, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        eventually(lambda number=number: replicas_wished(deployment) == number)
+    wish = deployment.exchange.swap(FleetState(1, "")).wish
+    assert wish is not None
+    deployment.exchange.swap(FleetState(2, "1 -> 2: set by hand", wish=wish.id))
+    (_, error), (told, _) = (each.communicate(timeout=60.0) for each in running)
+    assert [each.returncode for each in running] == [1, 0]
+    assert "another client asked for 2 engines at the same time" in error
+    assert told.strip().endswith("in place of 3 engines, which another client asked for at the same time")
+
+
+def replicas_wished(deployment: Deployment) -> int | None:
+    wish = deployment.exchange.swap(FleetState(1, "")).wish
+    return None if wish is None else wish.replicas
 
 
 def test_a_roll_and_a_number_that_are_asked_for_at_once_are_both_told_to_the_owner(make: Make) -> None:

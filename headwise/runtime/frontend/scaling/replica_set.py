@@ -49,6 +49,7 @@ class ReplicaSet:
         self._cancelled: set[str] = set()
         self._to_replace: dict[str, int] = {}  # epochs, by name
         self._is_roll_asked = False
+        self._rolled_again = ""  # what becomes of the roll before
         self._is_one_ahead = False  # the engine that takes the place of the next one of these is there first
         self._may_be_ahead = True
 
@@ -121,6 +122,7 @@ class ReplicaSet:
         self.number = number
         if self._to_replace:
             reason += f"; still to be replaced: {', '.join(self._to_replace)}"
+        reason += self._rolled_again
         return self._orders(observed, replicas, now, cache, changes + reason)
 
     def _note(self, replicas: Sequence[Replica], now: float) -> None:
@@ -145,8 +147,12 @@ class ReplicaSet:
     def _go_on_rolling(self, replicas: Sequence[Replica], now: float, has_room: Callable[[], bool]) -> None:
         """Have the next engine replaced, if all that there should be serve: by one that serves already, or if there is
         no room for that, or it does not come, by one that starts meanwhile."""
+        self._rolled_again = ""
         if self._is_roll_asked:
             self._is_roll_asked, self._may_be_ahead = False, True
+            if self._to_replace:
+                left = ", ".join(self._to_replace)
+                self._rolled_again = f"; a roll was under way ({left} left), and begins anew"
             self._to_replace = {each.name: each.epoch for each in replicas if each.state is not ReplicaState.DRAINING}
         there = {each.name: each.epoch for each in replicas if each.state is not ReplicaState.DRAINING}
         self._to_replace = {name: epoch for name, epoch in self._to_replace.items() if there.get(name) == epoch}

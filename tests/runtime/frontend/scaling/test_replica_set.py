@@ -392,6 +392,8 @@ def test_a_roll_holds_while_an_engine_is_lost_and_a_second_one_begins_anew() -> 
     one.replicas["engine-1"] = replace(one.replicas["engine-1"], state=RUNNING)
     assert one.tick().drain == ("engine-0",)
     one.controller.roll()
+    assert "; a roll was under way (engine-1 left), and begins anew" in one.tick().reason
+    assert "begins anew" not in one.tick().reason
     one.tick(60)
     assert one.names(STARTING, DRAINING) == []
     assert min(each.epoch for each in one.replicas.values()) > 2
