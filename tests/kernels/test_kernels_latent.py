@@ -111,7 +111,9 @@ def test_both_forms_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     absorbed = scene.attend(numba_kernels)
     np.testing.assert_allclose(absorbed, expanded, rtol=0, atol=1e-4)
     assert (absorbed[:70] != expanded[:70]).any()  # they are two ways
-    np.testing.assert_array_equal(absorbed[70:], expanded[70:])
+    np.testing.assert_allclose(
+        absorbed[70:], expanded[70:], rtol=0, atol=3e-6
+    )  # a BLAS may add up fewer rows otherwise
 
 
 def test_a_context_that_would_take_too_much_memory_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

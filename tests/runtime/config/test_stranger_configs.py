@@ -139,7 +139,9 @@ def test_a_wrong_number_is_told_by_its_field(path: Path, value: Any) -> None:
         "global_head_dim", "sliding_window", "first_k_dense_replace", "num_kv_shared_layers",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("value", [2**31 - 1, 10**18], ids=["31 bits", "1e18"])
+@pytest.mark.parametrize(
+    "value", [pytest.param(2**31 - 1, id="31 bits"), pytest.param(10**18, id="1e18", marks=pytest.mark.soak)]
+)
 def test_what_a_huge_size_costs_is_small(field: str, value: int, tmp_path: Path) -> None:
     for path in PUBLISHED:
         config = json.loads(path.read_text())

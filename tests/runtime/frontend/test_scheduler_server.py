@@ -443,8 +443,13 @@ def test_each_of_many_calls_at_once_is_answered_however_short_the_queue_is(make:
     client.socket.setsockopt(zmq.RCVHWM, 0)
     for key in range(3000):
         client.send(route(key, "a"))
-    refused = [client.receive() for _ in range(2998)]
-    assert all(isinstance(answer, Failed) and "max_queued 2" in answer.message for answer in refused)
+    refused = list[Any]()
+    while len(refused) < 2998:
+        answer = client.receive()
+        if not isinstance(answer, Waits):  # those in the queue, if this takes long
+            refused.append(answer)
+    others = [answer for answer in refused if not isinstance(answer, Failed) or "max_queued 2" not in answer.message]
+    assert not others, others[:3]
     assert len({answer.key for answer in refused}) == 2998
 
 
