@@ -126,8 +126,15 @@ class HeadGroupPlan:
     @property
     def padding(self) -> float:
         """What stays empty of blocks, over what does not."""
-        filled = sum(self.sizes[member.layer] for group in self.groups for rank in group.members for member in rank)
-        return (self.block_bytes * len(self.groups) * self.tp_size - filled) / filled
+        return self._padding(self.groups)
+
+    def padding_of(self, *, states: bool) -> float:
+        """The same of the blocks of states, or of those of tokens alone; 0 where there are none."""
+        return self._padding([group for group in self.groups if group.policy.is_state is states])
+
+    def _padding(self, groups: Sequence[HeadGroup]) -> float:
+        filled = sum(self.sizes[member.layer] for group in groups for rank in group.members for member in rank)
+        return (self.block_bytes * len(groups) * self.tp_size - filled) / filled if groups else 0.0
 
     @property
     def copies(self) -> float:

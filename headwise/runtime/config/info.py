@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from headwise.cache_controller.planner import HeadGroup
+from headwise.cache_controller.planner import MAX_STATE_PADDING, HeadGroup, HeadGroupPlan
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.unified_pages import planned_bytes, unified_pages
 from headwise.cache_controller.windows import GroupWindows
@@ -15,7 +15,7 @@ from headwise.kernels.select import resolve_kernels_name
 from headwise.runtime.config.decode_reads import DecodeReads, decode_reads, kinds_of_blocks
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.host_cache import MOST_BYTES
-from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.config.model_card import ModelCard, plan_with
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.models.attention.base import AttentionVariant
 from headwise.runtime.models.attention.select import attention_of
@@ -61,6 +61,7 @@ def describe(
     yield "over pages of one layer", _over_unified_pages(config, card)
     if card.has_states:
         yield "states of a sequence", _bytes_of_states(config, card)
+        yield "padding", _padding_beside_states(config, card)
     yield from _decode_rows(config, decode_reads(config, card, directory))
     for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
@@ -157,6 +158,23 @@ def _bytes_of_states(config: EngineConfig, card: ModelCard) -> str:
         return size
     every = f", and every {config.checkpoint_tokens} tokens of it" if config.checkpoint_tokens else ""
     return f"{size}; as much again for each checkpoint that is cached: at the end of a prompt{every}"
+
+
+def _padding_beside_states(config: EngineConfig, card: ModelCard) -> str:
+    """Of tokens and of states, which share blocks of the same bytes, and whether longer blocks would have less."""
+
+    def shares(plan: HeadGroupPlan) -> tuple[float, float]:
+        return plan.padding_of(states=False), plan.padding_of(states=True)
+
+    of_tokens, of_states = shares(card.plan)
+    text = f"{of_tokens:.1%} of tokens, {of_states:.1%} of states"
+    if max(of_tokens, of_states) <= MAX_STATE_PADDING:
+        return text
+    for block_size in (2 * config.block_size, 4 * config.block_size):
+        longer = shares(plan_with(config, card, block_size))
+        if max(longer) <= MAX_STATE_PADDING:
+            return f"{text}; with block_size {block_size} {longer[0]:.1%} and {longer[1]:.1%}"
+    return text
 
 
 def requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> tuple[int, int]:

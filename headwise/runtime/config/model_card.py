@@ -220,6 +220,15 @@ def arrangement_with(config: EngineConfig, card: ModelCard, tp_size: int) -> Arr
     return Arrangement.of(*_plan(config.of_ranks(tp_size), card.config, attention_of(card.config)))
 
 
+def plan_with(config: EngineConfig, card: ModelCard, block_size: int) -> HeadGroupPlan:
+    """The head groups if blocks had so many tokens.
+
+    Raises:
+        ConfigError: the model cannot be served so.
+    """
+    return _plan(replace(config, block_size=block_size), card.config, attention_of(card.config))[0]
+
+
 def _plan(
     config: EngineConfig, model: ModelConfig, attention: AttentionVariant
 ) -> tuple[HeadGroupPlan, tuple[BlockLayout, ...]]:

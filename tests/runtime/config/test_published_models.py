@@ -124,6 +124,21 @@ def test_blocks_of_128_tokens_fit_the_states_of_the_largest_qwen(tp_size: int) -
 
 
 @pytest.mark.parametrize(
+    ("name", "tp_size", "told"),
+    [
+        ("qwen3.5-397b-a17b", 1, "0.0% of tokens, 3.6% of states"),
+        ("qwen3.5-397b-a17b", 8, "10.4% of tokens, 0.0% of states; with block_size 128 0.0% and 4.7%"),
+        ("qwen3.5-27b", 8, "0.0% of tokens, 6.9% of states"),
+    ],
+)
+def test_info_tells_what_blocks_would_pad_less(name: str, tp_size: int, told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((PUBLISHED[0].parent / f"{name}.json").read_text())
+    config = EngineConfig(model="m", kv_cache="64GiB", dtype="bfloat16", tp_size=tp_size)
+    rows = dict(describe(config, read_model_card(config, tmp_path, identify=False), tmp_path))
+    assert rows["padding"] == told
+
+
+@pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("qwen2.5-0.5b", EVERY),
