@@ -128,6 +128,10 @@ class Moving:
         each.life.created(0.0)
         each.life.ready(1.0)
 
+    def successors_serve(self) -> None:
+        for each in self.successors.values():
+            self.serves(each)
+
     def look(self, now: float) -> None:
         self.move.look(now, self.engines)
 
@@ -188,8 +192,7 @@ def test_the_one_that_stood_by_is_made_anew_beside_the_successor(killed: list[st
     moving.draining["a"] = 600.0
     moving.look(0.0)
     assert moving.standby.handle is not None, "until then it may be needed"
-    for each in moving.successors.values():
-        moving.serves(each)
+    moving.successors_serve()
     moving.look(1.0)
     assert (moving.standby.handle, moving.standby.known_as) == (None, "scheduler-standby.1")
     assert moving.standby.site.node == "b"
@@ -202,8 +205,7 @@ def test_the_engines_of_the_node_are_told_to_go_first_unless_nobody_can_decide(k
     moving.engines = [role("engine-0", Site("a")), role("engine-1", Site("c"))]
     moving.draining["a"] = math.inf
     moving.look(0.0)
-    for each in moving.successors.values():
-        moving.serves(each)
+    moving.successors_serve()
     moving.look(ENGINES_S - 0.5)
     assert moving.frontend.front.node == "a"
     moving.look(ENGINES_S + 0.5)
@@ -277,16 +279,14 @@ def test_successors_whose_node_is_drained_too_are_made_on_a_third_one(killed: li
     moving = Moving()
     moving.draining["a"] = 600.0
     moving.look(0.0)
-    for each in moving.successors.values():
-        moving.serves(each)
+    moving.successors_serve()
     moving.draining["b"] = 600.0
     moving.look(1.0)
     assert moving.serving == {name: name for name in ROLES}
     for each in moving.successors.values():
         assert (each.site.node, each.life.phase, each.handle) == ("c", Phase.DOWN, None)
     assert sorted(killed) == [f"next {name}" for name in sorted(ROLES)]
-    for each in moving.successors.values():
-        moving.serves(each)
+    moving.successors_serve()
     moving.look(2.0)
     assert moving.frontend.front.node == "c"
 
@@ -309,8 +309,7 @@ def test_one_move_follows_another(killed: list[str]) -> None:
     for turn, node in enumerate("ab"):
         moving.draining, moving.taken = {node: 600.0}, {in_turn(name, turn) for name in ROLES}
         moving.look(100.0 * turn)
-        for each in moving.successors.values():
-            moving.serves(each)
+        moving.successors_serve()
         moving.look(100.0 * turn + 1.0)
     assert moving.site.node == "a"
     assert moving.serving == {name: f"{name}.2" for name in ROLES}
@@ -322,8 +321,7 @@ def test_one_that_leaves_is_ended_if_it_does_not_end_by_itself(killed: list[str]
     moving = Moving()
     moving.draining["a"] = 600.0
     moving.look(0.0)
-    for each in moving.successors.values():
-        moving.serves(each)
+    moving.successors_serve()
     moving.look(1.0)
     scheduler, server = moving.supervisor.formers
     assert (scheduler.name, str(scheduler)) == ("former scheduler", "former scheduler on node a")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -142,14 +143,25 @@ def test_streams_of_http_and_of_the_relay_go_on_through_a_front_that_has_left_it
         eventually(lambda: not find_parts(CONFIG.name).leaving, otherwise=lambda: find_parts(CONFIG.name).leaving)
 
 
-def test_new_requests_are_served_throughout_while_the_front_moves(nodes: Nodes, front: Node) -> None:
-    """Over HTTP, where a load balancer asks the servers that there are, and by a client that knows the cluster."""
+@contextmanager
+def under_requests(nodes: Nodes, front: Node) -> Iterator[tuple[NewRequests, EndlessLoad]]:
+    """New requests over HTTP, as of a load balancer that asks the servers that there are, and a client's that knows the
+    cluster: both go on within and at its end, and nobody was left alone for long."""
     with connection(nodes.address), Client(f"ray:{nodes.address}") as client:
         eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
         text = completion(front.address, stream=False, max_tokens=4)["choices"][0]["text"]
         new = NewRequests([front.address, nodes.host], lambda host: asked(host, stream=False, max_tokens=4), text)
         load = EndlessLoad(client, STREAMS, TOKENS)
         load.goes_on()
+        yield new, load
+        load.goes_on()
+        new.end()
+        assert load.end() > 0
+        assert new.longest_s < REFUSED_S
+
+
+def test_new_requests_are_served_throughout_while_the_front_moves(nodes: Nodes, front: Node) -> None:
+    with under_requests(nodes, front) as (new, load):
         drain_node(nodes.address, node_id(front))
         while scheduler_host(nodes) == front.address:
             assert listens(front.address, CONFIG.http) or scheduler_host(nodes) != front.address, "it goes on meanwhile"
@@ -158,19 +170,10 @@ def test_new_requests_are_served_throughout_while_the_front_moves(nodes: Nodes, 
         assert scheduler_host(nodes) == nodes.host, "clients are never told that nobody knows"
         before = new.served[nodes.host]
         eventually(lambda: new.served[nodes.host] > before + 2, otherwise=lambda: new.served)
-        load.goes_on()
-        new.end()
-        assert load.end() > 0
-        assert new.longest_s < REFUSED_S
 
 
 def test_an_owner_that_dies_while_the_front_moves_has_another_one_that_moves_it(nodes: Nodes, front: Node) -> None:
-    with connection(nodes.address), Client(f"ray:{nodes.address}") as client:
-        eventually(lambda: len(client.stats()["engines"]) == 3, otherwise=client.stats)
-        text = completion(front.address, stream=False, max_tokens=4)["choices"][0]["text"]
-        new = NewRequests([front.address, nodes.host], lambda host: asked(host, stream=False, max_tokens=4), text)
-        load = EndlessLoad(client, STREAMS, TOKENS)
-        load.goes_on()
+    with under_requests(nodes, front):
         owner = find_actor(CONFIG.name, OWNER)
         assert owner is not None
         pid = ray.get(owner.__ray_call__.remote(lambda _: os.getpid()))
@@ -179,10 +182,6 @@ def test_an_owner_that_dies_while_the_front_moves_has_another_one_that_moves_it(
         os.kill(pid, signal.SIGKILL)
         assert scheduler_host(nodes) == front.address
         eventually(lambda: scheduler_host(nodes) == nodes.host, otherwise=lambda: scheduler_host(nodes))
-        load.goes_on()
-        new.end()
-        assert load.end() > 0
-        assert new.longest_s < REFUSED_S
 
 
 def node_id(node: Node) -> str:
