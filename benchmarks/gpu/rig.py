@@ -266,7 +266,7 @@ class CudaRig:
         """See `Rig.is_broken`."""
         try:
             self.synchronize()
-        except self._cuda.runtime.CUDARuntimeError:  # of an illegal address, say: all calls return it from then on
+        except RuntimeError:  # CuPy's are such: an illegal address, say, which all calls return from then on
             return True
         return False
 
