@@ -32,7 +32,9 @@ def test_a_gguf_file_is_served_with_the_tokens_of_its_model(name: str, tmp_path:
 
 
 def test_experts_in_k_quants_are_computed_from_as_they_are(tmp_path: Path) -> None:
-    """`Q4_K` and `Q6_K`, as the same numbers in float32, but for scales of 32 numbers, which are rounded to float16."""
+    """`Q4_K` and `Q6_K`, as the same numbers in float32, but for scales, which are rounded to float16, and for other
+    matrices, which are bfloat16 then: that moves what is likeliest by 0.06.
+    """
     packed = write_tiny_gguf(tmp_path / "k.gguf", K_QUANTS, experts_in_k_quants, random_k_blocks)
     floats = write_tiny_gguf(tmp_path / "f.gguf", K_QUANTS, encode=random_k_numbers)
     prompts = [answer for answer in answers("qwen3-moe") if 8 < len(answer.prompt_ids) < 250]
@@ -47,4 +49,4 @@ def test_experts_in_k_quants_are_computed_from_as_they_are(tmp_path: Path) -> No
     for answer in prompts:
         found, expected = (results[answer.name] for results in said)
         assert found.token_ids[0] == expected.token_ids[0]
-        assert found.logprobs[0].chosen == pytest.approx(expected.logprobs[0].chosen, abs=0.05)
+        assert found.logprobs[0].chosen == pytest.approx(expected.logprobs[0].chosen, abs=0.1)

@@ -8,6 +8,7 @@ import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cpu.matmul import PackedWeight, pack_float, pack_quantised
+from headwise.kernels.cpu.matmul_kinds import INTEGERS, LARGEST
 
 FORMS = (
     "float32", "bfloat16", "int8", "int8 by 16", "int8 with minima", "int4", "int4 by 16", "int4 with minima",
@@ -31,7 +32,16 @@ class RandomWeight:
     sizes: np.ndarray
 
     def product(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``x @ values.T`` of what is multiplied, and how far a sum in float32 may lie from it."""
+        """``x @ values.T`` of what is multiplied, and how far a sum in float32 may lie from it.
+
+        Where rows are multiplied as integers, these are half a step at most from the row's own numbers.
+        """
+        if INTEGERS and self.form.startswith("int"):
+            factors = x.astype(np.float64)
+            parts = factors.reshape(*x.shape[:-1], -1, 16 if "by 16" in self.form else 32)
+            steps = np.abs(parts).max(axis=-1, keepdims=True) / LARGEST + 0 * parts
+            rounding = steps.reshape(x.shape) / 2
+            return factors @ self.values.T, (rounding + 2e-6 * np.abs(factors)) @ self.sizes.T
         factors = (x if self.form == "float32" else as_bfloat16(x)).astype(np.float64)
         return factors @ self.values.T, 2e-6 * (np.abs(factors) @ self.sizes.T)
 

@@ -48,7 +48,7 @@ def token_kind(kv: types.Array) -> str:
     """
     if kv.dtype in (types.uint16, FLOAT8) and ISA.avx512bf16:
         return BFLOATS
-    return INTEGERS if kv.dtype == types.int8 and ISA.avx512bw else FLOATS
+    return INTEGERS if kv.dtype == types.int8 and (ISA.avx512bw or ISA.avx2) else FLOATS
 
 
 @intrinsic

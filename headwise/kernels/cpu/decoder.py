@@ -48,7 +48,7 @@ class CpuDecoder:
         self._shape, self._threads = shape, threads
         self._hidden, self._intermediate = layers[0].out.outputs, max(layer.gate_up.outputs // 2 for layer in layers)
         self._widest = max(weight.depth for weight in weights)
-        self._groups = max(weight.minima.shape[1] for weight in weights)
+        self._row_sums = max(weight.row_sums for weight in weights)
         self._layer_bytes = sum(weight.nbytes for weight in weights) // len(layers)
         self._heads: Sequence[HeadTable] = ()
         self._planners: list[Planner] = []
@@ -222,7 +222,7 @@ class _Rooms:
             added=floats(rows, decoder._hidden),
             gated=floats(rows, decoder._intermediate),
             factors=np.empty(rows * decoder._widest, np.uint32),
-            sums=floats(rows * decoder._groups),
+            sums=floats(rows * decoder._row_sums),
             tiles=floats(threads * matmul_jit.TILE),
             values=floats(threads * decoder._widest),
         )

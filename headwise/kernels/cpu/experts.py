@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cpu import experts_jit, matmul_jit, records
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
-from headwise.kernels.cpu.matmul_tiles import NATIVE
 from headwise.kernels.cpu.memory import CACHE_LINE
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import address_of, place_of
@@ -124,8 +123,8 @@ class PackedExperts:
         weights = self.gate, self.down
         sizes = {
             "gathered": rows * self.gate.inputs,
-            "factors": rows * max(_factors(weight) for weight in weights),
-            "sums": rows * max(weight.minima.shape[1] for weight in weights),
+            "factors": rows * max(weight.row_factors for weight in weights),
+            "sums": rows * max(weight.row_sums for weight in weights),
             "gated": rows * self.down.inputs,
             "tiles": matmul_jit.TILE + max(weight.depth for weight in weights),
         }
@@ -163,13 +162,6 @@ class _Parts:
 def _form(weight: PackedWeight, bias: NDArray[np.float32] | None) -> tuple[Any, ...]:
     arrays = weight.packed.shape, weight.scales.shape, weight.minima.shape
     return weight.dtype, weight.outputs, weight.inputs, weight.gated, weight.offset, arrays, bias is None
-
-
-def _factors(weight: PackedWeight) -> int:
-    """32-bit numbers of a row's factors."""
-    if weight.dtype == "float32":
-        return 0
-    return weight.depth // 2 if NATIVE else weight.depth
 
 
 def _padded(size: int) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headwise.cores import usable_cores
 from headwise.kernels.code_bytes import CPU_SCALES, bits_in_memory
 from headwise.kernels.cpu import matmul_jit, packing_jit, records
-from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
+from headwise.kernels.cpu.matmul_kinds import PANEL
 from headwise.kernels.cpu.memory import CACHE_LINE, Slabs
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import place_of
@@ -83,6 +83,16 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
+
+    @property
+    def row_factors(self) -> int:
+        """32-bit numbers that a row becomes to be multiplied; 0 where they are the row's own."""
+        return 0 if self.dtype == "float32" else matmul_jit.row_factors(KINDS[self.dtype], self.depth)
+
+    @property
+    def row_sums(self) -> int:
+        """Floats that go with them."""
+        return matmul_jit.row_sums(KINDS[self.dtype], self.depth, self.scales.shape[1])
 
     @property
     def offset(self) -> int:
@@ -254,7 +264,8 @@ def matmul(
     """``x [rows, inputs] @ weight.T + bias`` -> ``[rows, outputs]``; ``act(gate) * up`` of a gated weight.
 
     bias: as `pack_bias` made it. Sums are float32; what is multiplied with a weight narrower than float32 is rounded to
-    bfloat16. A row's result does not depend on the rows beside it.
+    bfloat16; with a weight of integers, where `matmul_kinds.INTEGERS` says so, to 1/32767 of the largest of 32 or 16. A
+    row's result does not depend on the rows beside it.
     """
     x = np.ascontiguousarray(x)
     rows, outputs = len(x), weight.outputs // 2 if weight.gated else weight.outputs
@@ -265,14 +276,13 @@ def matmul(
     elif out.shape != (rows, outputs) or out.dtype != np.float32 or not out.flags.c_contiguous:
         raise ValueError(f"out is {out.dtype} {out.shape}, it must be contiguous float32 {(rows, outputs)}")
     workers, tile_floats = _workers(weight, rows, threads), matmul_jit.TILE + weight.depth
-    factors_each = 0 if weight.dtype == "float32" else weight.depth // 2 if NATIVE else weight.depth
     x_at, counters = place_of(x), np.zeros(matmul_jit.PRODUCT_COUNTERS + workers, np.int64)
-    factors, sums, tiles = _scratch.take(rows * factors_each, rows * weight.minima.shape[1], workers * tile_floats)
+    factors, sums, tiles = _scratch.take(rows * weight.row_factors, rows * weight.row_sums, workers * tile_floats)
     own = records.filled(
         records.PRODUCT, code=matmul_jit.product_of(KINDS[weight.dtype]).address, x=x_at, rows=rows,
         inputs=weight.inputs, weight=place_of(weight.table), bias=0 if bias is None else place_of(bias),
         bias_length=0 if bias is None else bias.size, epilogue=EPILOGUES[activation], out=place_of(out),
-        columns=outputs, factors=factors if factors_each else x_at, sums=sums, tiles=tiles,
+        columns=outputs, factors=factors if weight.row_factors else x_at, sums=sums, tiles=tiles,
         tile_floats=tile_floats, counters=place_of(counters), threads=workers,
     )  # fmt: skip
     pool_of_this_process().run(matmul_jit.multiply().address, workers, place_of(own))

@@ -23,7 +23,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
@@ -32,25 +32,35 @@ from headwise.kernels.cpu.addresses import (
     float_matrix_at,
     floats_at,
     halves_at,
+    ints_at,
     longs_at,
     record_at,
     words_at,
 )
 from headwise.kernels.cpu.attention_micro import row_copy
-from headwise.kernels.cpu.matmul_tiles import (
+from headwise.kernels.cpu.matmul_kinds import (
     BFLOAT,
-    FEW_VECTORS,
-    LINE,
+    INTEGERS,
     NATIVE,
     PANEL,
-    TILE_ROWS,
-    VECTORS,
     Bfloat16,
     Codes,
     Float32,
     Int8,
+    IntegersOfCodes,
+    IntegersOfInt8,
     Kind,
+    part_depth,
+    row_integers,
+)
+from headwise.kernels.cpu.matmul_tiles import (
+    FEW_VECTORS,
+    LINE,
+    TILE_ROWS,
+    VECTORS,
+    VECTORS_ALONE,
     grouped_tile,
+    integer_tile,
     plain_tile,
 )
 from headwise.kernels.cpu.records import PRODUCT, WEIGHT
@@ -86,10 +96,30 @@ _FLOAT_LANES, _INT_LANES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType
 weight_at, _product_at = record_at(WEIGHT), record_at(PRODUCT)
 
 
+@register_jitable
+def row_factors(kind: int, depth: int) -> int:
+    """32-bit numbers that a row becomes, to be multiplied with a weight of this kind and depth."""
+    return depth // 2 if (NATIVE and kind != FLOAT32) or (INTEGERS and kind >= INT8) else depth
+
+
+@register_jitable
+def row_sums(kind: int, depth: int, groups: int) -> int:
+    """Floats that go with them: sums by group of inputs, or what `matmul_tiles.integer_tile` takes of each part."""
+    if kind < INT8:
+        return 0
+    return 3 * (depth // part_depth(depth, groups)) if INTEGERS else groups
+
+
 @_pasted
 def factor_stride(weight):
-    """32-bit numbers of a row's factors."""
-    return weight.depth // 2 if NATIVE and weight.kind != FLOAT32 else weight.depth
+    """`row_factors` of a weight."""
+    return row_factors(weight.kind, weight.depth)
+
+
+@_pasted
+def sums_stride(weight):
+    """`row_sums` of a weight."""
+    return row_sums(weight.kind, weight.depth, groups_of(weight))
 
 
 @numba.njit(fastmath={*_MATH, "reassoc"}, nogil=True, error_model="numpy")
@@ -103,11 +133,27 @@ def _sum_rounded(values, first, count):
 
 
 @_pasted
+def _prepare_integers(values, weight, row, factors, sums):
+    each = part_depth(weight.depth, groups_of(weight))
+    parts = weight.depth // each
+    stride, first = factor_stride(weight), row * 3 * parts
+    begins = ints_at(sums.ctypes.data + 4 * (first + parts), parts)
+    for part in range(parts):
+        at = part * each
+        total = row_integers(values, at, factors, row * stride + at // 2, each, sums, first + part)
+        begins[part] = -weight.offset * total
+        sums[first + 2 * parts + part] = np.float32(total) * sums[first + part]
+
+
+@_pasted
 def prepare_row(values, weight, row, factors, sums):
-    """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and their sums by group."""
+    """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and what goes with them."""
     stride = factor_stride(weight)
     if weight.kind == FLOAT32:
         row_copy(values, 0, factors, row * stride, stride)
+        return
+    if INTEGERS and weight.kind >= INT8:
+        _prepare_integers(values, weight, row, factors, sums)
         return
     _narrow_row(values, 0, factors, row * stride, weight.depth)
     if weight.has_minima:
@@ -293,8 +339,9 @@ def _plain_rows(kind: Kind) -> Any:
 
 def _grouped_rows(kind: Kind) -> Any:
     """As `_plain_rows`, for a kind with a scale per group of turns: they take as many registers as the sums do."""
-    most, four, two = (grouped_tile(kind, rows, FEW_VECTORS) for rows in TILE_ROWS[:-1])
-    one = grouped_tile(kind, 1, VECTORS)
+    tile_of, alone = (integer_tile, VECTORS_ALONE) if INTEGERS else (grouped_tile, VECTORS)
+    most, four, two = (tile_of(kind, rows, FEW_VECTORS) for rows in TILE_ROWS[:-1])
+    one = tile_of(kind, 1, alone)
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
     @_pasted
@@ -304,32 +351,40 @@ def _grouped_rows(kind: Kind) -> Any:
         minima = halves_at(weight.minima, weight.minima_count)
         offset, has_minima, fresh, done = weight.offset, weight.has_minima, turn == 0, 0
         all_groups, group, groups = weight.turns // each, turn // each, turns // each
+        s_stride, first, parts, part_turns = sums_stride(weight), group, np.int64(0), each
+        if INTEGERS:
+            parts = s_stride // 3
+            part_turns = weight.turns // parts
+            first = turn // part_turns
         while done < rows:
             x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
-            g_at = (row + done) * all_groups + group
+            g_at = (row + done) * s_stride + first
             step = _tile_rows(left)
-            for column in range(0, PANEL, (VECTORS if step == 1 else FEW_VECTORS) * LANES):
+            for column in range(0, PANEL, (alone if step == 1 else FEW_VECTORS) * LANES):
                 at = (panel * weight.turns + turn) * turn_bytes + column * column_bytes
                 s_at, t_at = (panel * all_groups + group) * PANEL + column, done * PANEL + column
                 if step == TILE_ROWS[0]:
-                    most(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, all_groups, groups,
-                         each, has_minima, tile, t_at, fresh)  # fmt: skip
+                    most(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, s_stride, groups,
+                         each, parts, part_turns, has_minima, tile, t_at, fresh)  # fmt: skip
                 elif step == 4:
-                    four(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, all_groups, groups,
-                         each, has_minima, tile, t_at, fresh)  # fmt: skip
+                    four(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, s_stride, groups,
+                         each, parts, part_turns, has_minima, tile, t_at, fresh)  # fmt: skip
                 elif step == 2:
-                    two(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, all_groups, groups,
-                        each, has_minima, tile, t_at, fresh)  # fmt: skip
+                    two(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, s_stride, groups,
+                        each, parts, part_turns, has_minima, tile, t_at, fresh)  # fmt: skip
                 else:
-                    one(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, all_groups, groups,
-                        each, has_minima, tile, t_at, fresh)  # fmt: skip
+                    one(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, s_stride, groups,
+                        each, parts, part_turns, has_minima, tile, t_at, fresh)  # fmt: skip
             done += step
 
     return run
 
 
 _float32_rows, _bfloat16_rows = _plain_rows(Float32()), _plain_rows(Bfloat16())
-_int8_rows, _int4_rows, _int5_rows, _int6_rows = map(_grouped_rows, (Int8(), Codes(4), Codes(5), Codes(6)))
+_of_bytes, _of_codes = (IntegersOfInt8, IntegersOfCodes) if INTEGERS else (Int8, Codes)
+_int8_rows, _int4_rows, _int5_rows, _int6_rows = map(
+    _grouped_rows, (_of_bytes(), _of_codes(4), _of_codes(5), _of_codes(6))
+)
 
 
 PRODUCT_INTEGERS = 15
@@ -349,8 +404,8 @@ def _product(rows_of_kind: Any) -> Any:
         threads, beyond,
     ):  # fmt: skip
         weight, bias = weight_at(weight), floats_at(bias, bias_length)
-        out, stride, groups = float_matrix_at(out, rows, columns), factor_stride(weight), groups_of(weight)
-        factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * groups)
+        out, stride, sums_each = float_matrix_at(out, rows, columns), factor_stride(weight), sums_stride(weight)
+        factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * sums_each)
         tile, counters = floats_at(tile, TILE), longs_at(counters, counter + 1 + threads)
         each, panel_bytes = _turns_at_once(weight, rows), weight.data_bytes // -(-weight.columns // PANEL)
         block_rows, blocks, panels = cut_of(weight, rows, threads)
@@ -525,7 +580,7 @@ def _multiply(address, thread):
     if call.factors != call.x:
         factors, sums = (
             words_at(call.factors, rows * factor_stride(weight)),
-            floats_at(call.sums, rows * groups_of(weight)),
+            floats_at(call.sums, rows * sums_stride(weight)),
         )
         values = floats_at(call.tiles + thread * call.tile_floats * 4 + TILE * 4, weight.depth)
         for i in range(inputs, weight.depth):

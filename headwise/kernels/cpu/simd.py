@@ -24,6 +24,7 @@ products come at 290 GFLOP/s there if they are widened first, else at 190 (two c
 class Isa:
     """Instructions of the CPU that Numba compiles for, and that are worth it; false for all that is not x86."""
 
+    avx2: bool
     avx512f: bool
     avx512bw: bool
     avx512bf16: bool
@@ -40,7 +41,7 @@ def _compiled_for(cpu: str, features: Mapping[str, bool]) -> Isa:
     is_old = llvmlite.binding.llvm_version_info[0] < 20  # whose intrinsics for bfloat16 had other types
     if is_old or cpu in _SLOW_PAIRS:
         features = {**features, "avx512bf16": False}
-    return Isa(**{name: bool(features.get(name)) for name in ("avx512f", "avx512bw", "avx512bf16", "f16c")})
+    return Isa(**{name: bool(features.get(name)) for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "f16c")})
 
 
 ISA = _compiled_for(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name(), _features())
@@ -226,7 +227,8 @@ class Emitter:
         """The same of the two int16 in each word, in int32."""
         kind = ir.VectorType(ir.IntType(16), 2 * LANES)
         pairs = [self.builder.bitcast(words, kind) for words in (a, b)]
-        products = self._call("llvm.x86.avx512.pmaddw.d.512", INT_VECTOR, *pairs)
+        name = "llvm.x86.avx512.pmaddw.d.512" if ISA.avx512f else "llvm.x86.avx2.pmadd.wd"
+        products = self._call(name, INT_VECTOR, *pairs)
         return self.builder.add(c, products)  # one instruction where the CPU has VNNI
 
     def absmax(self, row: Any, vectors: Any) -> Any:

@@ -1,7 +1,7 @@
 """Tensor operations on CPU cores by our own compiled kernels; weights are packed once, when they are loaded.
 
 Tensors are float32 NumPy arrays. Weights may be narrower, since most bytes and most arithmetic are theirs. Activations
-are then rounded to bfloat16 where they are multiplied with weights.
+are then rounded where they are multiplied with weights (`headwise.kernels.cpu.matmul.matmul`).
 """
 
 from __future__ import annotations

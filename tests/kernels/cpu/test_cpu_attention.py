@@ -6,17 +6,14 @@ and probabilities as bfloat16 (8 bits), or, of one token over int8, as 15 bits o
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.attention_scene import Case, Scene
+from support.other_cpus import assert_passes
 
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, RotatingKernels
@@ -239,17 +236,8 @@ def test_arrays_that_do_not_fit_are_refused(kernels: NumbaKernels) -> None:
 
 # --- other CPUs ---------------------------------------------------------------------------------------------------
 
-OTHER_CPUS = {
-    "without AVX-512": ("haswell", "+avx2,+fma,+bmi,+bmi2,+f16c"),
-    "without bfloat16": ("skylake-avx512", "+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"),
-}
-
 
 @pytest.mark.soak
-@pytest.mark.parametrize("cpu", OTHER_CPUS)
-def test_cpus_without_these_instructions_pass_the_same_tests(cpu: str) -> None:
-    name, features = OTHER_CPUS[cpu]
-    environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    command = [sys.executable, "-m", "pytest", "-m", "not soak", "-p", "no:cacheprovider", str(Path(__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=590, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+@pytest.mark.parametrize("cpu", ["without AVX-512", "without bfloat16"])
+def test_attention_compiled_for_other_cpus_passes_all_tests(cpu: str) -> None:
+    assert_passes(__file__, cpu)

@@ -8,7 +8,7 @@ import pytest
 
 from headwise.kernels.cpu.simd import Isa, _compiled_for, _named
 
-NOTHING = Isa(avx512f=False, avx512bw=False, avx512bf16=False, f16c=False)
+NOTHING = Isa(avx2=False, avx512f=False, avx512bw=False, avx512bf16=False, f16c=False)
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ def test_instructions_are_named_and_it_is_said_where_bfloat16_is_not_multiplied(
 
 @pytest.mark.parametrize(("cpu", "pairs"), [("znver4", True), ("cooperlake", True), ("emeraldrapids", False)])
 def test_pairs_of_bfloat16_are_multiplied_as_they_are_where_that_is_not_the_slower_way(cpu: str, pairs: bool) -> None:
-    features = dict.fromkeys(("avx512f", "avx512bw", "avx512bf16", "f16c"), True)
-    assert _compiled_for(cpu, features) == Isa(avx512f=True, avx512bw=True, avx512bf16=pairs, f16c=True)
+    features = dict.fromkeys(("avx2", "avx512f", "avx512bw", "avx512bf16", "f16c"), True)
+    assert _compiled_for(cpu, features) == Isa(avx2=True, avx512f=True, avx512bw=True, avx512bf16=pairs, f16c=True)

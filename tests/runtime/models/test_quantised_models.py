@@ -147,7 +147,7 @@ def test_an_engine_serves_it_expanded(int4: tuple[Path, Path]) -> None:
 
 
 def test_an_engine_computes_from_codes_of_4_bits(int4: tuple[Path, Path]) -> None:
-    """Of the layers' weights nothing is lost; activations are rounded to bfloat16."""
+    """Of the layers' weights nothing is lost; activations are rounded, at most to bfloat16."""
     found = answered(int4[0], dtype="bfloat16", kv_dtype="float32", weights_dtype="int4")
     expected = answered(int4[1], dtype="float32")
     assert found.token_ids == expected.token_ids
