@@ -285,11 +285,10 @@ def _plain_rows(kind: Kind) -> Any:
     Meanwhile the panel that lies ``ahead`` bytes behind is prefetched, if that is not 0: as evenly as can be by all
     tiles of rows. More at a time would wait for memory, and fewer would leave some of it to be waited for.
     """
-    most, four, two, one = (plain_tile(kind, rows, VECTORS) for rows in TILE_ROWS)
-    most_and_line, four_and_line, two_and_line, one_and_line = (
-        plain_tile(kind, rows, VECTORS, 1) for rows in TILE_ROWS
-    )
-    most_and_two, four_and_two, two_and_two, one_and_two = (plain_tile(kind, rows, VECTORS, 2) for rows in TILE_ROWS)
+    shapes = [(rows, VECTORS if rows > 1 else VECTORS_ALONE) for rows in TILE_ROWS]
+    most, four, two, one = (plain_tile(kind, *shape) for shape in shapes)
+    most_and_line, four_and_line, two_and_line, one_and_line = (plain_tile(kind, *shape, 1) for shape in shapes)
+    most_and_two, four_and_two, two_and_two, one_and_two = (plain_tile(kind, *shape, 2) for shape in shapes)
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
     @_pasted
@@ -300,8 +299,9 @@ def _plain_rows(kind: Kind) -> Any:
         while done < rows:
             x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
             step = _tile_rows(left)
-            passes = -(-left // TILE_ROWS[0]) * (PANEL // (VECTORS * LANES))
-            for column in range(0, PANEL, VECTORS * LANES):
+            width = LANES * (VECTORS if step > 1 else VECTORS_ALONE)
+            passes = -(-left // TILE_ROWS[0]) * (PANEL // width)
+            for column in range(0, PANEL, width):
                 at, t_at = start + column * column_bytes, done * PANEL + column
                 some = min(2, -(-(lines - line) // passes))
                 there, passes, line = ahead + line * LINE - column * column_bytes, passes - 1, line + some
@@ -339,9 +339,9 @@ def _plain_rows(kind: Kind) -> Any:
 
 def _grouped_rows(kind: Kind) -> Any:
     """As `_plain_rows`, for a kind with a scale per group of turns: they take as many registers as the sums do."""
-    tile_of, alone = (integer_tile, VECTORS_ALONE) if INTEGERS else (grouped_tile, VECTORS)
+    tile_of = integer_tile if INTEGERS else grouped_tile
     most, four, two = (tile_of(kind, rows, FEW_VECTORS) for rows in TILE_ROWS[:-1])
-    one = tile_of(kind, 1, alone)
+    one = tile_of(kind, 1, VECTORS_ALONE)
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
     @_pasted
@@ -360,7 +360,7 @@ def _grouped_rows(kind: Kind) -> Any:
             x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
             g_at = (row + done) * s_stride + first
             step = _tile_rows(left)
-            for column in range(0, PANEL, (alone if step == 1 else FEW_VECTORS) * LANES):
+            for column in range(0, PANEL, (VECTORS_ALONE if step == 1 else FEW_VECTORS) * LANES):
                 at = (panel * weight.turns + turn) * turn_bytes + column * column_bytes
                 s_at, t_at = (panel * all_groups + group) * PANEL + column, done * PANEL + column
                 if step == TILE_ROWS[0]:

@@ -30,8 +30,8 @@ TILE_ROWS = (6 if ISA.avx512f else 4, 4, 2, 1)
 VECTORS, FEW_VECTORS = (4, 2) if ISA.avx512f else (2, 2)
 """Vectors of columns of a tile; the fewer where scales need registers, too."""
 
-VECTORS_ALONE = 4
-"""Of one row's integers, whose factors are loaded once for all of them."""
+VECTORS_ALONE = PANEL // LANES
+"""Vectors of one row's tile: all of a panel, which is read in the order that it lies in memory."""
 
 LINE = 64
 """Bytes of a cache line."""
