@@ -31,12 +31,13 @@ def wanted(loaded: PoisonedModel) -> dict[str, Answer]:
 
 def assert_windows_are_bounded(run: Run) -> None:
     """No window group ever held more than sink, window and the chunks in flight."""
-    config, plan = run.engine.config, run.engine.card.plan
+    config, card = run.engine.config, run.engine.card
+    plan = card.plan
     assert any(not policy.is_full for policy in plan.policies)
     for policy, held in zip(plan.policies, run.executor.most_held.tolist(), strict=True):
         if not policy.is_full:
             most = policy.sink + policy.window + config.most_batched_tokens
-            assert 0 < held <= -(-most // config.block_size), (policy, held)
+            assert 0 < held <= -(-most // card.layout.block_size), (policy, held)
 
 
 def test_references_judge_what_they_must(wanted: dict[str, Answer]) -> None:
