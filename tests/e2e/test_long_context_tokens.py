@@ -68,7 +68,7 @@ def test_4000_tokens_without_recycling(loaded: PoisonedModel, wanted: dict[str, 
     assert_same(answer, run.results[name].token_ids)
     assert run.cache["recycled_blocks"] == 0
     computed = len(answer.prompt_ids) + len(answer.output_ids) - 1
-    np.testing.assert_array_equal(run.executor.most_held, -(-computed // CONFIG.block_size))
+    np.testing.assert_array_equal(run.executor.most_held, -(-computed // run.engine.cache.block_size))
 
 
 @pytest.mark.soak
@@ -91,7 +91,8 @@ def test_a_long_prefix_is_served_while_its_request_runs_and_afterwards(
     common = next(i for i, (a, b) in enumerate(zip(shorter.prompt_ids, longer.prompt_ids, strict=False)) if a != b)
     assert common > 4000
     reusable = [0, common, len(shorter.prompt_ids) - 1, len(longer.prompt_ids) - 1]
-    assert hits == [tokens // CONFIG.block_size * CONFIG.block_size for tokens in reusable]
+    block_size = run.engine.cache.block_size
+    assert hits == [tokens // block_size * block_size for tokens in reusable]
     assert_windows_are_bounded(run)
 
 
