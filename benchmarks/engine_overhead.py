@@ -77,9 +77,9 @@ class DecodingEngine:
     def __init__(self, model: str, batch: int, context: int, tokens: int) -> None:
         config = EngineConfig(model=model, max_num_seqs=batch)
         directory = resolve_model(config.model, config.cache_path)
-        token_bytes = read_model_card(config, directory, identify=False).bytes_per_token
-        room = batch * (context + tokens + 2 * config.block_size)
-        config = replace(config, kv_cache=f"{room * token_bytes:.0f}")
+        card = read_model_card(config, directory, identify=False)
+        room = batch * (context + tokens + 2 * card.layout.block_size)
+        config = replace(config, kv_cache=f"{room * card.bytes_per_token:.0f}")
         worker = ModelWorker(config, directory, 0, SingleRank())
         worker.initialize_cache()
         self.recorder = RecordingWorker(worker)

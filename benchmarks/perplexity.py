@@ -137,9 +137,9 @@ def read(config: EngineConfig, text: NDArray[np.int32]) -> Reading:
         return readers[-1]
 
     directory = resolve_model(config.model, config.cache_path)
-    token_bytes = read_model_card(config, directory, identify=False).bytes_per_token
-    room = len(text) + 2 * config.block_size  # a worker touches all of its cache at its start
-    config = replace(config, kv_cache=f"{room * token_bytes:.0f}", max_model_len=len(text))
+    card = read_model_card(config, directory, identify=False)
+    room = len(text) + 2 * card.layout.block_size  # a worker touches all of its cache at its start
+    config = replace(config, kv_cache=f"{room * card.bytes_per_token:.0f}", max_model_len=len(text))
     worker = ModelWorker(config, directory, 0, SingleRank(), parts=WorkerParts(load_model=load))
     worker.initialize_cache()
     (reader,) = readers

@@ -62,7 +62,7 @@ class Setting:
 
     def config(self, mode: str) -> EngineConfig:
         card, requests = self.card, self.requests if mode == "unlimited" else self.whole
-        columns = -(-(self.input_tokens + self.output_tokens) // self.engine.block_size)
+        columns = -(-(self.input_tokens + self.output_tokens) // card.layout.block_size)
         blocks = round(requests * columns * len(card.plan.groups))
         return replace(self.engine, recycling=mode != "off", kv_cache=str(blocks * card.layout.block_bytes))
 
@@ -209,12 +209,13 @@ def ratio(rounds: Sequence[Mapping[str, Outcome]], mode: str, base: str) -> floa
 
 
 def show_setting(setting: Setting) -> None:
-    engine, policies = setting.engine, setting.card.plan.policies
+    engine, card = setting.engine, setting.card
+    policies, block_size = card.plan.policies, card.layout.block_size
     windows = {f"{p.window} tokens" + (f" and a sink of {p.sink}" if p.sink else "") for p in policies if not p.is_full}
     print(
         f"\n{engine.model}: {setting.requests} requests at once, {setting.input_tokens} tokens in and "
         f"{setting.output_tokens} out; memory of {setting.whole:g} whole requests.\n{len(policies)} head groups, "
-        f"{sum(not p.is_full for p in policies)} with a window of {', '.join(windows)}; blocks of {engine.block_size} "
+        f"{sum(not p.is_full for p in policies)} with a window of {', '.join(windows)}; blocks of {block_size} "
         f"tokens, {engine.most_batched_tokens} tokens a step",
         flush=True,
     )

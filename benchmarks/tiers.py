@@ -121,6 +121,7 @@ def time_tiers(config: EngineConfig, name: str, size: Size, seed: int) -> dict[s
     emptied: dict[str, list[str]] = {"cold": [], "device": [], "host": ["device"], name: ["device", "host"]}
     seconds: dict[str, list[float]] = {tier: [] for tier in emptied}
     with LocalEngine(config) as engine:
+        block_size = engine.core.cache.block_size
         serve(engine, tokens(rng, min(600, size.prefix_tokens)))  # the kernels' first calls
         for _ in range(size.prefixes):
             prefix = tokens(rng, size.prefix_tokens)
@@ -128,7 +129,7 @@ def time_tiers(config: EngineConfig, name: str, size: Size, seed: int) -> dict[s
                 for emptied_tier in tiers:
                     engine.reset_cache(emptied_tier)
                 result = serve(engine, prefix + tokens(rng, size.own_tokens))
-                expected = 0 if tier == "cold" else size.prefix_tokens // config.block_size * config.block_size
+                expected = 0 if tier == "cold" else size.prefix_tokens // block_size * block_size
                 if result.usage.cached_tokens != expected:
                     raise SystemExit(f"{tier}: {result.usage.cached_tokens} of {expected} tokens came from the cache")
                 seconds[tier].append(result.timings.ttft_s)
@@ -195,7 +196,7 @@ def time_decoding(size: Size, seed: int) -> dict[str, float]:
             core.add(engine.preprocessor.prepare(prompt=tokens(rng, size.decoding_tokens), sampling=sampling))
         while min(len(sequence.output) for sequence in core._live.values()) < 2:
             core.step(None)
-        blocks = size.prefix_tokens // core.config.block_size
+        blocks = size.prefix_tokens // core.cache.block_size
         assert isinstance(core.cache.host, HostTier), "configured with a host cache"
         device, host = core.cache.pool.allocate(2 * blocks), core.cache.host.pool.allocate(2 * blocks)
         loads = np.stack([np.zeros(blocks, np.int32), host[:blocks], device[:blocks]], axis=1)

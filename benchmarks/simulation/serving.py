@@ -19,6 +19,7 @@ from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.cli.bench_workload import BenchRequest, Workload, arrival_times, make_requests
+from headwise.runtime.config.block_size import resolve_block_size
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import kept_policies
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
@@ -136,13 +137,14 @@ class SimulatedEngine:
         self, config: ModelConfig, gpu: SimulatedGpu, engine: EngineConfig, kv_bytes: float, longest: int
     ) -> None:
         plan = plan_head_groups(config.policies)
-        layout = gqa_layout(engine.block_size, plan.slots, config.head_dim, KV_DTYPE)
+        block_size = resolve_block_size(engine, config)
+        layout = gqa_layout(block_size, plan.slots, config.head_dim, KV_DTYPE)
         self.cache = CacheManager(
             kept_policies(plan, engine.recycling),
-            block_size=engine.block_size,
+            block_size=block_size,
             num_blocks=int(kv_bytes // layout.block_bytes),
             max_rows=engine.most_seqs,
-            max_blocks=-(-longest // engine.block_size) + 1,
+            max_blocks=-(-longest // block_size) + 1,
             step_tokens=engine.tokens_in_flight,
             prefix_caching=engine.prefix_caching,
         )

@@ -225,7 +225,7 @@ def _router_options(config: EngineConfig, preprocessor: Preprocessor) -> RouterO
     """How a deployment of this configuration routes."""
     return RouterOptions(
         policy=config.routing,
-        block_size=config.block_size,
+        block_size=preprocessor.card.layout.block_size,
         blocks_per_token=preprocessor.blocks_per_token,
         engine_queue=config.engine_queue,
         max_num_seqs=config.most_seqs,

@@ -326,6 +326,11 @@ class _Line:
     full: NDArray[np.bool_]
     is_state: bool
 
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all of the members have one policy."""
+        return bool((self.kinds == self.kinds[0, 0]).all())
+
     def slots(self, block_bytes: int) -> int:
         return block_bytes // self.size
 
@@ -334,6 +339,8 @@ class _Line:
 
     def full_waste(self, block_bytes: int) -> int:
         """Bytes of full groups, over all ranks, that full members do not fill."""
+        if self.is_uniform:
+            return self.empty(block_bytes) if self.full[0, 0] else 0
         groups = int(np.count_nonzero(self.full[:, :: self.slots(block_bytes)].any(axis=0)))
         return groups * block_bytes * len(self.members) - self.size * int(self.full.sum())
 
@@ -343,6 +350,8 @@ class _Line:
 
     def rounded_up(self, block_bytes: int) -> int:
         """Bytes of members in a group that keeps more than they need."""
+        if self.is_uniform:
+            return 0
         slots = self.slots(block_bytes)
         loosest = self.kinds[:, ::slots].min(axis=0)  # lines are in order: the first of each cut is the loosest
         return self.size * int(np.count_nonzero(self.kinds > np.repeat(loosest, slots)[: self.kinds.shape[1]]))

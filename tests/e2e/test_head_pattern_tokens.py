@@ -173,7 +173,7 @@ def test_prefixes_from_the_host_change_no_token(loaded: LoadedModel) -> None:
 
 def test_preemption_changes_no_token(loaded: LoadedModel) -> None:
     card = loaded.preprocessor.card
-    columns = -(-(PROMPT + OUTPUT) // loaded.config.block_size)
+    columns = -(-(PROMPT + OUTPUT) // card.layout.block_size)
     blocks = 2 * columns  # one request's full group, its window group and some more: no room for two requests
     assert len(card.plan.groups) == 2
     engine = loaded.run(urgent=True, kv_cache=f"{blocks * card.layout.block_bytes}B", max_model_len=0)

@@ -13,10 +13,10 @@ from support.waiting import PATIENCE_S
 
 from headwise.errors import LayerSwapTimeoutError
 from headwise.runtime.engine.core import EngineCore
-from headwise.runtime.protocol.request import GenerateRequest, GenerationResult
+from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, SamplingParams
 
 TOKENS = 8
-SHORT = replace(GREEDY, max_tokens=TOKENS)
+"""Of a demo model; of a tiny one all 64 of the reference."""
 
 
 @pytest.fixture(scope="module", params=CACHE_KINDS)
@@ -37,7 +37,11 @@ def run(engine: EngineCore, request: GenerateRequest) -> GenerationResult:
 
 
 def long_prompt(loaded: LoadedModel) -> Answer:
-    return next(answer for answer in answers(loaded.name) if answer.name == "long_700").first(TOKENS)
+    return next(answer for answer in answers(loaded.name) if answer.name == "long_700").first(loaded.tokens(TOKENS))
+
+
+def as_long_as(answer: Answer) -> SamplingParams:
+    return replace(GREEDY, max_tokens=len(answer.output_ids))
 
 
 def again(wanted: list[Answer]) -> list[Answer]:
@@ -66,7 +70,7 @@ def test_prefixes_come_back_from_the_host(loaded: LoadedModel, policy: str) -> N
     for turn in range(2):
         for other in others if turn else ():  # what the cache held before leaves the device
             run(engine, loaded.preprocessor.prepare(prompt=other, sampling=replace(GREEDY, max_tokens=2)))
-        request = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=SHORT)
+        request = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=as_long_as(answer))
         result = run(engine, request)
         assert_same(answer, result.token_ids)
         assert result.usage is not None
@@ -100,8 +104,8 @@ def test_a_quantised_cache_comes_back_from_the_host_as_it_was(kv_dtype: str, ker
 
 @cache_kinds_but("gemma3-270m")
 def test_a_host_of_a_few_blocks_and_many_requests_at_once(loaded: LoadedModel) -> None:
-    wanted = [a.first(TOKENS) for a in answers(loaded.name) if len(a.prompt_ids) < 400][:5]
-    sampling = {name: SHORT for a in wanted for name in (a.name, f"{a.name}/again")}
+    wanted = [a.first(loaded.tokens(TOKENS)) for a in answers(loaded.name) if len(a.prompt_ids) < 400][:5]
+    sampling = {name: as_long_as(a) for a in wanted for name in (a.name, f"{a.name}/again")}
     card = loaded.preprocessor.card
     block = card.layout.block_bytes * 16 // card.layout.block_size
     engine, executor = loaded.engine(
@@ -130,7 +134,7 @@ def test_a_load_that_comes_too_late_is_computed_anew(loaded: LoadedModel, monkey
     engine, executor = loaded.engine(
         block_size=16, host_cache="256MiB", write_policy="write_through", load_timeout_s=1.0
     )
-    request = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=SHORT)
+    request = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=as_long_as(answer))
     run(engine, request)
     engine.cache.pool.evict_all()
     manager, is_given_up = loaded.worker._copies._manager, threading.Event()

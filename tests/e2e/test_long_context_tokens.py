@@ -31,12 +31,13 @@ def wanted(loaded: PoisonedModel) -> dict[str, Answer]:
 
 def assert_windows_are_bounded(run: Run) -> None:
     """No window group ever held more than sink, window and the chunks in flight."""
-    config, plan = run.engine.config, run.engine.card.plan
+    config, card = run.engine.config, run.engine.card
+    plan = card.plan
     assert any(not policy.is_full for policy in plan.policies)
     for policy, held in zip(plan.policies, run.executor.most_held.tolist(), strict=True):
         if not policy.is_full:
             most = policy.sink + policy.window + config.most_batched_tokens
-            assert 0 < held <= -(-most // config.block_size), (policy, held)
+            assert 0 < held <= -(-most // card.layout.block_size), (policy, held)
 
 
 def test_references_judge_what_they_must(wanted: dict[str, Answer]) -> None:
@@ -67,7 +68,7 @@ def test_4000_tokens_without_recycling(loaded: PoisonedModel, wanted: dict[str, 
     assert_same(answer, run.results[name].token_ids)
     assert run.cache["recycled_blocks"] == 0
     computed = len(answer.prompt_ids) + len(answer.output_ids) - 1
-    np.testing.assert_array_equal(run.executor.most_held, -(-computed // CONFIG.block_size))
+    np.testing.assert_array_equal(run.executor.most_held, -(-computed // run.engine.cache.block_size))
 
 
 @pytest.mark.soak
@@ -90,7 +91,8 @@ def test_a_long_prefix_is_served_while_its_request_runs_and_afterwards(
     common = next(i for i, (a, b) in enumerate(zip(shorter.prompt_ids, longer.prompt_ids, strict=False)) if a != b)
     assert common > 4000
     reusable = [0, common, len(shorter.prompt_ids) - 1, len(longer.prompt_ids) - 1]
-    assert hits == [tokens // CONFIG.block_size * CONFIG.block_size for tokens in reusable]
+    block_size = run.engine.cache.block_size
+    assert hits == [tokens // block_size * block_size for tokens in reusable]
     assert_windows_are_bounded(run)
 
 

@@ -114,8 +114,8 @@ def fetched(node: Node) -> int:
     return int(node.core.stats()["peers"]["hit_tokens"])
 
 
-def full_blocks(answer: Answer, config: EngineConfig) -> int:
-    return (len(answer.prompt_ids) - 1) // config.block_size * config.block_size
+def full_blocks(answer: Answer, block_size: int) -> int:
+    return (len(answer.prompt_ids) - 1) // block_size * block_size
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_prompt_that_another_engine_computes_or_has_goes_on_with_the_reference
 ) -> None:
     config = replace(BASE, model=str(checkpoint(name)), block_size=16)
     answer = max(answers(name), key=lambda answer: len(answer.prompt_ids))
-    depth = full_blocks(answer, config)
+    depth = full_blocks(answer, 16)
     with two_engines(config, prefill, decode) as (p, d):
         for there, here in ((p, d), (d, p)):
             hint = PeerHint(there.name, 1, depth)
@@ -159,25 +159,28 @@ def test_a_prompt_that_another_engine_computes_or_has_goes_on_with_the_reference
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_dtype", "prefill", "decode"),
+    ("name", "kv_dtype", "prefill", "decode", "block_size"),
     [
-        ("qwen3", "int8", 1, 2),
-        ("qwen3", "float8_e4m3fn", 1, 1),
-        ("qwen3", "int4", 2, 1),
-        ("deepseek-v3", "int8", 1, 2),  # latents, whose rotated part has two bytes
-        ("three heads", "float32", 1, 3),
-        ("three heads", "int8", 3, 1),
+        ("qwen3", "int8", 1, 2, 16),
+        ("qwen3", "float8_e4m3fn", 1, 1, 16),
+        ("qwen3", "int4", 2, 1, 16),
+        ("deepseek-v3", "int8", 1, 2, 16),  # latents, whose rotated part has two bytes
+        ("three heads", "float32", 1, 3, 16),
+        ("three heads", "int8", 3, 1, 16),
+        ("qwen3-next", "int8", 1, 2, 128),  # chosen by the model
+        ("gpt-oss", "int8", 2, 1, 64),  # likewise
     ],
 )
 def test_blocks_of_another_engine_are_those_that_were_computed_here(
-    name: str, kv_dtype: Any, prefill: int, decode: int, tmp_path: Path
+    name: str, kv_dtype: Any, prefill: int, decode: int, block_size: int, tmp_path: Path
 ) -> None:
     """Quantised ones, and those of three ranks: with the tokens of one engine of one rank, which asks nobody."""
     model = three_heads(tmp_path) if name == "three heads" else checkpoint(name)
-    config = replace(BASE, model=str(model), block_size=16, kv_dtype=kv_dtype)
+    config = replace(BASE, model=str(model), block_size="auto" if block_size > 16 else 16, kv_dtype=kv_dtype)
     answer = max(answers("qwen3" if name == "three heads" else name), key=lambda answer: len(answer.prompt_ids))
-    depth = full_blocks(answer, config)
+    depth = full_blocks(answer, block_size)
     with two_engines(config, prefill, decode) as (p, d):
+        assert [node.core.cache.block_size for node in (p, d)] == [block_size] * 2
         alone = serve(p if prefill == 1 else d, answer, "alone").token_ids
         for there, here in ((p, d), (d, p)):
             hint = PeerHint(there.name, 1, depth)
@@ -219,7 +222,7 @@ def test_messages_that_are_lost_and_doubled_change_no_token_whatever_a_layer_kee
     with two_engines(config, 1, 2) as (p, d):
         p.wire = d.wire = Wire(seed)
         for there, here in ((p, d), (d, p)):
-            hint = PeerHint(there.name, 1, full_blocks(answer, config))
+            hint = PeerHint(there.name, 1, full_blocks(answer, 16))
             assert_same(answer.first(TOKENS), serve(there, answer, f"of {there.name}").token_ids)
             for prefills in (False, True):
                 salt = f"computed by {there.name}" if prefills else f"of {there.name}"
@@ -243,6 +246,6 @@ def test_a_head_pattern_is_kept_alike_by_engines_of_all_ranks(tmp_path: Path, pr
         assert [len(policies) for policies in kinds] == [2], "full groups and streaming ones, as on the other engine"
         alone = serve(p, answer, "alone").token_ids
         for there, here in ((p, d), (d, p)):
-            hint = PeerHint(there.name, 1, full_blocks(answer, config), prefills=True)
+            hint = PeerHint(there.name, 1, full_blocks(answer, 16), prefills=True)
             assert serve(here, answer, f"computed by {there.name}", hint).token_ids == alone
             assert fetched(here) == hint.tokens

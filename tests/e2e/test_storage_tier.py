@@ -25,7 +25,7 @@ from headwise.runtime.protocol.request import GenerationResult
 pytestmark = pytest.mark.model
 
 TOKENS = 8
-SHORT = replace(GREEDY, max_tokens=TOKENS)
+"""Of a demo model; of a tiny one all 64 of the reference."""
 PATIENT: dict[str, Any] = {"prefetch": "wait_complete", "storage_timeout_s": PATIENCE_S, "load_timeout_s": PATIENCE_S}
 """Of an engine that uses what storage has, however long a busy machine takes to bring it."""
 
@@ -42,11 +42,12 @@ def tiny() -> LoadedModel:
 
 
 def long_prompt(loaded: LoadedModel) -> Answer:
-    return next(answer for answer in answers(loaded.name) if answer.name == "long_700").first(TOKENS)
+    return next(answer for answer in answers(loaded.name) if answer.name == "long_700").first(loaded.tokens(TOKENS))
 
 
 def serve_greedily(loaded: LoadedModel, engine: EngineCore, answer: Answer) -> GenerationResult:
-    result = serve(engine, loaded.preprocessor, [answer], {answer.name: SHORT})[answer.name]
+    sampling = {answer.name: replace(GREEDY, max_tokens=len(answer.output_ids))}
+    result = serve(engine, loaded.preprocessor, [answer], sampling)[answer.name]
     assert_same(answer, result.token_ids)
     return result
 

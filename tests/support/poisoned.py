@@ -128,7 +128,7 @@ class PoisonedModel:
         """``kv_cache`` in which the answer's request fits, and hardly another block."""
         config, card = self._configured(**changes)
         tokens = len(answer.prompt_ids) + len(answer.output_ids)
-        blocks = GroupWindows(card.kept, config.block_size).peak_blocks(tokens, config.tokens_in_flight)
+        blocks = GroupWindows(card.kept, card.layout.block_size).peak_blocks(tokens, config.tokens_in_flight)
         return f"{blocks * card.layout.block_bytes}B"
 
     def _configured(self, **changes: Any) -> tuple[EngineConfig, ModelCard]:

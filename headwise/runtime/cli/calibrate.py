@@ -75,7 +75,7 @@ def _checked(config: EngineConfig, output: Path, inputs: int) -> EngineConfig:
         raise ConfigError(f"the directory {output.parent} does not exist: make it, or choose another --output")
     if output.suffix != ".json":
         raise ConfigError(f"--output must end in .json, got {output}: the pattern is written as JSON")
-    check_streaming(0.5, config.sink, config.window, config.block_size)
+    check_streaming(0.5, config.sink, config.window, config.fewest_block_tokens)
     return config
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 
 from headwise.errors import ConfigError, HeadwiseError
-from headwise.runtime.config.engine_config import EngineConfig, field_default
+from headwise.runtime.config.engine_config import EngineConfig, field_default, number_or_words
 
 if TYPE_CHECKING:
     from headwise.runtime.client.client import Client
@@ -148,8 +148,21 @@ def _flag(f: Field[Any], hint: Any) -> Any:
     name = f.name.replace("_", "-")
     declaration = f"--{name}/--no-{name}" if hint is bool else f"--{name}"
     text = f"{f.metadata['help']} [default: {_shown(field_default(f))}]"
+    _, words = number_or_words(hint)
+    if words:
+        shown = "|".join(("INTEGER", *words))
+        option = typer.Option(declaration, help=text, show_default=False, parser=_number_if_it_is, metavar=shown)
+        return Annotated[Any, option]
     option = typer.Option(declaration, help=text, show_default=False)
     return Annotated[hint | None, option]
+
+
+def _number_if_it_is(text: str) -> int | str:
+    """What a number or a word is in YAML; whether the word may stand there, `EngineConfig` says."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def config_reference() -> str:
@@ -168,7 +181,9 @@ def _values(f: Field[Any], hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(hint))
     low, high = f.metadata["low"], f.metadata["high"]
+    hint, words = number_or_words(hint)
     kind = {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}[hint]
+    kind = ", ".join((*(f"`{word}`" for word in words), kind))
     if low == -math.inf:
         return kind
     return f"{kind}, at least {low:g}" if high == math.inf else f"{kind}, {low:g} to {high:g}"

@@ -18,6 +18,9 @@ from headwise.units import parse_bytes, parse_pairs
 
 CPU_KV_CACHE = "512MiB"
 
+FEWEST_TOKENS = 64
+"""That a cache block has where ``block_size`` is ``auto``; which models need more, `choose_block_size` says."""
+
 _CPU_CHOICES = {
     "tensor_ops": ("numba", "paddle", "numpy"),
     "kernels": ("numba", "reference"),
@@ -236,7 +239,13 @@ class EngineConfig:
         65536,
     )
     cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)
-    block_size: int = _option(64, "Tokens per cache block.", 1, 4096)
+    block_size: int | Literal["auto"] = _option(
+        "auto",
+        "Tokens per cache block; auto is 64, or 128 for models whose recurrent states fit badly beside blocks of 64 "
+        "tokens: by the model and kv_dtype alone, so that engines of any number of ranks agree.",
+        1,
+        4096,
+    )
     kv_cache: str = _option(
         "auto",
         "Memory of each worker's block pool, such as 8GiB; auto is what gpu_memory_utilization leaves on a GPU, and "
@@ -422,7 +431,7 @@ class EngineConfig:
         if self.head_pattern:
             from headwise.cache_controller.head_pattern import check_streaming  # numpy: not for `--help`
 
-            check_streaming(self.sparsity, self.sink, self.window, self.block_size)
+            check_streaming(self.sparsity, self.sink, self.window, self.fewest_block_tokens)
 
     def _check_scaling(self) -> None:
         if self.target_ttft_s and self.target_queue_s:
@@ -609,6 +618,11 @@ class EngineConfig:
         return None if self.on_gpu else parse_bytes(CPU_KV_CACHE)
 
     @property
+    def fewest_block_tokens(self) -> int:
+        """Those of a cache block; where the model is to tell, it may be more."""
+        return FEWEST_TOKENS if self.block_size == "auto" else self.block_size
+
+    @property
     def host_cache_bytes(self) -> int:
         """Of each worker; 0 where ``auto`` was not resolved (`resolve_host_cache`)."""
         return 0 if self.host_cache == "auto" else parse_bytes(self.host_cache)
@@ -712,17 +726,26 @@ def _check(f: Field[Any], hint: Any, value: Any) -> None:
         if value not in get_args(hint):
             raise ConfigError(f"{f.name} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}")
         return
+    hint, words = number_or_words(hint)
+    if value in words:
+        return
     expected = (int, float) if hint is float else hint
-    if get_origin(hint) in (Union, UnionType):
-        expected = get_args(hint)
     if not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool):
         got = repr(value) if f.repr else f"a secret {type(value).__name__}"
-        raise ConfigError(f"{f.name} must be {getattr(hint, '__name__', hint)}, got {got}")
+        raise ConfigError(f"{f.name} must be {' or '.join((getattr(hint, '__name__', hint), *words))}, got {got}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         low, high = f.metadata["low"], f.metadata["high"]
         if not low <= value <= high:  # also catches NaN
             limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise ConfigError(f"{f.name} must be {limits}, got {value!r}")
+
+
+def number_or_words(hint: Any) -> tuple[Any, tuple[str, ...]]:
+    """The type of a field, and which words may stand there in place of a number: none of most fields."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint, ()
+    number, words = get_args(hint)
+    return number, get_args(words)
 
 
 def field_default(f: Field[Any]) -> Any:

@@ -12,6 +12,7 @@ from headwise.cache_controller.unified_pages import planned_bytes, unified_pages
 from headwise.cache_controller.windows import GroupWindows
 from headwise.kernels.bandwidth import read_bandwidth
 from headwise.kernels.select import resolve_kernels_name
+from headwise.runtime.config.block_size import choose_block_size
 from headwise.runtime.config.decode_reads import DecodeReads, decode_reads, kinds_of_blocks
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.host_cache import MOST_BYTES
@@ -122,15 +123,16 @@ def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
     weights = config.weights_dtype_name
     if config.computes_from_blocks:
         weights += f" ({kinds_of_blocks(directory)})"
-    pool, slots = "measured at start", plan.slots_text.replace(" ", "")
+    pool, slots, block_size = "measured at start", plan.slots_text.replace(" ", ""), card.layout.block_size
     if spec.num_blocks:
         size = format_bytes(spec.num_blocks * card.layout.block_bytes)
-        pool = f"{spec.num_blocks} blocks of {card.layout.block_size} tokens, {size} per rank"
+        pool = f"{spec.num_blocks} blocks of {block_size} tokens, {size} per rank"
     return (
         f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
         f"dtype={config.dtype_name} weights_dtype={weights} kv_dtype={config.kv_dtype_name} "
         f"replicas={config.first_replicas} tp_size={'+'.join(map(str, config.tp_sizes))} "
-        f"head_groups={len(plan.groups)}x{slots} pool={pool} host_cache={config.host_cache}"
+        f"head_groups={len(plan.groups)}x{slots} block_size={block_size} pool={pool} "
+        f"host_cache={config.host_cache}"
     )
 
 
@@ -161,13 +163,16 @@ def _bytes_of_states(config: EngineConfig, card: ModelCard) -> str:
 
 
 def _padding_beside_states(config: EngineConfig, card: ModelCard) -> str:
-    """Of tokens and of states, which share blocks of the same bytes, and whether longer blocks would have less."""
+    """Of tokens and of states, which share blocks of the same bytes, and why blocks are as long as they are, or
+    whether longer ones would have less."""
 
     def shares(plan: HeadGroupPlan) -> tuple[float, float]:
         return plan.padding_of(states=False), plan.padding_of(states=True)
 
     of_tokens, of_states = shares(card.plan)
     text = f"{of_tokens:.1%} of tokens, {of_states:.1%} of states"
+    if config.block_size == "auto":
+        return f"{text}; {choose_block_size(card.config, config.kv_dtype_name).reason}"
     if max(of_tokens, of_states) <= MAX_STATE_PADDING:
         return text
     for block_size in (2 * config.block_size, 4 * config.block_size):
@@ -181,7 +186,7 @@ def requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> tup
     """Requests of so many tokens that the pool holds at once: as configured, and if every head kept everything."""
 
     def fit(policies: Sequence[HeadPolicy]) -> int:
-        windows = GroupWindows(policies, config.block_size)
+        windows = GroupWindows(policies, card.layout.block_size)
         return card.spec.num_blocks // int(windows.peak_blocks(tokens, config.tokens_in_flight))
 
     return fit(card.kept), fit([policy if policy.is_state else FULL for policy in card.kept])
@@ -217,7 +222,7 @@ def _over_unified_pages(config: EngineConfig, card: ModelCard) -> str:
     policies = card.config.policies
     if not card.recycling:
         policies = tuple(tuple(policy if policy.is_state else FULL for policy in row) for row in policies)
-    step = config.block_size, config.tokens_in_flight
+    step = card.layout.block_size, config.tokens_in_flight
     pages, texts = unified_pages(card.plan, policies, *step), []
     for tokens in [n for n in _COMPARED if n <= card.max_model_len] or [card.max_model_len]:
         own = planned_bytes(card.plan, card.kept, tokens, *step)

@@ -15,6 +15,7 @@ from headwise.cache_controller.planner import HeadGroupPlan, Policies, agreed_po
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import ConfigError, ModelError
+from headwise.runtime.config.block_size import resolve_block_size
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.expert_codes import check_expert_codes
 from headwise.runtime.loader.block_file import BLOCKS
@@ -155,7 +156,7 @@ def read_model_card(
     chosen = config.device, config.kernels, config.kv_dtype_name, config.tensor_ops
     for tp_size in config.tp_sizes:
         attention.check(Serving(config.model, tp_size, *chosen))
-    plan, layouts = _plan(config, model, attention)
+    plan, layouts = _plan(config, model, attention, resolve_block_size(config, model))
     spec = _cache_spec(config, layouts[0], asked)
     card = ModelCard(
         config.model,
@@ -183,7 +184,8 @@ def _with_ranks(card: ModelCard, config: EngineConfig, tp_size: int) -> ModelCar
     """The card of a deployment's engine that has so many ranks."""
     if tp_size == config.tp_size:
         return card
-    plan, layouts = _plan(config.of_ranks(tp_size), card.config, attention_of(card.config))
+    attention, block_size = attention_of(card.config), card.layout.block_size
+    plan, layouts = _plan(config.of_ranks(tp_size), card.config, attention, block_size)
     spec = _cache_spec(config, layouts[0], card.max_model_len)
     return replace(card, plan=plan, layouts=layouts, spec=spec)
 
@@ -202,7 +204,7 @@ def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCar
             f"needs {groups}, one per head group: give at least {block_bytes * groups} bytes, or a smaller block_size"
         )
     spec = replace(card.spec, num_blocks=num_blocks)
-    max_model_len = min(_asked_length(config, card.config), _tokens_that_fit(config, card.plan, spec))
+    max_model_len = min(_asked_length(config, card.config), _tokens_that_fit(config, card, spec))
     if max_model_len < config.max_model_len:
         raise ConfigError(
             f"kv_cache {config.kv_cache} holds {max_model_len} tokens, max_model_len is {config.max_model_len}: "
@@ -217,7 +219,8 @@ def arrangement_with(config: EngineConfig, card: ModelCard, tp_size: int) -> Arr
     Raises:
         ConfigError: there are none, or the model cannot be served by so many.
     """
-    return Arrangement.of(*_plan(config.of_ranks(tp_size), card.config, attention_of(card.config)))
+    attention, block_size = attention_of(card.config), card.layout.block_size
+    return Arrangement.of(*_plan(config.of_ranks(tp_size), card.config, attention, block_size))
 
 
 def plan_with(config: EngineConfig, card: ModelCard, block_size: int) -> HeadGroupPlan:
@@ -226,14 +229,14 @@ def plan_with(config: EngineConfig, card: ModelCard, block_size: int) -> HeadGro
     Raises:
         ConfigError: the model cannot be served so.
     """
-    return _plan(replace(config, block_size=block_size), card.config, attention_of(card.config))[0]
+    return _plan(config, card.config, attention_of(card.config), block_size)[0]
 
 
 def _plan(
-    config: EngineConfig, model: ModelConfig, attention: AttentionVariant
+    config: EngineConfig, model: ModelConfig, attention: AttentionVariant, block_size: int
 ) -> tuple[HeadGroupPlan, tuple[BlockLayout, ...]]:
     """The head groups, and the layout of each layer's blocks: one object for layers whose members are alike."""
-    of_one = [attention.layout(config.block_size, 1, config.kv_dtype_name, layer) for layer in range(model.num_layers)]
+    of_one = [attention.layout(block_size, 1, config.kv_dtype_name, layer) for layer in range(model.num_layers)]
     sizes, replicated = [layout.slot_bytes for layout in of_one], attention.is_replicated
 
     def plan_of(policies: Policies, tp_size: int) -> HeadGroupPlan:
@@ -273,19 +276,20 @@ def check_unchanged(card: ModelCard, config: EngineConfig, directory: Path) -> N
         )
 
 
-def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec) -> int:
+def _tokens_that_fit(config: EngineConfig, card: ModelCard, spec: CacheSpec) -> int:
     """The longest sequence that the pool holds, in whole blocks: window groups take a fixed part of it."""
-    windows = GroupWindows(kept_policies(plan, config.recycling), config.block_size)
+    block_size = card.layout.block_size
+    windows = GroupWindows(kept_policies(card.plan, config.recycling), block_size)
 
     def fits(columns: int) -> bool:
-        tokens = columns * config.block_size
+        tokens = columns * block_size
         return int(windows.peak_blocks(tokens, config.tokens_in_flight, state_copies=2)) <= spec.num_blocks
 
     low, high = 1, spec.max_blocks
     while low < high:  # the largest number of columns that fits
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * config.block_size
+    return low * block_size
 
 
 def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
@@ -304,7 +308,7 @@ def _cache_spec(config: EngineConfig, layout: BlockLayout, max_tokens: int) -> C
             f"host_cache {config.host_cache} does not hold one block of {layout.block_bytes} bytes: give at least a "
             "hundred times that, or 0 for none"
         )
-    return CacheSpec(0, config.most_seqs, -(-max_tokens // config.block_size), host_blocks)
+    return CacheSpec(0, config.most_seqs, -(-max_tokens // layout.block_size), host_blocks)
 
 
 def _weights(raw_config: bytes, directory: Path, config: EngineConfig, progress: Progress | None = None) -> str:

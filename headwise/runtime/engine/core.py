@@ -79,7 +79,7 @@ class EngineCore:
         self._clock = clock
         self.cache = CacheManager(
             card.kept,
-            block_size=config.block_size,
+            block_size=card.layout.block_size,
             num_blocks=card.spec.num_blocks,
             max_rows=card.spec.max_rows,
             max_blocks=card.spec.max_blocks,
@@ -102,7 +102,7 @@ class EngineCore:
         )
         self._prefills: Prefills | None = None
         if self._lending is not None:
-            self._prefills = Prefills(self._lending, config.block_size, self._add_for_another, self.abort)
+            self._prefills = Prefills(self._lending, card.layout.block_size, self._add_for_another, self.abort)
         self._operations = Operations(self.resources)
         self._lookup = lookup
         self._depth = config.steps_in_flight

@@ -25,6 +25,7 @@ from headwise.runtime.models import (
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Prepare, Weights, make_anew
 from headwise.runtime.models.hf_config import HfConfig
+from headwise.runtime.models.kinds import check_kinds
 from headwise.runtime.models.unsupported import what_is_missing
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import TensorOps
@@ -74,7 +75,9 @@ def model_config(config: HfConfig) -> ModelConfig:
             f"architecture {named or 'missing from config.json'} is not supported{missing and f': {missing}'}; "
             f"supported are {', '.join(sorted(_MODELS))}"
         )
-    return entry.parse(config)
+    model = entry.parse(config)
+    check_kinds(config, model)
+    return model
 
 
 def build_model(

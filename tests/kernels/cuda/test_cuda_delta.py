@@ -105,6 +105,7 @@ def assert_right(scene: DeltaScene, atol: float = 5e-5, **options: Any) -> OfPro
 
 CASES = {
     "decodes behind prompts, alone and beside them": DeltaCase(((5, 1, 1), (0, 20, 1)), heads=1),
+    "blocks of two chunks, begun within the second": DeltaCase(((131, 1, 66), (5, 1, 100)), heads=1, block_size=128),
     "chunks of several blocks, begun within one": DeltaCase(((70, 1, 66), (5, 1, 2)), heads=1, block_size=64),
     "fewer tokens than the convolution spans, across blocks": DeltaCase(
         ((1, 1, 2), (63, 2, 3)), block_size=64, heads=1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
 from headwise.cache_controller.policy import STATE
+from headwise.runtime.config.block_size import choose_block_size
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import describe
 from headwise.runtime.config.model_card import read_model_card
@@ -43,14 +45,18 @@ def sizes_up_to_eight(model: ModelConfig) -> list[int]:
 
 
 MOST_PADDING = 0.05
-MORE_PADDING = {("qwen3.5-27b", 8): 0.07, **{("qwen3.5-397b-a17b", size): 0.105 for size in (2, 4, 8)}}
-"""Models, and their ranks, whose states and heads fit no better into blocks of the same bytes, of 64 tokens."""
+MORE_PADDING = {("qwen3.5-27b", 8): 0.07}
+"""Models, and their ranks, whose states and heads fit no better into blocks of the same bytes, of any number of tokens
+that is a power of two."""
 
 
-def plan_of(path: Path, tp_size: int, block_size: int = 64) -> HeadGroupPlan:
-    """As it is served, in bfloat16: states and heads in blocks of one pool."""
+def plan_of(path: Path, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
+    """As it is served, in bfloat16: states and heads in blocks of one pool.
+
+    block_size: 0: what ``auto`` is
+    """
     model = model_config(json.loads(path.read_text()))
-    attention = attention_of(model)
+    attention, block_size = attention_of(model), block_size or choose_block_size(model, "bfloat16").tokens
     sizes = [attention.layout(block_size, 1, "bfloat16", layer).slot_bytes for layer in range(model.num_layers)]
     return plan_head_groups(model.policies, tp_size, sizes=sizes, is_replicated=attention.is_replicated)
 
@@ -87,13 +93,12 @@ def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(publi
     attention, ranks = attention_of(model), sizes_up_to_eight(model)
     assert [size for size in valid_tp_sizes(model) if size <= 8] == ranks
     assert {1, 2, 4, 8} <= {*ranks} or model.num_heads < 8
-    sizes = [attention.layout(64, 1, "bfloat16", layer).slot_bytes for layer in range(model.num_layers)]
     for size in ranks:
         attention.check(Serving(published.stem, size, "cpu", "auto", "bfloat16"))
         plan = plan_of(published, size)
         assert max(paddings(plan).values()) <= MORE_PADDING.get((published.stem, size), MOST_PADDING)
         for group in plan.groups:
-            assert len({tuple(sizes[layer] for layer, _ in rank) for rank in group.members}) == 1
+            assert len({tuple(plan.sizes[layer] for layer, _ in rank) for rank in group.members}) == 1
         for layer, row in enumerate(model.policies):
             counts = {len(plan.kv_heads(rank)[layer]) for rank in range(size)}
             assert counts == {len(row) if attention.is_replicated or not row else max(1, len(row) // size)}
@@ -106,8 +111,9 @@ def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(publi
 
 
 @pytest.mark.parametrize(("name", "tp_size"), MORE_PADDING)
-def test_where_more_is_padded_no_other_block_would_pad_less(name: str, tp_size: int) -> None:
-    plan = plan_of(PUBLISHED[0].parent / f"{name}.json", tp_size)
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256, 512])
+def test_where_more_is_padded_no_other_block_would_pad_less(name: str, tp_size: int, block_size: int) -> None:
+    plan = plan_of(PUBLISHED[0].parent / f"{name}.json", tp_size, block_size)
     worse = max(paddings(plan).values())
     assert MOST_PADDING < worse == pytest.approx(least_of_the_worse(plan))
 
@@ -117,23 +123,37 @@ def test_heads_come_before_states_where_both_cannot_fit() -> None:
     assert paddings(plan_of(PUBLISHED[0].parent / "qwen3.5-27b.json", 8))[False] == 0
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
-def test_blocks_of_128_tokens_fit_the_states_of_the_largest_qwen(tp_size: int) -> None:
-    plan = plan_of(PUBLISHED[0].parent / "qwen3.5-397b-a17b.json", tp_size, block_size=128)
-    assert max(paddings(plan).values()) <= MOST_PADDING
-
-
 @pytest.mark.parametrize(
-    ("name", "tp_size", "told"),
+    ("name", "tp_size", "block_size", "told"),
     [
-        ("qwen3.5-397b-a17b", 1, "0.0% of tokens, 3.6% of states"),
-        ("qwen3.5-397b-a17b", 8, "10.4% of tokens, 0.0% of states; with block_size 128 0.0% and 4.7%"),
-        ("qwen3.5-27b", 8, "0.0% of tokens, 6.9% of states"),
+        ("qwen3.5-397b-a17b", 1, 64, "0.0% of tokens, 3.6% of states"),
+        ("qwen3.5-397b-a17b", 8, 64, "10.4% of tokens, 0.0% of states; with block_size 128 0.0% and 4.7%"),
+        ("qwen3.5-27b", 8, 64, "0.0% of tokens, 6.9% of states"),
+        (
+            "qwen3.5-397b-a17b",
+            8,
+            "auto",
+            "0.0% of tokens, 4.7% of states; auto chose 128: on 1 to 8 ranks 64 pads up to 10.4%, 128 up to 4.7%",
+        ),
+        (
+            "qwen3.5-27b",
+            1,
+            "auto",
+            "2.3% of tokens, 1.2% of states; auto chose 64: on 1 to 8 ranks 64 pads up to 6.9%, 128 up to 6.9%",
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            2,
+            "auto",
+            "4.7% of tokens, 0.0% of states; auto chose 64: it pads at most 4.7% on 1 to 8 ranks",
+        ),
     ],
 )
-def test_info_tells_what_blocks_would_pad_less(name: str, tp_size: int, told: str, tmp_path: Path) -> None:
+def test_info_tells_what_blocks_would_pad_less(
+    name: str, tp_size: int, block_size: Any, told: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text((PUBLISHED[0].parent / f"{name}.json").read_text())
-    config = EngineConfig(model="m", kv_cache="64GiB", dtype="bfloat16", tp_size=tp_size)
+    config = EngineConfig(model="m", kv_cache="64GiB", dtype="bfloat16", tp_size=tp_size, block_size=block_size)
     rows = dict(describe(config, read_model_card(config, tmp_path, identify=False), tmp_path))
     assert rows["padding"] == told
 
