@@ -156,7 +156,7 @@ sys.meta_path[:] = [Absent(), *(finder for finder in sys.meta_path if "editable"
 
 ABSENT = (
     "paddle", "ray", "zmq", "gguf", "llguidance", "prometheus_client", "starlette", "uvicorn", "typer",
-    "threadpoolctl", "pydantic",
+    "threadpoolctl", "pydantic", "rich",
 )  # fmt: skip
 """What headwise asks for, but a machine lent for its GPU need not have, beside headwise itself."""
 
@@ -173,6 +173,17 @@ def test_a_machine_needs_no_more_packages_than_the_script_says(tmp_path: Path) -
     status, _, result = run("--only", sections, *files, PYTHONPATH=str(tmp_path))
     assert (status, result["failed"]) == (0, {})
     assert list(result["seconds"]) == sections.split(",")
+
+
+def test_what_is_missing_is_told_at_once_and_the_rest_is_measured(tmp_path: Path) -> None:
+    told = f"ABSENT, ROOT = {{'rich', 'jinja2', 'tokenizers'}}, {str(SCRIPT.parents[1])!r}\n"
+    (tmp_path / "sitecustomize.py").write_text(told + WITHOUT)
+    files = ("--work", tmp_path / "work", "--result", tmp_path / "gpu.json")
+    status, output, result = run("--only", "copies", *files, PYTHONPATH=str(tmp_path))
+    note = "not installed: tokenizers, jinja2; what needs them fails"
+    assert (status, result["failed"]) == (1, {"about.packages": note})
+    assert "about.packages FAILED" in output.splitlines()[0]
+    assert "| copies.block16_right |" in output, "a table without rich"
 
 
 def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str, Any], str]) -> None:
