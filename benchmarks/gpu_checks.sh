@@ -17,7 +17,8 @@
 # last two are whole after every row, so whoever stops the run, and however, has what was found until then.
 #
 # Nothing is installed or fetched. Needed: CuPy for the driver's CUDA, Triton, NumPy, ml_dtypes, safetensors, tokenizers,
-# msgpack, PyYAML, jinja2, xxhash, rich. Compared with where there: torch, flashinfer. Used where there: compute-sanitizer.
+# msgpack, PyYAML, jinja2, xxhash; the first row names those that are missing. headwise need not be installed. Compared
+# with where there: torch, flashinfer. Used where there: compute-sanitizer, rich.
 #
 # With SmolLM2's weights, two more options; the tokens are those of a CPU:
 #

@@ -7,7 +7,9 @@ and not run. So times, of this process alone, are those of our own Python here: 
 driver adds its own, and so do allocations. A layer's share is the difference between models of 4 and 12 layers.
 `graphs` is how steps run by default, `launches` with `prefill_graphs: 0`; mixed steps have a sequence that decodes
 beside each that is computed. `decode` is a whole step of sequences that all decode, greedily, one in 64 of which begins
-a block: until it is enqueued, and until its result is there. The last line is JSON.
+a block: until it is enqueued, and until its result is there. `in a graph` is what a layer of a tiny gpt-oss, which has
+all biases that are served, adds to a decode step's graph: kernels, products, and what CuPy would be asked for besides.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import STREAM, EmulatedGpu, EmulatedOps
 from support.gpu.host_cublas import aligned
+from support.tiny_checkpoints import TINY_CONFIGS, reference
+from support.tiny_checkpoints import write_checkpoint as write_tiny
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.block_tables import CudaBlockTables
@@ -64,17 +68,58 @@ class Addressed(np.ndarray):
         return SimpleNamespace(ptr=self.ctypes.data)
 
 
+class Operated(np.ndarray):
+    """Operations on it, and on what they make, are counted in `calls`, by name, as those of CuPy: a launch each."""
+
+    calls: Counter[str] | None = None
+
+    def __array_finalize__(self, made_of: Any) -> None:
+        self.calls = getattr(made_of, "calls", None)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Any:
+        calls = next(each.calls for each in (*inputs, *more.get("out", ())) if isinstance(each, Operated))
+        if calls is not None:
+            calls[f"cupy.{ufunc.__name__}"] += 1
+        with np.errstate(all="ignore"):  # of products that nobody computed
+            plain = {**more, **({"out": tuple(map(np.asarray, more["out"]))} if "out" in more else {})}
+            made = getattr(ufunc, method)(*map(np.asarray, inputs), **plain)
+        if "out" in more:
+            return more["out"][0]
+        made = made.view(Operated)
+        made.calls = calls
+        return made
+
+
+class OperatedNumPy:
+    """NumPy, whose new arrays count what is done with them."""
+
+    def __init__(self, calls: Counter[str]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, shape: Any, dtype: Any) -> Operated:
+        made = np.empty(shape, dtype).view(Operated)
+        made.calls = self._calls
+        return made
+
+
 def _nothing(*arguments: Any) -> None:
     pass
 
 
 class Counted:
-    """`Programs`, `TritonLauncher` and cuBLAS in one, which count what they are asked to enqueue."""
+    """`Programs`, `TritonLauncher` and cuBLAS in one, which count what they are asked to enqueue.
+
+    graphs: what each whole step that was recorded is made of
+    """
 
     sm, sms = 90, 132
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.graphs: list[Counter[str]] = []
         self.steps, self.fetches = self._over_cupy("step_upload"), self._over_cupy("pinned_fetch")
 
     def _over_cupy(self, name: str) -> Any:
@@ -147,10 +192,15 @@ class CountedOps(EmulatedOps):
     empty_like = GpuOps.empty_like
     empty_bytes = GpuOps.empty_bytes
 
-    def __init__(self, dtype: str, counted: Counted) -> None:
-        GpuOps.__init__(self, np, numpy_dtype(dtype), counted, counted)
+    def __init__(self, dtype: str, counted: Counted, xp: Any = np) -> None:
+        GpuOps.__init__(self, xp, numpy_dtype(dtype), counted, counted)
         self._cublas, self.is_recorded = Cublas(aligned, counted.cublas(), lambda: STREAM), False
         self._counted = counted
+
+    def matmul(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        out: np.ndarray = self.xp.empty((x.shape[0], weight.shape[1]), self.dtype)
+        assert self._cublas.product(x, weight, out)
+        return out
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
         upload = self._counted.steps.PinnedUpload
@@ -162,7 +212,9 @@ class CountedOps(EmulatedOps):
         return fetch
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
+        self._counted.calls.clear()
         results = work()
+        self._counted.graphs.append(self._counted.calls.copy())
 
         def replay() -> Sequence[KernelArray]:
             self._counted.calls["graph"] += 1
@@ -187,10 +239,13 @@ class CountedOps(EmulatedOps):
 
 
 class CountedGpu(EmulatedGpu):
-    def __init__(self, dtype: str) -> None:
+    """operates: whether operations on arrays are counted, too, which takes time of its own"""
+
+    def __init__(self, dtype: str, operates: bool = False) -> None:
         self._dtype, self._libraries, self.counted = dtype, LIBRARIES, Counted()
         counted: Any = self.counted
-        self.ops, self.sampler = CountedOps(dtype, counted), None
+        xp = OperatedNumPy(counted.calls) if operates else np
+        self.ops, self.sampler = CountedOps(dtype, counted, xp), None
         self._tables, self._step_tokens = CudaBlockTables(counted), CudaStepTokens(counted)
         self.parts = GpuParts(counted, counted, aligned, np.empty, self.ops.multiply_heads)
 
@@ -271,6 +326,30 @@ def decode_cost(directory: Path, sequences: int, rounds: int) -> tuple[Counter[s
     return calls, statistics.median(begins[1:]), statistics.median(wholes[1:])
 
 
+def graph_of_layer(place: Path, name: str) -> dict[str, float]:
+    """What each layer of a tiny model adds to the graph of a decode step."""
+    found = []
+    for layers in (2, 4):  # of each kind as many
+        config = {**TINY_CONFIGS[name], "num_hidden_layers": layers}
+        shapes = {}
+        for weight, shape in reference(name)["shapes"].items():
+            if ".layers." not in weight:
+                shapes[weight] = shape
+            elif ".layers.0." in weight:
+                shapes |= {weight.replace(".layers.0.", f".layers.{layer}."): shape for layer in range(layers)}
+        directory = place / f"{name}-{layers}"
+        write_tiny(directory, config, shapes)
+        gpu = CountedGpu("bfloat16", operates=True)
+        engine = EngineConfig(
+            model=str(directory), device="cuda", dtype="bfloat16", kv_cache="64MiB", block_size=16, max_model_len=256,
+            max_num_seqs=4, prefill_graphs=0,
+        )  # fmt: skip
+        ModelWorker(engine, directory, 0, SingleRank(), gpu).initialize_cache()
+        found.append(gpu.counted.graphs[-1])
+    few, many = found
+    return {call: (many[call] - few[call]) / 2 for call in many if many[call] > few[call]}
+
+
 def of_layer(
     directories: Sequence[Path], graphs: int, batch: BatchRequest, rounds: int
 ) -> tuple[dict[str, float], float]:
@@ -296,6 +375,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"decode_{sequences}_begin_us": begun * 1e6,
                 f"decode_{sequences}_us": whole * 1e6,
             }
+        held = graph_of_layer(Path(place), "gpt-oss")
+        told = ", ".join(f"{count:g} {call}" for call, count in held.items())
+        print(f"gpt-oss decode in a graph: {sum(held.values()):g}: {told}")
+        figures["gpt_oss_graph_of_layer"] = sum(held.values())
         for model in (LLAMA,) if quick else (LLAMA, MOE):
             shape, directories = random_models(TINY, None)[model], []
             for layers in (FEW, MANY):

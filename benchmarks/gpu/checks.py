@@ -14,7 +14,7 @@ tiny sizes.
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 
 LIMIT_S = 460.0
 """Of the whole run: sections are stopped, and no more begun, once it is over."""
+
+NEEDED = {
+    "numpy": "numpy", "ml_dtypes": "ml-dtypes", "triton": "triton", "msgpack": "msgpack", "yaml": "pyyaml",
+    "xxhash": "xxhash", "safetensors": "safetensors", "tokenizers": "tokenizers", "jinja2": "jinja2",
+}  # fmt: skip
+"""Modules, besides CuPy, that some section needs, and the packages that have them."""
 
 ABOUT, ABOUT_LIMIT_S = "about", 60.0
 """What a process is asked that tells card and versions."""
@@ -204,7 +210,9 @@ def run_all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def find_card(
     options: argparse.Namespace, arguments: Sequence[str], report: Report, emit: Callable[[Row], None]
 ) -> bool:
-    """Put card and versions into the report; False if there is nothing to measure on."""
+    """Put card and versions into the report, and what is missing; False if there is nothing to measure on."""
+    if missing := [package for module, package in NEEDED.items() if not is_there(module)]:
+        emit(Row(ABOUT, "packages", FAILED, note=f"not installed: {', '.join(missing)}; what needs them fails"))
     try:
         said = told(options) if options.here else ask_about(options, arguments)
     except (ChildError, ValueError) as error:
@@ -215,6 +223,13 @@ def find_card(
         report.about |= said
     print(", ".join(f"{name} {value}" for name, value in report.about.items()), flush=True)
     return NO_GPU not in said
+
+
+def is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def ask_about(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, str]:

@@ -402,7 +402,9 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
         host.close()
 
 
-OWN_OPS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "mix_experts", "greedy")
+OWN_OPS = (
+    "embedding", "rms_norm", "add_rms_norm", "add_rms_norm_bias", "silu_mul", "gelu_tanh_mul", "mix_experts", "greedy",
+)  # fmt: skip
 """Operations whose kernels are not CuPy's, or some library's."""
 
 
@@ -440,13 +442,15 @@ def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, An
         ops.scatter_add_rows(target, places, ops.take_rows(x, places), factors)
         return ops.numpy(target)
 
+    def summed(bias: Any) -> Any:
+        both = ops.add_rms_norm(x, x[::-1] + x, ops.norm_weight(norm), 1e-5, bias)
+        return np.stack([ops.numpy(each) for each in both])
+
     yield "linear", lambda: ops.numpy(ops.linear(x, ops.linear_weight(weight), ops.tensor(weight[:, 0].copy())))
     yield "embedding", lambda: ops.numpy(ops.embedding(ops.tensor(table), ops.upload(ids)))
     yield "rms_norm", lambda: ops.numpy(ops.rms_norm(x, ops.norm_weight(norm), 1e-5))
-    yield (
-        "add_rms_norm",
-        lambda: np.stack([ops.numpy(each) for each in ops.add_rms_norm(x, x[::-1] + x, ops.norm_weight(norm), 1e-5)]),
-    )
+    yield "add_rms_norm", lambda: summed(None)
+    yield "add_rms_norm_bias", lambda: summed(ops.tensor(norm[::-1].copy()))
     yield (
         "rope",
         lambda: ops.numpy(ops.rope(ops.tensor(heads), *ops.rotation(ops.upload(positions), ops.upload(inverse)))),

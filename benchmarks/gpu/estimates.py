@@ -146,23 +146,38 @@ def skewed_decode(card: Card, heads: Heads, batch: int, contexts: tuple[int, int
     ])  # fmt: skip
 
 
-SINGLE_S = {"planning": 1.5 * US, "first tile": 1.5 * US, "store and count": 1 * US}
-"""Assumed: of a step of one sequence, where nothing hides any of it; and MERGE_ROUND_S for each 16 parts of a head."""
-MERGE_ROUND_S, MERGED_AT_ONCE = 0.75 * US, 16
+SINGLE_S = {"planning": 1.5 * US, "first tile": 1.5 * US}
+"""Assumed: of a step of one sequence, where nothing hides it; once more where programs wait for others' places."""
+COUNT_S, MERGE_S = 1 * US, 0.75 * US
+"""Assumed: until a part is stored and counted; and to read the parts of a group."""
+MERGED = 16
+"""As `merge_jit.GROUP`."""
+
+
+def merged(parts: int) -> float:
+    """Seconds until the parts of a head are its result: groups of them, then, if there are several, those."""
+    return COUNT_S + MERGE_S + (merged(ceil(parts / MERGED)) if parts > MERGED else 0)
 
 
 def single_decode(card: Card, heads: Heads, contexts: Sequence[int], block_size: int) -> Table:
-    """One sequence: what its first and last microseconds leave of the card's bandwidth."""
+    """One sequence: what its first and last microseconds leave of the card's bandwidth; cut as batches are, and as few
+    sequences are."""
     tuning, tile = Tuning(), decode_tile(heads.head_dim, heads.dtype, heads.dtype, card.sm, block_size)
-    units, rows = max(1, card.sms * tuning.split_programs // heads.kv_heads), []
-    for context in contexts:
-        size, tiles = context * heads.kv_heads * 2 * heads.head_dim * BYTES_BF16, ceil(context / tile.keys)
-        parts = ceil(tiles / max(ceil(tiles / min(units, MOST_SPLITS)), tuning.min_split_tokens // tile.keys))
-        read = size / card.bandwidth
-        whole = read + sum(SINGLE_S.values()) + ceil(parts / MERGED_AT_ONCE) * MERGE_ROUND_S
-        rows.append([f"{context:,} tokens", f"{read / US:.1f} us", str(parts), f"{whole / US:.1f} us",
-                     f"{read / whole:.2f}"])  # fmt: skip
-    return Table(["", "read in", "parts of a head", "a step", "of bandwidth"], rows)
+    rows = []
+    for each in (tuning.split_programs, tuning.few_programs):
+        units = max(1, card.sms * each // heads.kv_heads)
+        for context in contexts:
+            size, tiles = context * heads.kv_heads * 2 * heads.head_dim * BYTES_BF16, ceil(context / tile.keys)
+            split = max(ceil(tiles / min(units, MOST_SPLITS)), tuning.min_split_tokens // tile.keys)
+            parts = ceil(tiles / split)
+            waves = 1 if parts * heads.kv_heads <= card.sms * PLACES_PER_SM else 2
+            read = size / card.bandwidth
+            whole = waves * sum(SINGLE_S.values()) + read + merged(parts)
+            rows.append([f"{each}", f"{context:,} tokens", f"{read / US:.1f} us", f"{parts}, {split} tiles each",
+                         f"{waves * sum(SINGLE_S.values()) / US:.1f} us", f"{merged(parts) / US:.2f} us",
+                         f"{whole / US:.1f} us", f"{read / whole:.2f}"])  # fmt: skip
+    head = ["programs an SM, about", "", "read in", "parts of a head", "until tiles come", "merged in", "a step"]
+    return Table([*head, "of bandwidth"], rows)
 
 
 # ---- caches of fewer bits ----

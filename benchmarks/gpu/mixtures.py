@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.precompile import precompile
@@ -33,9 +35,11 @@ def compile_experts(shape: ExpertShape, target: Target, directory: Path) -> int:
 
 
 def experts_of(ops: TensorOps, up: Sequence[Matrix], down: Sequence[Matrix]) -> Experts:
-    """Of ``up [2 * inner, hidden]`` and ``down [hidden, inner]`` each: the last is shared, and two are chosen."""
+    """Of ``up [2 * inner, hidden]`` and ``down [hidden, inner]`` each: the last is shared, two are chosen, by logits
+    that lack a bias."""
     every = [
         GatedMlp(Linear(ops.gated_weight(one)), Linear(ops.linear_weight(other)))
         for one, other in zip(up, down, strict=True)
     ]
-    return ops.experts(Mixture(Routing(len(up) - 1, 2, 1e-12), "silu"), every[:-1], every[-1])
+    bias = np.linspace(1, -1, len(up) - 1, dtype=np.float32)
+    return ops.experts(Mixture(Routing(len(bias), 2, 1e-12), "silu", logit_bias=bias), every[:-1], every[-1])

@@ -236,9 +236,13 @@ def _finite(row: Row) -> float | None:
 
 
 def show_table(rows: Sequence[Row], title: str) -> None:
-    """Print all rows as one table."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print all rows as one table; in Markdown, where rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(title, to_markdown({}, rows), sep="\n")
+        return
 
     table = Table(title=title, title_justify="left", caption_justify="left")
     for column in ("", "measured", "aim", "met", ""):

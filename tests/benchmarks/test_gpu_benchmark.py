@@ -141,6 +141,51 @@ def test_every_section_runs_to_its_end_on_an_emulated_gpu(emulated: tuple[int, s
         assert name in output
 
 
+WITHOUT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.path[:] = [path for path in sys.path if path != ROOT]
+sys.meta_path[:] = [Absent(), *(finder for finder in sys.meta_path if "editable" not in str(finder).lower())]
+"""
+"""What Python does at its start, with names in place of these two: as if packages were not installed."""
+
+ABSENT = (
+    "paddle", "ray", "zmq", "gguf", "llguidance", "prometheus_client", "starlette", "uvicorn", "typer",
+    "threadpoolctl", "pydantic", "rich",
+)  # fmt: skip
+"""What headwise asks for, but a machine lent for its GPU need not have, beside headwise itself."""
+
+
+def test_a_machine_needs_no_more_packages_than_the_script_says(tmp_path: Path) -> None:
+    told = f"ABSENT, ROOT = {set(ABSENT)!r}, {str(SCRIPT.parents[1])!r}\n"
+    (tmp_path / "sitecustomize.py").write_text(told + WITHOUT)
+    there = ["-c", "import importlib.util as u; print(u.find_spec('numpy').name); import headwise"]
+    paths = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    alone = subprocess.run([sys.executable, *there], capture_output=True, text=True, env=paths, cwd="/", check=False)
+    assert (alone.stdout, alone.returncode) == ("numpy\n", 1), alone.stderr
+    sections = "correctness,copies,model,recycling"
+    files = ("--work", tmp_path / "work", "--result", tmp_path / "gpu.json")
+    status, _, result = run("--only", sections, *files, PYTHONPATH=str(tmp_path))
+    assert (status, result["failed"]) == (0, {})
+    assert list(result["seconds"]) == sections.split(",")
+
+
+def test_what_is_missing_is_told_at_once_and_the_rest_is_measured(tmp_path: Path) -> None:
+    told = f"ABSENT, ROOT = {{'rich', 'jinja2', 'tokenizers'}}, {str(SCRIPT.parents[1])!r}\n"
+    (tmp_path / "sitecustomize.py").write_text(told + WITHOUT)
+    files = ("--work", tmp_path / "work", "--result", tmp_path / "gpu.json")
+    status, output, result = run("--only", "copies", *files, PYTHONPATH=str(tmp_path))
+    note = "not installed: tokenizers, jinja2; what needs them fails"
+    assert (status, result["failed"]) == (1, {"about.packages": note})
+    assert "about.packages FAILED" in output.splitlines()[0]
+    assert "| copies.block16_right |" in output, "a table without rich"
+
+
 def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str, Any], str]) -> None:
     result = emulated[2]
     assert {"benchmark", "date", "seed", "card", "triton", "numpy"} <= set(result)
@@ -152,6 +197,7 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
             "attend_e4m3",
             "attend_int4",
             "ops_rope_bfloat16",
+            "ops_add_rms_norm_bias_bfloat16",
             "sampling_bfloat16",
         },
         "decode": {

@@ -64,7 +64,12 @@ def test_greedy_tokens_of_several_prompts_at_once(
     config = EngineConfig(model=directory, device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256)
     with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
         results = engine.generate([answer.prompt_ids for answer in wanted], replace(GREEDY, max_tokens=tokens))
-        weights = engine._worker._model._layers[0].attention
+        layer = engine._worker._model._layers[0]
+        weights = layer.attention
+        adds = model.startswith("gpt-oss")
+        assert not adds or (
+            weights.out.added is not None and weights.out.bias is None and layer.mlp.router.bias is None
+        )
         has_bias = model in ("qwen2", "gpt-oss", "gpt-oss-mxfp4")
         assert not has_bias or (weights.bias is not None and weights.qkv.bias is None), "added where heads are rotated"
     for answer, result in zip(wanted, results, strict=True):

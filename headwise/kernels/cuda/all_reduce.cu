@@ -76,31 +76,38 @@ __device__ __forceinline__ Step exchange(
     return step;
 }
 
-// The vectors of a row that this thread keeps, summed over the ranks; and then added to those of `residual`, if ADDS.
+__device__ __forceinline__ void add(Floats& sum, const uint4& vector)
+{
+    const Floats floats = widened(vector);
+#pragma unroll
+    for (int j = 0; j < ELEMENTS; j++) sum.at[j] += floats.at[j];
+}
+
+// The vectors of a row that this thread keeps, summed over the ranks; then of a row's `bias`, unless null, and of
+// `residual`, if ADDS.
 template <bool ADDS>
 __device__ __forceinline__ void sum_ranks(
-    uint4 (&sums)[HELD], char* const (&ranks)[MOST_RANKS], Step step, int row, int vectors, const char* residual)
+    uint4 (&sums)[HELD], char* const (&ranks)[MOST_RANKS], Step step, int row, int vectors, const char* residual,
+    const char* bias)
 {
     const int begin = row * vectors * VECTOR, part = step % 2 * PART;
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         const int vector = i * blockDim.x + threadIdx.x, at = begin + vector * VECTOR;
-        uint4 parts[RANKS], before;
+        uint4 parts[RANKS], before, more = {};
         if (vector < vectors) {
 #pragma unroll
             for (int rank = 0; rank < RANKS; rank++) parts[rank] = load_fresh(ranks[rank] + part + at);
             if (ADDS) before = load(residual + at);
+            if (ADDS && bias) more = load(bias + vector * VECTOR);
         }
         __syncwarp();  // else the assembler saves registers: it loads some, adds them up, and only then loads the others
         if (vector >= vectors) continue;
         Floats sum = widened(parts[0]);
 #pragma unroll
-        for (int rank = 1; rank <= RANKS; rank++) {
-            if (rank == RANKS && !ADDS) break;
-            const Floats floats = widened(rank == RANKS ? before : parts[rank]);
-#pragma unroll
-            for (int j = 0; j < ELEMENTS; j++) sum.at[j] += floats.at[j];
-        }
+        for (int rank = 1; rank < RANKS; rank++) add(sum, parts[rank]);
+        if (ADDS && bias) add(sum, more);
+        if (ADDS) add(sum, before);
         sums[i] = narrowed(sum);
     }
 }
@@ -124,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_reduce(
     const Step step = exchange(ranks, own, x, rank, rows, vectors);
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
         uint4 sums[HELD];
-        sum_ranks<false>(sums, ranks, step, row, vectors, nullptr);
+        sum_ranks<false>(sums, ranks, step, row, vectors, nullptr, nullptr);
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             const int vector = i * blockDim.x + threadIdx.x;
@@ -134,12 +141,13 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_reduce(
     count_step(own, step);
 }
 
-// As all_reduce, of sum = residual + the ranks' x, rounded once; and out, its norm with the weight of one row.
+// As all_reduce, of sum = residual + bias + the ranks' x, rounded once; and out, its norm with the weight of one row.
 //
 // residual, sum, out:  [rows, vectors]; sum may be residual
+// bias:                [vectors], or null; the same on all ranks
 extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_norm(
     char* r0, char* r1, char* r2, char* r3, char* r4, char* r5, char* r6, char* r7, char* own, int rank,
-    const char* x, const char* residual, const float* __restrict__ weight, char* sum, char* out,
+    const char* x, const char* residual, const char* bias, const float* __restrict__ weight, char* sum, char* out,
     int rows, int vectors, float eps)
 {
     char* const ranks[MOST_RANKS] = {r0, r1, r2, r3, r4, r5, r6, r7};
@@ -147,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) all_reduce_norm(
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
         const int begin = row * vectors * VECTOR;
         uint4 sums[HELD];
-        sum_ranks<true>(sums, ranks, step, row, vectors, residual);
+        sum_ranks<true>(sums, ranks, step, row, vectors, residual, bias);
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             const int vector = i * blockDim.x + threadIdx.x;

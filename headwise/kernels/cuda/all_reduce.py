@@ -20,6 +20,7 @@ from headwise.kernels.cuda.elementwise import (
     VECTOR_BYTES,
     Array,
     is_dense,
+    pointer,
     pointers,
     variant_of,
 )
@@ -114,19 +115,23 @@ class CudaAllReduce:
         kernel = self._of(x, vectors, threads).all_reduce
         kernel(grid, (*self._places, *pointers(x, out), np.int32(rows), np.int32(vectors)))
 
-    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float, total: Array, out: Array) -> None:
-        """``total = residual +`` the sum of all ranks' ``x``, and ``out`` its norm; see `CudaElementwise.rms_norm`.
+    def add_rms_norm(
+        self, x: Array, residual: Array, weight: Array, eps: float, total: Array, out: Array, bias: Array | None = None
+    ) -> None:
+        """``total = residual + bias +`` the sum of all ranks' ``x``, and ``out`` its norm; see
+        `CudaElementwise.rms_norm`.
 
-        ``total`` may be ``residual``; ``weight`` is float32 ``[N]``.
+        ``total`` may be ``residual``; ``weight`` is float32 ``[N]``, ``bias [N]`` as ``x``, and the same on all ranks.
         """
         _check(x, residual, total, out)
+        assert bias is None or is_dense(bias, x.shape[1:], x.dtype), "a bias for each column, as the rows are"
         assert is_dense(weight, x.shape[1:]), "a norm's weights are float32, one for each column"
         rows, vectors, threads, grid = _shape(x)
         kernel = self._of(x, vectors, threads).all_reduce_norm
         kernel(
             grid,
             (
-                *self._places, *pointers(x, residual, weight, total, out),
+                *self._places, *pointers(x, residual), pointer(bias), *pointers(weight, total, out),
                 np.int32(rows), np.int32(vectors), np.float32(eps),
             ),
         )  # fmt: skip

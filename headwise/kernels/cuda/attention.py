@@ -95,6 +95,7 @@ class Tuning:
 
     split_programs:   decode is split until there are about this many programs per multiprocessor: enough that the ones
                       that end first leave little idle
+    few_programs:     the same of up to `few_sequences`, whose splits are alike: all run at once, and less is merged
     min_split_tokens: a split has at least so many tokens: fewer cost more to merge than they save
     tma:              the tensor memory accelerator brings a prompt's keys and values, where `tma_tile` has a tile
     """
@@ -102,6 +103,8 @@ class Tuning:
     prefill: Tile | None = None
     decode: Tile | None = None
     split_programs: int = 8
+    few_programs: int = 2
+    few_sequences: int = 4
     min_split_tokens: int = 128
     tma: bool = False
 
@@ -148,7 +151,7 @@ class TritonAttention:
         self._batch: Callable[[], AttentionBatch | None] = lambda: None
         self._of_batch: dict[str, np.generic] = {}
         # Of all KV heads together, two for a unit: see `attention_jit.attend`.
-        self._splits = 2 * max(self._programs, MOST_KV_HEADS)
+        self._splits = 2 * max(self._most_programs, MOST_KV_HEADS)
         self._workspace = PartsWorkspace(self.allocate, self._splits)
 
     def prepare(self, shapes: Iterable[AttentionShape]) -> None:
@@ -191,7 +194,7 @@ class TritonAttention:
             raise ValueError(f"sink_logits {sink_logits.shape} {sink_logits.dtype} are not float32 [{q_heads}]")
         plan = self._plan_of(shape)
         useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
-        units = max(1, min(self._programs // kv_heads, sequences * useful))
+        units = max(1, min(self._programs(shape, sequences) // kv_heads, sequences * useful))
         parts = self._workspace.arguments(self._splits * shape.share, shape.head_dim)
         arguments = {
             "query": np.uint64(address_of(query)),
@@ -225,9 +228,17 @@ class TritonAttention:
             self._batch, self._of_batch = weakref.ref(batch), _batch_arguments(batch)
         return self._of_batch
 
-    @property
-    def _programs(self) -> int:
+    def _programs(self, shape: AttentionShape, sequences: int) -> int:
         """Splits that all which the heads of a rank see of a batch is cut into, about."""
+        tuning = self.tuning
+        if sequences > tuning.few_sequences:
+            return self._most_programs
+        # What is converted takes more instructions: one more program hides their latency.
+        few = tuning.few_programs + (shape.kv_dtype != shape.q_dtype)
+        return min(self.launcher.sms * few, self._most_programs)
+
+    @property
+    def _most_programs(self) -> int:
         return self.launcher.sms * self.tuning.split_programs
 
     def _plan_of(self, shape: AttentionShape) -> _Plan:

@@ -33,11 +33,12 @@ extern "C" __global__ void rms_norm(
     norm_row(held, weight, out + static_cast<long long>(row) * vectors * VECTOR, here, vectors, group, eps);
 }
 
-// As rms_norm, of sum = x + addend.
+// As rms_norm, of sum = x + addend, or of x + (addend + bias), each sum rounded.
 //
 // x, addend, sum, out:  [rows, vectors]; sum may be x or addend
+// bias:                 [vectors], or null
 extern "C" __global__ void add_rms_norm(
-    const char* x, const char* addend, const float* __restrict__ weight, char* sum, char* out,
+    const char* x, const char* addend, const char* bias, const float* __restrict__ weight, char* sum, char* out,
     int rows, int vectors, int group, float eps)
 {
     const int row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group, at = threadIdx.x % group;
@@ -50,6 +51,13 @@ extern "C" __global__ void add_rms_norm(
         if (!here || vector >= vectors) continue;
         held[i] = load(x + begin + vector * VECTOR);
         more[i] = load(addend + begin + vector * VECTOR);
+    }
+    if (bias) {
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            const int vector = i * group + at;
+            if (here && vector < vectors) more[i] = added(more[i], load(bias + vector * VECTOR));
+        }
     }
 #pragma unroll
     for (int i = 0; i < HELD; i++) {

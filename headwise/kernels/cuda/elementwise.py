@@ -104,8 +104,13 @@ class CudaElementwise:
         )  # fmt: skip
         return True
 
-    def add_rms_norm(self, x: Array, addend: Array, weight: Array, eps: float, total: Array, out: Array) -> bool:
-        """``total = x + addend`` of ``[T, N]`` without gaps, and ``out`` is its `rms_norm`. ``total`` may be ``x``."""
+    def add_rms_norm(
+        self, x: Array, addend: Array, weight: Array, eps: float, total: Array, out: Array, bias: Array | None = None
+    ) -> bool:
+        """``total = x + addend`` of ``[T, N]`` without gaps, and ``out`` is its `rms_norm`. ``total`` may be ``x``.
+
+        To ``addend``, ``bias [N]`` of the same dtype is added before.
+        """
         tokens, width = x.shape
         vectors = width * x.dtype.itemsize // VECTOR_BYTES
         group = _norm_group(vectors)
@@ -114,13 +119,14 @@ class CudaElementwise:
             or tokens * group > MOST_THREADS
             or not (_in_vectors(x) and is_dense(weight, (width,)))
             or not all(is_dense(array, x.shape, x.dtype) for array in (x, addend, total, out))
+            or not (bias is None or is_dense(bias, (width,), x.dtype))
         ):
             return False
         threads = max(group, THREADS)
         self._of(x).add_rms_norm[threads](
             _grid(tokens * group, threads),
             (
-                *pointers(x, addend, weight, total, out),
+                *pointers(x, addend), pointer(bias), *pointers(weight, total, out),
                 *(np.int32(number) for number in (tokens, vectors, group)), np.float32(eps),
             ),
         )  # fmt: skip
@@ -143,10 +149,9 @@ class CudaElementwise:
             or not (bias is None or is_dense(bias, (2 * width,), gate_up.dtype))
         ):
             return False
-        added = np.uint64(0 if bias is None else address_of(bias))
         self._of(out).gated[activation](
             _grid(count, THREADS),
-            (*pointers(gate_up, out), added, np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
+            (*pointers(gate_up, out), pointer(bias), np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
         )
         return True
 
@@ -246,3 +251,8 @@ def _grid(threads: int, block: int) -> Grid:
 
 def pointers(*arrays: Array) -> tuple[np.uint64, ...]:
     return tuple(np.uint64(address_of(array)) for array in arrays)
+
+
+def pointer(array: Array | None) -> np.uint64:
+    """Null for None."""
+    return np.uint64(0 if array is None else address_of(array))

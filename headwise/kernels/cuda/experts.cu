@@ -109,14 +109,15 @@ __device__ __forceinline__ unsigned groups_of(const float (&corrected)[HELD])
     return used;
 }
 
-__device__ __forceinline__ float logit_of(const char* logits, int expert)
+__device__ __forceinline__ float logit_of(const char* logits, const float* bias, int expert)
 {
-    return NUMBER == F32 ? reinterpret_cast<const float*>(logits)[expert]
-                         : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(logits)[expert]);
+    const float logit = NUMBER == F32 ? reinterpret_cast<const float*>(logits)[expert]
+                                      : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(logits)[expert]);
+    return bias == nullptr ? logit : logit + bias[expert];
 }
 
 // Scores of a warp's token, by its logits.
-__device__ __forceinline__ void score(const char* logits, float (&scores)[HELD])
+__device__ __forceinline__ void score(const char* logits, const float* bias, float (&scores)[HELD])
 {
     const int lane = threadIdx.x % WARP;
     float most = __uint_as_float(0xff800000u), sum = 0.0f;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void score(const char* logits, float (&scores)[HELD])
         const int expert = i * WARP + lane;
         scores[i] = __uint_as_float(0xff800000u);
         if (expert >= EXPERTS) continue;
-        scores[i] = logit_of(logits, expert);
+        scores[i] = logit_of(logits, bias, expert);
         most = fmaxf(most, scores[i]);
     }
     if (!SIGMOID) most = most_of_lanes(most);
@@ -141,6 +142,7 @@ __device__ __forceinline__ void score(const char* logits, float (&scores)[HELD])
 }
 
 // logits:     [tokens, EXPERTS]; its stride is bytes from token to token
+// bias:       [EXPERTS], added to logits; null for none
 // correction: [EXPERTS], added to scores for the choice alone; null for none
 // scales:     [EXPERTS], factors on weights; null for none
 // live:       tokens from *live on are padding: they are assigned to -1
@@ -149,8 +151,9 @@ __device__ __forceinline__ void score(const char* logits, float (&scores)[HELD])
 //             that is negative, and times `scale`; those of shared experts are 1
 // grid:       a warp, a token
 extern "C" __global__ void choose_experts(
-    const char* logits, const float* __restrict__ correction, const float* __restrict__ scales, const int* live,
-    int* chosen, float* shares, long long token_stride, int tokens, float norm_min, float scale)
+    const char* logits, const float* __restrict__ bias, const float* __restrict__ correction,
+    const float* __restrict__ scales, const int* live, int* chosen, float* shares, long long token_stride, int tokens,
+    float norm_min, float scale)
 {
     const int token = (blockIdx.x * blockDim.x + threadIdx.x) / WARP, lane = threadIdx.x % WARP;
     if (token >= tokens) return;
@@ -161,7 +164,7 @@ extern "C" __global__ void choose_experts(
     }
     float scores[HELD], corrected[HELD];
     logits += token * token_stride;
-    score(logits, scores);
+    score(logits, bias, scores);
     // Sigmoids that nothing is added to are compared by their logits, which differ where they round to 1.
     const bool is_plain = SIGMOID && GROUPS == 1 && correction == nullptr;
 #pragma unroll
@@ -169,7 +172,7 @@ extern "C" __global__ void choose_experts(
         const int expert = i * WARP + lane;
         corrected[i] = scores[i];
         if (expert < EXPERTS && correction != nullptr) corrected[i] += correction[expert];
-        if (expert < EXPERTS && is_plain) corrected[i] = logit_of(logits, expert);
+        if (expert < EXPERTS && is_plain) corrected[i] = logit_of(logits, bias, expert);
     }
     const unsigned groups = groups_of(corrected);
     unsigned taken = 0;

@@ -77,7 +77,7 @@ class StackedExperts:
     gate_up:    ``[E, 2 * inner, hidden]``, gates before ups; as codes, if ``shape`` says so
     down:       ``[E, hidden, inner]``, likewise
     biases:     ``[E, 2 * inner]`` and ``[E, hidden]``, of the same dtype; None where there are none
-    correction, scales: see `headwise.runtime.ops.base.Mixture`, on the device
+    correction, scales, logit_bias: see `headwise.runtime.ops.base.Mixture`, on the device
     """
 
     shape: ExpertShape
@@ -87,6 +87,7 @@ class StackedExperts:
     down_bias: Array | None
     correction: Array | None
     scales: Array | None
+    logit_bias: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class CudaExperts:
         kernels.choose(
             (-(-rows * WARP // THREADS), 1, 1),
             (
-                *_pointers(logits, experts.correction, experts.scales, tokens, chosen, shares),
+                *_pointers(logits, experts.logit_bias, experts.correction, experts.scales, tokens, chosen, shares),
                 np.int64(logits.strides[0]), np.int32(rows),
                 np.float32(-1 if routing.norm_min is None else routing.norm_min), np.float32(routing.scale),
             ),

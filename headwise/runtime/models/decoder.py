@@ -66,8 +66,15 @@ def make_anew(name: str, make: Callable[[], Weight]) -> Weight:
 
 @dataclass(frozen=True)
 class Linear:
+    """A projection.
+
+    bias:  which comes with the product
+    added: a bias of what goes into the residual stream, which is added there, once for all ranks, all of which have it
+    """
+
     weight: Weight
     bias: Tensor | None = None
+    added: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -221,10 +228,14 @@ class Decoder(Model):
         adds_later = self.ops.leaves_biases and self.attends_to_projected and not is_normed
         return QkvProjections(
             qkv=Linear(qkv.weight) if adds_later else qkv,
-            out=self._split_columns(f"{at}o_proj", q, config.out_bias),
+            out=self._split_columns(f"{at}o_proj", q, config.out_bias, self.adds_later(layer, "after_attention")),
             sink_logits=self._sink_logits(at, layer) if config.sink_logits else None,
             bias=qkv.bias if adds_later else None,
         )
+
+    def adds_later(self, layer: int, norm: str) -> bool:
+        """Whether the bias of what goes into the residual stream is added there: not if ``norm`` comes before."""
+        return self.ops.leaves_biases and norm not in self.norms_of(layer)
 
     def projections(self, layer: int) -> Sequence[str]:
         """Hugging Face's names of what queries, and keys and values, are projected by."""
@@ -239,15 +250,16 @@ class Decoder(Model):
 
     def load_mlp(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` that stand for a layer's MLP."""
-        return self.gated_mlp(at, self.config.mlp_size(layer))
+        return self.gated_mlp(at, self.config.mlp_size(layer), adds_later=self.adds_later(layer, "after_mlp"))
 
     def load_more(self) -> None:
         """Load the weights that a model has beside its embedding, layers, last norm and LM head."""
 
-    def gated_mlp(self, at: str, size: int, experts: int = 1) -> GatedMlp:
+    def gated_mlp(self, at: str, size: int, experts: int = 1, adds_later: bool = False) -> GatedMlp:
         """This rank's part of a gated MLP of intermediate size ``size``.
 
         experts: that it is made of, side by side: the part is as large as those of so many
+        adds_later: see `Linear.added`
         """
         shard, has_bias, one = self._shard, self.config.mlp_bias, size // experts
         start, stop = shard.columns(one)
@@ -257,7 +269,7 @@ class Decoder(Model):
         gate, up, down = (at + name for name in self.mlp_parts)
         return GatedMlp(
             gate_up=self._split_rows([(gate, mine), (up, mine)], has_bias, gated=True),
-            down=self._split_columns(down, mine, has_bias),
+            down=self._split_columns(down, mine, has_bias, adds_later),
         )
 
     def _split_rows(
@@ -279,13 +291,17 @@ class Decoder(Model):
             return kept
         return _join([source.rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
 
-    def _split_columns(self, name: str, ranges: list[tuple[int, int]], has_bias: bool) -> Linear:
-        """Input columns of a projection: row parallel. The bias is added once, by rank 0."""
+    def _split_columns(
+        self, name: str, ranges: list[tuple[int, int]], has_bias: bool, adds_later: bool = False
+    ) -> Linear:
+        """Input columns of a projection: row parallel. The bias is added once: by rank 0, or as `Linear.added`."""
         parts = _merged(ranges)
         made_of = " + ".join(f"{name}.weight[:, {start}:{stop}]" for start, stop in parts)
         weight = self._prepare(made_of, lambda: self.ops.linear_weight(self._columns(f"{name}.weight", parts)))
-        bias = self._weights.tensor(f"{name}.bias") if has_bias and self._shard.rank == 0 else None
-        return Linear(weight, None if bias is None else self.ops.linear_bias(bias))
+        if not has_bias or (self._shard.rank and not adds_later):
+            return Linear(weight)
+        bias = self.ops.linear_bias(self._weights.tensor(f"{name}.bias"))
+        return Linear(weight, added=bias) if adds_later else Linear(weight, bias)
 
     def _columns(self, name: str, parts: list[tuple[int, int]]) -> Matrix:
         source = self._weights
@@ -393,27 +409,28 @@ class Decoder(Model):
         """The residual stream ``x`` after attention, normed for the MLP; ``attended`` is this rank's part."""
         norm = layer.norms.after_attention
         if norm is None:
-            return self.add_reduced(x, attended, layer.norms.before_mlp)
+            return self.add_reduced(x, attended, layer.norms.before_mlp, layer.attention.out.added)
         return self.add(x, self.norm(self.reduce(attended), norm), layer.norms.before_mlp)
 
     def after_mlp(self, layer: Layer, residual: Residual, next_norm: Tensor) -> Residual:
         """The residual stream after the MLP, normed with ``next_norm``, the norm weight of the next layer."""
         norm = layer.norms.after_mlp
         if norm is None:
-            return self.add_reduced(residual.x, self.feed_forward(layer.mlp, residual.normed), next_norm)
+            bias = layer.mlp.down.added if isinstance(layer.mlp, GatedMlp) else None
+            return self.add_reduced(residual.x, self.feed_forward(layer.mlp, residual.normed), next_norm, bias)
         return self.add(residual.x, self.norm(self.mlp(layer, residual.normed), norm), next_norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.ops.rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def add(self, x: Tensor, addend: Tensor, weight: Tensor) -> Residual:
-        """The sum, and its norm with ``weight``."""
-        return Residual(*self.ops.add_rms_norm(x, addend, weight, self.config.rms_norm_eps))
+    def add(self, x: Tensor, addend: Tensor, weight: Tensor, bias: Tensor | None = None) -> Residual:
+        """The sum, with a bias if there is one, and its norm with ``weight``."""
+        return Residual(*self.ops.add_rms_norm(x, addend, weight, self.config.rms_norm_eps, bias))
 
-    def add_reduced(self, x: Tensor, partial: Tensor, weight: Tensor) -> Residual:
+    def add_reduced(self, x: Tensor, partial: Tensor, weight: Tensor, bias: Tensor | None = None) -> Residual:
         """`add` of the sum of ``partial`` over the ranks; ``partial`` is the caller's no more."""
-        added = self._collectives.add_rms_norm(partial, x, weight, self.config.rms_norm_eps)
-        return self.add(x, self.reduce(partial), weight) if added is None else Residual(*added)
+        added = self._collectives.add_rms_norm(partial, x, weight, self.config.rms_norm_eps, bias)
+        return self.add(x, self.reduce(partial), weight, bias) if added is None else Residual(*added)
 
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         """This rank's part of the self attention of the normed ``x [T, hidden]``, to be summed over the ranks."""

@@ -158,7 +158,9 @@ class Deepseek(MoeDecoder):
             ),
             latent_norm=self._norm(f"{at}kv_a_layernorm.weight"),
             up=UpProjections(*(ops.kernel_array(ops.tensor(part)) for part in self._up(f"{at}kv_b_proj"))),
-            out=self._split_columns(f"{at}o_proj", values, self.config.out_bias),
+            out=self._split_columns(
+                f"{at}o_proj", values, self.config.out_bias, self.adds_later(layer, "after_attention")
+            ),
         )
 
     def _into_bias(self, at: str) -> Tensor | None:

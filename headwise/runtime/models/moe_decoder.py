@@ -50,19 +50,34 @@ class MoeDecoder(Decoder):
                 f"{name}.weight has the shape {router.shape} and its correction bias {corrected} experts, config.json "
                 f"says {expected}: weights and config.json do not belong together"
             )
-        bias = self.ops.linear_bias(self._weights.tensor(f"{name}.bias")) if self.router_bias else None
+        bias, mixture = self._router_bias(f"{name}.bias", moe), self.mixture(moe, correction)
+        leaves = self.ops.leaves_biases
         routed = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
         shared_size = moe.num_shared_experts * moe.expert_size
         return MoeMlp(
-            router=Linear(self._prepare(f"{name}.weight", lambda: self.ops.linear_weight(router)), bias),
+            router=Linear(
+                self._prepare(f"{name}.weight", lambda: self.ops.linear_weight(router)),
+                None if bias is None or leaves else self.ops.linear_bias(bias),
+            ),
             experts=self.ops.experts(
-                self.mixture(moe, correction),
+                replace(mixture, logit_bias=bias) if leaves else mixture,
                 routed,
                 self.gated_mlp(f"{at}{self.shared_name}.", shared_size, moe.num_shared_experts)
                 if shared_size
                 else None,
             ),
         )
+
+    def _router_bias(self, name: str, moe: MoeConfig) -> NDArray[np.float32] | None:
+        if not self.router_bias:
+            return None
+        bias = self._weights.tensor(name)
+        if bias.shape != (moe.num_experts,):
+            raise ModelError(
+                f"{name} has the shape {list(bias.shape)}, config.json says {moe.num_experts} experts: weights and "
+                "config.json do not belong together"
+            )
+        return bias
 
     def correction(self, at: str) -> NDArray[np.float32] | None:
         """See `Mixture.correction`, of the layer whose MLP is named ``at...``."""

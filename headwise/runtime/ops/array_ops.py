@@ -88,8 +88,10 @@ class ArrayOps(UnfusedOps):
         mean_square = self.xp.mean(self.xp.square(wide), axis=-1, keepdims=True)
         return self._narrow(wide / self.xp.sqrt(mean_square + np.float32(eps)) * weight)
 
-    def add_rms_norm(self, x: Array, addend: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-        total = x + addend
+    def add_rms_norm(
+        self, x: Array, addend: Array, weight: Array, eps: float, bias: Array | None = None
+    ) -> tuple[Array, Array]:
+        total = x + (addend if bias is None else addend + bias)
         return total, self.rms_norm(total, weight, eps)
 
     def rotation(self, positions: Array, inverse: Array, scale: Array | None = None) -> tuple[Array, Array]:

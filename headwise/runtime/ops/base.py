@@ -58,6 +58,7 @@ class Mixture:
     correction: float32 ``[experts]``, added to scores for the choice alone; None: nothing is
     scales:     float32 ``[experts]``, which weights are multiplied by besides; None: nothing is
     weighs_input: a token is multiplied by its weight before an expert has it; else what the expert made of it
+    logit_bias: float32 ``[experts]``, of a router whose product lacks it; None: there is nothing to add
     """
 
     routing: Routing
@@ -65,6 +66,7 @@ class Mixture:
     correction: NDArray[np.float32] | None = None
     scales: NDArray[np.float32] | None = None
     weighs_input: bool = False
+    logit_bias: NDArray[np.float32] | None = None
 
 
 class StepUpload(Protocol):
@@ -105,7 +107,8 @@ class TensorOps(Protocol):
     name:     for logs
     products: whose matrix products they are, for logs
     itemsize: bytes of an element of weights; on a GPU of activations, too
-    leaves_biases: whether those of queries, keys and values had better be added by who rotates these
+    leaves_biases: whether biases of products had better be added by who takes these: those of queries, keys and values
+                   where they are rotated, a router's where experts are chosen, others where the residual stream is
     """
 
     name: str
@@ -183,8 +186,10 @@ class TensorOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last axis; ``x`` may be ``[T, N]`` or ``[T, H, D]``."""
 
-    def add_rms_norm(self, x: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``x + addend`` of ``[T, N]``, and `rms_norm` of it."""
+    def add_rms_norm(
+        self, x: Tensor, addend: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``x + (addend + bias)`` of ``[T, N]``, and `rms_norm` of it. ``bias [N]`` is one of `linear_bias`."""
 
     def rotation(
         self, positions: KernelArray, inverse: KernelArray, scale: KernelArray | None = None

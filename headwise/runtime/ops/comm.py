@@ -56,9 +56,11 @@ class Collectives(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, the same bits on every rank. It may overwrite ``x``: do not use that afterwards."""
 
-    def add_rms_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+    def add_rms_norm(
+        self, partial: Tensor, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """`TensorOps.add_rms_norm` of ``x`` and the sum of ``partial`` over the ranks, as one, with the same bits on
-        every rank; None, on all, where that takes two calls: nothing is done then."""
+        every rank; None, on all, where that takes two calls: nothing is done then. ``bias`` is the same on all."""
 
     def gather(self, x: Tensor) -> Tensor | None:
         """Concatenate ``x [rows, columns]`` of all ranks along the last axis on rank 0; ``None`` elsewhere.
@@ -82,7 +84,7 @@ class SingleRank:
     def all_reduce(self, x: Any) -> Any:
         return x
 
-    def add_rms_norm(self, partial: Any, x: Any, weight: Any, eps: float) -> None:
+    def add_rms_norm(self, partial: Any, x: Any, weight: Any, eps: float, bias: Any = None) -> None:
         return None
 
     def gather(self, x: Any) -> Any:
@@ -113,7 +115,7 @@ class HostCollectives:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._ops.tensor(self._comm.all_reduce(self._ops.numpy(x)))
 
-    def add_rms_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    def add_rms_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> None:
         return None
 
     def gather(self, x: Tensor) -> Tensor | None:

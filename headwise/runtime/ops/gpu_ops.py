@@ -108,11 +108,13 @@ class GpuOps(ArrayOps):
         out = self.xp.empty(x.shape, self.dtype)
         return out if self._kernels.rms_norm(x, weight, eps, out) else super().rms_norm(x, weight, eps)
 
-    def add_rms_norm(self, x: Array, addend: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    def add_rms_norm(
+        self, x: Array, addend: Array, weight: Array, eps: float, bias: Array | None = None
+    ) -> tuple[Array, Array]:
         total, out = self.xp.empty(x.shape, self.dtype), self.xp.empty(x.shape, self.dtype)
-        if self._kernels.add_rms_norm(x, addend, weight, eps, total, out):
+        if self._kernels.add_rms_norm(x, addend, weight, eps, total, out, bias):
             return total, out
-        return super().add_rms_norm(x, addend, weight, eps)
+        return super().add_rms_norm(x, addend, weight, eps, bias)
 
     def gated_linear(self, x: Array, weight: Array | PackedMatrix, bias: Array | None, activation: Activation) -> Array:
         if bias is None:

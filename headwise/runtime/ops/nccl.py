@@ -100,7 +100,7 @@ class NcclCollectives:
             self._communicator.allReduce(address, address, x.size, self._codes[x.dtype.name], self._sum, stream)
         return x
 
-    def add_rms_norm(self, partial: Any, x: Any, weight: Any, eps: float) -> None:
+    def add_rms_norm(self, partial: Any, x: Any, weight: Any, eps: float, bias: Any = None) -> None:
         return None
 
     def gather(self, x: Any) -> Any | None:

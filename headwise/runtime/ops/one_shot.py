@@ -44,11 +44,13 @@ class OneShotCollectives:
         self._small.all_reduce(x, x)
         return x
 
-    def add_rms_norm(self, partial: Any, x: Any, weight: Any, eps: float) -> tuple[Tensor, Tensor] | None:
+    def add_rms_norm(
+        self, partial: Any, x: Any, weight: Any, eps: float, bias: Any = None
+    ) -> tuple[Tensor, Tensor] | None:
         if not self._small.takes(partial):
-            return self._large.add_rms_norm(partial, x, weight, eps)
+            return self._large.add_rms_norm(partial, x, weight, eps, bias)
         total, normed = self._ops.empty_like(x), self._ops.empty_like(x)
-        self._small.add_rms_norm(self._dense(partial), self._dense(x), weight, eps, total, normed)
+        self._small.add_rms_norm(self._dense(partial), self._dense(x), weight, eps, total, normed, bias)
         return total, normed
 
     def _dense(self, x: Any) -> Any:

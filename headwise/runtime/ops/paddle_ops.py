@@ -136,9 +136,14 @@ class PaddleOps(UnfusedOps):
         return rms_norm(x, weight, eps)
 
     def add_rms_norm(
-        self, x: paddle.Tensor, addend: paddle.Tensor, weight: paddle.Tensor, eps: float
+        self,
+        x: paddle.Tensor,
+        addend: paddle.Tensor,
+        weight: paddle.Tensor,
+        eps: float,
+        bias: paddle.Tensor | None = None,
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        total = x + addend
+        total = x + (addend if bias is None else addend + bias)
         return total, self.rms_norm(total, weight, eps)
 
     def rotation(

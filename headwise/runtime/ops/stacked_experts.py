@@ -59,8 +59,10 @@ def stack_experts(
         up_codes=_form(gate_up),
         down_codes=_form(down),
     )
-    correction, scales = (_uploaded(upload, values) for values in (mixture.correction, mixture.scales))
-    return StackedExperts(shape, gate_up, down, stacks.gate_up_bias, stacks.down_bias, correction, scales)
+    correction, scales, logit_bias = (
+        _uploaded(upload, values) for values in (mixture.correction, mixture.scales, mixture.logit_bias)
+    )
+    return StackedExperts(shape, gate_up, down, stacks.gate_up_bias, stacks.down_bias, correction, scales, logit_bias)
 
 
 class _Stacks:

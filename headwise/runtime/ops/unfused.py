@@ -114,7 +114,9 @@ class UnfusedOps(ABC):
             total = self.tensor(np.zeros(x.shape, dtype=np.float32))
         else:
             total = self._gated_mlp(x, experts.shared, mixture.activation)
-        chosen, shares = route(self.numpy(logits), correction, mixture.routing)
+        told = self.numpy(logits)
+        told = told if mixture.logit_bias is None else told + mixture.logit_bias
+        chosen, shares = route(told, correction, mixture.routing)
         shares = shares if mixture.scales is None else shares * mixture.scales[chosen]
         if experts.grouped is not None and experts.grouped.add(x, chosen, shares, total):
             return total

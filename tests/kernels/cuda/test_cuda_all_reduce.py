@@ -53,10 +53,10 @@ def numbers(seed: int, *shape: int, dtype: str = "float32") -> np.ndarray:
     return aligned_zeros(values.nbytes).view(values.dtype).reshape(shape) + values
 
 
-def summed(parts: list[np.ndarray], residual: np.ndarray | None = None) -> np.ndarray:
+def summed(parts: list[np.ndarray], *others: np.ndarray) -> np.ndarray:
     """In rank order, in float32, rounded once."""
     total = np.float32(0)
-    for part in parts if residual is None else [*parts, residual]:
+    for part in [*parts, *others]:
         total = total + part.astype(np.float32)
     return total.astype(parts[0].dtype)
 
@@ -79,20 +79,21 @@ def test_all_ranks_have_the_same_sums_in_rank_order_however_often(dtype: str, ba
             np.testing.assert_array_equal(part, summed(given))
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2e-7), ("float16", 1e-3), ("bfloat16", 8e-3)])
-def test_the_residual_stream_and_its_norm_come_with_the_sum(dtype: str, rounding: float) -> None:
+def test_the_residual_stream_and_its_norm_come_with_the_sum(dtype: str, rounding: float, with_bias: bool) -> None:
     ranks, width = Ranks(2), 4 * 512 + 32  # two vectors a thread in float32, some of which have but one
-    weight = numbers(7, width)
+    weight, bias = numbers(7, width), numbers(8, width, dtype=dtype) if with_bias else None
     for rows in (3, BLOCKS + 1):
         if not ranks.kernels[0].takes(np.empty((rows, width), numpy_dtype(dtype))):
             continue
         parts = [numbers(rank, rows, width, dtype=dtype) for rank in range(2)]
         streams = [numbers(5, rows, width, dtype=dtype) for _ in range(2)]
         outs = [np.full_like(part, np.nan) for part in parts]
-        expected = summed(parts, streams[0])
+        expected = summed(parts, *([] if bias is None else [bias]), streams[0])
         ranks.each(
             lambda rank, kernel, parts=parts, streams=streams, outs=outs: kernel.add_rms_norm(
-                parts[rank], streams[rank], weight, EPS, streams[rank], outs[rank]
+                parts[rank], streams[rank], weight, EPS, streams[rank], outs[rank], bias
             )
         )
         np.testing.assert_array_equal(streams, [expected, expected])

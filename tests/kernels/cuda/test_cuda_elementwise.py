@@ -88,20 +88,21 @@ def test_rows_are_normed(shim: ShimPrograms, dtype: str, data: st.DataObject, se
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @examples
-@given(data=st.data(), seed=SEEDS, backwards=st.booleans(), in_place=st.booleans())
+@given(data=st.data(), seed=SEEDS, backwards=st.booleans(), in_place=st.booleans(), with_bias=st.booleans())
 def test_sums_are_rounded_and_then_normed(
-    shim: ShimPrograms, dtype: str, data: st.DataObject, seed: int, backwards: bool, in_place: bool
+    shim: ShimPrograms, dtype: str, data: st.DataObject, seed: int, backwards: bool, in_place: bool, with_bias: bool
 ) -> None:
     rng, shim.backwards = np.random.default_rng(seed), backwards
     width = vector(dtype) * data.draw(st.integers(1, 40) | st.sampled_from([128, 129, 300, 1025, 2048]))
     tokens = data.draw(st.integers(1, 5))
     x, addend = (numbers(rng, (tokens, width), dtype) for _ in range(2))
     weight, total, out = rng.standard_normal(width, dtype=np.float32), *(Guarded(x.shape, x.dtype) for _ in range(2))
-    expected = x + addend
+    bias = numbers(rng, (width,), dtype) if with_bias else None
+    expected = x + (addend if bias is None else addend + bias)
     if in_place:
         total.array[:] = x
     assert CudaElementwise(shim).add_rms_norm(
-        total.array if in_place else x, addend, weight, 1e-5, total.array, out.array
+        total.array if in_place else x, addend, weight, 1e-5, total.array, out.array, bias
     )
     np.testing.assert_array_equal(wide(total.checked()), wide(expected))
     rounded_once(out.checked(), NumpyOps().rms_norm(wide(expected), weight, 1e-5))
@@ -190,6 +191,10 @@ def test_any_shape_is_computed_fused_or_not(
     total, normed = ops.add_rms_norm(flat, flat[::-1], weight, 1e-5)
     np.testing.assert_array_equal(wide(total), wide(flat + flat[::-1]))
     rounded_once(normed, truth.rms_norm(wide(total), weight, 1e-5))
+    bias = numbers(rng, (2 * size,), dtype)
+    total, normed = ops.add_rms_norm(flat, flat[::-1], weight, 1e-5, bias)
+    np.testing.assert_array_equal(wide(total), wide(flat + (flat[::-1] + bias)))
+    rounded_once(normed, truth.rms_norm(wide(total), weight, 1e-5))
     rounded_once(ops.silu_mul(flat), truth.silu_mul(wide(flat)))
     rounded_once(ops.gelu_tanh_mul(flat), truth.gelu_tanh_mul(wide(flat)), slack=1e-5)
     rounded_once(ops.clamped_mul(flat), truth.clamped_mul(wide(flat)))
@@ -248,6 +253,8 @@ def test_what_is_not_in_vectors_is_left_to_others(shim: ShimPrograms) -> None:
     assert not fused.add_rms_norm(x[:, 0], flat, weight, 1e-5, flat.copy(), flat.copy())
     assert not fused.add_rms_norm(flat, flat[:1], weight, 1e-5, flat.copy(), flat.copy())
     assert not fused.add_rms_norm(flat, flat, weight, 1e-5, flat.astype(np.float32), flat.copy())
+    assert not fused.add_rms_norm(flat, flat, weight, 1e-5, flat.copy(), flat.copy(), flat[0, :8])
+    assert not fused.add_rms_norm(flat, flat, weight, 1e-5, flat.copy(), flat.copy(), weight)
     assert not fused.gated(x[:, 0], out[:, 0, :8], "silu")
     assert not fused.gated(x[:, 0, :8], np.zeros((2, 4), half), "silu")
     assert not fused.gated(x[:, 0], np.zeros((2, 16), half), "silu")
@@ -316,7 +323,7 @@ def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: st
     floats = vector(dtype) // 4  # vectors of float32 beside one of `dtype`
     expected = {
         "rms_norm": (4 + 4 * floats, 4),
-        "add_rms_norm": (8 + 4 * floats, 8),
+        "add_rms_norm": (12 + 4 * floats, 8),
         "silu_mul": (4, 1),
         "gelu_tanh_mul": (4, 1),
         "clamped_mul": (4, 1),

@@ -125,7 +125,10 @@ def exact_of(mlp: Mlp) -> Mlp:
 def scenes() -> Iterator[Any]:
     correction = np.random.default_rng(3).standard_normal(8, np.float32) * 0.3
     yield pytest.param(Scene(Mixture(ERNIE, "silu", correction), shared=2), id="ernie")
-    yield pytest.param(Scene(Mixture(Routing(8, 4, 1e-20), "clamped"), has_bias=True), id="gpt-oss")
+    biased = Mixture(Routing(8, 4, 1e-20), "clamped", logit_bias=4 * correction)
+    yield pytest.param(Scene(biased, has_bias=True), id="gpt-oss")
+    sigmoids = Mixture(Routing(8, 2, None, is_sigmoid=True), "silu", logit_bias=4 * correction)
+    yield pytest.param(Scene(sigmoids), id="sigmoids of biased logits")
     yield pytest.param(Scene(Mixture(V2, "silu"), shared=1), id="deepseek-v2")
     yield pytest.param(Scene(Mixture(V3, "silu", np.tile(correction, 8)), shared=1), id="deepseek-v3")
     scales = np.linspace(0.5, 2, 8, dtype=np.float32)

@@ -95,6 +95,15 @@ def test_a_file_that_is_cut_short_says_so_before_anything_is_made_of_it(tmp_path
         run_rank(model_config(TINY_CONFIGS[MXFP4]), Checkpoint(tmp_path), SingleRank(), np.zeros(1, np.int32))
 
 
+def test_a_router_bias_of_another_size_says_so() -> None:
+    known = reference("gpt-oss")
+    weights = draw_weights(known["config"], known["shapes"])
+    name = "model.layers.0.mlp.router.bias"
+    config = model_config(known["config"])
+    with pytest.raises(ModelError, match=r"router\.bias has the shape \[3\], config\.json says 4 experts"):
+        run_rank(config, DictWeights({**weights, name: weights[name][:3]}), SingleRank(), np.zeros(1, np.int32))
+
+
 def test_bytes_are_no_weights_of_a_model_that_has_none() -> None:
     with pytest.raises(ModelError, match=r"down_proj_blocks' is stored as U8; F32, F16, BF16 can be read: use an unq"):
         Checkpoint(checkpoint(MXFP4)).tensor(f"{EXPERTS}.down_proj_blocks")

@@ -133,6 +133,26 @@ def test_tensor_parallel_ranks_together_compute_the_same(name: str, size: int) -
     assert all(results[rank] is None for rank in range(1, size))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3"])
+def test_a_gpu_adds_biases_to_the_residual_stream_once_for_all_ranks(name: str, size: int) -> None:
+    """But those that are normed before: they come with the product."""
+    pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+    from support.gpu.cuda_shim import LIBRARIES
+    from support.gpu.emulated_gpu import EmulatedOps, SerialPrograms
+
+    config = model_config({**CONFIGS[name], "attention_bias": True})
+    weights, programs = random_weights(config), SerialPrograms(LIBRARIES)
+    found = run_ranks(config, weights, size, IDS[:9], lambda: EmulatedOps("float32", programs))[0]
+    np.testing.assert_allclose(found, run_rank(config, weights, SingleRank(), IDS[:9]), atol=1e-4, rtol=1e-4)
+    for rank in range(size):
+        shard = Shard.of(config, plan_head_groups(config.policies, size), rank)
+        model = build_model(config, weights, EmulatedOps("float32", programs), SingleRank(), shard)
+        out = model._layers[0].attention.out
+        expected = (True, False) if name == "llama_biased_tied" else (False, rank == 0)
+        assert (out.added is not None, out.bias is not None) == expected
+
+
 def test_a_multimodal_checkpoint_keeps_its_decoder_under_a_prefix() -> None:
     text = {key: value for key, value in CONFIGS["gemma3"].items() if key != "architectures"}
     config = model_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})

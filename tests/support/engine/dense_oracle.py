@@ -49,9 +49,13 @@ class DenseAttention:
         self._config, self._shard, self._ops = config, shard, ops
         self._kept: dict[int, list[np.ndarray]] = {}
 
-    def __call__(self, layer: int, query, key, value, rotation, sink_logits=None):
+    def __call__(self, layer: int, query, key, value, rotation, sink_logits=None, bias=None):
         c, heads, kept = self._config, self._shard.kv_heads[layer], self._config.heads_of(layer).cache_layer
         assert (key is None) == (kept != layer)
+        if bias is not None:
+            ends = np.cumsum([query.shape[1], key.shape[1]])
+            of_query, of_key, of_value = np.split(bias.reshape(-1, query.shape[2]), ends)
+            query, key, value = query + of_query, key + of_key, value + of_value
         if key is not None:
             tensors = self._ops.rope(key, *rotation), value
             self._kept[layer] = [self._ops.kernel_array(t).astype(np.float64) for t in tensors]
