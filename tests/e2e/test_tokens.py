@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel, all_but, cache_kinds_but, serve
+from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel, all_but, serve, tiny_cache_kinds
 from support.reference import CLOSE, Answer, answers, assert_same
 
 from headwise.cache_controller.windows import GroupWindows
@@ -105,7 +105,7 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@cache_kinds_but("gemma3-270m")
+@tiny_cache_kinds()
 @pytest.mark.parametrize(("tokens", "longest"), [(6, 800), pytest.param(24, 1400, marks=pytest.mark.soak)])
 def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
     tokens = loaded.tokens(tokens)
