@@ -71,9 +71,9 @@ class LoadedModel:
         directory = resolve_model(self.config.model, self.config.cache_path)
         self.worker = ModelWorker(self.config, directory, 0, SingleRank())
 
-    def tokens(self, few: int) -> int:
-        """How many tokens of each answer to ask for: a few, but of a tiny model all of them."""
-        return 64 if self.name in TINY_CONFIGS else few
+    def tokens(self, few: int, of_tiny: int = 64) -> int:
+        """How many tokens of each answer to ask for: a few, but of a tiny model more: all of them, or ``of_tiny``."""
+        return max(few, of_tiny) if self.name in TINY_CONFIGS else few
 
     def engine(self, **changes: object) -> tuple[EngineCore, LocalExecutor]:
         """An engine with a poisoned cache: a token read that was never written makes every logit NaN."""
