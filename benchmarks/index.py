@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sequences and rounds: seconds")
     quick = parser.parse_args(arguments).quick
-    rounds, full = (1, 1024) if quick else (9, SEQUENCES)
+    rounds, full = (1, 512) if quick else (9, SEQUENCES)
     prefixes = [tokens(SHARED) for _ in range(PREFIXES * full // SEQUENCES)]
     print(f"{'nodes':>6} {'blocks':>8}  {'operation':<12} {'per second':>11} {'p50, us':>8} {'p99, us':>8}")
     results: dict[int, dict[str, list[list[float]]]] = {}

@@ -79,11 +79,11 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    prefix_tokens=192,
+    prefix_tokens=128,
     own_tokens=16,
     prefixes=1,
-    turns_s=0.2,
-    turns=2,
+    turns_s=0.1,
+    turns=1,
     decoding=2,
     decoding_tokens=16,
     most_tokens=1000,

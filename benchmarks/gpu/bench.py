@@ -62,15 +62,16 @@ class Bench:
         self._warm_up()
         times: dict[str, list[float]] = {name: [] for name in works}
         flushes = dict.fromkeys(works, 1)
-        for work in works.values():
+        rehearsals = int(self.sizes.rehearsed)
+        for work in works.values() if rehearsals else ():
             work()
-        for turn in range((rounds or self.sizes.rounds) + 1):
+        for turn in range((rounds or self.sizes.rounds) + rehearsals):
             for name, work in works.items():
                 taken, is_late = self._timed(work, flushes[name])
                 while ahead and is_late and flushes[name] < MOST_FLUSHES:
                     flushes[name] *= 2
                     taken, is_late = self._timed(work, flushes[name])
-                if turn:  # the first turn warms up
+                if turn >= rehearsals:  # the first turn warms up
                     times[name].append(taken)
                     self.late += int(ahead and is_late)
         return {name: statistics.median(taken) for name, taken in times.items()}

@@ -217,7 +217,7 @@ def _hidden(bench: Bench, traffic: Traffic) -> None:
         load()
         manager.wait_layer(traffic.layers - 1)
 
-    seconds = bench.seconds({"layer": layer, "load": load_alone}, rounds=3, ahead=False)
+    seconds = bench.seconds({"layer": layer, "load": load_alone}, rounds=min(3, bench.sizes.rounds), ahead=False)
     repeats = max(1, math.ceil(COMPUTE_OVER_LOAD * seconds["load"] / traffic.layers / seconds["layer"]))
     repeats = min(repeats, bench.sizes.most_repeats)
 
@@ -244,7 +244,7 @@ def _interference(bench: Bench, traffic: Traffic) -> None:
     rig, sizes, name = bench.rig, bench.sizes.copies, f"block{traffic.layout.block_size}_decode"
     batch, context = sizes.step
     step = decode_step(rig, _heads(bench), batch, context, bench.sizes.block_size).on(rig)
-    taken = bench.seconds({"step": step}, rounds=3)["step"]
+    taken = bench.seconds({"step": step}, rounds=min(3, bench.sizes.rounds))["step"]
     steps = min(max(1, int(DECODE_OVER_COPIES * _left_of_copies(rig, traffic) / taken)), bench.sizes.most_repeats * 16)
 
     def timed() -> tuple[object, object]:

@@ -84,6 +84,7 @@ class LatentSizes:
 class Sizes:
     """See `FULL`.
 
+    rehearsed:   whether works run before they are timed: the first calls load kernels and warm up
     long:        whether inputs of the correctness section have hundreds of tokens
     compiled:    shapes of attention to compile; None is all
     single_from: tokens of a single sequence from which on a decode has an aim
@@ -103,6 +104,7 @@ class Sizes:
     """
 
     rounds: int
+    rehearsed: bool
     long: bool
     compiled: int | None
     copied_bytes: int
@@ -203,6 +205,7 @@ weights as on the caches that fit beside them. The model here has a twentieth of
 
 FULL = Sizes(
     rounds=11,
+    rehearsed=True,
     long=True,
     compiled=None,
     copied_bytes=2 << 30,
@@ -261,6 +264,7 @@ _TINY_HEADS = {
 
 TINY = Sizes(
     rounds=1,
+    rehearsed=False,
     long=False,
     compiled=1,
     copied_bytes=1 << 16,

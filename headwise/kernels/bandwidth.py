@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,13 @@ _PASSES = 2
 """Of each round, so that threads that start late weigh little."""
 
 
-def read_bandwidth(threads: int, clock: Callable[[], float] = time.perf_counter) -> float:
+@cache
+def read_bandwidth(threads: int) -> float:
+    """`measure_bandwidth`, once for all that this process wants to know of as many threads."""
+    return measure_bandwidth(threads)
+
+
+def measure_bandwidth(threads: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes per second that ``threads`` threads read together, the best of several rounds: about 0.2 s in all.
 
     An estimate: a machine whose caches hold a part of the memory that is read gives more than its memory does, and

@@ -628,7 +628,7 @@ def test_sections_run_where_the_card_is_there_but_does_not_tell_its_name(
 class TimedRig:
     """A rig whose host is ahead of the GPU once that reads ``needed`` times before the work."""
 
-    sizes = SimpleNamespace(rounds=3)
+    sizes = SimpleNamespace(rounds=3, rehearsed=True)
 
     def __init__(self, needed: int) -> None:
         self.needed, self.flushed, self.timed = needed, 0, []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine.loaded_model import CACHE_KINDS, GREEDY, MODELS, LoadedModel, cache_kinds_but, serve
+from support.engine.loaded_model import CACHE_KINDS, GREEDY, MODELS, LoadedModel, serve, tiny_cache_kinds
 from support.mooncake import Master, require_mooncake
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
@@ -75,7 +75,7 @@ def left(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@cache_kinds_but("gemma3-270m")
+@tiny_cache_kinds()
 def test_a_new_engine_is_warm_from_what_the_last_one_left(loaded: LoadedModel, tmp_path: Path) -> None:
     block_size = 16 if loaded.name in MODELS else 64  # the host's tests have tiny models' blocks of 16
     cached, engine = run(loaded, tmp_path, block_size=block_size)

@@ -37,7 +37,7 @@ def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
     ranks, preprocessor = Ranks(config, directory), Preprocessor.open(config)
     card, executor = preprocessor.card, LocalExecutor(ranks)
     engine = EngineCore(config, card, preprocessor.tokenizer, executor, lookup=open_lookup(config, card))
-    wanted, tokens = [answer.first(24) for answer in answers(name)], replace(GREEDY, max_tokens=24)
+    wanted, tokens = [answer.first(12) for answer in answers(name)], replace(GREEDY, max_tokens=12)
     for _ in range(2):
         results = serve(engine, preprocessor, wanted, {answer.name: tokens for answer in wanted})
         for answer in wanted:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel, all_but, cache_kinds_but, serve
+from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel, all_but, serve, tiny_cache_kinds
 from support.reference import CLOSE, Answer, answers, assert_same
 
 from headwise.cache_controller.windows import GroupWindows
@@ -93,7 +93,7 @@ def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
 @all_but(*MODELS)
 @pytest.mark.parametrize(("tokens", "longest"), [(20, 800), pytest.param(64, 1400, marks=pytest.mark.soak)])
 def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int, longest: int) -> None:
-    tokens = loaded.tokens(tokens)
+    tokens = loaded.tokens(tokens, of_tiny=24)  # all of them begin a block
     wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     block_size = 64 if loaded.name in MODELS else 16  # whole prompts, and 32 requests at once, are in blocks of 64
     changes = {"max_batched_tokens": 64, "prefix_caching": False, "block_size": block_size}
@@ -105,10 +105,10 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@cache_kinds_but("gemma3-270m")
+@tiny_cache_kinds()
 @pytest.mark.parametrize(("tokens", "longest"), [(6, 800), pytest.param(24, 1400, marks=pytest.mark.soak)])
 def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
-    tokens = loaded.tokens(tokens)
+    tokens = loaded.tokens(tokens, of_tiny=24)  # all of them begin a block
     wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
     results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)

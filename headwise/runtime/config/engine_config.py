@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -399,7 +400,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = _hints()
         for f in fields(self):
             _check(f, hints[f.name], getattr(self, f.name))
         if not self.model.strip():
@@ -718,6 +719,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(data).__name__}")
     return data
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    """Of all fields. Made once: they take some milliseconds, and every change to a configuration makes a new one."""
+    return get_type_hints(EngineConfig)
 
 
 def _check(f: Field[Any], hint: Any, value: Any) -> None:

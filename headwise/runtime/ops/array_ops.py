@@ -85,7 +85,8 @@ class ArrayOps(UnfusedOps):
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         wide = self._wide(x)
-        mean_square = self.xp.mean(self.xp.square(wide), axis=-1, keepdims=True)
+        # To the bit what `mean` gives, which runs much Python at each call.
+        mean_square = (wide * wide).sum(axis=-1, keepdims=True) / np.float32(wide.shape[-1])
         return self._narrow(wide / self.xp.sqrt(mean_square + np.float32(eps)) * weight)
 
     def add_rms_norm(

@@ -15,7 +15,7 @@ from support.tiny_ggufs import TINY_GGUFS, write_tiny_gguf
 from support.tiny_models import llama_tensors, write_gemma3_gguf, write_llama_gguf
 
 from headwise.kernels import bandwidth
-from headwise.kernels.bandwidth import read_bandwidth
+from headwise.kernels.bandwidth import measure_bandwidth
 from headwise.runtime.config.decode_reads import DecodeReads, codes_in_memory, decode_reads
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import chosen, describe
@@ -165,5 +165,5 @@ def test_bandwidth_is_what_all_threads_read_over_the_time_that_they_take(
     monkeypatch.setattr(bandwidth, "_LEAST_BYTES", 24_000)
     monkeypatch.setattr(bandwidth, "_BYTES_PER_THREAD", 8)
     ticks = count()
-    found = read_bandwidth(threads, lambda: float(next(ticks)))  # two ticks a thread: from the first to the last
+    found = measure_bandwidth(threads, lambda: float(next(ticks)))  # two ticks a thread: from the first to the last
     assert found == bandwidth._PASSES * 24_000 / (2 * threads - 1)

@@ -299,7 +299,10 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+SEEDS = (0, 2)
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 3))])
 @pytest.mark.parametrize("how", CUT)
 def test_a_request_that_lost_its_engine_goes_on_elsewhere_as_if_nothing_had_been(how: str, seed: int) -> None:
     whole = GenerateRequest("r", np.arange(1, 12, dtype=np.int32), SamplingParams(max_tokens=30, seed=seed, **CUT[how]))
@@ -324,7 +327,7 @@ def test_a_request_that_lost_its_engine_goes_on_elsewhere_as_if_nothing_had_been
 def test_the_cuts_above_are_at_the_places_that_matter() -> None:
     """Within a character, within a stop string, and at ends of every kind."""
     reasons, held_back, within = set(), 0, 0
-    for seed in range(4):
+    for seed in SEEDS:
         for sampling in CUT.values():
             engine = sampling_engine()
             params = SamplingParams(max_tokens=30, seed=seed, **sampling)
@@ -422,11 +425,11 @@ def test_the_few_tokens_of_a_step_that_had_a_hit_are_no_measure_of_a_long_prompt
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=50)
+TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=50)
 
 
 @pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", [*MACHINES, pytest.param(EngineMachine, marks=pytest.mark.soak)])
 def test_tiers_never_change_a_token_and_the_books_balance(machine, examples: int) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
 

@@ -35,6 +35,8 @@ TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER
 CACHE_KINDS = [*DEMO_MODELS, *TINY_KINDS]
 """The same for tests of what becomes of blocks: models whose caches are of the same kind as another one's are for the
 soak, as their layers are not what such a test is about."""
+_PLAIN = "qwen3"
+"""Whose cache is of SmolLM2's kind, at a tenth of its time."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 BASE = EngineConfig(dtype="float32", kv_cache="144MiB", max_batched_tokens=512, max_model_len=3072)
@@ -45,9 +47,10 @@ def all_but(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("loaded", [*_demo_models(*names), *TINY_CONFIGS], indirect=True)
 
 
-def cache_kinds_but(name: str) -> pytest.MarkDecorator:
-    """The same of `CACHE_KINDS`."""
-    return pytest.mark.parametrize("loaded", [*_demo_models(name), *TINY_KINDS], indirect=True)
+def tiny_cache_kinds() -> pytest.MarkDecorator:
+    """The same of `CACHE_KINDS`, of which the demo models are for the soak, and a tiny one stands for SmolLM2."""
+    others = [kind for kind in TINY_KINDS if kind.values != (_PLAIN,)]
+    return pytest.mark.parametrize("loaded", [*_demo_models(*MODELS), _PLAIN, *others], indirect=True)
 
 
 def _demo_models(*slow: str) -> list[ParameterSet]:
@@ -68,9 +71,9 @@ class LoadedModel:
         directory = resolve_model(self.config.model, self.config.cache_path)
         self.worker = ModelWorker(self.config, directory, 0, SingleRank())
 
-    def tokens(self, few: int) -> int:
-        """How many tokens of each answer to ask for: a few, but of a tiny model all of them."""
-        return 64 if self.name in TINY_CONFIGS else few
+    def tokens(self, few: int, of_tiny: int = 64) -> int:
+        """How many tokens of each answer to ask for: a few, but of a tiny model more: all of them, or ``of_tiny``."""
+        return max(few, of_tiny) if self.name in TINY_CONFIGS else few
 
     def engine(self, **changes: object) -> tuple[EngineCore, LocalExecutor]:
         """An engine with a poisoned cache: a token read that was never written makes every logit NaN."""

@@ -168,9 +168,16 @@ def test_a_hint_of_an_engine_that_started_anew_is_ignored_and_counted() -> None:
     assert network.nodes["b"].results["second"].usage.cached_tokens == 0
 
 
-@pytest.mark.parametrize("when", range(1, 12))
+MOMENTS = [
+    pytest.param(ranks, when, marks=pytest.mark.soak if ranks != (1, 1) and (when + sum(ranks)) % 2 else ())
+    for ranks in RANKS
+    for when in range(1, 12)
+]
+"""Every one of engines of one rank; of others every second one, not the same of all, and the rest for the soak."""
+
+
+@pytest.mark.parametrize(("ranks", "when"), MOMENTS)
 @pytest.mark.parametrize("who", ["owner", "reader"])
-@pytest.mark.parametrize("ranks", RANKS)
 def test_either_side_may_die_at_any_moment(who: str, when: int, ranks) -> None:
     network = network_of("ab", (FULL, HeadPolicy(window=5)), ranks, faults=WireFaults(delay_bytes=3))
     serve(network, "a", request("first", PROMPT, 3))
