@@ -43,6 +43,9 @@ THREAD_BYTES = 1 << 19
 THREAD_ROWS = 4
 """Rows of an embedding that are: their numbers lie apart in memory."""
 
+GROUP_STEP = 16
+"""Numbers of a group are a multiple of this: of what a vector has, and of a turn of most codes."""
+
 _DEPTH_STEP = 32
 """Inputs of a narrow weight are padded to a multiple of this."""
 
@@ -121,11 +124,16 @@ def pack_quantised(
 ) -> PackedWeight:
     """A weight ``scale * codes + minimum`` of ``codes [outputs, inputs]``, ``scale [outputs, inputs / group]``.
 
-    bits: 4 to 6, of codes 0 to 15 in uint8 or -8 to 7 in int8, and so on; or 8, of codes that fit in an int8. A group
-    has a multiple of 16 inputs. Scales and minima are kept in float16.
+    bits: 4 to 6, of codes 0 to 15 in uint8 or -8 to 7 in int8, and so on; or 8, of codes that fit in an int8. Scales
+    and minima are kept in float16.
+
+    Raises:
+        ValueError: a group of inputs is no multiple of `GROUP_STEP`.
     """
     order, (outputs, inputs) = _order(len(codes), gated), codes.shape
     group = inputs // scale.shape[1]
+    if group % GROUP_STEP:
+        raise ValueError(f"codes have a scale for each {group} inputs, which are no multiple of {GROUP_STEP}")
     bits = bits_in_memory(bits, group, on_gpu=False)
     dtype, depth = f"int{bits}", _padded(inputs, max(group, _DEPTH_STEP))
     offset = 1 << bits - 1 if bits < 8 and codes.dtype == np.int8 else 0

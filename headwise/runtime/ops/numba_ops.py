@@ -77,7 +77,8 @@ class NumbaOps(NumpyOps):
     def _pack(self, weight: Matrix, gated: bool = False) -> PackedWeight:
         if self._weights_dtype == "int8" and not isinstance(weight, GroupQuantised):
             weight = quantise_int8(weight)
-        if isinstance(weight, GroupQuantised) and self._weights_dtype in ("int8", "int4", "gguf"):
+        has_codes = self._weights_dtype in ("int8", "int4", "gguf")
+        if has_codes and isinstance(weight, GroupQuantised) and not weight.group % packed.GROUP_STEP:
             return packed.pack_quantised(weight.codes, weight.scale, weight.minimum, weight.bits, gated)
         dtype = "float32" if self._weights_dtype == "float32" else "bfloat16"
         return packed.pack_float(as_float32(weight), dtype, gated)

@@ -226,6 +226,13 @@ def test_codes_of_fewer_bits_give_the_bits_that_a_byte_for_each_gives(bits: int,
     np.testing.assert_array_equal(take_rows(narrow, ids), take_rows(wide, ids))
 
 
+@pytest.mark.parametrize("group", [2, 8, 24, 40])
+def test_groups_that_kernels_would_cut_are_refused(group: int) -> None:
+    codes, scale = np.zeros((64, 2 * group), np.int8), np.ones((64, 2), np.float32)
+    with pytest.raises(ValueError, match=rf"a scale for each {group} inputs, which are no multiple of 16"):
+        pack_quantised(codes, scale, None, 8)
+
+
 # --- other CPUs ---------------------------------------------------------------------------------------------------
 
 SOME = "stored_values or any_number or alone_and_among or gated_weight or not_finite or fewer_bits"

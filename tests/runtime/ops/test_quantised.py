@@ -7,6 +7,7 @@ import pytest
 
 from headwise.errors import ConfigError
 from headwise.runtime.ops.quantised import CodeForm, GroupQuantised, common_form, quantise_int8
+from headwise.runtime.ops.select import make_ops
 
 
 def random_matrix(
@@ -127,3 +128,14 @@ def test_a_ranks_columns_quantise_as_they_do_in_the_whole() -> None:
 def test_rows_that_are_no_whole_groups_are_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"int8 has a scale for each 32 .* rows of 48: choose weights_dtype bfloat16"):
         quantise_int8(np.zeros((2, 48), np.float32))
+
+
+@pytest.mark.parametrize(("group", "bits"), [(8, 4), (24, 8), (40, 5)])
+def test_groups_that_cpu_kernels_would_cut_are_expanded(group: int, bits: int) -> None:
+    weight = random_matrix(70, 6 * group, signed=True, bits=bits, group=group)
+    ops = make_ops("numba", dtype="float32", weights_dtype="int4")
+    x = np.random.default_rng(0).standard_normal((5, 6 * group), dtype=np.float32)
+    packed = ops.linear_weight(weight)
+    assert packed.dtype == "bfloat16"
+    expected = x.astype(np.float64) @ weight.dequantised().T.astype(np.float64)
+    np.testing.assert_allclose(ops.linear(x, packed), expected, atol=0.01 * np.abs(expected).max())
