@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.loaded_model import GREEDY, LoadedModel
+from support.engine.loaded_model import GREEDY, LoadedModel, tiny_cache_kinds
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
 
@@ -21,8 +21,6 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.protocol.request import GenerationResult
 from headwise.runtime.worker.worker import ModelWorker
 
-pytestmark = pytest.mark.model
-
 MODEL = "smollm2-135m"
 FEW = 16
 """Tokens of a stream that is put to sleep after a third of them."""
@@ -30,21 +28,21 @@ CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_cache="64MiB", max_model_
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return LoadedModel(MODEL)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return LoadedModel(request.param)
 
 
-def wanted() -> list[Answer]:
-    return [answer for answer in answers(MODEL) if len(answer.prompt_ids) <= 400][-4:]
+def wanted(name: str = MODEL) -> list[Answer]:
+    return [answer for answer in answers(name) if len(answer.prompt_ids) <= 400][-4:]
 
 
 class Serving:
     """An engine that serves the answers' requests."""
 
     def __init__(self, loaded: LoadedModel, engine: EngineCore) -> None:
-        self.engine = engine
-        self.results = {answer.name: GenerationResult(answer.name) for answer in wanted()}
-        for answer in wanted():
+        self.engine, self.wanted = engine, wanted(loaded.name)
+        self.results = {answer.name: GenerationResult(answer.name) for answer in self.wanted}
+        for answer in self.wanted:
             prepared = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=GREEDY, request_id=answer.name)
             engine.add(prepared)
 
@@ -68,6 +66,7 @@ def memory(worker: ModelWorker) -> list[weakref.ref[Any]]:
     return [weakref.ref(worker._model), weakref.ref(worker._model._layers[0]), weakref.ref(worker._cache.arena)]
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("tensor_ops", ["paddle", pytest.param("numpy", marks=pytest.mark.soak)])
 def test_weights_and_arena_are_given_up(tensor_ops: str) -> None:
     config = EngineConfig(model=MODEL, kv_cache="32MiB", max_model_len=128, host_cache="8MiB", tensor_ops=tensor_ops)
@@ -83,17 +82,22 @@ def test_weights_and_arena_are_given_up(tensor_ops: str) -> None:
         assert engine.generate(["The sky is"], few)[0].token_ids == before
 
 
+@tiny_cache_kinds()
 @pytest.mark.parametrize(
     "host",
     [
         pytest.param({}, id="device", marks=pytest.mark.soak),
-        pytest.param({"host_cache": "128MiB", "write_policy": "write_back"}, id="host", marks=pytest.mark.soak),
+        pytest.param({"host_cache": "128MiB", "write_policy": "write_back"}, id="host"),
     ],
 )
 def test_tokens_are_the_same_with_sleep_in_the_middle(loaded: LoadedModel, host: dict[str, str]) -> None:
     engine, executor = loaded.engine(
-        **{"kv_cache": "128MiB", "max_model_len": 1024, "max_batched_tokens": 64, "block_size": 16, **host},
+        kv_cache="128MiB" if loaded.name == MODEL else loaded.config.kv_cache,
+        max_model_len=1024,
+        max_batched_tokens=64,
+        block_size=16,
         load_timeout_s=PATIENCE_S,
+        **host,
     )
     serving = Serving(loaded, engine)
     for pause in (1, 40, 150):  # among the prompts, and twice among the tokens
@@ -108,7 +112,7 @@ def test_tokens_are_the_same_with_sleep_in_the_middle(loaded: LoadedModel, host:
     while engine.has_work():
         serving.step()
     executor.close()
-    for answer in wanted():
+    for answer in serving.wanted:
         assert_same(answer, serving.results[answer.name].token_ids)
     if host:
         assert engine.stats()["host"]["loaded_blocks"] > 0
@@ -116,6 +120,7 @@ def test_tokens_are_the_same_with_sleep_in_the_middle(loaded: LoadedModel, host:
     engine.cache.check_integrity()
 
 
+@pytest.mark.model
 def test_a_stream_pauses_while_another_thread_has_the_engine_sleep() -> None:
     answer = wanted()[0].first(FEW)
     with LocalEngine(CONFIG) as engine:
@@ -141,6 +146,7 @@ def test_a_stream_pauses_while_another_thread_has_the_engine_sleep() -> None:
         assert_same(answer, result.token_ids)
 
 
+@pytest.mark.model
 def test_a_stream_may_be_put_to_sleep_and_woken_by_who_reads_it() -> None:
     answer = wanted()[0].first(FEW)
     with LocalEngine(CONFIG) as engine:
@@ -157,6 +163,7 @@ def test_a_stream_may_be_put_to_sleep_and_woken_by_who_reads_it() -> None:
             engine.reset_cache("host")
 
 
+@pytest.mark.model
 def test_a_checkpoint_that_vanished_is_the_engine_s_death(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
