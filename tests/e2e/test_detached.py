@@ -23,6 +23,7 @@ from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.found import Found, deployments, find_actor, find_parts
 from headwise.actors.names import OWNER, SCHEDULER, STANDBY
 from headwise.errors import HeadwiseError
+from headwise.runtime.client import io_thread
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
@@ -84,7 +85,8 @@ def bare(cluster: str) -> str:
 
 @pytest.fixture(scope="module")
 def client(address: str) -> Iterator[Client]:
-    with Client(address) as client:
+    with pytest.MonkeyPatch.context() as patch, Client(address) as client:
+        patch.setattr(io_thread, "REFUSED_S", PATIENCE_S)  # a busy machine takes its time to start actors anew
         yield client
 
 
