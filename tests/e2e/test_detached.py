@@ -86,7 +86,8 @@ def bare(cluster: str) -> str:
 @pytest.fixture(scope="module")
 def client(address: str) -> Iterator[Client]:
     with pytest.MonkeyPatch.context() as patch, Client(address) as client:
-        patch.setattr(io_thread, "REFUSED_S", PATIENCE_S)  # a busy machine takes its time to start actors anew
+        for limit in ("REFUSED_S", "RECONNECT_S"):  # a busy machine takes its time to start actors anew
+            patch.setattr(io_thread, limit, PATIENCE_S)
         yield client
 
 
