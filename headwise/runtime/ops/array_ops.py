@@ -89,12 +89,6 @@ class ArrayOps(UnfusedOps):
         mean_square = (wide * wide).sum(axis=-1, keepdims=True) / np.float32(wide.shape[-1])
         return self._narrow(wide / self.xp.sqrt(mean_square + np.float32(eps)) * weight)
 
-    def add_rms_norm(
-        self, x: Array, addend: Array, weight: Array, eps: float, bias: Array | None = None
-    ) -> tuple[Array, Array]:
-        total = x + (addend if bias is None else addend + bias)
-        return total, self.rms_norm(total, weight, eps)
-
     def rotation(self, positions: Array, inverse: Array, scale: Array | None = None) -> tuple[Array, Array]:
         angles = positions.astype(np.float32)[:, None, None] * inverse
         cosines, sines = self.xp.cos(angles), self.xp.sin(angles)

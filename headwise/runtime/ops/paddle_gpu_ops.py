@@ -119,17 +119,6 @@ class PaddleGpuOps(UnfusedOps):
         # Paddle's kernel takes weights of the input's dtype only.
         return self._narrow(rms_norm(self._wide(x), weight, eps))
 
-    def add_rms_norm(
-        self,
-        x: paddle.Tensor,
-        addend: paddle.Tensor,
-        weight: paddle.Tensor,
-        eps: float,
-        bias: paddle.Tensor | None = None,
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        total = x + (addend if bias is None else addend + bias)
-        return total, self.rms_norm(total, weight, eps)
-
     def rotation(
         self, positions: KernelArray, inverse: KernelArray, scale: KernelArray | None = None
     ) -> tuple[KernelArray, KernelArray]:

@@ -135,17 +135,6 @@ class PaddleOps(UnfusedOps):
             return self.from_kernel_array(_numpy.rms_norm(self.numpy(x), self.numpy(weight), eps))
         return rms_norm(x, weight, eps)
 
-    def add_rms_norm(
-        self,
-        x: paddle.Tensor,
-        addend: paddle.Tensor,
-        weight: paddle.Tensor,
-        eps: float,
-        bias: paddle.Tensor | None = None,
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        total = x + (addend if bias is None else addend + bias)
-        return total, self.rms_norm(total, weight, eps)
-
     def rotation(
         self, positions: NDArray[np.int32], inverse: NDArray[np.float32], scale: NDArray[np.float32] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -57,6 +57,15 @@ class UnfusedOps(ABC):
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor: ...
 
     @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, addend: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        total = x + (addend if bias is None else addend + bias)
+        return total, self.rms_norm(total, weight, eps)
+
+    @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     @abstractmethod
