@@ -8,7 +8,8 @@ import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cpu.matmul import PackedWeight, pack_float, pack_quantised
-from headwise.kernels.cpu.matmul_kinds import INTEGERS, LARGEST
+from headwise.kernels.cpu.matmul_kinds import INTEGERS
+from headwise.kernels.cpu.matmul_rows import LARGEST
 
 FORMS = (
     "float32", "bfloat16", "int8", "int8 by 16", "int8 with minima", "int4", "int4 by 16", "int4 with minima",

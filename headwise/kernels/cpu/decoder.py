@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cpu import matmul_jit, records
+from headwise.kernels.cpu import matmul_jit, matmul_kinds, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import CacheKernels, PlanTable, score_factor
 from headwise.kernels.cpu.attention_plan import Planner
@@ -153,7 +153,7 @@ class CpuDecoder:
         """Addresses of the compiled products of all kinds; 0 for those that no weight is of."""
         own = {KINDS[dtype] for dtype in self._dtypes}
         return np.array(
-            [matmul_jit.product_of(kind).address if kind in own else 0 for kind in matmul_jit.KINDS], np.int64
+            [matmul_jit.product_of(kind).address if kind in own else 0 for kind in matmul_kinds.KINDS], np.int64
         )
 
     def _kernels_of(self, layout: BlockLayout) -> CacheKernels:

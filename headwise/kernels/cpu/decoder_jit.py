@@ -30,7 +30,8 @@ from headwise.kernels.cpu.addresses import (
     words_at,
 )
 from headwise.kernels.cpu.attention_jit import FINISHED
-from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of, prepare_row, share_of, weight_at
+from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of, share_of
+from headwise.kernels.cpu.matmul_rows import prepare_row, weight_at
 from headwise.kernels.cpu.records import (
     AFTER_ATTENTION,
     AFTER_MLP,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headwise.cores import usable_cores
 from headwise.kernels.code_bytes import CPU_SCALES, bits_in_memory
-from headwise.kernels.cpu import matmul_jit, packing_jit, records
+from headwise.kernels.cpu import matmul_jit, matmul_kinds, matmul_rows, packing_jit, records
 from headwise.kernels.cpu.matmul_kinds import PANEL
 from headwise.kernels.cpu.memory import CACHE_LINE, Slabs
 from headwise.kernels.cpu.pool import pool_of_this_process
@@ -30,7 +30,7 @@ EPILOGUES = {
     "gelu_tanh": matmul_jit.GELU,
     "clamped": matmul_jit.CLAMPED,
 }
-KINDS = dict(zip(("float32", "bfloat16", "int8", "int4", "int5", "int6"), matmul_jit.KINDS, strict=True))
+KINDS = dict(zip(("float32", "bfloat16", "int8", "int4", "int5", "int6"), matmul_kinds.KINDS, strict=True))
 PACKED_VERSION = 2
 """Goes up when the same weight is packed differently: copies of packed weights on disk are then made again."""
 
@@ -90,12 +90,12 @@ class PackedWeight:
     @property
     def row_factors(self) -> int:
         """32-bit numbers that a row becomes to be multiplied; 0 where they are the row's own."""
-        return 0 if self.dtype == "float32" else matmul_jit.row_factors(KINDS[self.dtype], self.depth)
+        return 0 if self.dtype == "float32" else matmul_rows.row_factors(KINDS[self.dtype], self.depth)
 
     @property
     def row_sums(self) -> int:
         """Floats that go with them."""
-        return matmul_jit.row_sums(KINDS[self.dtype], self.depth, self.scales.shape[1])
+        return matmul_rows.row_sums(KINDS[self.dtype], self.depth, self.scales.shape[1])
 
     @property
     def offset(self) -> int:

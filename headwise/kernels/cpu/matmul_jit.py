@@ -20,10 +20,8 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
+from numba.extending import intrinsic
 
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
@@ -32,16 +30,12 @@ from headwise.kernels.cpu.addresses import (
     float_matrix_at,
     floats_at,
     halves_at,
-    ints_at,
     longs_at,
     record_at,
     words_at,
 )
-from headwise.kernels.cpu.attention_micro import row_copy
 from headwise.kernels.cpu.matmul_kinds import (
-    BFLOAT,
     INTEGERS,
-    NATIVE,
     PANEL,
     Bfloat16,
     Codes,
@@ -50,9 +44,8 @@ from headwise.kernels.cpu.matmul_kinds import (
     IntegersOfCodes,
     IntegersOfInt8,
     Kind,
-    part_depth,
-    row_integers,
 )
+from headwise.kernels.cpu.matmul_rows import factor_stride, prepare_row, sums_stride, weight_at
 from headwise.kernels.cpu.matmul_tiles import (
     FEW_VECTORS,
     LINE,
@@ -63,13 +56,10 @@ from headwise.kernels.cpu.matmul_tiles import (
     integer_tile,
     plain_tile,
 )
-from headwise.kernels.cpu.records import PRODUCT, WEIGHT
+from headwise.kernels.cpu.records import PRODUCT
 from headwise.kernels.cpu.simd import LANES, Emitter
 from headwise.kernels.cpu.threads import fetch_add, take_item, wait_for
 from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
-
-KINDS = FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 = range(6)
-"""Kinds of packed weights."""
 
 ROW_BLOCK = 96
 """Rows of an item at most: they stay in the L2 cache beside a panel. A whole number of tiles."""
@@ -90,122 +80,7 @@ _MATH = {"nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
 
-_FLOAT_LANES, _INT_LANES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
-
-
-weight_at, _product_at = record_at(WEIGHT), record_at(PRODUCT)
-
-
-@register_jitable
-def row_factors(kind: int, depth: int) -> int:
-    """32-bit numbers that a row becomes, to be multiplied with a weight of this kind and depth."""
-    return depth // 2 if (NATIVE and kind != FLOAT32) or (INTEGERS and kind >= INT8) else depth
-
-
-@register_jitable
-def row_sums(kind: int, depth: int, groups: int) -> int:
-    """Floats that go with them: sums by group of inputs, or what `matmul_tiles.integer_tile` takes of each part."""
-    if kind < INT8:
-        return 0
-    return 3 * (depth // part_depth(depth, groups)) if INTEGERS else groups
-
-
-@_pasted
-def factor_stride(weight):
-    """`row_factors` of a weight."""
-    return row_factors(weight.kind, weight.depth)
-
-
-@_pasted
-def sums_stride(weight):
-    """`row_sums` of a weight."""
-    return row_sums(weight.kind, weight.depth, groups_of(weight))
-
-
-@numba.njit(fastmath={*_MATH, "reassoc"}, nogil=True, error_model="numpy")
-def _sum_rounded(values, first, count):
-    """The sum of some, each rounded to bfloat16 before."""
-    total = np.float32(0.0)
-    some = floats_at(values.ctypes.data + 4 * first, count)
-    for i in range(count):
-        total += _rounded(some[i])
-    return total
-
-
-@_pasted
-def _prepare_integers(values, weight, row, factors, sums):
-    each = part_depth(weight.depth, groups_of(weight))
-    parts = weight.depth // each
-    stride, first = factor_stride(weight), row * 3 * parts
-    begins = ints_at(sums.ctypes.data + 4 * (first + parts), parts)
-    for part in range(parts):
-        at = part * each
-        total = row_integers(values, at, factors, row * stride + at // 2, each, sums, first + part)
-        begins[part] = -weight.offset * total
-        sums[first + 2 * parts + part] = np.float32(total) * sums[first + part]
-
-
-@_pasted
-def prepare_row(values, weight, row, factors, sums):
-    """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and what goes with them."""
-    stride = factor_stride(weight)
-    if weight.kind == FLOAT32:
-        row_copy(values, 0, factors, row * stride, stride)
-        return
-    if INTEGERS and weight.kind >= INT8:
-        _prepare_integers(values, weight, row, factors, sums)
-        return
-    _narrow_row(values, 0, factors, row * stride, weight.depth)
-    if weight.has_minima:
-        groups = groups_of(weight)
-        each = weight.depth // groups
-        for group in range(groups):
-            sums[row * groups + group] = _sum_rounded(values, group * each, each)
-
-
-# --- rows, as the tiles multiply them ------------------------------------------------------------------------------
-
-
-@intrinsic
-def _narrow_row(typing, x, xa, out, oa, count):
-    """``count`` (a multiple of LANES) floats rounded to bfloat16: as such, or as float32 where those are multiplied."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(context, builder, signature, args)
-        x, xa, out, oa, count = e.args
-        source, target = e.at(x, xa), e.at(out, oa)
-        with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
-            value = e.load(e.at(source, e.times(loop.index, LANES)))
-            if NATIVE:
-                narrow = ir.VectorType(BFLOAT, LANES)
-                place = e.at(target, e.times(loop.index, LANES // 2))
-                builder.store(builder.fptrunc(value, narrow), builder.bitcast(place, narrow.as_pointer()), align=4)
-            else:
-                place = builder.bitcast(e.at(target, e.times(loop.index, LANES)), _FLOAT_LANES.as_pointer())
-                builder.store(_rounded_lanes(e, value), place, align=4)
-        return context.get_dummy_value()
-
-    n = types.intp
-    return types.void(x, n, out, n, n), emit
-
-
-def _rounded_lanes(e: Emitter, value: Any) -> Any:
-    """A vector rounded to bfloat16, by integers: LLVM has no instruction for it where the CPU has none."""
-    words = e.builder.zext(e.bfloat16_bits(value), _INT_LANES)
-    return e.builder.bitcast(e.builder.shl(words, ir.Constant(_INT_LANES, [16] * LANES)), _FLOAT_LANES)
-
-
-@intrinsic
-def _rounded(typing, value):
-    """A float rounded to bfloat16."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if NATIVE:
-            return builder.fpext(builder.fptrunc(args[0], BFLOAT), ir.FloatType())
-        e = Emitter(context, builder, signature, args)
-        return builder.extract_element(_rounded_lanes(e, e.fill(e.args[0])), ir.IntType(32)(0))
-
-    return types.float32(types.float32), emit
+_product_at = record_at(PRODUCT)
 
 
 # --- epilogues ------------------------------------------------------------------------------------------------------
@@ -511,12 +386,6 @@ def _turns_at_once(weight, rows):
     panel_bytes = weight.data_bytes // -(-weight.columns // PANEL)
     each = DEPTH_BYTES * weight.turns // panel_bytes
     return max(1, each // weight.group_turns) * weight.group_turns
-
-
-@_pasted
-def groups_of(weight):
-    """Groups of a row's inputs that have a scale."""
-    return weight.turns // weight.group_turns
 
 
 @_pasted

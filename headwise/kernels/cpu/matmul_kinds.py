@@ -3,7 +3,7 @@
 
 Where the CPU multiplies pairs of bfloat16, a step of a product takes two numbers of depth at once. So it does with AVX2
 alone where a weight's numbers are integers: rows are multiplied as integers of 16 bits with scales of their own
-(`row_integers`), by the instruction that adds up two such products in a lane. Elsewhere all is widened to float32.
+(`matmul_rows`), by the instruction that adds up two such products in a lane. Elsewhere all is widened to float32.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from functools import reduce
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, register_jitable
 
 from headwise.kernels.cpu.code_words import WORD_BITS, Piece, depth_of, pieces_of, words_of
 from headwise.kernels.cpu.simd import ISA, LANES, BFloat, Emitter
+
+KINDS = FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 = range(6)
+"""Kinds of packed weights."""
 
 NATIVE = ISA.avx512bf16 and ISA.avx512bw
 """Whether pairs of bfloat16 are multiplied as they are."""
@@ -273,53 +274,3 @@ def _bfloat16_bits(number: int) -> int:
     import struct
 
     return struct.unpack("<I", struct.pack("<f", number))[0] >> 16
-
-
-# --- rows as integers -----------------------------------------------------------------------------------------------
-
-LARGEST = 32767
-"""Of the integers that rows become."""
-
-_LEAST, _LEAST_INVERSE = 1e-33, 1e-38
-"""Of a part's largest magnitude, so that neither its scale nor the scale's inverse is 0 or infinite; of the inverse,
-so that of numbers with an infinite one among them that one stays."""
-
-
-@register_jitable
-def part_depth(depth: int, groups: int) -> int:
-    """Numbers of a row that share a scale where rows become integers: a *part*, of which groups of inputs have some."""
-    return 32 if depth // groups % 32 == 0 else 16
-
-
-@intrinsic
-def row_integers(typing, x, xa, out, oa, count, scales, sa):
-    """``count`` (a multiple of LANES) floats as int16, rounded half to even, of a scale, which goes to ``scales[sa]``.
-
-    Returns the integers' sum. Where one of the floats is NaN, the scale is; where one is infinite, the scale is, and
-    all but the infinite ones are 0.
-    """
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(context, builder, signature, args)
-        x, xa, out, oa, count, scales, sa = e.args
-        source, target = e.at(x, xa), builder.bitcast(e.at(out, oa), _I16.as_pointer())
-        vectors = builder.udiv(count, count.type(LANES))
-        largest = e.absmax(source, vectors)
-        small = builder.fcmp_ordered("<", largest, largest.type(_LEAST))
-        largest = builder.select(small, largest.type(_LEAST), largest)
-        builder.store(builder.fdiv(largest, largest.type(LARGEST)), e.at(scales, sa))
-        inverse = builder.fdiv(largest.type(LARGEST), largest)
-        none = builder.fcmp_ordered("<", inverse, largest.type(_LEAST_INVERSE))
-        inverse = e.fill(builder.select(none, largest.type(_LEAST_INVERSE), inverse))
-        low, high, total = e.fill(-float(LARGEST)), e.fill(float(LARGEST)), e.variable(constant(_INTS, 0))
-        with cgutils.for_range(builder, vectors) as loop:
-            at = e.times(loop.index, LANES)
-            number = e.larger(builder.fmul(e.load(e.at(source, at)), inverse), low)
-            number = builder.select(builder.fcmp_ordered("<", number, high), number, high)
-            integers = e.round_to_int16(number)
-            e.store(integers, e.at(target, at))
-            e.update(total, builder.add(e.value(total), builder.sext(integers, _INTS)))
-        return builder.extract_element(e.fold([e.value(total)], builder.add), _I32(0))
-
-    n = types.intp
-    return types.int32(x, n, out, n, n, scales, n), emit

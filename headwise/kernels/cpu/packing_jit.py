@@ -34,8 +34,7 @@ from headwise.kernels.cpu.addresses import (
     words_at,
 )
 from headwise.kernels.cpu.code_words import depth_of, pack_and_get, words_of
-from headwise.kernels.cpu.matmul_jit import BFLOAT16, FLOAT32, INT4, INT5, INT8
-from headwise.kernels.cpu.matmul_kinds import PANEL
+from headwise.kernels.cpu.matmul_kinds import BFLOAT16, FLOAT32, INT4, INT5, INT8, PANEL
 from headwise.kernels.cpu.matmul_tiles import widened_half
 from headwise.kernels.cpu.records import PACKING, TAKING
 from headwise.kernels.cpu.threads import fetch_add

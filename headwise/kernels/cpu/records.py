@@ -28,7 +28,7 @@ WEIGHT = np.dtype(
 )
 """A packed weight. ``data`` are bytes, ``scales`` and ``minima`` float16 ``[panels, groups, PANEL]``.
 
-kind:        one of `matmul_jit.KINDS`
+kind:        one of `matmul_kinds.KINDS`
 columns:     of the weight; the last panel may have more
 depth:       numbers of a row that it multiplies, padded to whole turns
 turns:       of a panel
