@@ -78,7 +78,6 @@ PLAIN, SILU, GELU, CLAMPED = range(4)
 
 _MATH = {"nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
-_compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
 
 _product_at = record_at(PRODUCT)
 
