@@ -140,11 +140,11 @@ def find_parts(deployment: str) -> Found:
     parts = sort_out(actors.keys() - leaving, leaving, fronts)
     # Who has left was told where the front has gone to; engines are told last.
     told = sorted(fronts, key=lambda name: (name.startswith(ENGINE), -turn_of(name), name not in leaving))
-    scheduler = parts.known_as.get(SCHEDULER, "")
+    told = [parts.known_as.get(SCHEDULER, ""), *parts.known_as.values(), *told]
     return Found(
         actors,
         _groups(deployment),
-        front=fronts.get(scheduler) or next((fronts[name] for name in told), None),
+        front=next((fronts[name] for name in told if name in fronts), None),
         leaving=frozenset(leaving),
         late=parts.late,
         idle=parts.idle,

@@ -118,10 +118,10 @@ def sort_out(names: Iterable[str], leaving: Collection[str], knowing: Collection
             late.add(name)
         else:
             idle.add(name)
-    unborn = [name for name in idle if turn_of(name) == turn and role_of(name) == SCHEDULERS[0]]
-    if SCHEDULERS[0] not in ours and unborn:  # it is starting
-        ours[SCHEDULERS[0]] = unborn[0]
-        idle.remove(unborn[0])
+    unborn = [name for name in idle if turn_of(name) == turn and role_of(name) in SCHEDULERS]
+    if SCHEDULERS[0] not in ours and unborn:  # it is starting; or has died, and one that stands by takes its place
+        chosen = ours[SCHEDULERS[0]] = min(unborn, key=lambda name: SCHEDULERS.index(role_of(name)))
+        idle.remove(chosen)
     return Fronts(turn, ours, frozenset(late), frozenset(idle))
 
 

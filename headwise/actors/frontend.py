@@ -163,7 +163,7 @@ class Frontend:
         from headwise.actors.store import AttentionStore
 
         def arguments() -> tuple[Any, ...]:
-            return self._config, self._front_at(site).store_endpoint, self._namespace, self._keys.inner
+            return self._config, self._front_at(site), self._keys.inner
 
         life = Life(self._config.start_timeout_s)
         return Role(self._config.name, STORE, AttentionStore, arguments, site, life)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from headwise.actors.ending import Ending
-from headwise.actors.front import About
+from headwise.actors.front import About, Front
 from headwise.actors.remote import remote
 from headwise.log_lines import show_log_lines
 from headwise.runtime.config.engine_config import EngineConfig
@@ -20,19 +20,18 @@ _BIND_TIMEOUT_S = 10.0
 
 @remote(max_concurrency=5)
 class AttentionStore:
-    """Serves the index at ``endpoint``. A restarted store binds the same endpoint: the engines find it again and tell
-    it all they hold.
+    """Serves the index. A restarted store binds the same endpoint: the engines find it again and tell it all they hold.
 
+    front: where that is, and the scheduler: an owner that is started again hears it of whoever is left
     start: how many times the store was started before
     """
 
-    def __init__(
-        self, config: EngineConfig, endpoint: str, namespace: str, keys: ServerKeys | None, start: int = 0
-    ) -> None:
+    def __init__(self, config: EngineConfig, front: Front, keys: ServerKeys | None, start: int = 0) -> None:
         show_log_lines()
         options = {"max_blocks": config.index_blocks, "keys": keys}
+        self._front = front
         self._ending = Ending()
-        self._server = _bind(endpoint, namespace, options)
+        self._server = _bind(front.store_endpoint, front.namespace, options)
         self._server.start()
 
     def ready(self) -> str:
@@ -44,7 +43,7 @@ class AttentionStore:
         self._ending.wait()
 
     def about(self) -> About:
-        return About()
+        return About(self._front)
 
     def stats(self) -> dict[str, Any]:
         return self._server.stats()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_successors_serve_at_their_own_node_and_their_http_servers_ask_the_sched
     made = frontend.successors(there, ["scheduler", "former.4"])  # type: ignore[arg-type]
     assert {name: role.known_as for name, role in made.items()} == {name: f"{name}.5" for name in stay}
     assert made["scheduler"]._arguments()[2:] == (FRONT.port, "tcp://10.0.0.3:8701")
-    assert made["store"]._arguments()[1] == "tcp://10.0.0.3:8701"
+    assert made["store"]._arguments()[1] == replace(FRONT, node="10.0.0.3", store_endpoint="tcp://10.0.0.3:8701")
     assert made["http-0"]._arguments()[2] == "tcp://10.0.0.2:8700"
     assert frontend.front == FRONT, "until the switch"
     assert all(role.starts == 2 for role in made.values()), "they follow others, for whose ports they may have to wait"

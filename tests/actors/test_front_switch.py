@@ -108,6 +108,12 @@ def test_a_scheduler_that_stood_by_once_is_the_scheduler() -> None:
         assert found.idle == {f"scheduler{turn}"}
 
 
+def test_where_the_scheduler_has_died_the_one_that_stands_by_takes_its_place() -> None:
+    found = sort_out(["store.3", "scheduler-standby.3", "scheduler-standby.4"], [], [])
+    assert found.known_as == {"scheduler": "scheduler-standby.3", "store": "store.3"}
+    assert found.idle == {"scheduler-standby.4"}
+
+
 def test_engines_are_of_no_front() -> None:
     assert sort_out(["engine-0", "engine-1"], ["engine-2"], ["engine-0"]) == sort_out([], [], [])
     assert front_turn([*OLD, "engine-0"], ["engine-1"], ["scheduler"]) == 0
