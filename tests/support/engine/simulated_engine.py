@@ -98,7 +98,8 @@ def _file_storage(directory: Path, card: ModelCard) -> FileStorage:
 
 
 def request(name: str, prompt, max_tokens: int, *, priority: int = 0, salt: str = "", **sampling) -> GenerateRequest:
-    params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
+    """Greedy, so that the device chooses, unless ``sampling`` says otherwise."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "seed": 1, **sampling})
     return GenerateRequest(name, np.array(prompt, dtype=np.int32), params, priority, salt)
 
 

@@ -228,8 +228,8 @@ class TokenModel(Model):
 class LateSamples(HostLastSampled):
     """The host has tokens later than the next step."""
 
-    def keep(self, rows: np.ndarray, tokens: np.ndarray, best: np.ndarray) -> LateFetch:
-        return LateFetch(super().keep(rows, tokens, best).get())
+    def keep(self, *arguments: Any) -> LateFetch:
+        return LateFetch(super().keep(*arguments).get())
 
 
 class SimulatedDevice:
