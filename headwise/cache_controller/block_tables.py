@@ -53,6 +53,15 @@ class BlockTables(Protocol):
     def apply(self, updates: NDArray[np.int32]) -> None:
         """Apply ``[k, 4]`` (row, group, block index, block id); a later update wins."""
 
+    def in_any_order(self, updates: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The same updates, for `enter`."""
+
+    def enter(self, updates: Array) -> None:
+        """`apply` updates that are where the tables are. Only enqueues, so it may be captured.
+
+        updates: what `in_any_order` made of them; those of row `NOWHERE` are padding
+        """
+
     def gather(self, rows: Array, seq_lens: Array, columns: int) -> Array:
         """``int32 [len(rows) * groups, columns]``, the block tables of a batch, as attention kernels take them.
 
@@ -79,6 +88,14 @@ class HostBlockTables:
         """See `BlockTables.apply`."""
         row, group, index, block = updates.T
         self.array[row, group, index] = block
+
+    def in_any_order(self, updates: NDArray[np.int32]) -> NDArray[np.int32]:
+        """See `BlockTables.in_any_order`: they are entered in order."""
+        return updates
+
+    def enter(self, updates: NDArray[np.int32]) -> None:
+        """See `BlockTables.enter`."""
+        self.apply(updates[updates[:, 0] != NOWHERE])
 
     def gather(self, rows: NDArray[np.int32], seq_lens: NDArray[np.int32], columns: int) -> NDArray[np.int32]:
         """See `BlockTables.gather`."""

@@ -20,13 +20,15 @@ extern "C" __global__ void clear(int* tables, const int* rows, long long cells)
     }
 }
 
-// updates: [count, 4] of (row, group, index, block). Those of one cell are equal: which of them comes last is unknown.
+// updates: [count, 4] of (row, group, index, block); of row NOWHERE they are padding. Those of one cell are equal: which of
+//          them comes last is unknown.
 // grid: threads for all updates
 extern "C" __global__ void apply(int* tables, const int* updates, int count, int groups, int max_blocks)
 {
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= count) return;
     const int* update = updates + 4LL * at;
+    if (update[0] == NOWHERE) return;
     tables[(static_cast<long long>(update[0]) * groups + update[1]) * max_blocks + update[2]] = update[3];
 }
 

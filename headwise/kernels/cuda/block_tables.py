@@ -39,7 +39,9 @@ class CudaBlockTables:
         self._clear(grid, (*_pointers(tables, rows), np.int64(cells)))
 
     def apply(self, tables: Array, shape: TableShape, updates: Array) -> None:
-        """Enter ``updates [k, 4]`` of (row, group, block index, block id), of which those of one cell are equal."""
+        """Enter ``updates [k, 4]`` of (row, group, block index, block id). Those of one cell are equal; those of row -1
+        are padding.
+        """
         count = len(updates)
         sizes = (np.int32(size) for size in (count, shape.groups, shape.max_blocks))
         self._apply((-(-count // self._threads), 1, 1), (*_pointers(tables, updates), *sizes))

@@ -32,10 +32,10 @@ class CudaStepTokens:
         self._launch(self._fill, len(rows), tokens, begins, rows, last)
 
     def keep(self, rows: Array, tokens: Array, best: Array, last: Array, told: Array) -> None:
-        """Enter the sampled ``tokens [n]`` of ``rows [n]`` in ``last`` and in ``told [n]``, there as -1 where the
-        largest logit, ``best`` float32 ``[n]``, is not finite.
+        """Enter the sampled ``tokens [n]`` of ``rows``, the first n of them, in ``last`` and in ``told [n]``: there as
+        -1 where the largest logit, ``best`` float32 ``[n]``, is not finite.
         """
-        self._launch(self._keep, len(rows), rows, tokens, best, last, told)
+        self._launch(self._keep, len(told), rows, tokens, best, last, told)
 
     def _launch(self, kernel: Kernel, count: int, *arrays: Array) -> None:
         pointers = (np.uint64(address_of(array)) for array in arrays)

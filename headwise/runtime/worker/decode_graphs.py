@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import BlockTables
+from headwise.cache_controller.radix_tree import NOWHERE
 from headwise.errors import first_line
 from headwise.kernels.base import AttentionBatch
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
@@ -28,6 +29,10 @@ FINE_ROWS, ROWS_STEP = 8, 8
 """Batch sizes up to the first are padded to powers of two, larger ones to multiples of the second, and where these are
 less than an eighth of them, to multiples of an eighth of a power of two."""
 
+LEAST_CHANGES = 16
+"""Changes of block tables for which there is room in a graph, and for as many as rows, if that is more: most steps have
+fewer, as most sequences begin no block."""
+
 MIN_COLUMNS, COLUMNS_FACTOR = 16, 4
 """Of block tables; wider ones are padded to as many times that. What is not reached costs nothing but its place."""
 
@@ -36,30 +41,30 @@ MIN_COLUMNS, COLUMNS_FACTOR = 16, 4
 class Scored:
     """Scores of the tokens that may come next, on the device; None on ranks that have none.
 
-    scores:    ``[rows, vocab_size]``, as `Model.scores` says
-    likeliest: of each row, as `TensorOps.greedy` says
+    scores:     ``[rows, vocab_size]``, as `Model.scores` says
+    likeliest:  of each row, as `TensorOps.greedy` says
+    table_rows: int32 ``[rows]``, where the sequences' block tables are, and all else that is kept by row
     """
 
     scores: Tensor | None
     likeliest: tuple[KernelArray, KernelArray] | None
+    table_rows: KernelArray | None = None
 
     @property
     def arrays(self) -> Sequence[KernelArray]:
-        """All there are; see `of`."""
+        """What a step computes; see `of`."""
         return () if self.scores is None or self.likeliest is None else (self.scores, *self.likeliest)
 
     @classmethod
-    def of(cls, arrays: Sequence[KernelArray]) -> Scored:
+    def of(cls, arrays: Sequence[KernelArray], table_rows: KernelArray | None = None) -> Scored:
         """The reverse of `arrays`."""
-        return cls(arrays[0], (arrays[1], arrays[2])) if arrays else cls(None, None)
-
-    def first(self, rows: int) -> Tensor | None:
-        """The scores of the first ``rows``."""
-        return None if self.scores is None else self.scores[:rows]
+        return cls(arrays[0], (arrays[1], arrays[2]), table_rows) if arrays else cls(None, None, table_rows)
 
 
 Compute = Callable[[KernelArray, KernelArray, AttentionBatch], Scored]
 """From token ids, positions and the batch; only enqueues."""
+
+_NO_UPDATE: NDArray[np.int32] = np.zeros((0, 4), np.int32)
 
 
 class DecodeGraphs:
@@ -81,10 +86,12 @@ class DecodeGraphs:
         all_ranks: Callable[[bool], bool] = bool,
     ) -> None:
         self._ops, self._compute, self._tables, self._last, self._all_ranks = ops, compute, tables, last, all_ranks
-        self._replays: dict[tuple[int, int], Callable[[], Scored]] = {}
-        self._starts: dict[tuple[int, int], NDArray[np.int32]] = {}  # by padded rows and batch
+        self._replays: dict[tuple[int, int], Callable[[], Sequence[KernelArray]]] = {}
+        # By padded rows and batch: where sequences begin, and changes of the tables that are none.
+        self._constants: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         # One for all shapes, none of which it has to grow for: graphs read where it wrote when they were recorded.
-        self._upload = ops.step_upload(capacity=5 * padded_rows(tables.shape.max_rows) + 1)
+        rows = padded_rows(tables.shape.max_rows)
+        self._upload = ops.step_upload(capacity=4 * changes_of(rows) + 5 * rows + 1)
 
     @property
     def captured(self) -> int:
@@ -99,7 +106,8 @@ class DecodeGraphs:
         log.info("recording decode steps of %d batch sizes and %d widths as CUDA graphs", len(batches), len(widths))
         for rows in reversed(batches):
             for columns in reversed(widths):
-                replay = self._capture(self._work(columns, *self._uploaded(rows, nobody, nobody, nobody, nobody)))
+                arrays = self._uploaded(rows, _NO_UPDATE, nobody, nobody, nobody, nobody)
+                replay = self._capture(self._work(columns, *arrays))
                 if replay is None:
                     return
                 self._replays[rows, columns] = replay
@@ -110,59 +118,75 @@ class DecodeGraphs:
         positions: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         table_rows: NDArray[np.int32],
+        updates: NDArray[np.int32] = _NO_UPDATE,
     ) -> Scored:
-        """One token of each of ``[batch]`` sequences, whose block tables are at ``table_rows``.
+        """One token of each of ``[batch]`` sequences, whose block tables are at ``table_rows``, and changed before.
 
         The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
+
+        updates: of the tables, see `BlockTables.apply`; a part of the graph, where that has room for as many
         """
         rows = padded_rows(len(token_ids))
         columns = self._width(self._tables.shape.columns(int(seq_lens.max())))
-        arrays = self._uploaded(rows, token_ids, positions, seq_lens, table_rows)
-        return self._replays.get((rows, columns), self._work(columns, *arrays))()
+        if len(updates) > changes_of(rows):
+            self._tables.apply(updates)
+            updates = _NO_UPDATE
+        arrays = self._uploaded(rows, updates, token_ids, positions, seq_lens, table_rows)
+        replay = self._replays.get((rows, columns)) or self._work(columns, *arrays)
+        return Scored.of(replay(), arrays[-1])
 
     def _width(self, columns: int) -> int:
         return min(padded_columns(columns), max(MIN_COLUMNS, self._tables.shape.max_blocks))
 
-    def _uploaded(self, rows: int, *arrays: NDArray[np.int32]) -> Sequence[KernelArray]:
+    def _uploaded(self, rows: int, updates: NDArray[np.int32], *arrays: NDArray[np.int32]) -> Sequence[KernelArray]:
+        """What `_work` is given, padded to so many rows."""
         batch = len(arrays[0])
-        starts = self._starts.get((rows, batch))
-        if starts is None:
+        constants = self._constants.get((rows, batch))
+        if constants is None:
             starts = np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(batch))
-            self._starts[rows, batch] = starts
-        whole = np.zeros((len(arrays), rows), np.int32)
-        for padded, array in zip(whole, arrays, strict=True):
-            padded[:batch] = array
-        return self._upload(starts, *whole)
+            constants = self._constants[rows, batch] = starts, np.full((changes_of(rows), 4), NOWHERE, np.int32)
+        starts, changes = constants
+        if len(updates):
+            changes = changes.copy()
+            changes[: len(updates)] = self._tables.in_any_order(updates)
+        if batch < rows:
+            whole = np.zeros((len(arrays), rows), np.int32)
+            for padded, array in zip(whole, arrays, strict=True):
+                padded[:batch] = array
+            arrays = tuple(whole)
+        return self._upload(changes, starts, *arrays)
 
     def _work(
         self,
         columns: int,
+        changes: KernelArray,
         starts: KernelArray,
         tokens: KernelArray,
         positions: KernelArray,
         seq_lens: KernelArray,
         table_rows: KernelArray,
-    ) -> Callable[[], Scored]:
+    ) -> Callable[[], Sequence[KernelArray]]:
         """What the step enqueues. Does not hold its graphs: these go, and their memory, with the last other holder."""
         compute, tables, last = self._compute, self._tables, self._last
 
-        def work() -> Scored:
+        def work() -> Sequence[KernelArray]:
+            tables.enter(changes)
             last.fill(tokens, starts, table_rows)
             gathered = tables.gather(table_rows, seq_lens, columns)  # of padding, nothing: it has no tokens
             batch = AttentionBatch(starts, seq_lens, gathered, tables.shape.groups, max_query_len=1)
-            return compute(tokens, positions, batch)
+            return compute(tokens, positions, batch).arrays
 
         return work
 
-    def _capture(self, compute: Callable[[], Scored]) -> Callable[[], Scored] | None:
+    def _capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]] | None:
         """A graph of the step; None if it cannot be recorded on every rank: steps are right without, too."""
         replay, trouble = None, "they cannot be recorded on another rank"
         try:
-            replay = self._ops.capture(lambda: compute().arrays)
+            replay = self._ops.capture(work)
         except Exception as error:  # CuPy's own kinds
             trouble = first_line(error)
         if self._all_ranks(replay is not None) and replay is not None:
-            return lambda: Scored.of(replay())
+            return replay
         which = f"those of {self.captured} shapes" if self._replays else "none"
         log.warning("decode steps run without CUDA graphs, but for %s: %s", which, trouble)
         return None
@@ -174,6 +198,11 @@ def padded_rows(batch: int) -> int:
         return 1 << (batch - 1).bit_length()
     step = max(ROWS_STEP, (1 << (batch - 1).bit_length()) // 8)
     return -(-batch // step) * step
+
+
+def changes_of(rows: int) -> int:
+    """Changes of block tables for which a graph of so many rows has room."""
+    return max(LEAST_CHANGES, rows)
 
 
 def padded_columns(columns: int) -> int:

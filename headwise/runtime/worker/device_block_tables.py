@@ -43,10 +43,14 @@ class DeviceBlockTables:
     def apply(self, updates: NDArray[np.int32]) -> None:
         """See `BlockTables.apply`."""
         if len(updates):
-            (on_device,) = self._upload(self._final(updates))
-            self._kernel.apply(self._tables, self.shape, on_device)
+            (on_device,) = self._upload(self.in_any_order(updates))
+            self.enter(on_device)
 
-    def _final(self, updates: NDArray[np.int32]) -> NDArray[np.int32]:
+    def enter(self, updates: KernelArray) -> None:
+        """See `BlockTables.enter`."""
+        self._kernel.apply(self._tables, self.shape, updates)
+
+    def in_any_order(self, updates: NDArray[np.int32]) -> NDArray[np.int32]:
         """The updates, each with the block of the last one of its cell: threads write in no order.
 
         Raises:

@@ -29,10 +29,14 @@ class LastSampled(Protocol):
         Only enqueues. A sequence that begins where the next one does is padding.
         """
 
-    def keep(self, rows: NDArray[np.int32], tokens: KernelArray, best: KernelArray) -> Fetch:
+    def keep(
+        self, rows: NDArray[np.int32], tokens: KernelArray, best: KernelArray, uploaded: KernelArray | None = None
+    ) -> Fetch:
         """Enter ``tokens int32 [n]`` of ``rows [n]``, sampled from logits the largest of which were ``best``.
 
         What comes to the host is the tokens, `NO_TOKEN` where ``best`` is not finite.
+
+        uploaded: begins with ``rows``, where the tokens are; None: they are not there yet
         """
 
     def enter(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
@@ -51,7 +55,9 @@ class HostLastSampled:
     def fill(self, tokens: KernelArray, begins: KernelArray, rows: KernelArray) -> None:
         pass
 
-    def keep(self, rows: NDArray[np.int32], tokens: KernelArray, best: KernelArray) -> Fetch:
+    def keep(
+        self, rows: NDArray[np.int32], tokens: KernelArray, best: KernelArray, uploaded: KernelArray | None = None
+    ) -> Fetch:
         told = only_usable(tokens, best)
         self.enter(rows, told)
         return Fetched(told)
@@ -73,8 +79,10 @@ class DeviceLastSampled:
     def fill(self, tokens: KernelArray, begins: KernelArray, rows: KernelArray) -> None:
         self._kernel.fill(tokens, begins, rows, self._last)
 
-    def keep(self, rows: NDArray[np.int32], tokens: KernelArray, best: KernelArray) -> Fetch:
-        (on_device,) = self._upload(rows)
+    def keep(
+        self, rows: NDArray[np.int32], tokens: KernelArray, best: KernelArray, uploaded: KernelArray | None = None
+    ) -> Fetch:
+        on_device = self._upload(rows)[0] if uploaded is None else uploaded
         told = self._ops.empty_bytes(4 * len(rows)).view(np.int32)
         self._kernel.keep(on_device, tokens, best, self._last, told)
         return self._ops.fetch(told)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.base import Model
-from headwise.runtime.ops.base import Fetch, Fetched, Tensor, TensorOps
+from headwise.runtime.ops.base import Fetch, Fetched, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, Sampled
 from headwise.runtime.protocol.batch import BatchRequest, NewSequence
 from headwise.runtime.protocol.request import TokenLogprobs
@@ -71,26 +71,30 @@ class NextTokens:
             self._editor.open(new)
 
     def choose(self, batch: BatchRequest, model: Model, found: Tensor | Scored | None) -> Chosen:
-        """``found`` is of the sequences that sample, in order: their last hidden rows, or already their scores.
+        """``found`` is of the sequences that sample, in order: their last hidden rows, or of a step in which all do
+        already their scores.
 
         Where the device chooses, and tells the other ranks, the host does not wait for it.
         """
         if found is None:
             return Chosen()
-        wanted = np.flatnonzero(batch.sample)
-        rows = batch.rows[wanted]
-        scores = found.first(len(wanted)) if isinstance(found, Scored) else model.step_scores(found)
+        if isinstance(found, Scored):  # all of them do
+            wanted, rows = np.arange(len(batch.rows)), batch.rows
+        else:
+            wanted = np.flatnonzero(batch.sample)
+            rows, found = batch.rows[wanted], Scored(model.step_scores(found), None)
+        scores, uploaded = found.scores, found.table_rows
         if scores is None:
-            return Chosen(wanted, self._keep(rows, None))
+            return Chosen(wanted, self._keep(rows, uploaded, None))
         if self._more.isdisjoint(rows.tolist()):
-            likeliest = found.likeliest if isinstance(found, Scored) else None
-            tokens, best = likeliest or self._ops.greedy(scores)
-            return Chosen(wanted, self._keep(rows, (tokens[: len(rows)], best[: len(rows)])))
+            tokens, best = found.likeliest or self._ops.greedy(scores)
+            return Chosen(wanted, self._keep(rows, uploaded, (_first(tokens, len(rows)), _first(best, len(rows)))))
+        scores = _first(scores, len(rows))
         sequences = [self._sequences[row] for row in rows.tolist()]
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
         draws = Draws([sequence.sampling for sequence in sequences], seeds, positions)
-        drawn = self._draw(rows, draws, model, scores)
+        drawn = self._draw(rows, uploaded, draws, model, scores)
         failures = self._follow(rows, drawn)
         return Chosen(
             wanted,
@@ -99,21 +103,23 @@ class NextTokens:
             {int(wanted[at]): failure for at, failure in failures.items()},
         )
 
-    def _keep(self, rows: NDArray[np.int32], sampled: Sampled | None) -> Fetch:
-        """Tokens of ``rows``, entered among the last ones on all ranks."""
-        return self._last.keep(rows, *self._collectives.share(sampled, len(rows)))
+    def _keep(self, rows: NDArray[np.int32], uploaded: KernelArray | None, sampled: Sampled | None) -> Fetch:
+        """Tokens of ``rows``, entered among the last ones on all ranks. uploaded: see `LastSampled.keep`"""
+        return self._last.keep(rows, *self._collectives.share(sampled, len(rows)), uploaded)
 
-    def _draw(self, rows: NDArray[np.int32], draws: Draws, model: Model, scores: Tensor) -> Fetch:
+    def _draw(
+        self, rows: NDArray[np.int32], uploaded: KernelArray | None, draws: Draws, model: Model, scores: Tensor
+    ) -> Fetch:
         """Draw tokens of ``rows``, and keep them."""
         ops, cap = self._ops, model.config.logit_softcap
         edits = self._editor.edits(rows, draws.positions)
         on_device = None if self._sampler is None else self._sampler.draw(scores, cap, draws, edits)
         if on_device is not None:
-            return self._keep(rows, on_device)
+            return self._keep(rows, uploaded, on_device)
         by_host = sample(model.capped(ops.numpy(scores)), draws, edits)
         if self._comm.size > 1:
             best = np.where(by_host == NO_TOKEN, np.float32(np.nan), np.float32(0))
-            return self._keep(rows, (ops.upload(by_host), ops.upload(best)))
+            return self._keep(rows, uploaded, (ops.upload(by_host), ops.upload(best)))
         self._last.enter(rows, by_host)
         return Fetched(by_host)
 
@@ -140,3 +146,8 @@ class NextTokens:
             row: token_logprobs(logits[at], int(tokens[row]), draws.params[row].logprobs or 0)
             for at, row in enumerate(asked.tolist())
         }
+
+
+def _first(array: KernelArray, rows: int) -> KernelArray:
+    """The first ``rows`` of an array, which takes no time where there are no others."""
+    return array if len(array) == rows else array[:rows]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +50,7 @@ from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.which_graphs import told_graphs, without_graphs
 from headwise.transfer.connectors.select import PeerAccess
 
+_Part = TypeVar("_Part")
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 
 
@@ -78,7 +78,8 @@ class _Computed:
     def tokens(self, sequences: int) -> tuple[NDArray[np.int32], dict[int, str]]:
         """``[sequences]``, `NO_TOKEN` of those that do not sample; and why sequences failed, by index."""
         wanted, tokens = self.chosen.wanted, self.chosen.tokens.get()
-        lacking = wanted[tokens == NO_TOKEN].tolist()
+        lacks = tokens == NO_TOKEN
+        lacking = wanted[lacks].tolist() if lacks.any() else ()
         broken = dict.fromkeys([*lacking, *self.unusable], NOT_FINITE) | self.chosen.failures
         if len(tokens) == sequences:
             return tokens, broken
@@ -357,14 +358,13 @@ class ModelWorker:
                 blocks that the engine would give to others, and other ranks may wait for this one: it must not be asked
                 for anything more.
         """
-        with self._within(batch.step_id):
-            return self._begin(batch)
+        return self._within(batch.step_id, lambda: self._begin(batch))
 
-    @contextmanager
-    def _within(self, step_id: int) -> Iterator[None]:
+    def _within(self, step_id: int, part: Callable[[], _Part]) -> _Part:
+        """A part of a step, on the device."""
         try:
             with self._device.current():
-                yield
+                return part()
         except EngineDiedError:
             raise
         except Exception as error:
@@ -389,8 +389,7 @@ class ModelWorker:
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
 
         def end() -> StepResult:
-            with self._within(batch.step_id):
-                return self._end(batch, started, computed, forgotten, failure)
+            return self._within(batch.step_id, lambda: self._end(batch, started, computed, forgotten, failure))
 
         before, self._before = self._before, _Step(computed, end)
         is_loading = self._copies is not None and self._copies.is_loading
@@ -424,13 +423,13 @@ class ModelWorker:
 
     def _compute(self, batch: BatchRequest) -> _Computed:
         self._cache.tables.open_rows(new.row for new in batch.new_sequences)
-        self._cache.tables.apply(batch.table_updates)
         self._prompts.open(batch.new_sequences)
         self._tokens.open(batch.new_sequences)
-        if not len(batch.rows):  # sent for the sake of copies, or of a command
-            return _Computed()
         if self._graphs is not None and self._is_plain_decode(batch):
             return _Computed(self._tokens.choose(batch, self._model, self._decode(self._graphs, batch)))
+        self._cache.tables.apply(batch.table_updates)
+        if not len(batch.rows):  # sent for the sake of copies, or of a command
+            return _Computed()
         hidden = self._forward(batch)
         if batch.is_token_each and batch.sample.all():
             return _Computed(self._tokens.choose(batch, self._model, hidden))
@@ -441,11 +440,11 @@ class ModelWorker:
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
-        is_decode = batch.is_token_each and bool(batch.sample.all()) and batch.embeds is None
+        is_decode = len(batch.rows) > 0 and batch.is_token_each and bool(batch.sample.all()) and batch.embeds is None
         return is_decode and (self._copies is None or not self._copies.is_loading)
 
     def _decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
-        return graphs.step(self._last.inputs(batch), batch.starts, batch.starts + 1, batch.rows)
+        return graphs.step(self._last.inputs(batch), batch.starts, batch.starts + 1, batch.rows, batch.table_updates)
 
     def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))

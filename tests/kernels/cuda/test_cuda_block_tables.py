@@ -11,6 +11,7 @@ from support.gpu.emulated_gpu import EmulatedOps
 from support.gpu.machine_code import TARGETS, machine_code, spilled
 
 from headwise.cache_controller.block_tables import HostBlockTables, TableShape
+from headwise.cache_controller.radix_tree import NOWHERE
 from headwise.kernels.cuda.block_tables import SOURCE, CudaBlockTables
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 
@@ -91,7 +92,11 @@ def test_tables_are_those_of_a_host_whatever_is_opened_updated_and_gathered(
         updates = updates_of(shape, count, rng)
         for tables in (device, host):
             tables.open_rows(iter(opened))
-            tables.apply(updates)
+            if count == 1:
+                tables.apply(updates)
+            else:
+                padding = np.full((5, 4), NOWHERE, np.int32)
+                tables.enter(np.concatenate([tables.in_any_order(updates), padding]))
         batch = rng.permutation(rows)[: rng.integers(1, rows + 1)].astype(np.int32)
         seq_lens = rng.integers(0, blocks * block_size + 1, len(batch)).astype(np.int32)
         seq_lens[rng.random(len(batch)) < 0.3] = 0  # padding

@@ -21,7 +21,7 @@ from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.cuda import cublas
 from headwise.runtime.ops import gpu_ops
-from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored, padded_columns, padded_rows
+from headwise.runtime.worker.decode_graphs import LEAST_CHANGES, DecodeGraphs, Scored, padded_columns, padded_rows
 from headwise.runtime.worker.last_sampled import HostLastSampled
 
 GROUPS = 2
@@ -88,11 +88,14 @@ def graphs_of(ops: Any, model: Model | None = None, *more: Any) -> DecodeGraphs:
     return graphs
 
 
-def step(graphs: DecodeGraphs, batch: int, columns: int, first: int = 10, last_row: int = 63) -> Scored:
+def step(
+    graphs: DecodeGraphs, batch: int, columns: int, first: int = 10, last_row: int = 63, **more: np.ndarray
+) -> Scored:
     """Sequences in rows ``last_row`` and before it, of so many tokens that they reach ``columns``, or one less."""
     tokens = np.arange(first, first + batch, dtype=np.int32)
     seq_lens = np.array([(columns - row % 2) * SHAPE.block_size for row in range(batch)], np.int32)
-    return graphs.step(tokens, seq_lens - 1, seq_lens, np.arange(last_row, last_row - batch, -1, dtype=np.int32))
+    rows = np.arange(last_row, last_row - batch, -1, dtype=np.int32)
+    return graphs.step(tokens, seq_lens - 1, seq_lens, rows, **more)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,23 @@ def test_graphs_gather_what_the_tables_say_when_they_are_launched() -> None:
     for block in (5, 6, 7, 8):
         graphs._tables.apply(np.array([[63, 1, 2, block]], np.int32))
         assert step(graphs, 1, 4).likeliest[1][1, 2] == block
+
+
+@pytest.mark.parametrize("count", [0, 1, LEAST_CHANGES, LEAST_CHANGES + 1, 90])
+def test_changes_of_tables_are_a_part_of_the_graph_or_where_they_are_many_made_before(count: int) -> None:
+    ops = Ops()
+    graphs, rng = graphs_of(ops), np.random.default_rng(count)
+    expected = Tables()
+    for first in (10, 20, 30):
+        updates = np.stack([rng.integers(0, size, count) for size in SHAPE.cells] + [rng.integers(0, 99, count)], 1)
+        updates = updates.astype(np.int32)
+        expected.apply(updates)
+        found = step(graphs, 4, 500, first, last_row=9, updates=updates)
+        assert found.scores[:, 0].tolist() == [first, first + 1, first + 2, first + 3]
+        assert found.table_rows.tolist() == [9, 8, 7, 6]
+        np.testing.assert_array_equal(graphs._tables.array, expected.array)
+        np.testing.assert_array_equal(found.likeliest[1][:GROUPS, :500], expected.array[9])
+    assert ops.replayed == 3
 
 
 def test_where_not_all_can_be_recorded_the_other_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
