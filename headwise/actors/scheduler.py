@@ -68,7 +68,7 @@ class GlobalScheduler:
         self._is_leaving = False
         self._moved_to: Front | None = None
         self._ending = Ending()
-        self._starting = threading.Lock()
+        self._starting, self._opening = threading.Lock(), threading.Lock()
         self._patience_s = _BIND_TIMEOUT_S if start else 0.0
 
     def ready(self) -> tuple[str, int]:
@@ -135,10 +135,11 @@ class GlobalScheduler:
 
     def _open(self) -> tuple[Preprocessor, Preprocessor]:
         """The model's preprocessor, and one that tokenises in other processes: made once."""
-        if self._preprocessor is None or self._tokenising is None:
-            self._preprocessor = Preprocessor.open(self._config)
-            self._tokenising, self._tokenizers = self._preprocessor.with_pool(self._config)
-        return self._preprocessor, self._tokenising
+        with self._opening:  # a new owner may have it serve while it prepares for the one before
+            if self._preprocessor is None or self._tokenising is None:
+                self._preprocessor = Preprocessor.open(self._config)
+                self._tokenising, self._tokenizers = self._preprocessor.with_pool(self._config)
+            return self._preprocessor, self._tokenising
 
     def namespace(self) -> str:
         """The namespace of the index: which model and cache layout its blocks belong to."""

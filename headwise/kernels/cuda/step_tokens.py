@@ -38,5 +38,5 @@ class CudaStepTokens:
         self._launch(self._keep, len(told), rows, tokens, best, last, told)
 
     def _launch(self, kernel: Kernel, count: int, *arrays: Array) -> None:
-        pointers = (np.uint64(address_of(array)) for array in arrays)
+        pointers = [np.uint64(address_of(array)) for array in arrays]
         kernel((-(-count // self._threads), 1, 1), (*pointers, np.int32(count)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -40,33 +41,38 @@ class PinnedUpload:
         self._shapes: tuple[tuple[int, ...], ...] = ()
         self._starts = [0]  # of arrays of such shapes
         self._views: list[Any] = []
+        self._pinned_views: list[list[NDArray[np.int32]]] = [[]] * SLOTS  # the same of each pinned buffer
 
     def __call__(self, *arrays: NDArray[np.int32]) -> list[Any]:
         """See `StepUpload`."""
         shapes = tuple([array.shape for array in arrays])
         if shapes != self._shapes:
-            self._shapes, self._views, self._starts = shapes, [], [0]
+            self._shapes, self._views, self._starts, self._pinned_views = shapes, [], [0], [[]] * SLOTS
             for array in arrays:
                 self._starts.append(self._starts[-1] + -(-array.size // ALIGNMENT) * ALIGNMENT)
         starts = self._starts
-        host, slot = self._slot(starts[-1])
-        for array, start in zip(arrays, starts, strict=False):
-            host[start : start + array.size] = array.reshape(-1)
+        slot = self._slot(starts[-1])
+        views = self._pinned_views[slot] = self._pinned_views[slot] or self._parts_of(self._pinned[slot])
+        for view, array in zip(views, arrays, strict=True):
+            view[...] = array
         stream, runtime = cupy.cuda.get_current_stream(), cupy.cuda.runtime
         target, source, num_bytes = self._device.data.ptr, self._addresses[slot], starts[-1] * ITEM_BYTES
         runtime.memcpyAsync(target, source, num_bytes, runtime.memcpyHostToDevice, stream.ptr)
         self._copied[slot].record(stream)
         if not self._views:
-            self._views = [
-                self._device[start : start + array.size].reshape(array.shape)
-                for array, start in zip(arrays, starts, strict=False)
-            ]
+            self._views = self._parts_of(self._device)
         return self._views
 
-    def _slot(self, size: int) -> tuple[NDArray[np.int32], int]:
-        """A pinned buffer that no copy reads from any more, and its index.
+    def _parts_of(self, buffer: Any) -> list[Any]:
+        """Where the arrays lie in it."""
+        return [
+            buffer[start : start + math.prod(shape)].reshape(shape)
+            for start, shape in zip(self._starts, self._shapes, strict=False)
+        ]
 
-        It and the device's buffer then have room for ``size`` elements.
+    def _slot(self, size: int) -> int:
+        """Which pinned buffer no copy reads from any more. It and the device's buffer then have room for ``size``
+        elements.
         """
         self._current = (self._current + 1) % SLOTS
         self._copied[self._current].synchronize()
@@ -75,4 +81,5 @@ class PinnedUpload:
         if self._pinned[self._current].size < size:
             self._pinned[self._current] = cupyx.empty_pinned(2 * size, dtype=np.int32)
             self._addresses[self._current] = self._pinned[self._current].ctypes.data
-        return self._pinned[self._current], self._current
+            self._pinned_views[self._current] = []
+        return self._current

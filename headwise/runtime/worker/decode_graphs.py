@@ -120,11 +120,10 @@ class DecodeGraphs:
         table_rows: NDArray[np.int32],
         updates: NDArray[np.int32] = _NO_UPDATE,
     ) -> Scored:
-        """One token of each of ``[batch]`` sequences, whose block tables are at ``table_rows``, and changed before.
+        """One token of each of ``[batch]`` sequences, whose block tables are at ``table_rows``, once ``updates`` of the
+        tables are applied: as a part of the graph, where that has room for as many.
 
         The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
-
-        updates: of the tables, see `BlockTables.apply`; a part of the graph, where that has room for as many
         """
         rows = padded_rows(len(token_ids))
         columns = self._width(self._tables.shape.columns(int(seq_lens.max())))

@@ -86,7 +86,7 @@ class NextTokens:
         scores, uploaded = found.scores, found.table_rows
         if scores is None:
             return Chosen(wanted, self._keep(rows, uploaded, None))
-        if self._more.isdisjoint(rows.tolist()):
+        if not self._more or self._more.isdisjoint(rows.tolist()):
             tokens, best = found.likeliest or self._ops.greedy(scores)
             return Chosen(wanted, self._keep(rows, uploaded, (_first(tokens, len(rows)), _first(best, len(rows)))))
         scores = _first(scores, len(rows))

@@ -422,9 +422,10 @@ class ModelWorker:
         )
 
     def _compute(self, batch: BatchRequest) -> _Computed:
-        self._cache.tables.open_rows(new.row for new in batch.new_sequences)
-        self._prompts.open(batch.new_sequences)
-        self._tokens.open(batch.new_sequences)
+        if batch.new_sequences:
+            self._cache.tables.open_rows(new.row for new in batch.new_sequences)
+            self._prompts.open(batch.new_sequences)
+            self._tokens.open(batch.new_sequences)
         if self._graphs is not None and self._is_plain_decode(batch):
             return _Computed(self._tokens.choose(batch, self._model, self._decode(self._graphs, batch)))
         self._cache.tables.apply(batch.table_updates)

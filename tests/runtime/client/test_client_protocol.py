@@ -230,11 +230,11 @@ def test_nothing_is_asked_for_while_an_engine_is_missing() -> None:
 def test_an_operation_that_takes_longer_than_any_silence_is_waited_for(
     client: Client, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 2.5)  # a busy machine may be as silent for a moment
     monkeypatch.setattr(client_io, "PING_INTERVAL_S", 0.1)
     with ThreadPoolExecutor() as pool:
         woken = pool.submit(client.wake)
-        time.sleep(1.0)
+        time.sleep(3.0)
         core.finish()
         woken.result(PATIENCE_S)
 
