@@ -37,7 +37,6 @@ CONFIG = EngineConfig(
     block_size=16,
     cpu_threads=1,
     dtype="float32",
-    weights_dtype="gguf",  # the same tokens in a third of the time
     max_batched_tokens=128,
     standby=False,
     secure=True,
