@@ -64,12 +64,15 @@ FEW, MANY = 4, 12
 
 
 ADDRESS = 1 << 20
+_PLACE = SimpleNamespace(ptr=ADDRESS)
 
 
 class Addressed(np.ndarray):
     """Host memory that is addressed as CuPy's arrays are."""
 
-    data = SimpleNamespace(ptr=ADDRESS)  # type: ignore[assignment]
+    @property
+    def data(self) -> Any:
+        return _PLACE
 
 
 @contextmanager
