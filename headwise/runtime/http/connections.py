@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -20,6 +21,8 @@ KEEP_ALIVE_S = 60
 """A connection that is idle after an answer is closed after so long."""
 HEAD_S = 20.0
 """Longest time for a request's head, and for what is left of a body that was answered already."""
+LAST_REQUEST_S = 0.5
+"""When the server leaves: for a request that is being sent, and for the first of a new connection, which may be."""
 STALL_S = 15.0
 """A peer whose connection takes nothing for so long is gone: the connection is cut, and its request cancelled. In this
 time no more of its answer is kept here than the engine produces of it."""
@@ -54,6 +57,17 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_peer()
+
+    def shutdown(self) -> None:
+        """Close, after the answer under way; what the peer may be sending already is answered, too."""
+        if self._patience is None:
+            self._close_when_answered()
+        else:
+            self.loop.call_later(LAST_REQUEST_S, self._close_when_answered)
+
+    def _close_when_answered(self) -> None:
+        with suppress(h11.LocalProtocolError):  # it has failed, and is being closed
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -138,8 +137,7 @@ class HttpServer:
             server.close()
         connections = frozenset(self._server.server_state.connections)
         for connection in connections - told:
-            with suppress(h11.LocalProtocolError):  # it has failed, and is being closed
-                connection.shutdown()
+            connection.shutdown()
         has_left.set()
         self._loop.call_later(_LOOK_S, self._take_no_more, has_left, connections)
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx
@@ -24,7 +25,7 @@ from headwise.errors import ConfigError, DeploymentError, EngineDiedError, Headw
 from headwise.runtime.client.client import Client
 from headwise.runtime.frontend import scheduler_server
 from headwise.runtime.frontend.scaling import FleetState
-from headwise.runtime.http import generation
+from headwise.runtime.http import connections, generation
 from headwise.runtime.http.app import AppOptions, make_app
 from headwise.runtime.http.errors import ApiError
 from headwise.runtime.http.metrics import AnswerClock, RequestMetrics
@@ -182,8 +183,9 @@ def test_several_servers_share_a_port_and_go_on_without_each_other(deployment: D
 
 
 @contextmanager
-def streaming(served: Served) -> Iterator[Iterator[str]]:
-    """The texts of a stream over a connection of its own, which has begun."""
+def streaming(served: Served, core: ScriptedCore) -> Iterator[Iterator[str]]:
+    """The texts of a stream over a connection of its own, which goes on after its first when the gate is opened."""
+    core.shuts_after = core.steps + 1
     body = {"prompt": "abc", "max_tokens": 40, "stream": True}
     with (
         httpx.Client(base_url=served.base_url, timeout=120.0) as http,
@@ -195,13 +197,12 @@ def streaming(served: Served) -> Iterator[Iterator[str]]:
 
 
 def test_a_server_that_leaves_takes_no_connections_and_ends_what_it_has_begun(
-    gate: threading.Event, served: Served
+    gate: threading.Event, served: Served, core: ScriptedCore
 ) -> None:
     served.http.get("/health")  # its connection stays open
-    with ThreadPoolExecutor() as pool, streaming(served) as told:
-        gate.clear()
+    with ThreadPoolExecutor() as pool, streaming(served, core) as told:
         whole = pool.submit(httpx.post, f"{served.base_url}/v1/completions", json={"prompt": "a", "max_tokens": 3})
-        eventually(lambda: served.server.num_connections == 3)
+        eventually(lambda: len(core.live) == 2)
         has_left = pool.submit(served.server.leave, PATIENCE_S)
         eventually(lambda: served.server.num_connections == 2)
         with pytest.raises(httpx.ConnectError):
@@ -213,11 +214,43 @@ def test_a_server_that_leaves_takes_no_connections_and_ends_what_it_has_begun(
         assert has_left.result()
 
 
-def test_who_still_streams_when_a_server_has_left_for_long_enough_is_told(
-    gate: threading.Event, served: Served
+def status_of_answer(connection: socket.socket) -> int:
+    with closing(HTTPResponse(connection)) as answer:
+        answer.begin()
+        answer.read()
+        return answer.status
+
+
+def test_a_server_that_leaves_answers_what_is_being_sent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a connection that was made just before, and over one that has sent the half of a second request."""
+    monkeypatch.setattr(connections, "LAST_REQUEST_S", PATIENCE_S)
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    address = "127.0.0.1", served.port
+    with socket.create_connection(address) as new, socket.create_connection(address) as used:
+        used.sendall(request)
+        assert status_of_answer(used) == 200
+        used.sendall(request[:9])
+        served.http.get("/health")  # when it is answered, what was sent before it has been read
+        assert not served.server.leave(0.2)
+        for connection, rest in ((new, request), (used, request[9:])):
+            connection.sendall(rest)
+            assert status_of_answer(connection) == 200
+
+
+def test_who_sends_nothing_is_not_waited_for_when_a_server_leaves(
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with streaming(served) as told:
-        gate.clear()
+    monkeypatch.setattr(connections, "LAST_REQUEST_S", 0.01)
+    with socket.create_connection(("127.0.0.1", served.port)) as silent:
+        eventually(lambda: served.server.num_connections == 1)
+        assert served.server.leave(PATIENCE_S)
+        assert silent.recv(1) == b""
+
+
+def test_who_still_streams_when_a_server_has_left_for_long_enough_is_told(
+    gate: threading.Event, served: Served, core: ScriptedCore
+) -> None:
+    with streaming(served, core) as told:
         assert not served.server.leave(0.1)
         served.client.close("the node goes")
         *_, error, last = told
@@ -234,7 +267,6 @@ def test_who_still_streams_when_a_server_has_left_for_long_enough_is_told(
 def test_who_does_not_read_is_not_waited_for_when_a_server_that_leaves_is_stopped(
     gate: threading.Event, served: Served, core: ScriptedCore
 ) -> None:
-    core.pace_s = 0.0
     body = json.dumps({"prompt": "a", "max_tokens": 10**6, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
     with socket.create_connection(("127.0.0.1", served.port)) as silent:
@@ -249,10 +281,8 @@ def test_who_does_not_read_is_not_waited_for_when_a_server_that_leaves_is_stoppe
 
 @pytest.fixture
 def gate(core: ScriptedCore) -> Iterator[threading.Event]:
-    """The engine's, which takes its time; open again at the end."""
-    core.pace_s = 0.01
+    """The engine's; open again at the end."""
     yield core.gate
-    core.pace_s = 0.0
     core.gate.set()
 
 

@@ -18,6 +18,7 @@ from headwise.runtime.protocol.request import FinishReason, GenerateRequest, Out
 class ScriptedCore:
     """Says "0 1 2 ...", one token per step to each request; `gate` holds the steps back, `pace_s` slows them down.
 
+    shuts_after:      steps after which the gate shuts by itself; None: it does not
     waiting:          requests that it does not begin
     handed_over:      what it was told to put into storage; None: not told
     is_handing_over:  whether it is at it
@@ -31,6 +32,7 @@ class ScriptedCore:
         self.max_requests = max_requests
         self.gate = threading.Event()
         self.gate.set()
+        self.shuts_after: int | None = None
         self.pace_s = 0.0
         self.dies: Exception | None = None
         self.operations: list[Operation] = []
@@ -84,6 +86,8 @@ class ScriptedCore:
         if not self.gate.is_set():
             return []
         self.steps += 1
+        if self.steps == self.shuts_after:
+            self.gate.clear()
         time.sleep(self.pace_s)
         if self.fails:
             why, self.fails = self.fails, ""
