@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 from prompts import tokens
 from replicas import rounded
+from smoke import lightly
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
@@ -280,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     questions = questions_of(size, CONFIG, options.seed)
     with tempfile.TemporaryDirectory() as storage:
         config = replace(
-            CONFIG,
+            lightly(CONFIG) if options.smoke else CONFIG,
             max_replicas=size.engines,
             target_ttft_s=TARGET_TTFT_S,
             downscale_delay_s=size.downscale_delay_s,

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from prompts import tokens
+from smoke import lightly
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
@@ -201,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_model_len=512,
         block_size=16,
     )
+    config = lightly(config) if options.quick else config
     with Deployment.start(config, options.ray) as deployment, Client(deployment.client_address) as client:
         ways: dict[str, Way] = {"zmq": OverZmq(client), "http": OverHttp(config.http)}
         found = asyncio.run(measure(ways, size, deployment.actor_pids()["http-0"]))

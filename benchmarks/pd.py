@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from prompts import tokens
 from recycle import PATTERN
+from smoke import lightly
 from transports import measured, over_plain
 
 from headwise import Client, EngineConfig, SamplingParams
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
     options = parser.parse_args(arguments)
     size = SMOKE if options.smoke else QUICK if options.quick else FULL
-    config = replace(CONFIG, kv_cache=size.kv_cache, host_cache=size.host_cache)
+    config = replace(lightly(CONFIG) if options.smoke else CONFIG, kv_cache=size.kv_cache, host_cache=size.host_cache)
     seen: dict[str, Seen] = {}
     moved, busy_s = 0, 0.0
     print(f"{'':8}{'TBT p50, ms':>14}{'p99, ms':>10}{'TTFT of long prompts, s':>26}{'tokens/s':>10}{'fetched, MB':>13}")

@@ -37,6 +37,7 @@ from typing import Any, Literal
 import numpy as np
 import zmq
 from prompts import tokens
+from smoke import lightly
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
@@ -350,7 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
     options = parser.parse_args(arguments)
     size = SMOKE if options.smoke else QUICK if options.quick else FULL
-    config = replace(CONFIG, replicas=size.replicas, kv_cache=size.kv_cache, max_model_len=size.max_model_len)
+    config = lightly(CONFIG) if options.smoke else CONFIG
+    config = replace(config, replicas=size.replicas, kv_cache=size.kv_cache, max_model_len=size.max_model_len)
     config = config if size.alone else with_peers(config, size)
     seen: dict[str, Turns] = {}
     found: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from support.waiting import eventually
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.soak]  # three workers and two deployments for what parts of it show alone
 
 TOKENS, CHOSEN = 8, 128
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
