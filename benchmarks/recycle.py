@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from smoke import lightly
 
 from headwise.runtime.cli.terminal import progress
 from headwise.runtime.client.local_engine import LocalEngine
@@ -77,7 +78,7 @@ def settings(quick: bool) -> list[Setting]:
     smollm2 = replace(shared, model="smollm2-135m", head_pattern=str(PATTERN), sparsity=0.75, sink=32, window=128)
     gemma3 = replace(shared, model="gemma3-270m")
     if quick:
-        short = replace(smollm2, sink=16, window=16)
+        short = replace(lightly(smollm2), sink=16, window=16)
         return [Setting(short, requests=3, input_tokens=96, output_tokens=16, whole=2.2)]
     return [
         Setting(smollm2, requests=6, input_tokens=1060, output_tokens=400, whole=2),
