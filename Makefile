@@ -22,8 +22,9 @@ $(VENV)/.installed: pyproject.toml
 demo: venv
 	@$(BIN)/python -m headwise demo
 
+# Three workers keep two cores busy; a fourth has to collect all tests, too, and takes the caches from the others.
 test: venv
-	@$(BIN)/python -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder
 
 soak: venv
 	@$(BIN)/python -m pytest -m soak -n 4 --dist loadfile
