@@ -281,7 +281,8 @@ def test_who_does_not_read_is_not_waited_for_when_a_server_that_leaves_is_stoppe
 
 @pytest.fixture
 def gate(core: ScriptedCore) -> Iterator[threading.Event]:
-    """The engine's; open again at the end."""
+    """The engine's, which has nothing left of other tests; open again at the end."""
+    eventually(lambda: not core.live)
     yield core.gate
     core.gate.set()
 
