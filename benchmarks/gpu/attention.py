@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 from gpu.bench import Bench
-from gpu.cases import Step, decode_step, half_windowed, prefill_step, skewed_step, step_bytes, tma_kernels
+from gpu.cases import Step, decode_step, half_windowed, kernels_with, prefill_step, skewed_step, step_bytes
 from gpu.peers import FlashInfer, Sdpa, Tensor, Torch, open_peers
 from gpu.rig import Work
 from gpu.sizes import Heads
@@ -57,6 +58,9 @@ def decode(bench: Bench) -> None:
     with rows.case("quantised") as begin:
         begin()
         _quantised_cases(bench)
+    with rows.case("also") as begin:
+        begin()
+        _other_cases(bench)
     rows.state("clocks", bench.rig.clocks())
 
 
@@ -94,6 +98,20 @@ def _quantised_cases(bench: Bench) -> None:
         rate = steps[dtype].kv_bytes / seconds[dtype]
         _add_rate(bench, dtype, rate, least=0.8 if dtype in QUANTISED else None, note=note)
         bench.rows.add(f"{dtype}_over_own", wide / seconds[dtype], note=f"{sizes.attention.dtype}: {wide * 1e6:.1f} us")
+
+
+def _other_cases(bench: Bench) -> None:
+    """Other head sizes, caches and batches, for docs/gpu.md."""
+    rig, sizes = bench.rig, bench.sizes
+    head_dims, dtypes, batches = sizes.also_at
+    for head_dim, dtype, (batch, context) in product(head_dims, dtypes, batches):
+        heads = replace(sizes.attention, head_dim=head_dim)
+        step = decode_step(rig, heads, batch, context, sizes.block_size, kv_dtype=dtype)
+        error = check_step(rig, step)
+        seconds = bench.seconds({"ours": step.on(rig)})["ours"]
+        note = f"{seconds * 1e6:.1f} us for {step.kv_bytes / 2**20:.0f} MiB, {error:.1e} from NumPy"
+        name = f"d{head_dim}_{dtype}_b{batch}_c{context}_of_bandwidth"
+        bench.rows.add(name, step.kv_bytes / seconds / bench.bandwidth, note=note)
 
 
 def _decode_case(bench: Bench, peers: tuple[Torch | None, FlashInfer | None], batch: int, context: int) -> None:
@@ -220,17 +238,18 @@ def _prefill_case(bench: Bench, torch: Torch | None, name: str, heads: Heads, to
     works, apart = _with_peers(bench, step, name, torch, peers)
     if torch is not None:
         works["matmul"] = torch.matmul(step, sizes.product)
-    if (by_tma := _by_tma(bench, step, heads)) is not None:
+    if is_by_tma := _is_by_tma(bench, heads):
         with rows.case(f"{name}_tma") as begin:
             begin()
-            tma_error = check_step(rig, by_tma)
-            works["tma"] = by_tma.on(rig)
+            by_copies = replace(step, kernels=kernels_with(rig, tma=False))
+            check_step(rig, by_copies)
+            works["copies"] = by_copies.on(rig)
     seconds = bench.seconds(works)
-    if "tma" in seconds:
-        note = f"{step.flops / seconds['tma'] / 1e12:.0f} TFLOP/s, {tma_error:.1e} from NumPy; what prefill_tma chooses"
-        rows.add(f"{name}_tma_speedup", seconds["ours"] / seconds["tma"], note=note)
+    if "copies" in seconds:
+        note = f"{step.flops / seconds['copies'] / 1e12:.0f} TFLOP/s without prefill_tma"
+        rows.add(f"{name}_tma_speedup", seconds["copies"] / seconds["ours"], note=note)
     rows.add(name, step.flops / seconds["ours"] / 1e12, "TFLOP/s", note=f"{tokens} tokens, {error:.1e} from NumPy")
-    _machine_code(bench, name, heads)
+    _machine_code(bench, name, heads, is_by_tma)
     if "matmul" in seconds:
         at_best = 2 * sizes.product**3 / seconds["matmul"] / 1e12
         rows.add(f"{name}_matmul", at_best, "TFLOP/s", note=f"torch, {sizes.product} rows and columns: the card's best")
@@ -240,20 +259,18 @@ def _prefill_case(bench: Bench, torch: Torch | None, name: str, heads: Heads, to
         rows.add(f"{name}_over_{peer}", seconds[peer] / seconds["ours"], least=aim, note=note)
 
 
-def _by_tma(bench: Bench, step: Step, heads: Heads) -> Step | None:
-    """The same prompt with keys and values by TMA; None where that is not served."""
+def _is_by_tma(bench: Bench, heads: Heads) -> bool:
+    """Whether TMA brings a prompt's keys and values."""
     sm = bench.rig.parts.launcher.sm
-    if tma_tile(heads.head_dim, heads.dtype, heads.dtype, sm, bench.sizes.block_size) is None:
-        return None
-    return replace(step, kernels=tma_kernels(bench.rig))
+    return tma_tile(heads.head_dim, heads.dtype, heads.dtype, sm, bench.sizes.block_size) is not None
 
 
-def _machine_code(bench: Bench, name: str, heads: Heads) -> None:
+def _machine_code(bench: Bench, name: str, heads: Heads, by_tma: bool) -> None:
     """What ptxas said of the kernel that computes prompts, if that is in the kernels' folder."""
     shape = AttentionShape(
         heads.q_heads // heads.kv_heads, heads.head_dim, bench.sizes.block_size, heads.dtype, heads.dtype
     )
-    file = bench.rig.machine_code(variants_of(shape, bench.rig.target.sm)[0])
+    file = bench.rig.machine_code(variants_of(shape, bench.rig.target.sm, by_tma)[0])
     if file is None:
         return
     bench.rows.add(f"{name}_registers", file.registers, note=f"ptxas, of {file.path.stem}")

@@ -61,9 +61,9 @@ class Step:
         )  # fmt: skip
 
 
-def tma_kernels(rig: Rig) -> AttentionKernels:
-    """Those of an engine with ``prefill_tma``."""
-    return CudaKernels(rig.parts.launcher, rig.parts.programs, rig.parts.allocate, tma=True)
+def kernels_with(rig: Rig, tma: bool) -> AttentionKernels:
+    """Those of an engine with ``prefill_tma``, or of one without."""
+    return CudaKernels(rig.parts.launcher, rig.parts.programs, rig.parts.allocate, tma)
 
 
 def decode_step(

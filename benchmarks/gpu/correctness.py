@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gpu.attention import E4M3, QUANTISED_DTYPES
 from gpu.bench import Bench
-from gpu.cases import FULL_ATTENTION, Window, head_table, places_of, tma_kernels
+from gpu.cases import FULL_ATTENTION, Window, head_table, kernels_with, places_of
 from gpu.checkpoint import MOE, random_models, write_checkpoint
 from gpu.codes import KINDS, check_codes, compile_codes
 from gpu.delta import check_delta, compile_delta, shape_of
@@ -156,7 +156,7 @@ def _model_shapes(sizes: Sizes, sm: int, layers: int | None) -> Iterator[Attenti
 
 @dataclass(frozen=True)
 class Case:
-    """One step: ``sequences`` are (queries, context); ``windows`` one per KV head. tma: with `tma_kernels`"""
+    """One step: ``sequences`` are (queries, context); ``windows`` one per KV head. tma: see `kernels_with`"""
 
     name: str
     share: int
@@ -300,7 +300,7 @@ def check_case(bench: Bench, case: Case, rng: np.random.Generator) -> None:
 
 def kernels_of(rig: Rig, case: Case) -> AttentionKernels:
     """What attends."""
-    return tma_kernels(rig) if case.tma else rig.kernels
+    return kernels_with(rig, case.tma)
 
 
 def to_device(rig: Rig, inputs: Inputs) -> Inputs:

@@ -90,6 +90,7 @@ class Sizes:
     single_from: tokens of a single sequence from which on a decode has an aim
     skewed:      (batch, context of all but one, context of that one)
     quantised_at: (batch, context) of decodes over caches of fewer bits
+    also_at:     (head sizes, dtypes of caches, (batch, context)) of decodes whose bandwidth is told, without an aim
     fills_card:  bytes of KV from which on a decode has enough to read to keep the card busy
     window:      (window, sink) of the windowed heads in `heads`
     head_dims:   (prompt, head sizes) of prompts that are timed by head size
@@ -116,6 +117,7 @@ class Sizes:
     single_from: int
     skewed: tuple[int, int, int]
     quantised_at: tuple[int, int]
+    also_at: tuple[tuple[int, ...], tuple[str, ...], tuple[tuple[int, int], ...]]
     fills_card: int
     heads_at: tuple[int, int]
     window: tuple[int, int]
@@ -217,6 +219,7 @@ FULL = Sizes(
     single_from=8192,
     skewed=(256, 1024, 131072),
     quantised_at=(64, 8192),
+    also_at=((128, 64), ("bfloat16", "int8"), ((64, 8192), (64, 1024), (8, 2048), (1, 32768), (1, 8192))),
     fills_card=512 << 20,
     heads_at=(8, 32768),
     window=(1024, 64),
@@ -276,11 +279,12 @@ TINY = Sizes(
     single_from=48,
     skewed=(2, 8, 40),
     quantised_at=(1, 20),
+    also_at=((32,), ("bfloat16", "int8"), ((2, 20),)),
     fills_card=1,
     heads_at=(1, 40),
     window=(16, 4),
     prompts=(32,),
-    head_dims=(24, (32, 64)),
+    head_dims=(24, (64, 128)),
     product=16,
     copies=CopySizes(1 << 18, {**ERNIE_LIKE, **_TINY_HEADS, "sink_size": 4}, (8, 16), (1, 20), 16),
     delta=DeltaNet(1, 2, 16, batches=(1, 2), prompts=(20,)),

@@ -1,18 +1,14 @@
-"""The models of time in docs/gpu.md are what `benchmarks/gpu/estimates.py` computes, of what the compiler makes."""
+"""The models of time in docs/gpu.md are what `benchmarks/gpu/estimates.py` computes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("triton", reason="tiles and instructions are those of its kernels")
-
 from gpu.estimates import (
     AT_BEST,
     CALL_S,
     CALLS,
-    COUNTED,
     H200,
     HOST_S,
     MS,
@@ -22,12 +18,9 @@ from gpu.estimates import (
     moe_bytes,
     tables,
 )
-from gpu.machine_code import loops_of, sass_of
 from gpu.sizes import FULL
 
-from headwise.kernels.cuda.attention import AttentionShape, variants_of
 from headwise.kernels.cuda.cards import PRODUCTS as PRODUCTS_OF_SM
-from headwise.kernels.cuda.cubins import Target, compile_variant
 from headwise.runtime.worker.prefill_graphs import ENQUEUED_S, SHARE
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "gpu.md"
@@ -60,11 +53,3 @@ def test_more_rows_take_longer_to_sample_but_not_less_than_their_launches() -> N
     few, many = (Sampling(H200, rows, 128_256).ways() for rows in (1, 64))
     for way, (launches, _, seconds) in many.items():
         assert seconds > few[way][2] > launches * 2e-6
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kv_dtype", COUNTED)
-def test_instructions_of_a_tile_are_those_that_the_assembler_makes(kv_dtype: str) -> None:
-    decode = variants_of(AttentionShape(4, 128, 64, "bfloat16", kv_dtype), 90)[1]
-    (loop,) = loops_of(sass_of(compile_variant(decode, Target(90, 12))))
-    assert loop.instructions == COUNTED[kv_dtype]

@@ -93,17 +93,23 @@ class AttentionShape:
 class Tuning:
     """What may be measured and set otherwise; the defaults are those of `tiles` for each shape and card.
 
-    split_programs:   decode is split until there are about this many programs per multiprocessor: enough that the ones
-                      that end first leave little idle
+    split_bytes:      of keys and values that a split has, about, if that makes a number of programs per multiprocessor
+                      between the next two: with less, planning and merging are most of what it does
+    fewest_programs:  that there be work for all multiprocessors
+    split_programs:   enough that the ones that end first leave little idle
     few_programs:     the same of up to `few_sequences`, whose splits are alike: all run at once, and less is merged
-    min_split_tokens: a split has at least so many tokens: fewer cost more to merge than they save
+    few_fewest:       likewise, for `fewest_programs`
+    min_split_tokens: a split has at least so many tokens, in any case
     tma:              the tensor memory accelerator brings a prompt's keys and values, where `tma_tile` has a tile
     """
 
     prefill: Tile | None = None
     decode: Tile | None = None
+    split_bytes: int = 256 << 10
+    fewest_programs: int = 2
     split_programs: int = 8
-    few_programs: int = 2
+    few_programs: int = 3
+    few_fewest: int = 1
     few_sequences: int = 4
     min_split_tokens: int = 128
     tma: bool = False
@@ -194,7 +200,8 @@ class TritonAttention:
             raise ValueError(f"sink_logits {sink_logits.shape} {sink_logits.dtype} are not float32 [{q_heads}]")
         plan = self._plan_of(shape)
         useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
-        units = max(1, min(self._programs(shape, sequences) // kv_heads, sequences * useful))
+        fewest, most = (max(1, programs // kv_heads) for programs in self._programs(sequences))
+        units = min(most, sequences * useful)
         parts = self._workspace.arguments(self._splits * shape.share, shape.head_dim)
         arguments = {
             "query": np.uint64(address_of(query)),
@@ -208,6 +215,7 @@ class TritonAttention:
             "out_stride": np.int32(out.strides[0] // out.itemsize),
             **_score_arguments(scale, softcap),
             "units": np.int32(units),
+            "fewest_units": np.int32(min(fewest, units)),
         }
 
         def launch(variant: Variant, grid: tuple[int, int, int], **more: np.generic) -> None:
@@ -228,14 +236,12 @@ class TritonAttention:
             self._batch, self._of_batch = weakref.ref(batch), _batch_arguments(batch)
         return self._of_batch
 
-    def _programs(self, shape: AttentionShape, sequences: int) -> int:
-        """Splits that all which the heads of a rank see of a batch is cut into, about."""
-        tuning = self.tuning
+    def _programs(self, sequences: int) -> tuple[int, int]:
+        """Splits that all which the heads of a rank see of a batch is cut into, about: (at least, at most)."""
+        tuning, sms = self.tuning, self.launcher.sms
         if sequences > tuning.few_sequences:
-            return self._most_programs
-        # What is converted takes more instructions: one more program hides their latency.
-        few = tuning.few_programs + (shape.kv_dtype != shape.q_dtype)
-        return min(self.launcher.sms * few, self._most_programs)
+            return sms * tuning.fewest_programs, self._most_programs
+        return sms * tuning.few_fewest, min(sms * tuning.few_programs, self._most_programs)
 
     @property
     def _most_programs(self) -> int:
@@ -322,7 +328,7 @@ ATTEND_SIGNATURE = (
     "value:kv", "key_scale:scale", "value_scale:scale", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
     "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "kv_heads:i32",
     "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "out_stride:i32",
-    "score_scale:fp32", "cap:fp32", "units:i32", "fewest_queries:i32",
+    "score_scale:fp32", "cap:fp32", "units:i32", "fewest_units:i32", "fewest_queries:i32",
 )  # fmt: skip
 MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
 PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
@@ -333,9 +339,15 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     prefill = tuning.prefill or by_tma or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
-    split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
+    tile_bytes = 2 * packed_bytes(shape.kv_dtype, decode.keys * shape.head_dim)
+    split = {
+        "BLOCK_N": decode.keys,
+        "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys),
+        "SPLIT_TILES": max(1, tuning.split_bytes // tile_bytes),
+    }
+    whole = {"BLOCK_N": prefill.keys, "MIN_SPLIT_TILES": 1, "SPLIT_TILES": 1}
     return _Plan(
-        prefill=_attend_variant(shape, prefill, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
+        prefill=_attend_variant(shape, prefill, tokens, DECODE=False, **whole),
         decode=_attend_variant(shape, decode, 1, DECODE=True, **split),
         tokens=tokens,
         parts=prefill.parts,
@@ -343,6 +355,7 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
 
 
 def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants: Any) -> Variant:
+    paired = constants["DECODE"] and shape.kv_dtype in QUANTISED and shape.q_dtype != "float32"
     constants |= {
         "SHARE": shape.share,
         "HEADS": _power_of_two(shape.share),
@@ -350,7 +363,7 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "BLOCK_SIZE": shape.block_size,
         "TOKENS": tokens,
         "BLOCK_M": max(tile.rows, _power_of_two(tokens * shape.share)),
-        "KV_BYTES": packed_bytes(shape.kv_dtype, 1),
+        "KV_BYTES": 2 if paired else packed_bytes(shape.kv_dtype, 1),
         "SOFTCAP": shape.softcap,
         "SINKS": shape.sink_logits,
         "QUANTISED": shape.kv_dtype in QUANTISED,
@@ -358,8 +371,10 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "CHUNKED": shape.chunked,
         "VALUE_D": _power_of_two(shape.head_dim) // tile.parts,
         "BULK": tile.tma,
+        "PAIRED": paired,
+        "IS_E4M3": paired and shape.kv_dtype == "float8_e4m3fn",
     }
-    signature = _typed(ATTEND_SIGNATURE, shape)
+    signature = _typed(ATTEND_SIGNATURE, shape, paired)
     multiples = PACKED_MULTIPLES if shape.kv_dtype == INT4 else MULTIPLES
     return Variant("attend", signature, tuple(constants.items()), multiples, tile.warps, tile.stages)
 
@@ -368,10 +383,10 @@ def _head_constants(shape: AttentionShape) -> dict[str, int]:
     return {"HEAD_DIM": shape.head_dim, "BLOCK_D": _power_of_two(shape.head_dim)}
 
 
-def _typed(signature: tuple[str, ...], shape: AttentionShape) -> tuple[tuple[str, str], ...]:
+def _typed(signature: tuple[str, ...], shape: AttentionShape, paired: bool) -> tuple[tuple[str, str], ...]:
     pointers = {
         "q": "*" + TRITON_TYPES[shape.q_dtype],
-        "kv": "*" + TRITON_TYPES[shape.kv_dtype],
+        "kv": "*i16" if paired else "*" + TRITON_TYPES[shape.kv_dtype],
         "scale": "*i32" if shape.kv_dtype == INT4 else "*fp32",
     }
     pairs = (parameter.split(":") for parameter in signature)

@@ -20,7 +20,15 @@ by the last of them, see `merge_jit`.
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda.cached_jit import UNIT, as_exponents, as_float16, load_packed, load_tile, widened
+from headwise.kernels.cuda.cached_jit import (
+    UNIT,
+    as_exponents,
+    as_float16,
+    load_packed,
+    load_tile,
+    split_pairs,
+    widened,
+)
 from headwise.kernels.cuda.merge_jit import merge_parts, store_mean, store_part, with_sink
 from headwise.kernels.cuda.walk_jit import (
     NEVER,
@@ -48,6 +56,39 @@ def has_all_blocks(table, first, end):
 
 
 @JITFunction
+def place_tile(
+    key, value, tile, earliest, latest, window, sink, table, block_stride, scale_stride,
+    ROW: tl.constexpr, SCALE_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    INTERIOR: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """(tokens, mapped, key, value, at_token, scales_at) of a tile, see `attend_tile`: its positions, which of them some
+    query may see, and where it lies. ``ROW`` and ``SCALE_ROW`` are numbers in memory of a key, or of a value."""
+    within = tl.arange(0, BLOCK_N)
+    tokens = tile * BLOCK_N + within
+    if BLOCK_SIZE >= BLOCK_N:  # the tile lies within one block: one base, and offsets that no step computes anew
+        block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE)
+        mapped = tokens <= tl.where(block >= 0, latest, -1)
+        base = tl.maximum(block, 0).to(tl.int64) * block_stride
+        skipped = tile * BLOCK_N % BLOCK_SIZE
+        key += base + skipped * ROW
+        value += base + skipped * ROW
+        at_token = within * ROW
+        scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + (skipped + within) * SCALE_ROW
+    else:
+        if INTERIOR:
+            block = tl.load(table + tokens // BLOCK_SIZE)
+        else:
+            block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
+        mapped = block >= 0
+        block = tl.maximum(block, 0).to(tl.int64)
+        at_token = block * block_stride + tokens % BLOCK_SIZE * ROW
+        scales_at = block * scale_stride + tokens % BLOCK_SIZE * SCALE_ROW
+    if not INTERIOR:
+        mapped = mapped & ((tokens > unseen_before(earliest, window, CHUNKED)) | (tokens < sink))
+    return tokens, mapped, key, value, at_token, scales_at
+
+
+@JITFunction
 def attend_tile(
     accumulator, highest, total, queries, positions, tile, earliest, latest, window, sink,
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
@@ -61,30 +102,11 @@ def attend_tile(
     ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked. Of values the
     first ``VALUE_D`` elements from ``value`` on are read. ``score_scale`` is ``[BLOCK_M]``.
     """
-    row: tl.constexpr = HEAD_DIM // 2 if PACKED else HEAD_DIM  # numbers in memory, of a key or a value
-    scale_row: tl.constexpr = HEAD_DIM // 32 if PACKED else 1
-    within = tl.arange(0, BLOCK_N)
-    tokens = tile * BLOCK_N + within
-    if BLOCK_SIZE >= BLOCK_N:  # the tile lies within one block: one base, and offsets that no step computes anew
-        block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE)
-        mapped = tokens <= tl.where(block >= 0, latest, -1)
-        base = tl.maximum(block, 0).to(tl.int64) * block_stride
-        skipped = tile * BLOCK_N % BLOCK_SIZE
-        key += base + skipped * row
-        value += base + skipped * row
-        at_token = within * row
-        scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + (skipped + within) * scale_row
-    else:
-        if INTERIOR:
-            block = tl.load(table + tokens // BLOCK_SIZE)
-        else:
-            block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
-        mapped = block >= 0
-        block = tl.maximum(block, 0).to(tl.int64)
-        at_token = block * block_stride + tokens % BLOCK_SIZE * row
-        scales_at = block * scale_stride + tokens % BLOCK_SIZE * scale_row
-    if not INTERIOR:
-        mapped = mapped & ((tokens > unseen_before(earliest, window, CHUNKED)) | (tokens < sink))
+    row: tl.constexpr = HEAD_DIM // 2 if PACKED else HEAD_DIM
+    tokens, mapped, key, value, at_token, scales_at = place_tile(
+        key, value, tile, earliest, latest, window, sink, table, block_stride, scale_stride,
+        row, HEAD_DIM // 32 if PACKED else 1, BLOCK_N, BLOCK_SIZE, INTERIOR, CHUNKED,
+    )  # fmt: skip
 
     if PACKED:
         keys = load_packed(key, key_scale, at_token, scales_at, mapped, HEAD_DIM, BLOCK_D, INTERIOR, queries.dtype)
@@ -144,6 +166,48 @@ def attend_tile(
 
 
 @JITFunction
+def attend_paired_tile(
+    first, second, highest, total, first_queries, second_queries, tile, position, window, sink,
+    key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, CHUNKED: tl.constexpr, IS_E4M3: tl.constexpr,
+):  # fmt: skip
+    """`attend_tile` of one query over a cache of 8 bits, which is read as pairs of elements: see `split_pairs`.
+
+    Queries and results are in two halves, of first and of second elements: all sums are the same in any order.
+    """
+    pair: tl.constexpr = HEAD_DIM // 2
+    _, mapped, key, value, at_token, scales_at = place_tile(
+        key, value, tile, position, position, window, sink, table, block_stride, scale_stride,
+        pair, 1, BLOCK_N, BLOCK_SIZE, False, CHUNKED,
+    )  # fmt: skip
+    dims = tl.arange(0, BLOCK_D // 2)
+    loaded, upright = mapped[None, :], mapped[:, None]
+    if HEAD_DIM != BLOCK_D:
+        loaded, upright = loaded & (dims < pair)[:, None], upright & (dims < pair)[None, :]
+    keys = tl.load(key + at_token[None, :] + dims[:, None], mask=loaded, other=0)
+    first_keys, second_keys = split_pairs(keys, IS_E4M3)
+    scores = tl.dot(second_queries, second_keys, tl.dot(first_queries, first_keys))
+    scores = capped(scores * tl.load(key_scale + scales_at, mask=mapped, other=0.0)[None, :], score_scale, cap, SOFTCAP)
+    if SOFTCAP:
+        score_scale = tl.full(score_scale.shape, 1.0, tl.float32)
+    scores = tl.where(mapped[None, :], scores, float("-inf"))
+    exponents, inverses = as_exponents(tl.load(value_scale + scales_at, mask=mapped, other=0.0))
+    scores = scores * score_scale[:, None] + exponents[None, :]
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - reference[:, None])
+    fading = tl.exp2(highest - reference)
+    total = total * fading + tl.sum(weights * inverses[None, :], 1)
+    weights = weights.to(tl.float16)
+    values = tl.load(value + at_token[:, None] + dims[None, :], mask=upright, other=0)
+    first_values, second_values = split_pairs(values, IS_E4M3)
+    first = tl.dot(weights, first_values, first * fading[:, None])
+    second = tl.dot(weights, second_values, second * fading[:, None])
+    return first, second, new_highest, total
+
+
+@JITFunction
 def load_piece(pieces, table, token, BLOCK_SIZE: tl.constexpr, PIECE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """``[PIECE, HEAD_DIM]`` of what ``pieces`` describes, from position ``token`` on, all within one block."""
     block = tl.load(table + token // BLOCK_SIZE)
@@ -194,11 +258,12 @@ def attend(
     query, out, counters, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
-    score_scale, cap, units, fewest_queries,
+    score_scale, cap, units, fewest_units, fewest_queries,
     SHARE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr, BULK: tl.constexpr,
+    PAIRED: tl.constexpr, IS_E4M3: tl.constexpr, SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -208,10 +273,11 @@ def attend(
     of all scores. Without ``SOFTCAP``, ``score_scale`` is
     ``scale * log2(e)``; with it, ``2 * log2(e) * scale / softcap``, and ``cap`` is ``softcap * log2(e)``.
 
-    Decode is cut into splits of equal length by what the head sees of all sequences, about ``units`` in all: a long one
-    among short ones has as many programs as it needs. A sequence that is one split goes straight to ``out``. Of others
-    each split writes its normalised ``partial [q_heads, 2 * units, HEAD_DIM]`` and ``partial_lse [q_heads, 2 *
-    units]``, in base 2. There are no more: what has several splits is longer than one, so twice its length holds them.
+    Decode is cut into splits of equal length by what the head sees of all sequences, at most about ``units`` in all
+    (`walk_jit.split_of`): a long one among short ones has as many programs as it needs. A sequence that is one split
+    goes straight to ``out``. Of others each split writes its normalised ``partial [q_heads, 2 * units, HEAD_DIM]`` and
+    ``partial_lse [q_heads, 2 * units]``, in base 2. There are no more: what has several splits is longer than one, so
+    twice its length holds them.
     ``counters [KV heads, 2 * units]`` are 0, and are again at the end.
 
     With ``BULK`` those tiles of a prompt that all rows see come by the tensor memory accelerator, block by block.
@@ -220,7 +286,10 @@ def attend(
         unit, kv_head = tl.program_id(0), tl.program_id(1)
         window = window_of(head_window, kv_head)
         sink = tl.load(head_sink + kv_head)
-        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES, CHUNKED)
+        per_split = split_of(
+            cu_seqlens_q, seq_lens, batch, window, sink, units, fewest_units,
+            BLOCK_N, MIN_SPLIT_TILES, SPLIT_TILES, CHUNKED,
+        )  # fmt: skip
         sequence, split = find_unit(
             unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED
         )  # fmt: skip
@@ -269,6 +338,8 @@ def attend(
     if (PACKED or QUANTISED) and queries.dtype == tl.bfloat16:
         queries, largest = as_float16(queries)
         score_scale *= largest
+    if PAIRED:
+        first_queries, second_queries = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
 
     slot_base = slot * (slot_bytes // KV_BYTES)
     scale_base = slot * (slot_bytes // 4)
@@ -316,15 +387,28 @@ def attend(
                     block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
                     HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
                 )  # fmt: skip
-    for step in range(begin, end - skipped):
-        step = step + tl.where(step >= skipped_at, skipped, 0)
-        accumulator, highest, total = attend_tile(
-            accumulator, highest, total, queries, offset + token, step + tl.where(step >= sink_tiles, jump, 0),
-            offset + first, last, window, sink,
-            key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
-            block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
-        )  # fmt: skip
+    if PAIRED:
+        first_sums = tl.zeros([BLOCK_M, VALUE_D // 2], tl.float32)
+        second_sums = tl.zeros([BLOCK_M, VALUE_D // 2], tl.float32)
+        for step in range(begin, end):
+            first_sums, second_sums, highest, total = attend_paired_tile(
+                first_sums, second_sums, highest, total, first_queries, second_queries,
+                step + tl.where(step >= sink_tiles, jump, 0), last, window, sink,
+                key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
+                block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFTCAP, CHUNKED, IS_E4M3,
+            )  # fmt: skip
+        accumulator = tl.interleave(first_sums, second_sums)
+    else:
+        for step in range(begin, end - skipped):
+            step = step + tl.where(step >= skipped_at, skipped, 0)
+            accumulator, highest, total = attend_tile(
+                accumulator, highest, total, queries, offset + token, step + tl.where(step >= sink_tiles, jump, 0),
+                offset + first, last, window, sink,
+                key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
+                block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
+            )  # fmt: skip
 
     if PACKED:
         accumulator /= UNIT

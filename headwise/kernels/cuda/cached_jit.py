@@ -7,6 +7,7 @@ them without arithmetic on single elements:
 - **int8**: the byte, plus 128, is the lower one of a float16 between 1024 and 1280, whose upper byte is always the
   same: 5 instructions for 4 elements.
 - **float8_e4m3fn**: there is an instruction for two of them, from sm_89 on.
+- **Pairs** of either, as decode has them: see `split_pairs`.
 - **int4** (how it lies in memory: `headwise.kernels.nibbles`): a code is the bits 4 to 7 of the mantissa of a float16
   between 4 and 8, ``x = 4 + code / 16``. What is wanted is then one fused product and sum: ``(minimum + code * scale) /
   16`` is ``x * scale`` and an addend that a group's elements share, ``minimum / 16 - 4 * scale``. It is rounded to
@@ -47,6 +48,25 @@ cvt.rn.f16x2.e4m3x2 $0, first;
 cvt.rn.f16x2.e4m3x2 $1, second;
 }""")
 
+INT8_PAIRS = tl.constexpr("""{
+.reg .b32 positive, offset;
+mov.b32 offset, 0xe480e480;
+xor.b32 positive, $2, 0x80808080;
+prmt.b32 $0, positive, 0x64646464, 0x4240;
+prmt.b32 $1, positive, 0x64646464, 0x4341;
+add.f16x2 $0, $0, offset;
+add.f16x2 $1, $1, offset;
+}""")
+
+E4M3_PAIRS = tl.constexpr("""{
+.reg .b32 sorted;
+.reg .b16 first, second;
+prmt.b32 sorted, $2, $2, 0x3120;
+mov.b32 {first, second}, sorted;
+cvt.rn.f16x2.e4m3x2 $0, first;
+cvt.rn.f16x2.e4m3x2 $1, second;
+}""")
+
 INT4 = tl.constexpr("""{
 .reg .b32 low, high;
 and.b32 high, $4, 0xf0f0f0f0;
@@ -79,6 +99,19 @@ def widened(stored, DTYPE: tl.constexpr):
     if DTYPE == tl.float16 and stored.dtype == tl.float8e4nv:
         return tl.inline_asm_elementwise(E4M3, "=&r,=&r,r", [stored], tl.float16, False, 4)
     return converted(stored, DTYPE)
+
+
+@JITFunction
+def split_pairs(pairs, IS_E4M3: tl.constexpr):
+    """(first, second) numbers of pairs of bytes, which lie in an ``int16`` each: float16 of the pairs' shape.
+
+    A pair is as wide as what is made of it, so it goes from shared memory to where matrix instructions take it, as
+    float16 would, transposed if need be, and becomes numbers there. By its bytes a tile would first have to be made
+    wide, and stored once more: that is twice the traffic of shared memory, which bounds such a decode on an H200.
+    """
+    if not IS_E4M3:
+        return tl.inline_asm_elementwise(INT8_PAIRS, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), True, 2)
+    return tl.inline_asm_elementwise(E4M3_PAIRS, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), True, 2)
 
 
 @JITFunction

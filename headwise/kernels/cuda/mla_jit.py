@@ -194,7 +194,9 @@ def attend_latents(
     window, sink = window_of(head_window, 0), tl.load(head_sink)
     if DECODE:
         unit = program
-        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES, False)
+        per_split = split_of(
+            cu_seqlens_q, seq_lens, batch, window, sink, units, units, BLOCK_N, MIN_SPLIT_TILES, MIN_SPLIT_TILES, False
+        )  # fmt: skip
         sequence, split = find_unit(
             unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, False
         )  # fmt: skip

@@ -188,7 +188,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
     parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
     parser.add_argument("--chunked", action="store_true", help="layers see chunks, not windows (Llama 4)")
-    parser.add_argument("--tma", action="store_true", help="for engines with prefill_tma")
+    parser.add_argument(
+        "--tma", action=argparse.BooleanOptionalAction, default=True, help="for engines with prefill_tma (default: yes)"
+    )
     parser.add_argument("--hidden-size", type=int, help="of the model: for experts, and for sums over --tp-size ranks")
     parser.add_argument(
         "--tp-size",

@@ -65,17 +65,19 @@ def tiles_of(
 
 @JITFunction
 def split_of(
-    cu_seqlens_q, seq_lens, batch, window, sink, units,
-    BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, CHUNKED: tl.constexpr,
+    cu_seqlens_q, seq_lens, batch, window, sink, units, fewest_units,
+    BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles per split, for all sequences alike: as few as make ``units`` of all a head sees, but as many as pay."""
+    """Tiles per split, for all sequences alike: ``SPLIT_TILES``, but less where all that a head sees would not make
+    ``fewest_units`` of them, more where it would make more than ``units``; and as many as pay at least."""
     total, longest = 0, 0
     for at in range(0, batch, SEARCHED):
         tiles = tiles_of(at + tl.arange(0, SEARCHED), cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
+    wanted = tl.minimum((total + fewest_units - 1) // fewest_units, SPLIT_TILES)
     most = tl.maximum((total + units - 1) // units, (longest + MAX_SPLITS - 1) // MAX_SPLITS)
-    return tl.maximum(most, MIN_SPLIT_TILES)
+    return tl.maximum(tl.maximum(wanted, most), MIN_SPLIT_TILES)
 
 
 @JITFunction

@@ -121,7 +121,17 @@ def test_common_head_geometries_in_tiles_of_production(share: int, head_dim: int
     assert_right(case, Dtypes("float16", "float16"), triton_attention(Tuning()))
 
 
-@pytest.mark.parametrize(("share", "head_dim", "block_size"), [(3, 64, 64), (4, 128, 64), (4, 128, 128), (4, 256, 128)])
+@pytest.mark.parametrize("kv", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("share", "head_dim", "block_size"), [(4, 128, 64), (2, 96, 16), (1, 256, 64), (3, 32, 32)])
+def test_decodes_over_eight_bits_in_tiles_of_production(share: int, head_dim: int, block_size: int, kv: str) -> None:
+    """In pairs of numbers, by tiles within a block and over several; in one split and in some."""
+    policies = ((0, 0), (100, 4))
+    case = Case((1, 1, 1), (300, 70, 1), policies, share=share, head_dim=head_dim, block_size=block_size)
+    assert_right(replace(case, softcap=5.0), Dtypes("bfloat16", kv), triton_attention(Tuning(split_bytes=0)))
+    assert_right(replace(case, has_sink_logits=True), Dtypes("float16", kv), triton_attention(Tuning(), sms=1))
+
+
+@pytest.mark.parametrize(("share", "head_dim", "block_size"), [(4, 128, 64), (4, 128, 128), (4, 256, 128)])
 def test_tiles_that_tma_brings_in_pieces_of_blocks(share: int, head_dim: int, block_size: int) -> None:
     case = Case((1, 40), (131, 300), ((0, 0), (180, 4)), share=share, head_dim=head_dim, block_size=block_size)
     attention = triton_attention(Tuning(tma=True))
@@ -135,6 +145,7 @@ def test_a_tile_that_tma_cannot_bring_is_brought_by_copies() -> None:
     assert tma_tile(128, "bfloat16", "bfloat16", 90, 16) == Tile(128, 32, 8, 2, tma=True), "two blocks"
     for head_dim, kv_dtype, sm in [
         (96, "bfloat16", 90),  # padded to 128
+        (64, "bfloat16", 90),  # slower by it
         (128, "int8", 90),  # converted in registers
         (128, "bfloat16", 80),  # has none
     ]:
@@ -211,16 +222,11 @@ def test_no_more_splits_are_launched_than_the_longest_sequence_could_have() -> N
     assert dict(attention.launcher.launched)["attend"][0] == 2 * 4 + 2  # 8 columns of 16 tokens are 4 splits of 32
 
 
-@pytest.mark.parametrize(
-    ("sequences", "kv_dtype", "programs"), [(1, "float32", 2), (4, "float32", 2), (5, "float32", 8), (1, "int8", 3)]
-)
-def test_few_sequences_are_cut_into_as_many_splits_as_run_at_once(sequences: int, kv_dtype: str, programs: int) -> None:
-    """Of what is converted, one more a multiprocessor."""
+@pytest.mark.parametrize(("sequences", "programs"), [(1, 2), (4, 2), (5, 8)])
+def test_few_sequences_are_cut_into_as_many_splits_as_run_at_once(sequences: int, programs: int) -> None:
     case = Case((1,) * sequences, (200,) * sequences, ((0, 0),), head_dim=64, block_size=16)
     attention = triton_attention(replace(SMALL, few_programs=2, min_split_tokens=16), sms=4)
-    scene = TypedScene(case, Dtypes(kv=kv_dtype))
-    expected = TypedScene(case, Dtypes(kv=kv_dtype)).answer(ReferenceKernels())
-    np.testing.assert_allclose(scene.answer(attention), expected, rtol=0, atol=2e-5)
+    assert_right(case, attention=attention)
     assert dict(attention.launcher.launched)["attend"][0] == 4 * programs + sequences
 
 
@@ -231,19 +237,38 @@ SKEWED = Case(
 """One long sequence among short ones, a chunk, and some without queries."""
 
 
-@pytest.mark.parametrize(("sms", "searched"), [(1, 128), (10, 128), (2, 4)])
-def test_work_is_shared_out_by_what_each_sequence_really_holds(
-    sms: int, searched: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scope, steps = interpreter._interpreted_globals("attention_jit"), Counter[tuple[int, ...]]()
+def count_tiles(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
+    """Of each program that decodes, by its place in the grid, from now on."""
+    scope, tiles = interpreter._interpreted_globals("attention_jit"), Counter[tuple[int, ...]]()
     step = scope["attend_tile"]
 
     def counted(*arguments: Any) -> Any:
         if arguments[-7]:  # decode
-            steps[interpreter_builder.grid_idx] += 1
+            tiles[interpreter_builder.grid_idx] += 1
         return step(*arguments)
 
     monkeypatch.setitem(scope, "attend_tile", counted)
+    return tiles
+
+
+@pytest.mark.parametrize(("split_bytes", "tiles"), [(0, 3), (32 << 10, 8), (1 << 20, 16)])
+def test_splits_have_so_many_bytes_if_that_gives_all_multiprocessors_work(
+    split_bytes: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 80 tiles of 4 KiB: into at most 32 programs, at least 4, which would be more than a sequence each."""
+    case = Case((1,) * 5, (256,) * 5, ((0, 0),), head_dim=32, block_size=16)
+    programs = {"split_programs": 8, "fewest_programs": 1, "min_split_tokens": 16}
+    attention = triton_attention(replace(SMALL, split_bytes=split_bytes, **programs), sms=4)
+    counted = count_tiles(monkeypatch)
+    assert_right(case, attention=attention)
+    assert max(counted.values()) == tiles
+
+
+@pytest.mark.parametrize(("sms", "searched"), [(1, 128), (10, 128), (2, 4)])
+def test_work_is_shared_out_by_what_each_sequence_really_holds(
+    sms: int, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = count_tiles(monkeypatch)
     for module in ("attention_jit", "walk_jit"):
         monkeypatch.setitem(interpreter._interpreted_globals(module), "SEARCHED", tl.constexpr(searched))
     attention = triton_attention(sms=sms)

@@ -44,6 +44,14 @@ def test_every_number_of_eight_bits_is_exact_in_float16(text: Any, dtype: str) -
     np.testing.assert_array_equal(found, stored.view(numpy_dtype(dtype)).astype(np.float16))
 
 
+@pytest.mark.parametrize(("text", "dtype"), [(cached_jit.INT8_PAIRS, "int8"), (cached_jit.E4M3_PAIRS, "float8_e4m3fn")])
+def test_every_pair_of_numbers_of_eight_bits_is_split(text: Any, dtype: str) -> None:
+    pairs = np.arange(1 << 16).astype(np.uint16).view(np.int16)
+    first, second = run_inline(text.value, [pairs], [FLOAT16] * 2, pack=2)
+    stored = pairs.view(numpy_dtype(dtype)).astype(np.float16).reshape(-1, 2)
+    np.testing.assert_array_equal(np.stack([first, second], axis=-1), stored)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_code_of_a_weight_is_exact(dtype: str) -> None:
     kind, text = numpy_dtype(dtype), {"bfloat16": "BF16", "float16": "F16"}[dtype]

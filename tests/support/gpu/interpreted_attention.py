@@ -12,7 +12,9 @@ from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.kernels.cuda.tiles import Tile
 
-SMALL = Tuning(prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), few_programs=8, min_split_tokens=32)
+SMALL = Tuning(
+    prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), few_programs=8, split_bytes=0, min_split_tokens=32
+)
 """Tiles that short sequences fill several of."""
 SMALL_TMA = replace(SMALL, prefill=Tile(16, 16, 4, 2, tma=True))
 

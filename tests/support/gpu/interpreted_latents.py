@@ -14,7 +14,9 @@ from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.tiles import Tile
 
-SMALL = Tuning(prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), split_programs=4, min_split_tokens=32)
+SMALL = Tuning(
+    prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), split_programs=4, split_bytes=0, min_split_tokens=32
+)
 """Tiles that short sequences fill several of."""
 
 
