@@ -46,6 +46,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.launch import Grid, Kernel, Variant
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import Defines
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
@@ -180,7 +181,7 @@ class Counted:
         return self
 
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
-        def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
+        def launch(grid: Grid, arguments: Sequence[Argument]) -> None:
             self.calls[name] += 1
 
         return launch
@@ -188,7 +189,7 @@ class Counted:
     def prepare(self, variant: Variant) -> None:
         pass
 
-    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
         self.calls[variant.kernel] += 1
 
     def cublas(self) -> SimpleNamespace:
