@@ -15,7 +15,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.latest import OfLatest
-from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile, tma_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
@@ -115,7 +115,6 @@ class Tuning:
 class _Plan:
     """The two kernels of one shape on one card."""
 
-    shape: AttentionShape
     prefill: Variant
     decode: Variant
     tokens: int
@@ -126,6 +125,16 @@ class _Plan:
     @property
     def variants(self) -> tuple[Variant, ...]:
         return self.prefill, self.decode
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A plan whose kernels are loaded."""
+
+    shape: AttentionShape
+    plan: _Plan
+    prefill: Kernel
+    decode: Kernel
 
 
 def variants_of(shape: AttentionShape, sm: int, tma: bool = False) -> tuple[Variant, ...]:
@@ -150,8 +159,8 @@ class TritonAttention:
     tuning: Tuning = field(default_factory=Tuning)
 
     def __post_init__(self) -> None:
-        self._plans: dict[AttentionShape, _Plan] = {}
-        self._asked: dict[tuple[Any, ...], _Plan] = {}  # by what `AttentionShape.of` was given
+        self._ready: dict[AttentionShape, _Ready] = {}
+        self._asked: dict[tuple[Any, ...], _Ready] = {}  # by what `AttentionShape.of` was given
         self._batch_arguments = OfLatest(_batch_arguments)
         # Of all KV heads together, two for a unit: see `attention_jit.attend`.
         self._splits = 2 * max(self._most_programs, MOST_KV_HEADS)
@@ -164,8 +173,7 @@ class TritonAttention:
             ConfigError: a shape is not supported (`check_supported`).
         """
         for shape in shapes:
-            for variant in self._plan_of(shape).variants:
-                self.launcher.prepare(variant)
+            self._prepared(shape)
 
     def attend(
         self,
@@ -188,12 +196,11 @@ class TritonAttention:
         """
         tokens, q_heads, _ = query.shape
         kv_heads, sequences = heads.group.shape[0], batch.cu_seqlens_q.shape[0] - 1
-        plan = self._plan_asked(
-            layout, q_heads, kv_heads, query.dtype, softcap > 0, sink_logits is not None, heads.chunked
-        )
+        has_sinks = sink_logits is not None
+        ready = self._asked_for(layout, q_heads, kv_heads, query.dtype, softcap > 0, has_sinks, heads.chunked)
         if tokens == 0 or sequences == 0:
             return
-        shape = plan.shape
+        shape, plan = ready.shape, ready.plan
         if query.shape != out.shape or query.dtype != out.dtype or query.shape[2] != shape.head_dim:
             raise ValueError(
                 f"query {query.shape} {query.dtype} and out {out.shape} {out.dtype} do not fit each other and "
@@ -228,10 +235,10 @@ class TritonAttention:
         if longest != 1:
             tiles = tokens // plan.tokens + sequences
             arguments["fewest_queries"] = 2 if decodes else 1
-            self.launcher.launch(plan.prefill, (kv_heads * tiles * plan.parts, 1, 1), _in_order(arguments))
+            ready.prefill((kv_heads * tiles * plan.parts, 1, 1), _in_order(arguments))
         if decodes:
             arguments["fewest_queries"] = 1
-            self.launcher.launch(plan.decode, (units + sequences, kv_heads, 1), _in_order(arguments))
+            ready.decode((units + sequences, kv_heads, 1), _in_order(arguments))
 
     def _programs(self, shape: AttentionShape, sequences: int) -> int:
         """Splits that all which the heads of a rank see of a batch is cut into, about."""
@@ -246,7 +253,7 @@ class TritonAttention:
     def _most_programs(self) -> int:
         return self.launcher.sms * self.tuning.split_programs
 
-    def _plan_asked(
+    def _asked_for(
         self,
         layout: BlockLayout,
         q_heads: int,
@@ -255,21 +262,23 @@ class TritonAttention:
         softcap: bool,
         sink_logits: bool,
         chunked: bool,
-    ) -> _Plan:
-        """A layer's, found without making its shape, which takes longer than all else here."""
+    ) -> _Ready:
+        """A layer's, found without its shape, which takes as long to make as all else here."""
         asked = layout, q_heads, kv_heads, q_dtype, softcap, sink_logits, chunked
-        plan = self._asked.get(asked)
-        if plan is None:
+        ready = self._asked.get(asked)
+        if ready is None:
             shape = AttentionShape.of(layout, q_heads, kv_heads, q_dtype.name, softcap, sink_logits, chunked)
-            plan = self._asked[asked] = self._plan_of(shape)
-        return plan
+            ready = self._asked[asked] = self._prepared(shape)
+        return ready
 
-    def _plan_of(self, shape: AttentionShape) -> _Plan:
-        if shape not in self._plans:
+    def _prepared(self, shape: AttentionShape) -> _Ready:
+        if shape not in self._ready:
             check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self.launcher.sm, shape.block_size)
             self._workspace.reserve(self._splits * shape.share, shape.head_dim)
-            self._plans[shape] = _plan(shape, self.launcher.sm, self.tuning)
-        return self._plans[shape]
+            plan = _plan(shape, self.launcher.sm, self.tuning)
+            kernels = (self.launcher.prepare(variant) for variant in plan.variants)
+            self._ready[shape] = _Ready(shape, plan, *kernels)
+        return self._ready[shape]
 
 
 def _rows(name: str, array: Array) -> tuple[int, int]:
@@ -352,7 +361,6 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     tokens = max(1, prefill.rows // shape.share)
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
     return _Plan(
-        shape=shape,
         prefill=_attend_variant(shape, prefill, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
         decode=_attend_variant(shape, decode, 1, DECODE=True, **split),
         tokens=tokens,

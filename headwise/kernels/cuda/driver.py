@@ -1,5 +1,5 @@
-"""Launches by the CUDA driver, asked directly: CuPy takes longer to make of arguments what the driver reads than the driver
-then takes to enqueue the kernel.
+"""Launches by the CUDA driver, asked directly: CuPy takes longer to make what it reads of a kernel's arguments than the
+driver then takes to enqueue it.
 
 Source: CUDA Driver API 12.8 and 13.0, "Execution Control" (`cuLaunchKernelEx`, since CUDA 11.8).
 """

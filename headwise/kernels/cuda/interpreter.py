@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from threading import Lock
 from typing import Any
@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from headwise.kernels.cuda import interpreted_language
 from headwise.kernels.cuda.inline_ptx import run_inline
-from headwise.kernels.cuda.launch import Grid, Variant
+from headwise.kernels.cuda.launch import Grid, Kernel, Variant
 from headwise.kernels.cuda.parameters import Argument, PackedArguments
 
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
@@ -43,8 +43,9 @@ class InterpreterLauncher:
     def __init__(self, sm: int = 90, sms: int = 4) -> None:
         self.sm, self.sms = sm, sms
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant) -> Kernel:
         """Nothing is compiled."""
+        return partial(self.launch, variant)
 
     def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
         """See `TritonLauncher.launch`. The addresses are those of NumPy arrays."""

@@ -123,11 +123,11 @@ class TritonLauncher(Protocol):
     sm: int
     sms: int
 
-    def prepare(self, variant: Variant) -> None:
-        """Have ``variant`` compiled and loaded, so that `launch` only enqueues."""
+    def prepare(self, variant: Variant) -> Kernel:
+        """Have ``variant`` compiled and loaded. Its parameters are those of its signature."""
 
     def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
-        """Enqueue ``variant`` on the current stream; ``arguments`` are those of its signature, as of `Kernel`."""
+        """Enqueue ``variant`` as its kernel does: for those who do not keep that, which spares them a search."""
 
 
 class CupyLauncher:
@@ -139,31 +139,44 @@ class CupyLauncher:
 
     def __init__(self, cubins: Callable[[Variant], CubinFile], driver: Driver | None = None) -> None:
         self._cubins, self._driver = cubins, driver or Driver()
-        self._kernels: dict[Variant, tuple[Kernel, tuple[int, ...], int]] = {}
+        self._kernels: dict[Variant, Kernel] = {}
         self.sm, self.sms = current_card()
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant) -> Kernel:
         """See `TritonLauncher.prepare`."""
-        if variant not in self._kernels:
-            file = self._cubins(variant)
-            # Triton appends pointers to scratch memory, how many depends on its version. The first one's is what
-            # descriptors are made in; what profilers use has none.
-            appended = file.parameters - len(variant.signature)
-            parameters = variant.parameters + POINTER * appended
-            program = CubinProgram(file.path, self._driver)
-            kernel = program.kernel(file.name, parameters, file.threads, file.shared_bytes)
-            self._kernels[variant] = kernel, (0,) * appended, file.scratch_bytes
+        kernel = self._kernels.get(variant)
+        if kernel is None:
+            kernel = self._kernels[variant] = self._loaded(variant)
+        return kernel
+
+    def _loaded(self, variant: Variant) -> Kernel:
+        file = self._cubins(variant)
+        appended = file.parameters - len(variant.signature)
+        parameters = variant.parameters + POINTER * appended
+        program = CubinProgram(file.path, self._driver)
+        kernel = program.kernel(file.name, parameters, file.threads, file.shared_bytes)
+        return _TritonKernel(kernel, appended, file.scratch_bytes)
 
     def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
         """See `TritonLauncher.launch`."""
-        if variant not in self._kernels:
-            self.prepare(variant)
-        kernel, appended, scratch_bytes = self._kernels[variant]
-        if scratch_bytes and all(grid):
+        self.prepare(variant)(grid, arguments)
+
+
+class _TritonKernel:
+    """`Kernel` whose last parameters are Triton's: pointers to scratch memory, how many depends on its version. The
+    first one's is what descriptors are made in, of ``scratch_bytes`` a program; what profilers use has none."""
+
+    def __init__(self, kernel: Kernel, appended: int, scratch_bytes: int) -> None:
+        self._kernel, self._appended, self._scratch_bytes = kernel, (0,) * appended, scratch_bytes
+
+    def __call__(self, grid: Grid, arguments: Sequence[Argument]) -> None:
+        """See `Kernel`."""
+        appended = self._appended
+        if self._scratch_bytes and all(grid):
             # Given back while the kernel may still run: what takes it next is behind it on this stream.
-            scratch = empty_array((math.prod(grid) * scratch_bytes,), np.uint8)
+            scratch = empty_array((math.prod(grid) * self._scratch_bytes,), np.uint8)
             appended = (address_of(scratch), *appended[1:])
-        kernel(grid, (*arguments, *appended))
+        self._kernel(grid, (*arguments, *appended))
 
 
 @dataclass(frozen=True)

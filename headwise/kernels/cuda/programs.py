@@ -52,10 +52,17 @@ class CudaPrograms:
         return CudaProgram(source, CubinProgram(path, self._driver))
 
 
+class MachineCode(Protocol):
+    """Kernels whose parameters must be told: see `CubinProgram`."""
+
+    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        """See `CubinProgram.kernel`."""
+
+
 class CudaProgram:
     """`Program` of a CUDA C++ file. code: the same as machine code"""
 
-    def __init__(self, source: str, code: CubinProgram) -> None:
+    def __init__(self, source: str, code: MachineCode) -> None:
         self._text, self._code = source_text(source), code
 
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
