@@ -6,7 +6,7 @@ The worker, its kernels' host halves and its graphs are the real ones, on NumPy 
 where the driver would be called, and not run; nor is anything at the addresses that it is given, so these are all the
 same: NumPy takes 2 us to tell one, CuPy a tenth. So times, of this process alone, are those of our own Python here: on
 a GPU each call into CuPy and the driver adds its own, and so do allocations. A layer's share is the difference between
-models of 4 and 12 layers, which take turns.
+models of 4 and 12 layers, which take turns, each step's least of all rounds.
 `graphs` is how steps run by default, `launches` with `prefill_graphs: 0`; mixed steps have a sequence that decodes
 beside each that is computed. `decode` is a whole step of sequences that all decode, greedily, one in 64 of which begins
 a block: until it is enqueued, and until its result is there. `in a graph` is what a layer of a tiny gpt-oss, which has
@@ -390,7 +390,7 @@ def of_layer(
         counts.append(calls.copy())
     (few, many), added = counts, MANY - FEW
     short, long = zip(*([seconds_of(worker, batch) for worker, _ in made] for _ in range(rounds)), strict=True)
-    seconds = (statistics.median(long) - statistics.median(short)) / added
+    seconds = (min(long) - min(short)) / added
     return {call: (many[call] - few[call]) / added for call in many if many[call] > few[call]}, seconds
 
 
