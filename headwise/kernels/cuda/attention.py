@@ -129,7 +129,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A plan whose kernels are loaded."""
+    """A shape's plan, whose kernels are loaded."""
 
     shape: AttentionShape
     plan: _Plan
@@ -263,7 +263,7 @@ class TritonAttention:
         sink_logits: bool,
         chunked: bool,
     ) -> _Ready:
-        """A layer's, found without its shape, which takes as long to make as all else here."""
+        """What a layer's shape has, found without making that, which takes as long as all else that `attend` does."""
         asked = layout, q_heads, kv_heads, q_dtype, softcap, sink_logits, chunked
         ready = self._asked.get(asked)
         if ready is None:
@@ -276,8 +276,8 @@ class TritonAttention:
             check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self.launcher.sm, shape.block_size)
             self._workspace.reserve(self._splits * shape.share, shape.head_dim)
             plan = _plan(shape, self.launcher.sm, self.tuning)
-            kernels = (self.launcher.prepare(variant) for variant in plan.variants)
-            self._ready[shape] = _Ready(shape, plan, *kernels)
+            prepare = self.launcher.prepare
+            self._ready[shape] = _Ready(shape, plan, prepare(plan.prefill), prepare(plan.decode))
         return self._ready[shape]
 
 

@@ -34,7 +34,7 @@ def address_of(array: Array) -> int:
 
 
 def addresses_of(*arrays: Array | None) -> tuple[int, ...]:
-    """The same of each, and 0 in place of one that there is not."""
+    """The same of each; of None 0, which kernels take for no array."""
     return tuple([0 if array is None else address_of(array) for array in arrays])
 
 
@@ -127,7 +127,7 @@ class TritonLauncher(Protocol):
         """Have ``variant`` compiled and loaded. Its parameters are those of its signature."""
 
     def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
-        """Enqueue ``variant`` as its kernel does: for those who do not keep that, which spares them a search."""
+        """Enqueue ``variant``, as its kernel does. Who keeps that need not have it searched for."""
 
 
 class CupyLauncher:

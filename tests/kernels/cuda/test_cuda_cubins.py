@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from gpu.machine_code import loops_of as machine_loops
 from gpu.machine_code import sass_of
 from support.gpu.host_library import HostLibrary
-from support.gpu.machine_code import variant_code
+from support.gpu.machine_code import parameters_of, variant_code
 
 from headwise.kernels.cuda import cubins, nvrtc, packed, precompile
 from headwise.kernels.cuda.attention import HEAD_DIMS, AttentionShape, variants_of
@@ -40,7 +40,6 @@ def sums_in(dtype: str) -> Variant:
 
 SUMS = sums_in("bfloat16")
 
-WIDTHS = {"i32": 4, "fp32": 4, "i64": 8}
 """Bytes of the types that are passed by value; pointers have 8."""
 
 EACH_SM = [90, *(pytest.param(sm, marks=pytest.mark.soak) for sm in (80, 100))]
@@ -65,42 +64,13 @@ def assert_overlaps_loads(compiled: Compiled, matrix_instruction: str) -> None:
         assert loop.count("cp.async.c") >= 4
 
 
-def parameters_of(cubin: bytes, kernel: str) -> list[int]:
-    """Widths in bytes of a kernel's parameters, in their order, as the driver finds them in the machine code.
-
-    Attributes lie in the section ``.nv.info.KERNEL``, one behind another: format, number, and a value or the size of
-    one that follows. ``cuobjdump -elf`` prints the same.
-    """
-    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + at * size) for at in range(count)]
-    (attributes,) = (
-        cubin[offset : offset + length]
-        for name, _, _, _, offset, length in headers
-        if cubin[headers[names][4] + name :].startswith(f".nv.info.{kernel}\0".encode())
-    )
-    widths, total, at = {}, 0, 0
-    while at < len(attributes):
-        form, number, value = struct.unpack_from("<BBH", attributes, at)
-        at += 4
-        if number == 0x17:  # EIATTR_KPARAM_INFO
-            _, ordinal, _, flags = struct.unpack_from("<IHHI", attributes, at)
-            widths[ordinal] = flags >> 18
-        elif number == 0x19:  # EIATTR_CBANK_PARAM_SIZE
-            total = value
-        at += value if form == 4 else 0
-    assert sorted(widths) == list(range(len(widths)))
-    assert 0 <= total - sum(widths.values()) < 4 * len(widths), "the rest is padding"
-    return [widths[ordinal] for ordinal in sorted(widths)]
-
-
 @pytest.mark.parametrize("kernel", [PREFILL, DECODE])
 @pytest.mark.parametrize("sm", EACH_SM)
 def test_machine_code_takes_the_arguments_of_the_signature_and_then_pointers_alone(sm: int, kernel: int) -> None:
     variant = variants_of(LLAMA, sm)[kernel]
     compiled = variant_code(variant, Target(sm, cuda=12))
     widths = parameters_of(compiled.cubin, compiled.name)
-    assert widths[: len(variant.signature)] == [WIDTHS.get(type_, 8) for _, type_ in variant.signature]
+    assert widths[: len(variant.signature)] == [struct.calcsize(letter) for letter in variant.parameters]
     assert set(widths[len(variant.signature) :]) <= {8}
     assert len(widths) == compiled.parameters
     assert f".reqntid {compiled.threads}" in compiled.ptx

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,15 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gpu.host_library import STREAM, HostLibrary, LaunchConfig
+from support.gpu.machine_code import machine_code, parameters_of
 
 from headwise.errors import ConfigError
+from headwise.kernels.cuda import elementwise, kv_write
 from headwise.kernels.cuda.driver import Driver, DriverKernel
+from headwise.kernels.cuda.launch import Kernel
 from headwise.kernels.cuda.parameters import PackedArguments, cuda_parameters, triton_parameters
-from headwise.kernels.cuda.programs import SOURCES
+from headwise.kernels.cuda.programs import SOURCES, CudaProgram, Defines, source_text
+from headwise.kernels.gqa import gqa_layout
 
 C_TYPES = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 NUMBERS = {
@@ -28,6 +33,7 @@ NUMBERS = {
     "i": st.integers(-(2**31), 2**31 - 1),
     "f": st.floats(width=32, allow_nan=False),
 }
+KERNELS = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 FUNCTION = SimpleNamespace(ptr=0xF00D)
 HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
 
@@ -72,15 +78,43 @@ def test_numbers_of_numpy_are_as_good() -> None:
 def test_every_kernel_in_cuda_has_the_parameters_that_its_source_says() -> None:
     """That these are as wide as the compiler has them, the shim checks at each launch of a test."""
     kernels = {
-        name: text
-        for text in (path.read_text() for path in SOURCES.glob("*.cu"))
-        for name in re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", text)
+        name: text for text in (path.read_text() for path in SOURCES.glob("*.cu")) for name in KERNELS.findall(text)
     }
     assert kernels
     for name, text in kernels.items():
         assert set(cuda_parameters(text, name)) <= set("Qqif"), name
     assert cuda_parameters(kernels["write_kv"], "write_kv") == "Q" * 12 + "q" * 8 + "i" * 6
     assert cuda_parameters(kernels["survey"], "survey") == "QQQQQqif"
+
+
+@pytest.mark.parametrize(
+    ("source", "defines"),
+    [
+        ("step_tokens.cu", {}),
+        ("block_tables.cu", {}),
+        ("elementwise.cu", elementwise.variant_of(np.dtype(np.float16))),
+        ("kv_write.cu", kv_write.variant_of(gqa_layout(16, 1, 64, "int8"), np.dtype(np.float16))),
+    ],
+)
+def test_machine_code_has_parameters_as_wide_as_the_source_says(source: str, defines: Defines) -> None:
+    text, code = source_text(source), machine_code(source, defines, 90).cubin
+    for name in KERNELS.findall(text):
+        widths = [struct.calcsize(letter) for letter in cuda_parameters(text, name)]
+        assert parameters_of(code, name) == widths, name
+
+
+def test_a_kernel_of_a_source_has_that_ones_parameters() -> None:
+    asked: list[tuple[str, str, int, int]] = []
+
+    class Code:
+        def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
+            asked.append((name, parameters, threads, shared_bytes))
+            return lambda grid, arguments: None
+
+    program = CudaProgram("step_tokens.cu", Code())
+    program.kernel("fill", 64)
+    program.kernel("keep", 128, 256)
+    assert asked == [("fill", "QQQQi", 64, 0), ("keep", "QQQQQi", 128, 256)]
 
 
 def test_parameters_that_nobody_can_pack_are_refused() -> None:
