@@ -2,10 +2,11 @@
 
     python benchmarks/step_launches.py [--quick]
 
-The worker, its kernels' host halves and its graphs are the real ones, on NumPy arrays; what they enqueue is counted,
-and not run; nor is anything at the addresses that it is given, so these are all the same: NumPy takes 2 us to tell one,
-CuPy a tenth. So times, of this process alone, are those of our own Python here: on a GPU each call into CuPy and the
-driver adds its own, and so do allocations. A layer's share is the difference between models of 4 and 12 layers.
+The worker, its kernels' host halves and its graphs are the real ones, on NumPy arrays; what they enqueue is counted
+where the driver would be called, and not run; nor is anything at the addresses that it is given, so these are all the
+same: NumPy takes 2 us to tell one, CuPy a tenth. So times, of this process alone, are those of our own Python here: on
+a GPU each call into CuPy and the driver adds its own, and so do allocations. A layer's share is the difference between
+models of 4 and 12 layers, which take turns, each step's least of all rounds.
 `graphs` is how steps run by default, `launches` with `prefill_graphs: 0`; mixed steps have a sequence that decodes
 beside each that is computed. `decode` is a whole step of sequences that all decode, greedily, one in 64 of which begins
 a block: until it is enqueued, and until its result is there. `in a graph` is what a layer of a tiny gpt-oss, which has
@@ -45,9 +46,11 @@ from support.tiny_checkpoints import write_checkpoint as write_tiny
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cublas import Cublas
-from headwise.kernels.cuda.launch import Grid, Kernel, Variant
+from headwise.kernels.cuda.driver import Driver, DriverKernel
+from headwise.kernels.cuda.launch import Grid, Kernel, Program, Variant
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.parts import GpuParts
-from headwise.kernels.cuda.programs import Defines
+from headwise.kernels.cuda.programs import CudaProgram, Defines
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.ops.base import Between, Cut, Fetch, KernelArray, StepUpload
@@ -138,6 +141,7 @@ class Counted:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.graphs: list[Counter[str]] = []
+        self._variants: dict[Variant, Kernel] = {}
         self.steps, self.fetches = self._over_cupy("step_upload"), self._over_cupy("pinned_fetch")
 
     def _over_cupy(self, name: str) -> Any:
@@ -176,20 +180,26 @@ class Counted:
                 else:
                     sys.modules[each] = module
 
-    def __call__(self, source: str, defines: Defines) -> Counted:
-        return self
+    def __call__(self, source: str, defines: Defines) -> Program:
+        return CudaProgram(source, self)
 
-    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
-        def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
+    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        """One that is packed for the driver, which is not called."""
+
+        def launch(*given: Any) -> int:
             self.calls[name] += 1
+            return 0
 
-        return launch
+        driver = Driver(SimpleNamespace(cuLaunchKernelEx=launch), lambda: STREAM)
+        return DriverKernel(driver, SimpleNamespace(ptr=ADDRESS), name, parameters, threads, shared_bytes)
 
-    def prepare(self, variant: Variant) -> None:
-        pass
+    def prepare(self, variant: Variant) -> Kernel:
+        if variant not in self._variants:
+            self._variants[variant] = self.kernel(variant.kernel, variant.parameters, 128)
+        return self._variants[variant]
 
-    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
-        self.calls[variant.kernel] += 1
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
+        self.prepare(variant)(grid, arguments)
 
     def cublas(self) -> SimpleNamespace:
         def function(name: str) -> Callable[..., int]:
@@ -283,8 +293,8 @@ def step(tokens: int, sequences: int, *, mixed: bool) -> BatchRequest:
     )
 
 
-def cost(directory: Path, graphs: int, batch: BatchRequest, rounds: int) -> tuple[Counter[str], float]:
-    """Calls of a step, and seconds of this process."""
+def worker_of(directory: Path, graphs: int) -> tuple[ModelWorker, Counter[str]]:
+    """One that is ready, and what it calls."""
     config = EngineConfig(
         model=str(directory), device="cuda", dtype="bfloat16", kv_cache="64MiB", block_size=16, prefill_graphs=graphs,
         max_model_len=1024,
@@ -292,15 +302,14 @@ def cost(directory: Path, graphs: int, batch: BatchRequest, rounds: int) -> tupl
     gpu = CountedGpu("bfloat16")
     worker = ModelWorker(config, directory, 0, SingleRank(), gpu)
     worker.initialize_cache()
+    return worker, gpu.counted.calls
+
+
+def seconds_of(worker: ModelWorker, batch: BatchRequest) -> float:
+    """Of this process, for a step."""
+    began = time.process_time()
     worker.execute(batch)
-    gpu.counted.calls.clear()
-    worker.execute(batch)
-    calls, times = gpu.counted.calls.copy(), []
-    for _ in range(rounds):
-        began = time.process_time()
-        worker.execute(batch)
-        times.append(time.process_time() - began)
-    return calls, statistics.median(times)
+    return time.process_time() - began
 
 
 def decode_step(sequences: int, number: int) -> BatchRequest:
@@ -372,9 +381,17 @@ def of_layer(
     directories: Sequence[Path], graphs: int, batch: BatchRequest, rounds: int
 ) -> tuple[dict[str, float], float]:
     """Calls, and seconds, that each layer adds to a step."""
-    (few, short), (many, long) = (cost(directory, graphs, batch, rounds) for directory in directories)
-    added = MANY - FEW
-    return {call: (many[call] - few[call]) / added for call in many if many[call] > few[call]}, (long - short) / added
+    made = [worker_of(directory, graphs) for directory in directories]
+    counts = []
+    for worker, calls in made:
+        worker.execute(batch)
+        calls.clear()
+        worker.execute(batch)
+        counts.append(calls.copy())
+    (few, many), added = counts, MANY - FEW
+    short, long = zip(*([seconds_of(worker, batch) for worker, _ in made] for _ in range(rounds)), strict=True)
+    seconds = (min(long) - min(short)) / added
+    return {call: (many[call] - few[call]) / added for call in many if many[call] > few[call]}, seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.launch import CubinFile, Grid, Kernel, Program, Variant, address_of
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.worker.device import Device
@@ -61,7 +62,7 @@ class _Locked:
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
         kernel = self._program.kernel(name, threads, shared_bytes)
 
-        def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
+        def launch(grid: Grid, arguments: Sequence[Argument]) -> None:
             with self._lock:
                 kernel(grid, arguments)
 
@@ -135,7 +136,7 @@ class EmulatedRig:
 
     def read(self, array: Array) -> None:
         sink = np.empty(4, np.uint32)
-        arguments = np.uint64(address_of(array)), np.int64(array.nbytes // 16), np.uint64(address_of(sink))
+        arguments = address_of(array), array.nbytes // 16, address_of(sink)
         self.programs(str(READ_SOURCE), {}).kernel(READ_KERNEL, READ_THREADS)((1, 1, 1), arguments)
 
     def flush(self) -> None:

@@ -227,7 +227,7 @@ class CudaRig:
 
     def read(self, array: Array) -> None:
         """See `Rig.read`."""
-        arguments = np.uint64(address_of(array)), np.int64(array.nbytes // 16), np.uint64(address_of(self._sink))
+        arguments = address_of(array), array.nbytes // 16, address_of(self._sink)
         self._reader((self._blocks, 1, 1), arguments)
 
     @cached_property

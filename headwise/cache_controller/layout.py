@@ -48,6 +48,10 @@ class BlockLayout:
     alignment: int = 64
     tail_bytes: int = 0
 
+    def __hash__(self) -> int:
+        """Of numbers alone, for roles take a while: every layer of a step looks something up by its layout."""
+        return hash((self.block_size, self.slots, self.alignment, self.tail_bytes))
+
     @cached_property
     def role_offsets(self) -> dict[str, int]:
         """Byte offset of each role inside a slot."""

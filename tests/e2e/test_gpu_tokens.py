@@ -89,7 +89,7 @@ def test_ranks_that_share_heads_say_the_reference_tokens(model: str, size: int) 
     )
     ranks = Ranks(config, directory, device=lambda: EmulatedGpu(LIBRARIES, "float32"))
     kernels = [worker._device.kernels for worker in ranks.workers]
-    plans = [each._latents._prepared if model == "deepseek-v3" else each._attention._plans for each in kernels]
+    plans = [each._latents._prepared if model == "deepseek-v3" else each._attention._ready for each in kernels]
     made_ready, preprocessor, executor = list(map(copy, plans)), Preprocessor.open(config), LocalExecutor(ranks)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:2]

@@ -20,11 +20,9 @@ from headwise.kernels.cuda.elementwise import (
     VECTOR_BYTES,
     Array,
     is_dense,
-    pointer,
-    pointers,
     variant_of,
 )
-from headwise.kernels.cuda.launch import Grid, Kernel
+from headwise.kernels.cuda.launch import Grid, Kernel, addresses_of
 from headwise.kernels.cuda.programs import Defines, Programs
 
 SOURCE = "all_reduce.cu"
@@ -91,10 +89,7 @@ class CudaAllReduce:
     def __init__(self, programs: Programs, rank: int, addresses: Sequence[int]) -> None:
         self._programs, self._ranks = programs, len(addresses)
         others = (*addresses, *(0,) * (MOST_RANKS - len(addresses)))
-        self._places: tuple[np.generic, ...] = (
-            *(np.uint64(address) for address in (*others, addresses[rank])),
-            np.int32(rank),
-        )
+        self._places = (*others, addresses[rank], rank)
         self._kernels: dict[tuple[np.dtype[Any], int], _Kernels] = {}
 
     def takes(self, x: Array) -> bool:
@@ -113,7 +108,7 @@ class CudaAllReduce:
         _check(x, out)
         rows, vectors, threads, grid = _shape(x)
         kernel = self._of(x, vectors, threads).all_reduce
-        kernel(grid, (*self._places, *pointers(x, out), np.int32(rows), np.int32(vectors)))
+        kernel(grid, (*self._places, *addresses_of(x, out), rows, vectors))
 
     def add_rms_norm(
         self, x: Array, residual: Array, weight: Array, eps: float, total: Array, out: Array, bias: Array | None = None
@@ -130,11 +125,8 @@ class CudaAllReduce:
         kernel = self._of(x, vectors, threads).all_reduce_norm
         kernel(
             grid,
-            (
-                *self._places, *pointers(x, residual), pointer(bias), *pointers(weight, total, out),
-                np.int32(rows), np.int32(vectors), np.float32(eps),
-            ),
-        )  # fmt: skip
+            (*self._places, *addresses_of(x, residual, bias, weight, total, out), rows, vectors, eps),
+        )
 
     def _of(self, x: Array, vectors: int, threads: int) -> _Kernels:
         key = x.dtype, vectors

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,9 @@ from headwise.cache_controller.dtypes import packed_bytes
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.latest import OfLatest
+from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile, tma_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
@@ -131,6 +133,16 @@ class _Plan:
         return self.prefill, self.decode
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A shape's plan, whose kernels are loaded."""
+
+    shape: AttentionShape
+    plan: _Plan
+    prefill: Kernel
+    decode: Kernel
+
+
 def variants_of(shape: AttentionShape, sm: int, tma: bool = False) -> tuple[Variant, ...]:
     """All that attention of ``shape`` launches on a card of compute capability ``sm``."""
     return _plan(shape, sm, Tuning(tma=tma)).variants
@@ -153,9 +165,9 @@ class TritonAttention:
     tuning: Tuning = field(default_factory=Tuning)
 
     def __post_init__(self) -> None:
-        self._plans: dict[AttentionShape, _Plan] = {}
-        self._batch: Callable[[], AttentionBatch | None] = lambda: None
-        self._of_batch: dict[str, np.generic] = {}
+        self._ready: dict[AttentionShape, _Ready] = {}
+        self._asked: dict[tuple[Any, ...], _Ready] = {}  # by what `AttentionShape.of` was given
+        self._batch_arguments = OfLatest(_batch_arguments)
         # Of all KV heads together, two for a unit: see `attention_jit.attend`.
         self._splits = 2 * max(self._most_programs, MOST_KV_HEADS)
         self._workspace = PartsWorkspace(self.allocate, self._splits)
@@ -167,8 +179,7 @@ class TritonAttention:
             ConfigError: a shape is not supported (`check_supported`).
         """
         for shape in shapes:
-            for variant in self._plan_of(shape).variants:
-                self.launcher.prepare(variant)
+            self._prepared(shape)
 
     def attend(
         self,
@@ -189,52 +200,53 @@ class TritonAttention:
             ConfigError: the shape is not supported.
             ValueError: the arrays do not fit each other, or ``scale`` is not positive.
         """
-        q_heads, kv_heads = query.shape[1], heads.group.shape[0]
+        tokens, q_heads, _ = query.shape
+        kv_heads, sequences = heads.group.shape[0], batch.cu_seqlens_q.shape[0] - 1
         has_sinks = sink_logits is not None
-        shape = AttentionShape.of(layout, q_heads, kv_heads, query.dtype.name, softcap, has_sinks, heads.chunked)
-        sequences = batch.cu_seqlens_q.shape[0] - 1
-        if query.shape[0] == 0 or sequences == 0:
+        ready = self._asked_for(layout, q_heads, kv_heads, query.dtype, softcap > 0, has_sinks, heads.chunked)
+        if tokens == 0 or sequences == 0:
             return
-        _check_arrays(query, out, shape, scale)
+        shape, plan = ready.shape, ready.plan
+        if query.shape != out.shape or query.dtype != out.dtype or query.shape[2] != shape.head_dim:
+            raise ValueError(
+                f"query {query.shape} {query.dtype} and out {out.shape} {out.dtype} do not fit each other and "
+                f"head_dim {shape.head_dim}"
+            )
+        if not scale > 0:
+            raise ValueError(
+                f"scale {scale} is not positive: attention scores are scaled up or down, never turned around"
+            )
         if sink_logits is not None and (sink_logits.shape != (q_heads,) or sink_logits.dtype != np.float32):
             raise ValueError(f"sink_logits {sink_logits.shape} {sink_logits.dtype} are not float32 [{q_heads}]")
-        plan = self._plan_of(shape)
+        query_at, query_stride = _rows("query", query)
+        out_at, out_stride = _rows("out", out)
         useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
         fewest, most = (max(1, programs // kv_heads) for programs in self._programs(sequences))
         units = min(most, sequences * useful)
         parts = self._workspace.arguments(self._splits * shape.share, shape.head_dim)
-        arguments = {
-            "query": np.uint64(address_of(query)),
-            "out": np.uint64(address_of(out)),
+        arguments: dict[str, Argument] = {
+            "query": query_at,
+            "out": out_at,
             **parts,
-            "sink_logits": parts["partial"] if sink_logits is None else np.uint64(address_of(sink_logits)),
+            "sink_logits": parts["partial"] if sink_logits is None else address_of(sink_logits),
             **_arena_arguments(arena, layout),
             **self._batch_arguments(batch),
             **_head_arguments(heads),
-            "query_stride": np.int32(query.strides[0] // query.itemsize),
-            "out_stride": np.int32(out.strides[0] // out.itemsize),
+            "query_stride": query_stride,
+            "out_stride": out_stride,
             **_score_arguments(scale, softcap),
-            "units": np.int32(units),
-            "fewest_units": np.int32(min(fewest, units)),
+            "units": units,
+            "fewest_units": min(fewest, units),
         }
-
-        def launch(variant: Variant, grid: tuple[int, int, int], **more: np.generic) -> None:
-            every = arguments | more
-            self.launcher.launch(variant, grid, [every[name] for name, _ in variant.signature])
-
-        longest = 1 if query.shape[0] == 1 else batch.max_query_len
+        longest = 1 if tokens == 1 else batch.max_query_len
         decodes = longest == 1 or sequences > 1
         if longest != 1:
-            tiles = query.shape[0] // plan.tokens + sequences
-            launch(plan.prefill, (kv_heads * tiles * plan.parts, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
+            tiles = tokens // plan.tokens + sequences
+            arguments["fewest_queries"] = 2 if decodes else 1
+            ready.prefill((kv_heads * tiles * plan.parts, 1, 1), _in_order(arguments))
         if decodes:
-            launch(plan.decode, (units + sequences, kv_heads, 1), fewest_queries=np.int32(1))
-
-    def _batch_arguments(self, batch: AttentionBatch) -> dict[str, np.generic]:
-        """The same for all layers of a step. Its arrays are not kept: they are the caller's to let go of."""
-        if self._batch() is not batch:
-            self._batch, self._of_batch = weakref.ref(batch), _batch_arguments(batch)
-        return self._of_batch
+            arguments["fewest_queries"] = 1
+            ready.decode((units + sequences, kv_heads, 1), _in_order(arguments))
 
     def _programs(self, sequences: int) -> tuple[int, int]:
         """Splits that all which the heads of a rank see of a batch is cut into, about: (at least, at most)."""
@@ -247,80 +259,90 @@ class TritonAttention:
     def _most_programs(self) -> int:
         return self.launcher.sms * self.tuning.split_programs
 
-    def _plan_of(self, shape: AttentionShape) -> _Plan:
-        if shape not in self._plans:
+    def _asked_for(
+        self,
+        layout: BlockLayout,
+        q_heads: int,
+        kv_heads: int,
+        q_dtype: np.dtype[Any],
+        softcap: bool,
+        sink_logits: bool,
+        chunked: bool,
+    ) -> _Ready:
+        """What a layer's shape has, found without making that, which takes as long as all else that `attend` does."""
+        asked = layout, q_heads, kv_heads, q_dtype, softcap, sink_logits, chunked
+        ready = self._asked.get(asked)
+        if ready is None:
+            shape = AttentionShape.of(layout, q_heads, kv_heads, q_dtype.name, softcap, sink_logits, chunked)
+            ready = self._asked[asked] = self._prepared(shape)
+        return ready
+
+    def _prepared(self, shape: AttentionShape) -> _Ready:
+        if shape not in self._ready:
             check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self.launcher.sm, shape.block_size)
             self._workspace.reserve(self._splits * shape.share, shape.head_dim)
-            self._plans[shape] = _plan(shape, self.launcher.sm, self.tuning)
-        return self._plans[shape]
+            plan = _plan(shape, self.launcher.sm, self.tuning)
+            prepare = self.launcher.prepare
+            self._ready[shape] = _Ready(shape, plan, prepare(plan.prefill), prepare(plan.decode))
+        return self._ready[shape]
 
 
-def _check_arrays(query: Array, out: Array, shape: AttentionShape, scale: float) -> None:
-    if query.shape != out.shape or query.dtype != out.dtype or query.shape[2] != shape.head_dim:
-        raise ValueError(
-            f"query {query.shape} {query.dtype} and out {out.shape} {out.dtype} do not fit each other and "
-            f"head_dim {shape.head_dim}"
-        )
-    if not scale > 0:
-        raise ValueError(f"scale {scale} is not positive: attention scores are scaled up or down, never turned around")
-    for name, array in (("query", query), ("out", out)):
-        if not _is_readable(array):
-            raise ValueError(
-                f"{name} with strides {array.strides} at {address_of(array):#x}: heads must be contiguous, tokens "
-                f"on multiples of {ALIGNMENT} bytes; pass a contiguous copy"
-            )
-
-
-def _is_readable(array: Array) -> bool:
-    tokens, heads, head_dim = array.shape
+def _rows(name: str, array: Array) -> tuple[int, int]:
+    """(address, elements from token to token) of rows that the kernels can read or write."""
+    (tokens, heads, head_dim), strides = array.shape, array.strides
+    itemsize, address = array.itemsize, address_of(array)
     # The stride of a dimension of one says nothing.
-    return (
-        array.strides[2] == array.itemsize
-        and (heads == 1 or array.strides[1] == head_dim * array.itemsize)
-        and (tokens <= 1 or array.strides[0] % ALIGNMENT == 0)
-        and address_of(array) % ALIGNMENT == 0
-    )
+    if (
+        strides[2] != itemsize
+        or (heads > 1 and strides[1] != head_dim * itemsize)
+        or (tokens > 1 and strides[0] % ALIGNMENT)
+        or address % ALIGNMENT
+    ):
+        raise ValueError(
+            f"{name} with strides {strides} at {address:#x}: heads must be contiguous, tokens on multiples of "
+            f"{ALIGNMENT} bytes; pass a contiguous copy"
+        )
+    return address, strides[0] // itemsize
 
 
-def _arena_arguments(arena: Array, layout: BlockLayout) -> dict[str, np.generic]:
-    start = address_of(arena)
-    offsets = {role: start + offset for role, offset in layout.role_offsets.items()}
+def _arena_arguments(arena: Array, layout: BlockLayout) -> dict[str, Argument]:
+    start, offsets = address_of(arena), layout.role_offsets
     return {
-        "key": np.uint64(offsets["key"]),
-        "value": np.uint64(offsets["value"]),
-        "key_scale": np.uint64(offsets.get("key_scale", start)),
-        "value_scale": np.uint64(offsets.get("value_scale", start)),
-        "block_bytes": np.int64(layout.block_bytes),
-        "slot_bytes": np.int64(layout.slot_bytes),
+        "key": start + offsets["key"],
+        "value": start + offsets["value"],
+        "key_scale": start + offsets.get("key_scale", 0),
+        "value_scale": start + offsets.get("value_scale", 0),
+        "block_bytes": layout.block_bytes,
+        "slot_bytes": layout.slot_bytes,
     }
 
 
-def _batch_arguments(batch: AttentionBatch) -> dict[str, np.generic]:
+def _batch_arguments(batch: AttentionBatch) -> dict[str, Argument]:
     return {
-        "cu_seqlens_q": np.uint64(address_of(batch.cu_seqlens_q)),
-        "seq_lens": np.uint64(address_of(batch.seq_lens)),
-        "block_tables": np.uint64(address_of(batch.block_tables)),
-        "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),
-        "groups": np.int32(batch.groups),
-        "max_blocks": np.int32(batch.block_tables.shape[1]),
+        "cu_seqlens_q": address_of(batch.cu_seqlens_q),
+        "seq_lens": address_of(batch.seq_lens),
+        "block_tables": address_of(batch.block_tables),
+        "batch": batch.cu_seqlens_q.shape[0] - 1,
+        "groups": batch.groups,
+        "max_blocks": batch.block_tables.shape[1],
     }
 
 
-def _head_arguments(heads: HeadTable) -> dict[str, np.generic]:
+def _head_arguments(heads: HeadTable) -> dict[str, Argument]:
     return {
-        "head_group": np.uint64(address_of(heads.group)),
-        "head_slot": np.uint64(address_of(heads.slot)),
-        "head_window": np.uint64(address_of(heads.window)),
-        "head_sink": np.uint64(address_of(heads.sink)),
-        "kv_heads": np.int32(heads.group.shape[0]),
+        "head_group": address_of(heads.group),
+        "head_slot": address_of(heads.slot),
+        "head_window": address_of(heads.window),
+        "head_sink": address_of(heads.sink),
+        "kv_heads": heads.group.shape[0],
     }
 
 
-def _score_arguments(scale: float, softcap: float) -> dict[str, np.generic]:
+def _score_arguments(scale: float, softcap: float) -> dict[str, Argument]:
     """The scaling of scores in base 2, see `attention_jit.attend`."""
     if softcap > 0:
-        return {"score_scale": np.float32(2 * LOG2E * scale / softcap), "cap": np.float32(LOG2E * softcap)}
-    return {"score_scale": np.float32(LOG2E * scale), "cap": np.float32(0)}
+        return {"score_scale": 2 * LOG2E * scale / softcap, "cap": LOG2E * softcap}
+    return {"score_scale": LOG2E * scale, "cap": 0.0}
 
 
 ATTEND_SIGNATURE = (
@@ -330,6 +352,10 @@ ATTEND_SIGNATURE = (
     "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "out_stride:i32",
     "score_scale:fp32", "cap:fp32", "units:i32", "fewest_units:i32", "fewest_queries:i32",
 )  # fmt: skip
+_in_order: Callable[[dict[str, Argument]], tuple[Argument, ...]] = itemgetter(
+    *(parameter.partition(":")[0] for parameter in ATTEND_SIGNATURE)
+)
+
 MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
 PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
 

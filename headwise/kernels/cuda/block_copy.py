@@ -114,8 +114,8 @@ class CudaBlockCopy:
         count, chunks = placed.shape[1], -(-int(placed[2].max()) // CHUNK_BYTES)
         blocks = min(BLOCKS, -(-count * chunks * 32 // THREADS))
         with self._ring.staged(placed) as sources:
-            rows = [np.uint64(sources + row * placed.strides[0]) for row in range(3)]
-            self._kernel((blocks, 1, 1), (*rows, np.int32(count), np.int32(chunks)))
+            rows = [sources + row * placed.strides[0] for row in range(3)]
+            self._kernel((blocks, 1, 1), (*rows, count, chunks))
 
     def _tell(self) -> None:
         if not self._told:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from headwise.cache_controller.block_tables import TableShape
-from headwise.kernels.cuda.launch import Kernel, address_of
+from headwise.kernels.cuda.launch import Kernel, addresses_of
 from headwise.kernels.cuda.programs import Programs
 
 Array = Any
@@ -36,25 +34,21 @@ class CudaBlockTables:
         """Let ``rows [n]`` name no block."""
         cells = shape.groups * shape.max_blocks
         grid = (len(rows), self._pieces(cells), 1)
-        self._clear(grid, (*_pointers(tables, rows), np.int64(cells)))
+        self._clear(grid, (*addresses_of(tables, rows), cells))
 
     def apply(self, tables: Array, shape: TableShape, updates: Array) -> None:
         """Enter ``updates [k, 4]`` of (row, group, block index, block id). Those of one cell are equal; those of row -1
         are padding.
         """
         count = len(updates)
-        sizes = (np.int32(size) for size in (count, shape.groups, shape.max_blocks))
-        self._apply((-(-count // self._threads), 1, 1), (*_pointers(tables, updates), *sizes))
+        arguments = (*addresses_of(tables, updates), count, shape.groups, shape.max_blocks)
+        self._apply((-(-count // self._threads), 1, 1), arguments)
 
     def gather(self, tables: Array, shape: TableShape, rows: Array, seq_lens: Array, out: Array) -> None:
         """See `BlockTables.gather`: into ``out [len(rows) * groups, columns]``."""
         columns = out.shape[1]
-        sizes = (np.int32(size) for size in (shape.groups, shape.max_blocks, columns, shape.block_size))
-        self._gather((len(out), self._pieces(columns), 1), (*_pointers(tables, rows, seq_lens, out), *sizes))
+        sizes = (shape.groups, shape.max_blocks, columns, shape.block_size)
+        self._gather((len(out), self._pieces(columns), 1), (*addresses_of(tables, rows, seq_lens, out), *sizes))
 
     def _pieces(self, cells: int) -> int:
         return -(-cells // (EACH * self._threads))
-
-
-def _pointers(*arrays: Array) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(address_of(array)) for array in arrays)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from headwise.errors import ConfigError, first_line
+from headwise.kernels.cuda.driver import cupy_stream
 from headwise.kernels.cuda.launch import address_of
 
 Array = Any
@@ -72,7 +73,7 @@ class Cublas:
     ) -> None:
         self._allocate = allocate
         self._library = _typed(library or _library())
-        self._current_stream = current_stream or _current_stream
+        self._current_stream = current_stream or cupy_stream()
         self._workspaces: dict[int, Array] = {}
         self._stream: int | None = None
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
@@ -204,9 +205,3 @@ def _library() -> Any:
             "cupy-cuda13x[ctk]"
         ) from error
     return ctypes.CDLL(cublas.__file__)  # where a name is not its own, that of the library it is linked with is found
-
-
-def _current_stream() -> int:
-    import cupy
-
-    return int(cupy.cuda.get_current_stream().ptr)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
@@ -27,6 +25,7 @@ from headwise.kernels.cuda.mla import (
     query_arguments,
     typed,
 )
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import latent_tile, score_tile
 from headwise.kernels.dsa import INDEXER, INDEXER_SCALE, index_role
 from headwise.kernels.dsa_base import IndexQueries
@@ -146,19 +145,19 @@ class TritonIndexed:
         constants = dict(variant.constants)
         chunks = -(-scores.shape[1] // (constants["TILES"] * constants["BLOCK_N"]))
         query, weights = index.query, index.weights
-        arguments: dict[str, np.generic] = {
-            "query": np.uint64(address_of(query)),
-            "weights": np.uint64(address_of(weights)),
-            "scores": np.uint64(address_of(scores)),
-            "first": np.int32(first),
+        arguments: dict[str, Argument] = {
+            "query": address_of(query),
+            "weights": address_of(weights),
+            "scores": address_of(scores),
+            "first": first,
             **latent_arguments(arena, layout),
             **batch_arguments(batch, heads),
-            "key": np.uint64(address_of(arena) + layout.role_offsets[INDEXER]),
-            "key_scale": np.uint64(address_of(arena) + layout.role_offsets.get(INDEXER_SCALE, 0)),
-            "query_stride": np.int32(query.strides[0] // query.itemsize),
-            "weight_stride": np.int32(weights.strides[0] // weights.itemsize),
-            "score_stride": np.int32(scores.strides[0] // scores.itemsize),
-            "chunks": np.int32(chunks),
+            "key": address_of(arena) + layout.role_offsets[INDEXER],
+            "key_scale": address_of(arena) + layout.role_offsets.get(INDEXER_SCALE, 0),
+            "query_stride": query.strides[0] // query.itemsize,
+            "weight_stride": weights.strides[0] // weights.itemsize,
+            "score_stride": scores.strides[0] // scores.itemsize,
+            "chunks": chunks,
         }
         self._launch(variant, (scores.shape[0] * chunks, 1, 1), arguments)
 
@@ -186,16 +185,16 @@ class TritonIndexed:
             **query_arguments(absorbed, query, out, scale),
             **latent_arguments(arena, layout),
             **self._latents.partials(shape),
-            "places": np.uint64(address_of(places)),
-            "counts": np.uint64(address_of(counts)),
-            "head_slot": np.uint64(address_of(heads.slot)),
-            "top": np.int32(top),
-            "splits": np.int32(splits),
-            "tokens": np.int32(tokens),
+            "places": address_of(places),
+            "counts": address_of(counts),
+            "head_slot": address_of(heads.slot),
+            "top": top,
+            "splits": splits,
+            "tokens": tokens,
         }
         self._launch(variant, (tokens * splits * pieces, 1, 1), arguments)
 
-    def _launch(self, variant: Variant, grid: tuple[int, int, int], arguments: dict[str, np.generic]) -> None:
+    def _launch(self, variant: Variant, grid: tuple[int, int, int], arguments: dict[str, Argument]) -> None:
         self._launcher.launch(variant, grid, [arguments[name] for name, _ in variant.signature])
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 
 from headwise.errors import ConfigError
-from headwise.kernels.cuda.launch import Grid, Kernel, address_of
+from headwise.kernels.cuda.launch import Grid, Kernel, address_of, addresses_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.fused import Activation
 
@@ -98,8 +98,8 @@ class CudaElementwise:
         self._of(x).rms_norm[threads](
             _grid(rows * group, threads),
             (
-                *pointers(x, weight, out), np.int64(x.strides[0]), np.int64(x.strides[1] if heads > 1 else 0),
-                *(np.int32(number) for number in (rows, heads, vectors, group)), np.float32(eps),
+                *addresses_of(x, weight, out), x.strides[0], x.strides[1] if heads > 1 else 0,
+                rows, heads, vectors, group, eps,
             ),
         )  # fmt: skip
         return True
@@ -125,11 +125,8 @@ class CudaElementwise:
         threads = max(group, THREADS)
         self._of(x).add_rms_norm[threads](
             _grid(tokens * group, threads),
-            (
-                *pointers(x, addend), pointer(bias), *pointers(weight, total, out),
-                *(np.int32(number) for number in (tokens, vectors, group)), np.float32(eps),
-            ),
-        )  # fmt: skip
+            (*addresses_of(x, addend, bias, weight, total, out), tokens, vectors, group, eps),
+        )
         return True
 
     def gated(self, gate_up: Array, out: Array, activation: str, bias: Array | None = None) -> bool:
@@ -151,7 +148,7 @@ class CudaElementwise:
             return False
         self._of(out).gated[activation](
             _grid(count, THREADS),
-            (*pointers(gate_up, out), pointer(bias), np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
+            (*addresses_of(gate_up, out, bias), gate_up.strides[0], count, vectors),
         )
         return True
 
@@ -170,7 +167,7 @@ class CudaElementwise:
         kernels = self._of(out)
         (kernels.sigmoid_mul_rows if is_of_rows else kernels.sigmoid_mul)(
             _grid(count, THREADS),
-            (*pointers(x, gate, out), np.int64(gate.strides[0]), np.int32(count), np.int32(vectors)),
+            (*addresses_of(x, gate, out), gate.strides[0], count, vectors),
         )
         return True
 
@@ -187,11 +184,8 @@ class CudaElementwise:
             return False
         self._of(table).gather_rows(
             _grid(count, THREADS),
-            (
-                *pointers(table, ids, out), np.int64(table.strides[0]), np.int32(count), np.int32(vectors),
-                np.float32(scale),
-            ),
-        )  # fmt: skip
+            (*addresses_of(table, ids, out), table.strides[0], count, vectors, scale),
+        )
         return True
 
     def _of(self, array: Array) -> _Kernels:
@@ -247,12 +241,3 @@ def is_dense(array: Array, shape: tuple[int, ...], dtype: np.dtype[Any] | type =
 
 def _grid(threads: int, block: int) -> Grid:
     return (-(-threads // block), 1, 1)
-
-
-def pointers(*arrays: Array) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(address_of(array)) for array in arrays)
-
-
-def pointer(array: Array | None) -> np.uint64:
-    """Null for None."""
-    return np.uint64(0 if array is None else address_of(array))

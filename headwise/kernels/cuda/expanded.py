@@ -23,6 +23,7 @@ from headwise.kernels.cuda.mla import (
     power_of_two,
     typed,
 )
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.tiles import Tile
 from headwise.kernels.mla_base import UpProjections
@@ -98,11 +99,11 @@ class ExpandedLatents:
         latents = LatentShape.of(layout, query.shape[1], rank, size - plain, query.dtype.name)
         shape = ExpandedShape(latents, plain, up.value.shape[2])
         given = {**latent_arguments(arena, layout), **batch_arguments(batch, heads)}
-        given["score_scale"] = np.float32(LOG2E * scale)
+        given["score_scale"] = LOG2E * scale
         cu, lens = batch.on_host.cu_seqlens_q, batch.on_host.seq_lens
         for sequence in np.flatnonzero(np.diff(cu) > 1).tolist():
             rows = slice(int(cu[sequence]), int(cu[sequence + 1]))
-            given["sequence"] = np.int32(sequence)
+            given["sequence"] = sequence
             self._attend_prompt(query[rows], up, int(lens[sequence]), shape, given, out[rows])
 
     def _attend_prompt(
@@ -111,7 +112,7 @@ class ExpandedLatents:
         up: UpProjections,
         context: int,
         shape: ExpandedShape,
-        given: dict[str, np.generic],
+        given: dict[str, Argument],
         out: Array,
     ) -> None:
         (tokens, heads, _), width = query.shape, shape.latents.rank + shape.latents.rotated
@@ -124,11 +125,11 @@ class ExpandedLatents:
         )
         state = [empty((tokens, each, *of), np.float32) for of in ((shape.value,), (), ())]
         given = given | {
-            "gathered": _pointer(latents), "latents": _pointer(latents),
-            "keys": _pointer(keys), "values": _pointer(values),
-            **{name: _pointer(array) for name, array in zip(("mixed", "top", "sums"), state, strict=True)},
-            "queries": np.int32(tokens), "context": np.int32(context),
-            "query_stride": np.int32(query.strides[0] // itemsize), "out_stride": np.int32(out.strides[0] // itemsize),
+            "gathered": address_of(latents), "latents": address_of(latents),
+            "keys": address_of(keys), "values": address_of(values),
+            **{name: address_of(array) for name, array in zip(("mixed", "top", "sums"), state, strict=True)},
+            "queries": tokens, "context": context,
+            "query_stride": query.strides[0] // itemsize, "out_stride": out.strides[0] // itemsize,
         }  # fmt: skip
         gather, attend = variants_of(shape, self.launcher.sm)
         rows = dict(attend.constants)["BLOCK_M"]
@@ -136,12 +137,12 @@ class ExpandedLatents:
             some = slice(begin, min(begin + each, heads))
             count = some.stop - begin
             part = UpProjections(up.key[some], up.value[some])
-            given |= {"query": _pointer(query[:, some]), "out": _pointer(out[:, some]), "heads": np.int32(count)}
+            given |= {"query": address_of(query[:, some]), "out": address_of(out[:, some]), "heads": count}
             for first in range(0, context, piece):
                 length = min(piece, context - first)
                 given |= {
-                    "first": np.int32(first), "count": np.int32(length),
-                    "is_first": np.int32(first == 0), "is_last": np.int32(first + length == context),
+                    "first": first, "count": length,
+                    "is_first": first == 0, "is_last": first + length == context,
                 }  # fmt: skip
                 self._launch(gather, -(-length // GATHERED), given)
                 made = _side_by_side(keys, length, count), _side_by_side(values, length, count)
@@ -154,17 +155,13 @@ class ExpandedLatents:
         self.parts.multiply_heads(every, up.key.transpose(0, 2, 1), keys)
         self.parts.multiply_heads(every, up.value, values)
 
-    def _launch(self, variant: Variant, programs: int, given: dict[str, np.generic]) -> None:
+    def _launch(self, variant: Variant, programs: int, given: dict[str, Argument]) -> None:
         self.launcher.launch(variant, (programs, 1, 1), [given[name] for name, _ in variant.signature])
 
 
 def _side_by_side(array: Array, tokens: int, heads: int) -> Array:
     """``[tokens, heads, size]`` without gaps in the memory of an array of more of both."""
     return array.reshape(-1)[: tokens * heads * array.shape[2]].reshape(tokens, heads, array.shape[2])
-
-
-def _pointer(array: Array) -> np.uint64:
-    return np.uint64(address_of(array))
 
 
 @lru_cache

@@ -17,7 +17,7 @@ import numpy as np
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
-from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, addresses_of
 from headwise.kernels.cuda.packed import TYPES, PackedForm, PackedMatrix, code_type, constants_of, typed
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.tiles import ProductTile, expert_tiles
@@ -190,7 +190,7 @@ class CudaExperts:
         order, tile_expert = self._empty((tiles, tile.rows), np.int32), self._empty((tiles,), np.int32)
         kernels.sort(
             (1 if tiles else 0, 1, 1),
-            (*_pointers(chosen, order, tile_expert), np.int32(assignments), np.int32(tiles), np.int32(tile.rows)),
+            (*addresses_of(chosen, order, tile_expert), assignments, tiles, tile.rows),
         )
         gated = self._empty((assignments, shape.inner), x.dtype)
         parts = self._empty((assignments, shape.hidden), x.dtype)
@@ -204,7 +204,7 @@ class CudaExperts:
         vectors = shape.hidden * x.dtype.itemsize // VECTOR_BYTES
         kernels.add(
             (-(-rows * vectors // THREADS), 1, 1),
-            (*_pointers(parts, chosen, out), np.int32(rows * vectors), np.int32(vectors)),
+            (*addresses_of(parts, chosen, out), rows * vectors, vectors),
         )
         return out
 
@@ -215,9 +215,9 @@ class CudaExperts:
         kernels.choose(
             (-(-rows * WARP // THREADS), 1, 1),
             (
-                *_pointers(logits, experts.logit_bias, experts.correction, experts.scales, tokens, chosen, shares),
-                np.int64(logits.strides[0]), np.int32(rows),
-                np.float32(-1 if routing.norm_min is None else routing.norm_min), np.float32(routing.scale),
+                *addresses_of(logits, experts.logit_bias, experts.correction, experts.scales, tokens, chosen, shares),
+                logits.strides[0], rows,
+                -1 if routing.norm_min is None else routing.norm_min, routing.scale,
             ),
         )  # fmt: skip
         return chosen, shares
@@ -229,7 +229,7 @@ class CudaExperts:
         numbers = dict(zip(("width", "depth", "per_row"), map(np.int32, sizes), strict=True))
         columns = -(-sizes[0] // dict(variant.constants)["BLOCK_N"])
         names = [name for name, _ in variant.signature]
-        arguments = [numbers[name] if name in numbers else _pointers(arrays[name])[0] for name in names]
+        arguments = [numbers[name] if name in numbers else addresses_of(arrays[name])[0] for name in names]
         self._launcher.launch(variant, (tiles * columns, 1, 1), arguments)
 
 
@@ -279,7 +279,3 @@ def _product(
         num_stages=tile.stages,
         module=MODULE if codes is None else PACKED_MODULE,
     )
-
-
-def _pointers(*arrays: Array | None) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(0 if array is None else address_of(array)) for array in arrays)

@@ -13,7 +13,7 @@ from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
 from headwise.kernels.cuda.latents import check_angles, rows_of
-from headwise.kernels.cuda.launch import Array, Kernel, address_of
+from headwise.kernels.cuda.launch import Array, Kernel, addresses_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.dsa import INDEXER, INDEXER_SCALE, index_role
 from headwise.kernels.mla_quantised import FLOAT8, INT8
@@ -87,7 +87,7 @@ class CudaIndexer:
             check_angles(angles, tokens, rotated)
             if rotated > dim or rotated % (2 * VECTOR_BYTES // key.itemsize):
                 raise ConfigError(f"halves of the {rotated} numbers that are rotated are no whole {VECTOR_BYTES} bytes")
-        rows = [(np.uint64(0), np.int64(0)), rows_of("key", key, tokens)]
+        rows = [(0, 0), rows_of("key", key, tokens)]
         if query is not None:
             rows[0] = rows_of("query", query, tokens)
         weight, bias, eps = norm or (None, None, 0.0)
@@ -98,9 +98,8 @@ class CudaIndexer:
         kernels.write(
             (tokens, 1, 1),
             (
-                *(address for address, _ in rows), *_pointers(*given, arena, *_where(batch, heads), heads.slot),
-                *(stride for _, stride in rows), *map(np.int64, offsets),
-                *map(np.int32, (*_batch_sizes(batch), *sizes)), np.float32(eps),
+                *(address for address, _ in rows), *addresses_of(*given, arena, *_where(batch, heads), heads.slot),
+                *(stride for _, stride in rows), *offsets, *_batch_sizes(batch), *sizes, eps,
             ),
         )  # fmt: skip
 
@@ -120,14 +119,9 @@ class CudaIndexer:
 
         places: int32 ``[tokens, top]``; counts: int32 ``[tokens]``; see `indexer.cu`. ``dtype`` is that of queries
         """
-        numbers = (first, *_batch_sizes(batch), layout.block_size, top)
-        self.prepare(layout, dtype).choose(
-            (scores.shape[0], 1, 1),
-            (
-                *_pointers(scores, *_where(batch, heads), places, counts),
-                np.int64(scores.strides[0] // scores.itemsize), *map(np.int32, numbers),
-            ),
-        )  # fmt: skip
+        given = addresses_of(scores, *_where(batch, heads), places, counts)
+        sizes = (scores.strides[0] // scores.itemsize, first, *_batch_sizes(batch), layout.block_size, top)
+        self.prepare(layout, dtype).choose((scores.shape[0], 1, 1), (*given, *sizes))
 
 
 def variant_of(dtype: str, kept: str) -> Defines:
@@ -158,7 +152,3 @@ def _where(batch: AttentionBatch, heads: HeadTable) -> tuple[Array, ...]:
 def _batch_sizes(batch: AttentionBatch) -> tuple[int, int, int]:
     tables = batch.block_tables
     return batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.itemsize
-
-
-def _pointers(*arrays: Array | None) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(0 if array is None else address_of(array)) for array in arrays)

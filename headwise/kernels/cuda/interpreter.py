@@ -9,22 +9,21 @@ from __future__ import annotations
 import types
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from numpy.typing import NDArray
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction, TensorHandle, interpreter_builder
 from triton.runtime.jit import JITFunction
 
 from headwise.kernels.cuda import interpreted_language
 from headwise.kernels.cuda.inline_ptx import run_inline
-from headwise.kernels.cuda.launch import Grid, Variant
-
-DTYPES = {"i32": "int32", "i64": "int64", "fp32": "float32"}
-"""NumPy's names of the types that are passed by value; pointers are ``uint64``."""
+from headwise.kernels.cuda.launch import Grid, Kernel, Variant
+from headwise.kernels.cuda.parameters import Argument, PackedArguments
 
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 """Of a grid in each dimension (CUDA C++ Programming Guide, technical specifications)."""
@@ -44,34 +43,30 @@ class InterpreterLauncher:
     def __init__(self, sm: int = 90, sms: int = 4) -> None:
         self.sm, self.sms = sm, sms
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant) -> Kernel:
         """Nothing is compiled."""
+        return partial(self.launch, variant)
 
-    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
         """See `TritonLauncher.launch`. The addresses are those of NumPy arrays."""
         if not all(grid):
             return
         assert all(blocks <= most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)), f"no card has a grid {grid}"
-        _check_promises(variant, arguments)
-        values = {
-            name: _tensor(argument, type_) for (name, type_), argument in zip(variant.signature, arguments, strict=True)
-        }
+        packed = PackedArguments(variant.parameters)
+        packed.pack(arguments)
+        values = {}
+        for (name, type_), number in zip(variant.signature, packed.numbers(), strict=True):
+            is_promised = name not in variant.multiples or int(number[0]) % 16 == 0
+            assert is_promised, f"{name} {number[0]} is no multiple of 16"
+            values[name] = _tensor(number, type_)
         with _running:
             kernel = _interpreted(variant.module, variant.kernel)
             kernel.run(grid=grid, warmup=False, **values, **dict(variant.constants))
 
 
-def _check_promises(variant: Variant, arguments: Sequence[np.generic]) -> None:
-    """What machine code relies on without a look: each argument as wide as its parameter, and multiples that are."""
-    for (name, type_), argument in zip(variant.signature, arguments, strict=True):
-        dtype = DTYPES.get(type_, "uint64")
-        assert argument.dtype.name == dtype, f"{variant.kernel} takes {name} as {dtype}, not as {argument.dtype}"
-        assert name not in variant.multiples or int(argument) % 16 == 0, f"{name} {argument} is no multiple of 16"
-
-
-def _tensor(argument: np.generic, type_: str) -> Any:
+def _tensor(number: NDArray[Any], type_: str) -> Any:
     triton_type = tl.str_to_ty(type_, None)
-    return tl.tensor(TensorHandle(np.array([argument]), triton_type), triton_type)
+    return tl.tensor(TensorHandle(number, triton_type), triton_type)
 
 
 @cache

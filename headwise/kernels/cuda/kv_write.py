@@ -13,6 +13,7 @@ from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.attention import HEAD_DIMS
 from headwise.kernels.cuda.elementwise import is_dense
+from headwise.kernels.cuda.latest import OfLatest
 from headwise.kernels.cuda.launch import Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
@@ -37,11 +38,11 @@ VECTOR_BYTES = 16
 class _Variant:
     """The kernel for one layout and input dtype, with the arguments that these alone decide."""
 
-    layout: BlockLayout
     input: np.dtype[Any]
     head_dim: int
     kernel: Kernel
-    offsets: tuple[np.generic, ...]
+    places: tuple[int, ...]
+    """In bytes: blocks, slots, and roles in these."""
 
 
 class CudaKvWrite:
@@ -60,16 +61,17 @@ class CudaKvWrite:
         self._programs = programs
         self._kernels: dict[tuple[tuple[str, str | int], ...], Kernel] = {}
         self._variants: dict[tuple[BlockLayout, np.dtype[Any]], _Variant] = {}
-        self._latest: _Variant | None = None  # a step asks for few, many times each
+        self._of_batch = OfLatest(_batch_arguments)
 
     def prepare(self, layout: BlockLayout, input_dtype: np.dtype[Any]) -> None:
         """Compile or load what calls with such arguments need, so that they only enqueue."""
-        self._latest = self._variant(layout, input_dtype)
+        self._variant(layout, input_dtype)
 
     def _variant(self, layout: BlockLayout, input_dtype: np.dtype[Any]) -> _Variant:
-        if (layout, input_dtype) not in self._variants:
-            self._variants[layout, input_dtype] = self._made(layout, input_dtype)
-        return self._variants[layout, input_dtype]
+        variant = self._variants.get((layout, input_dtype))
+        if variant is None:
+            variant = self._variants[layout, input_dtype] = self._made(layout, input_dtype)
+        return variant
 
     def _made(self, layout: BlockLayout, input_dtype: np.dtype[Any]) -> _Variant:
         defines = variant_of(layout, input_dtype)
@@ -78,8 +80,8 @@ class CudaKvWrite:
             self._kernels[key] = self._programs(SOURCE, defines).kernel(KERNEL, THREADS)
         at = layout.role_offsets
         roles = (at["value"], at.get("key_scale", 0), at.get("value_scale", 0))
-        offsets = tuple(np.int64(number) for number in (layout.block_bytes, layout.slot_bytes, *roles))
-        return _Variant(layout, input_dtype, head_dim_of(layout), self._kernels[key], offsets)
+        places = (layout.block_bytes, layout.slot_bytes, *roles)
+        return _Variant(input_dtype, head_dim_of(layout), self._kernels[key], places)
 
     def write_kv(
         self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
@@ -127,38 +129,24 @@ class CudaKvWrite:
         batch: AttentionBatch,
         heads: HeadTable,
     ) -> None:
-        if not key.shape[0]:
+        tokens = key.shape[0]
+        if not tokens:
             return
-        variant = self._latest
-        if variant is None or variant.layout is not layout or variant.input != key.dtype:
-            variant = self._latest = self._variant(layout, key.dtype)
+        variant = self._variant(layout, key.dtype)
         kv_heads, q_heads = heads.group.shape[0], 0 if query is None else query.shape[1]
-        rows = [
-            _rows("query", query, key.shape[0], q_heads, variant),
-            _rows("key", key, key.shape[0], kv_heads, variant),
-            _rows("value", value, key.shape[0], kv_heads, variant),
-        ]
-        arrays = (
-            cosines,
-            sines,
-            bias,
-            arena,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            batch.block_tables,
-            heads.group,
-            heads.slot,
-        )
-        pointers = [np.uint64(0 if array is None else address_of(array)) for array in arrays]
-        if int(pointers[3]) % VECTOR_BYTES:
-            raise ConfigError(f"the arena begins at {pointers[3]:#x}: align it to {VECTOR_BYTES} bytes")
-        table_stride = batch.block_tables.strides[0] // batch.block_tables.dtype.itemsize
-        sizes = (batch.seq_lens.shape[0], batch.groups, table_stride, layout.block_size, q_heads, kv_heads)
+        query_at, query_stride = _rows("query", query, tokens, q_heads, variant)
+        key_at, key_stride = _rows("key", key, tokens, kv_heads, variant)
+        value_at, value_stride = _rows("value", value, tokens, kv_heads, variant)
+        arena_at = address_of(arena)
+        if arena_at % VECTOR_BYTES:
+            raise ConfigError(f"the arena begins at {arena_at:#x}: align it to {VECTOR_BYTES} bytes")
+        batch_at, batch_sizes = self._of_batch(batch)
         variant.kernel(
-            (key.shape[0], 1, 1),
+            (tokens, 1, 1),
             (
-                *(address for address, _ in rows), *pointers, *(stride for _, stride in rows), *variant.offsets,
-                *(np.int32(size) for size in sizes),
+                query_at, key_at, value_at, _address(cosines), _address(sines), _address(bias), arena_at, *batch_at,
+                address_of(heads.group), address_of(heads.slot), query_stride, key_stride, value_stride,
+                *variant.places, *batch_sizes, layout.block_size, q_heads, kv_heads,
             ),
         )  # fmt: skip
 
@@ -192,19 +180,30 @@ def all_variants(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Defines]:
                 yield {"HEAD_DIM": head_dim, "INPUT": NUMBERS[given], "CACHE": NUMBERS[cache]}
 
 
-def _rows(name: str, array: Array | None, tokens: int, heads: int, variant: _Variant) -> tuple[np.uint64, np.int64]:
+def _batch_arguments(batch: AttentionBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Addresses, and sizes."""
+    tables = batch.block_tables
+    addresses = address_of(batch.cu_seqlens_q), address_of(batch.seq_lens), address_of(tables)
+    return addresses, (batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.dtype.itemsize)
+
+
+def _address(array: Array | None) -> int:
+    return 0 if array is None else address_of(array)
+
+
+def _rows(name: str, array: Array | None, tokens: int, heads: int, variant: _Variant) -> tuple[int, int]:
     """(address, bytes from token to token) of rows that the kernel can read."""
     if array is None:
-        return np.uint64(0), np.int64(0)
+        return 0, 0
     head_dim, itemsize = variant.head_dim, variant.input.itemsize
     if array.shape != (tokens, heads, head_dim) or array.dtype != variant.input:
         raise ConfigError(
             f"{name} is {array.dtype} {list(array.shape)}: give {variant.input} {[tokens, heads, head_dim]}"
         )
-    address, stride = address_of(array), array.strides[0]
-    if array.strides[1:] != (head_dim * itemsize, itemsize) or (address | stride) % VECTOR_BYTES:
+    address, (stride, *within) = address_of(array), array.strides
+    if within != [head_dim * itemsize, itemsize] or (address | stride) % VECTOR_BYTES:
         raise ConfigError(
             f"{name} at {address:#x} with strides {array.strides}: a token's heads must lie side by side, each token "
             f"aligned to {VECTOR_BYTES} bytes"
         )
-    return np.uint64(address), np.int64(stride)
+    return address, stride

@@ -11,7 +11,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
-from headwise.kernels.cuda.launch import Array, Kernel, address_of
+from headwise.kernels.cuda.launch import Array, Kernel, address_of, addresses_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.mla import LATENT, LATENT_SCALE, has_scales, latent_width
 from headwise.kernels.mla_quantised import FLOAT8, INT8
@@ -75,22 +75,23 @@ class CudaLatentWrite:
         if angles is not None:
             check_angles(angles, tokens, rotated)
         rows = [rows_of(name, array, tokens) for name, array in (("compressed", compressed), ("shared", shared))]
-        turned, (q_heads, head_dim) = (np.uint64(0), np.int64(0)), (0, 0)
+        turned, (q_heads, head_dim) = (0, 0), (0, 0)
         if query is not None:
             turned, (q_heads, head_dim) = rows_of("query", query, tokens), query.shape[1:]
-        places = (arena, batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, heads.group, heads.slot)
-        pointers = [np.uint64(address_of(array)) for array in places]
+        places = addresses_of(
+            *(angles or (None, None)), arena, batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, heads.group,
+            heads.slot,
+        )  # fmt: skip
         at = layout.role_offsets
         offsets = (layout.block_bytes, layout.slot_bytes, at[LATENT], at.get(LATENT_SCALE, 0))
         table_stride = batch.block_tables.strides[0] // batch.block_tables.itemsize
         sizes = (batch.seq_lens.shape[0], batch.groups, table_stride, layout.block_size, q_heads, head_dim)
-        cosines_and_sines = (np.uint64(0),) * 2 if angles is None else [np.uint64(address_of(each)) for each in angles]
         every = (turned, *rows)
         kernel(
             (tokens, 1, 1),
             (
-                *(address for address, _ in every), *cosines_and_sines, *pointers, *(stride for _, stride in every),
-                *map(np.int64, offsets), *map(np.int32, (*sizes, rank, rotated)),
+                *(address for address, _ in every), *places, *(stride for _, stride in every), *offsets, *sizes, rank,
+                rotated,
             ),
         )  # fmt: skip
 
@@ -127,7 +128,7 @@ def all_variants() -> Iterator[Defines]:
             yield {"NUMBER": number, "CACHE": cache}
 
 
-def rows_of(name: str, array: Array, tokens: int) -> tuple[np.uint64, np.int64]:
+def rows_of(name: str, array: Array, tokens: int) -> tuple[int, int]:
     """(address, bytes from token to token) of rows that a kernel can read in vectors.
 
     Raises:
@@ -143,7 +144,7 @@ def rows_of(name: str, array: Array, tokens: int) -> tuple[np.uint64, np.int64]:
             f"{name} {list(array.shape)} at {address:#x} with strides {array.strides}: give {tokens} tokens whose "
             f"numbers lie side by side, each aligned to {VECTOR_BYTES} bytes"
         )
-    return np.uint64(address), np.int64(step)
+    return address, step
 
 
 def check_angles(angles: tuple[Array, Array], tokens: int, rotated: int) -> None:

@@ -1,7 +1,7 @@
-"""The seam between the host halves and what runs their kernels: a GPU through CuPy, or an interpreter on NumPy arrays.
+"""The seam between the host halves and what runs their kernels: a GPU, or an interpreter on NumPy arrays.
 
 Nothing here needs torch, a C compiler or Triton's own driver on the machine that serves: CuPy loads machine code from
-files, and launches it on the calling thread's current stream.
+files, and the CUDA driver launches it on CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.driver import Driver, DriverKernel
+from headwise.kernels.cuda.parameters import POINTER, Argument, triton_parameters
 
 Array = Any
 Grid = tuple[int, int, int]
@@ -27,7 +29,13 @@ def address_of(array: Array) -> int:
     """Where the first element of a CuPy or NumPy array lies."""
     if isinstance(array, np.ndarray):
         return int(array.ctypes.data)
-    return int(array.data.ptr)
+    address: int = array.data.ptr
+    return address
+
+
+def addresses_of(*arrays: Array | None) -> tuple[int, ...]:
+    """The same of each; of None 0, which kernels take for no array."""
+    return tuple([0 if array is None else address_of(array) for array in arrays])
 
 
 _ALL_SHARED = 100
@@ -37,11 +45,11 @@ _ALL_SHARED = 100
 class Kernel(Protocol):
     """One kernel, ready to be launched."""
 
-    def __call__(self, grid: Grid, arguments: Sequence[np.generic]) -> None:
-        """Enqueue it on the current stream.
+    def __call__(self, grid: Grid, arguments: Sequence[Argument]) -> None:
+        """Enqueue it on the current stream, by one thread at a time.
 
-        ``arguments`` are NumPy scalars of exactly the parameters' widths, pointers are ``np.uint64``. A grid with a
-        zero launches nothing.
+        ``arguments`` are a number for each parameter, in their order, and of pointers the address. A grid with a zero
+        launches nothing.
         """
 
 
@@ -53,43 +61,32 @@ class Program(Protocol):
 
 
 class CubinProgram:
-    """`Program` of a cubin file, on CuPy's current device.
+    """Kernels of a cubin file, on CuPy's current device.
 
     Raises:
         ConfigError: the driver does not take the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, driver: Driver) -> None:
         import cupy
 
-        self._path = path
+        self._path, self._driver = path, driver
         self._module = cupy.RawModule(path=str(path))
 
-    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> CubinKernel:
-        """See `Program.kernel`."""
+    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        """See `Program.kernel`; ``parameters`` are letters, as `headwise.kernels.cuda.parameters` has them."""
         try:
-            function = self._module.get_function(name)
+            raw = self._module.get_function(name)
             if shared_bytes > STATIC_SHARED_BYTES:
-                function.max_dynamic_shared_size_bytes = shared_bytes
-                function.preferred_shared_memory_carveout = _ALL_SHARED
+                raw.max_dynamic_shared_size_bytes = shared_bytes
+                raw.preferred_shared_memory_carveout = _ALL_SHARED
+            function = raw.kernel
         except Exception as error:
             raise ConfigError(
                 f"the driver does not take kernel {name!r} of {self._path.name} ({error}): its compiler may be newer "
                 "than the driver; update the driver, or install the Triton or CuPy made for its CUDA version"
             ) from error
-        return CubinKernel(function, threads, shared_bytes)
-
-
-class CubinKernel:
-    """`Kernel` of a `CubinProgram`: enqueued on CuPy's current stream."""
-
-    def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
-        self._function, self._block, self._shared_bytes = function, (threads, 1, 1), shared_bytes
-
-    def __call__(self, grid: Grid, arguments: Sequence[np.generic]) -> None:
-        """See `Kernel`."""
-        if all(grid):
-            self._function(grid, self._block, tuple(arguments), shared_mem=self._shared_bytes)
+        return DriverKernel(self._driver, function, name, parameters, threads, shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,11 @@ class Variant:
     num_stages: int
     module: str = "attention_jit"
 
+    @property
+    def parameters(self) -> str:
+        """Their letters, see `headwise.kernels.cuda.parameters`."""
+        return triton_parameters(type_ for _, type_ in self.signature)
+
 
 class TritonLauncher(Protocol):
     """Runs variants of Triton kernels.
@@ -121,11 +123,11 @@ class TritonLauncher(Protocol):
     sm: int
     sms: int
 
-    def prepare(self, variant: Variant) -> None:
-        """Have ``variant`` compiled and loaded, so that `launch` only enqueues."""
+    def prepare(self, variant: Variant) -> Kernel:
+        """Have ``variant`` compiled and loaded. Its parameters are those of its signature."""
 
-    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
-        """Enqueue ``variant`` on the current stream; ``arguments`` are those of its signature, as of `Kernel`."""
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
+        """Enqueue ``variant``, as its kernel does. Who keeps that need not have it searched for."""
 
 
 class CupyLauncher:
@@ -135,31 +137,46 @@ class CupyLauncher:
     number of parameters of a variant.
     """
 
-    def __init__(self, cubins: Callable[[Variant], CubinFile]) -> None:
-        self._cubins = cubins
-        self._kernels: dict[Variant, tuple[Kernel, tuple[np.generic, ...], int]] = {}
+    def __init__(self, cubins: Callable[[Variant], CubinFile], driver: Driver | None = None) -> None:
+        self._cubins, self._driver = cubins, driver or Driver()
+        self._kernels: dict[Variant, Kernel] = {}
         self.sm, self.sms = current_card()
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant) -> Kernel:
         """See `TritonLauncher.prepare`."""
-        if variant not in self._kernels:
-            file = self._cubins(variant)
-            kernel = CubinProgram(file.path).kernel(file.name, file.threads, file.shared_bytes)
-            # Triton appends pointers to scratch memory, how many depends on its version. The first one's is what
-            # descriptors are made in; what profilers use has none.
-            unused = (np.uint64(0),) * (file.parameters - len(variant.signature))
-            self._kernels[variant] = kernel, unused, file.scratch_bytes
+        kernel = self._kernels.get(variant)
+        if kernel is None:
+            kernel = self._kernels[variant] = self._loaded(variant)
+        return kernel
 
-    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+    def _loaded(self, variant: Variant) -> Kernel:
+        file = self._cubins(variant)
+        appended = file.parameters - len(variant.signature)
+        parameters = variant.parameters + POINTER * appended
+        program = CubinProgram(file.path, self._driver)
+        kernel = program.kernel(file.name, parameters, file.threads, file.shared_bytes)
+        return _TritonKernel(kernel, appended, file.scratch_bytes)
+
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
         """See `TritonLauncher.launch`."""
-        if variant not in self._kernels:
-            self.prepare(variant)
-        kernel, appended, scratch_bytes = self._kernels[variant]
-        if scratch_bytes and all(grid):
+        self.prepare(variant)(grid, arguments)
+
+
+class _TritonKernel:
+    """`Kernel` whose last parameters are Triton's: pointers to scratch memory, how many depends on its version. The
+    first one's is what descriptors are made in, of ``scratch_bytes`` a program; what profilers use has none."""
+
+    def __init__(self, kernel: Kernel, appended: int, scratch_bytes: int) -> None:
+        self._kernel, self._appended, self._scratch_bytes = kernel, (0,) * appended, scratch_bytes
+
+    def __call__(self, grid: Grid, arguments: Sequence[Argument]) -> None:
+        """See `Kernel`."""
+        appended = self._appended
+        if self._scratch_bytes and all(grid):
             # Given back while the kernel may still run: what takes it next is behind it on this stream.
-            scratch = empty_array((math.prod(grid) * scratch_bytes,), np.uint8)
-            appended = (np.uint64(address_of(scratch)), *appended[1:])
-        kernel(grid, (*arguments, *appended))
+            scratch = empty_array((math.prod(grid) * self._scratch_bytes,), np.uint8)
+            appended = (address_of(scratch), *appended[1:])
+        self._kernel(grid, (*arguments, *appended))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headwise.kernels.cuda.elementwise import variant_of
-from headwise.kernels.cuda.launch import Kernel, address_of
+from headwise.kernels.cuda.launch import Kernel, addresses_of
 from headwise.kernels.cuda.programs import Programs
 
 Array = Any
@@ -71,7 +71,7 @@ class CudaLikeliest:
             arrays = scores[some], tokens[some], best[some], self._of_parts, self._arrived
             self._kernel(
                 (parts_of(arrays[0].shape, self._part_tokens), len(arrays[0]), 1),
-                (*(np.uint64(address_of(array)) for array in arrays), np.int64(scores.strides[0]), np.int32(vocab)),
+                (*addresses_of(*arrays), scores.strides[0], vocab),
             )
 
 

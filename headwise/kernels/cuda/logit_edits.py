@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from headwise.kernels.cuda.elementwise import variant_of
-from headwise.kernels.cuda.launch import Kernel, address_of
+from headwise.kernels.cuda.launch import Kernel, addresses_of
 from headwise.kernels.cuda.programs import Programs
 
 Array = Any
@@ -40,8 +40,5 @@ class CudaLogitEdits:
         words = columns[1].shape[1]
         self._edit(
             (count, 1, 1),
-            (
-                *(np.uint64(address_of(array)) for array in (scores, logits, *columns)),
-                np.int64(scores.strides[0]), np.int32(vocab), np.int32(words), np.float32(cap),
-            ),
-        )  # fmt: skip
+            (*addresses_of(scores, logits, *columns), scores.strides[0], vocab, words, cap),
+        )

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
@@ -24,6 +22,7 @@ from headwise.kernels.cuda.attention import (
 )
 from headwise.kernels.cuda.latents import check_groups
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, latent_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.mla import LATENT_SCALE, has_scales, latent_width
@@ -178,7 +177,7 @@ class TritonLatents:
         """Splits that all which a batch sees is cut into, about."""
         return self.launcher.sms * self.tuning.split_programs
 
-    def partials(self, shape: LatentShape) -> dict[str, np.generic]:
+    def partials(self, shape: LatentShape) -> dict[str, Argument]:
         """Where partial results go, and their counters; see `programs` for how many of each head there may be."""
         return self._workspace.arguments(2 * self.programs * shape.heads, shape.rank)
 
@@ -214,10 +213,10 @@ class TritonLatents:
             **latent_arguments(arena, layout),
             **self.partials(shape),
             **batch_arguments(batch, heads),
-            "units": np.int32(units),
+            "units": units,
         }
 
-        def launch(variant: Variant, grid: tuple[int, int, int], **more: np.generic) -> None:
+        def launch(variant: Variant, grid: tuple[int, int, int], **more: Argument) -> None:
             every = arguments | more
             self.launcher.launch(variant, grid, [every[name] for name, _ in variant.signature])
 
@@ -225,12 +224,12 @@ class TritonLatents:
         decodes = longest == 1 or sequences > 1
         if longest != 1:
             tiles = (query.shape[0] // plan.tokens + sequences) * -(-count // plan.heads)
-            launch(plan.prefill, (tiles, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
+            launch(plan.prefill, (tiles, 1, 1), fewest_queries=2 if decodes else 1)
         if decodes:
-            launch(plan.decode, ((units + sequences) * pieces, 1, 1), fewest_queries=np.int32(1))
+            launch(plan.decode, ((units + sequences) * pieces, 1, 1), fewest_queries=1)
 
 
-def query_arguments(absorbed: Array, query: Array, out: Array, scale: float) -> dict[str, np.generic]:
+def query_arguments(absorbed: Array, query: Array, out: Array, scale: float) -> dict[str, Argument]:
     """Raises ValueError where the kernels cannot read the arrays, or write them."""
     tokens, heads, head_dim = query.shape
     contiguous = (head_dim * query.itemsize, query.itemsize)
@@ -245,40 +244,40 @@ def query_arguments(absorbed: Array, query: Array, out: Array, scale: float) -> 
     if not scale > 0:
         raise ValueError(f"scale {scale} is not positive: attention scores are scaled up or down, never turned around")
     return {
-        "absorbed": np.uint64(address_of(absorbed)),
-        "query": np.uint64(address_of(query)),
-        "out": np.uint64(address_of(out)),
-        "query_stride": np.int32(query.strides[0] // query.itemsize),
-        "heads": np.int32(heads),
-        "head_dim": np.int32(head_dim),
-        "score_scale": np.float32(LOG2E * scale),
+        "absorbed": address_of(absorbed),
+        "query": address_of(query),
+        "out": address_of(out),
+        "query_stride": query.strides[0] // query.itemsize,
+        "heads": heads,
+        "head_dim": head_dim,
+        "score_scale": LOG2E * scale,
     }
 
 
-def latent_arguments(arena: Array, layout: BlockLayout) -> dict[str, np.generic]:
+def latent_arguments(arena: Array, layout: BlockLayout) -> dict[str, Argument]:
     """Where latents lie."""
     start = address_of(arena)
     return {
-        "latent": np.uint64(start + layout.role_offsets[layout.roles[0].name]),
-        "latent_scale": np.uint64(start + layout.role_offsets.get(LATENT_SCALE, 0)),
-        "block_bytes": np.int64(layout.block_bytes),
-        "slot_bytes": np.int64(layout.slot_bytes),
+        "latent": start + layout.role_offsets[layout.roles[0].name],
+        "latent_scale": start + layout.role_offsets.get(LATENT_SCALE, 0),
+        "block_bytes": layout.block_bytes,
+        "slot_bytes": layout.slot_bytes,
     }
 
 
-def batch_arguments(batch: AttentionBatch, heads: HeadTable) -> dict[str, np.generic]:
+def batch_arguments(batch: AttentionBatch, heads: HeadTable) -> dict[str, Argument]:
     """Sequences, their tables, and where a layer's one member lies in them."""
     return {
-        "cu_seqlens_q": np.uint64(address_of(batch.cu_seqlens_q)),
-        "seq_lens": np.uint64(address_of(batch.seq_lens)),
-        "block_tables": np.uint64(address_of(batch.block_tables)),
-        "head_group": np.uint64(address_of(heads.group)),
-        "head_slot": np.uint64(address_of(heads.slot)),
-        "head_window": np.uint64(address_of(heads.window)),
-        "head_sink": np.uint64(address_of(heads.sink)),
-        "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),
-        "groups": np.int32(batch.groups),
-        "max_blocks": np.int32(batch.block_tables.strides[0] // batch.block_tables.itemsize),
+        "cu_seqlens_q": address_of(batch.cu_seqlens_q),
+        "seq_lens": address_of(batch.seq_lens),
+        "block_tables": address_of(batch.block_tables),
+        "head_group": address_of(heads.group),
+        "head_slot": address_of(heads.slot),
+        "head_window": address_of(heads.window),
+        "head_sink": address_of(heads.sink),
+        "batch": batch.cu_seqlens_q.shape[0] - 1,
+        "groups": batch.groups,
+        "max_blocks": batch.block_tables.strides[0] // batch.block_tables.itemsize,
     }
 
 

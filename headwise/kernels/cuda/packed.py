@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
 from headwise.kernels.code_bytes import GPU_SCALES
-from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, addresses_of
 
 MODULE = "packed_jit"
 FEW_ROWS = 64
@@ -189,9 +189,9 @@ class CudaPacked:
             _product(form, tile, splits > 1),
             (columns, splits, 1),
             (
-                *_pointers(x, matrix.codes, matrix.scale, matrix.minimum, out, partial),
-                np.int32(rows), np.int32(width), np.int32(depth), np.int32(x.strides[0] // x.dtype.itemsize),
-                np.int32(splits),
+                *addresses_of(x, matrix.codes, matrix.scale, matrix.minimum, out, partial),
+                rows, width, depth, x.strides[0] // x.dtype.itemsize,
+                splits,
             ),
         )  # fmt: skip
         if partial is not None:
@@ -199,7 +199,7 @@ class CudaPacked:
             self._launcher.launch(
                 _sum(form.dtype),
                 (-(-count // _ADDED), 1, 1),
-                (*_pointers(partial, out), np.int32(count), np.int32(splits)),
+                (*addresses_of(partial, out), count, splits),
             )
         return out
 
@@ -210,7 +210,7 @@ class CudaPacked:
         self._launcher.launch(
             _expansion(form),
             (depth * form.bits // 8 // form.step, -(-width // _COLUMNS), 1),
-            (*_pointers(matrix.codes, matrix.scale, matrix.minimum, out), np.int32(width), np.int32(depth)),
+            (*addresses_of(matrix.codes, matrix.scale, matrix.minimum, out), width, depth),
         )
         return out
 
@@ -270,7 +270,3 @@ def _variant(
     signature = typed(parameters, {"x": TYPES[form.dtype], "": code_type(form)})
     multiples = tuple(name for name, type_ in signature if type_.startswith("*") or name in ("depth", "x_stride"))
     return Variant(kernel, signature, constants, multiples, num_warps=warps, num_stages=stages, module=MODULE)
-
-
-def _pointers(*arrays: Array | None) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(0 if array is None else address_of(array)) for array in arrays)

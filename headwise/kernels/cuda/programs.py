@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from headwise.kernels.cuda.driver import Driver
 from headwise.kernels.cuda.files import write_whole
-from headwise.kernels.cuda.launch import CubinProgram, Program, current_card, driver_cuda
+from headwise.kernels.cuda.launch import CubinProgram, Kernel, Program, current_card, driver_cuda
 from headwise.kernels.cuda.nvrtc import MAJORS, Compiled, find_nvrtc
+from headwise.kernels.cuda.parameters import cuda_parameters
 
 SOURCES = Path(__file__).parent
 """Where the ``.cu`` files lie."""
@@ -39,14 +41,33 @@ class CudaPrograms:
         ConfigError: at a call, as `cubin_path`, or the driver does not take the machine code.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, driver: Driver | None = None) -> None:
+        self._directory, self._driver = directory, driver or Driver()
         self._sm, _ = current_card()
         self._newest = driver_cuda()
 
     def __call__(self, source: str, defines: Defines) -> Program:
         """See `Programs`."""
-        return CubinProgram(cubin_path(self._directory, source, defines, self._sm, self._newest))
+        path = cubin_path(self._directory, source, defines, self._sm, self._newest)
+        return CudaProgram(source, CubinProgram(path, self._driver))
+
+
+class MachineCode(Protocol):
+    """Kernels whose parameters must be told: see `CubinProgram`."""
+
+    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        """See `CubinProgram.kernel`."""
+
+
+class CudaProgram:
+    """`Program` of a CUDA C++ file. code: the same as machine code"""
+
+    def __init__(self, source: str, code: MachineCode) -> None:
+        self._text, self._code = source_text(source), code
+
+    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        """See `Program.kernel`."""
+        return self._code.kernel(name, cuda_parameters(self._text, name), threads, shared_bytes)
 
 
 def cubin_path(directory: Path, source: str, defines: Defines, sm: int, newest: int = MAJORS[-1]) -> Path:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from headwise.kernels.cuda.launch import Kernel, address_of
+from headwise.kernels.cuda.launch import Kernel, addresses_of
 from headwise.kernels.cuda.programs import Programs
 
 Array = Any
@@ -38,5 +36,4 @@ class CudaStepTokens:
         self._launch(self._keep, len(told), rows, tokens, best, last, told)
 
     def _launch(self, kernel: Kernel, count: int, *arrays: Array) -> None:
-        pointers = [np.uint64(address_of(array)) for array in arrays]
-        kernel((-(-count // self._threads), 1, 1), (*pointers, np.int32(count)))
+        kernel((-(-count // self._threads), 1, 1), (*addresses_of(*arrays), count))

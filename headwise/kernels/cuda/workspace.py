@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from headwise.kernels.cuda.launch import Array, address_of
+from headwise.kernels.cuda.parameters import Argument
 
 COUNTER_BYTES = 4
 NUMBER_BYTES = 4
@@ -32,12 +31,12 @@ class PartsWorkspace:
             self._memory = self._allocate(needed)
             self._memory[: self._counters_bytes].fill(0)
 
-    def arguments(self, parts: int, size: int) -> dict[str, np.generic]:
+    def arguments(self, parts: int, size: int) -> dict[str, Argument]:
         """Where all this is, by the kernels' parameters, for as many partial results as were reserved."""
         counters = address_of(self._memory)
         partial = counters + self._counters_bytes
         return {
-            "counters": np.uint64(counters),
-            "partial": np.uint64(partial),
-            "partial_lse": np.uint64(partial + parts * size * NUMBER_BYTES),
+            "counters": counters,
+            "partial": partial,
+            "partial_lse": partial + parts * size * NUMBER_BYTES,
         }

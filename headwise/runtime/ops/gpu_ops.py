@@ -29,6 +29,16 @@ _E4M3_NAN = np.uint8(0x7F)
 """Of float8_e4m3fn, but for the sign."""
 
 
+def _has_dense_rows(array: Array) -> bool:
+    """Whether what each ``array[i]`` is of lies side by side. Every layer of a step asks: views would take longer."""
+    shape, strides, apart = array.shape, array.strides, array.itemsize
+    for axis in range(len(shape) - 1, 0, -1):
+        if shape[axis] != 1 and strides[axis] != apart:  # the stride of a dimension of one says nothing
+            return False
+        apart *= shape[axis]
+    return len(shape) > 1 and shape[0] > 0
+
+
 class GpuOps(ArrayOps):
     """`ArrayOps` with the kernels of `CudaElementwise` and `CudaLikeliest`, for arrays that these take.
 
@@ -62,8 +72,7 @@ class GpuOps(ArrayOps):
         self._kernels.prepare(dtype)
 
     def kernel_array(self, tensor: Array) -> Array:
-        has_rows = len(tensor.shape) > 1 and len(tensor) > 0
-        return tensor if has_rows and tensor[0].flags.c_contiguous else super().kernel_array(tensor)
+        return tensor if _has_dense_rows(tensor) else super().kernel_array(tensor)
 
     def linear_weight(self, weight: Matrix) -> Array | PackedMatrix:
         if self._weights_dtype == "int8" and not isinstance(weight, GroupQuantised):

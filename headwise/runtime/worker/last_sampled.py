@@ -72,6 +72,7 @@ class DeviceLastSampled:
     def __init__(self, ops: TensorOps, kernel: CudaStepTokens, max_rows: int) -> None:
         self._ops, self._kernel, self._upload = ops, kernel, ops.step_upload()
         self._last = ops.upload(np.zeros(max_rows, np.int32))
+        self._told: dict[int, KernelArray] = {}  # by how many: a step's are on their way before the next one's come
 
     def inputs(self, batch: BatchRequest) -> NDArray[np.int32]:
         return batch.token_ids
@@ -83,15 +84,20 @@ class DeviceLastSampled:
         self, rows: NDArray[np.int32], tokens: KernelArray, best: KernelArray, uploaded: KernelArray | None = None
     ) -> Fetch:
         on_device = self._upload(rows)[0] if uploaded is None else uploaded
-        told = self._ops.empty_bytes(4 * len(rows)).view(np.int32)
+        told = self._told_of(len(rows))
         self._kernel.keep(on_device, tokens, best, self._last, told)
         return self._ops.fetch(told)
 
     def enter(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
         usable = np.zeros(len(rows), np.float32).view(np.int32)
         on_device, sampled, best = self._upload(rows, np.maximum(tokens, 0).astype(np.int32), usable)
-        told = self._ops.empty_bytes(4 * len(rows)).view(np.int32)
-        self._kernel.keep(on_device, sampled, best, self._last, told)
+        self._kernel.keep(on_device, sampled, best, self._last, self._told_of(len(rows)))
+
+    def _told_of(self, rows: int) -> KernelArray:
+        told = self._told.get(rows)
+        if told is None:
+            told = self._told[rows] = self._ops.empty_bytes(4 * rows).view(np.int32)
+        return told
 
 
 def only_usable(tokens: NDArray[np.int32], best: NDArray[np.float32]) -> NDArray[np.int32]:

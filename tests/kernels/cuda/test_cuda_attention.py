@@ -419,17 +419,17 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("kv_heads", np.int64(1), "attend takes kv_heads as int32, not as int64"),
-        ("score_scale", np.float64(1.0), "score_scale as float32"),
-        ("key", np.uint64(8), "key 8 is no multiple of 16"),
-        ("block_bytes", np.int64(40), "block_bytes 40 is no multiple of 16"),
+        ("kv_heads", 1 << 31, "do not fit parameters"),
+        ("kv_heads", 1.0, "not an integer"),
+        ("key", -16, "do not fit parameters"),
+        ("key", 8, "key 8 is no multiple of 16"),
+        ("block_bytes", 40, "block_bytes 40 is no multiple of 16"),
     ],
 )
-def test_the_interpreter_refuses_what_machine_code_would_misread(name: str, wrong: np.generic, message: str) -> None:
+def test_the_interpreter_refuses_what_machine_code_would_misread(name: str, wrong: float, message: str) -> None:
     decode = variants_of(AttentionShape(1, 64, 16, "float16", "float16"), 90)[1]
-    right = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
-    arguments = {name: right.get(type_, np.uint64)(0) for name, type_ in decode.signature} | {name: wrong}
-    with pytest.raises(AssertionError, match=message):
+    arguments = dict.fromkeys(dict(decode.signature), 0) | {name: wrong}
+    with pytest.raises((AssertionError, ValueError), match=message):
         InterpreterLauncher().launch(decode, (1, 1, 1), list(arguments.values()))
     with pytest.raises(AssertionError, match="no card has a grid"):
         InterpreterLauncher().launch(decode, (1, 1, 1 << 16), list(arguments.values()))

@@ -20,7 +20,8 @@ pytest.importorskip("triton")
 
 from gpu.machine_code import loops_of as machine_loops
 from gpu.machine_code import sass_of
-from support.gpu.machine_code import variant_code
+from support.gpu.host_library import HostLibrary
+from support.gpu.machine_code import parameters_of, variant_code
 
 from headwise.kernels.cuda import cubins, nvrtc, packed, precompile
 from headwise.kernels.cuda.attention import HEAD_DIMS, AttentionShape, variants_of
@@ -39,7 +40,6 @@ def sums_in(dtype: str) -> Variant:
 
 SUMS = sums_in("bfloat16")
 
-WIDTHS = {"i32": 4, "fp32": 4, "i64": 8}
 """Bytes of the types that are passed by value; pointers have 8."""
 
 EACH_SM = [90, *(pytest.param(sm, marks=pytest.mark.soak) for sm in (80, 100))]
@@ -64,42 +64,13 @@ def assert_overlaps_loads(compiled: Compiled, matrix_instruction: str) -> None:
         assert loop.count("cp.async.c") >= 4
 
 
-def parameters_of(cubin: bytes, kernel: str) -> list[int]:
-    """Widths in bytes of a kernel's parameters, in their order, as the driver finds them in the machine code.
-
-    Attributes lie in the section ``.nv.info.KERNEL``, one behind another: format, number, and a value or the size of
-    one that follows. ``cuobjdump -elf`` prints the same.
-    """
-    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + at * size) for at in range(count)]
-    (attributes,) = (
-        cubin[offset : offset + length]
-        for name, _, _, _, offset, length in headers
-        if cubin[headers[names][4] + name :].startswith(f".nv.info.{kernel}\0".encode())
-    )
-    widths, total, at = {}, 0, 0
-    while at < len(attributes):
-        form, number, value = struct.unpack_from("<BBH", attributes, at)
-        at += 4
-        if number == 0x17:  # EIATTR_KPARAM_INFO
-            _, ordinal, _, flags = struct.unpack_from("<IHHI", attributes, at)
-            widths[ordinal] = flags >> 18
-        elif number == 0x19:  # EIATTR_CBANK_PARAM_SIZE
-            total = value
-        at += value if form == 4 else 0
-    assert sorted(widths) == list(range(len(widths)))
-    assert 0 <= total - sum(widths.values()) < 4 * len(widths), "the rest is padding"
-    return [widths[ordinal] for ordinal in sorted(widths)]
-
-
 @pytest.mark.parametrize("kernel", [PREFILL, DECODE])
 @pytest.mark.parametrize("sm", EACH_SM)
 def test_machine_code_takes_the_arguments_of_the_signature_and_then_pointers_alone(sm: int, kernel: int) -> None:
     variant = variants_of(LLAMA, sm)[kernel]
     compiled = variant_code(variant, Target(sm, cuda=12))
     widths = parameters_of(compiled.cubin, compiled.name)
-    assert widths[: len(variant.signature)] == [WIDTHS.get(type_, 8) for _, type_ in variant.signature]
+    assert widths[: len(variant.signature)] == [struct.calcsize(letter) for letter in variant.parameters]
     assert set(widths[len(variant.signature) :]) <= {8}
     assert len(widths) == compiled.parameters
     assert f".reqntid {compiled.threads}" in compiled.ptx
@@ -419,29 +390,24 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
         precompile.main([str(tmp_path), "--sm", "80", "--kv-dtype", "float8_e4m3fn", *model])
 
 
+FUNCTION = 0xF00D
+
+
 class FakeKernel:
-    """As strict as CuPy's `RawKernel` and the driver are (cupy/_core/raw.pyx, cupy/cuda/function.pyx)."""
+    """As strict as CuPy's `RawKernel` (cupy/_core/raw.pyx, cupy/cuda/function.pxd)."""
 
-    __slots__ = ("_launched", "max_dynamic_shared_size_bytes", "name", "preferred_shared_memory_carveout")
+    __slots__ = ("kernel", "max_dynamic_shared_size_bytes", "name", "preferred_shared_memory_carveout")
 
-    def __init__(self, name: str, launched: list[tuple[Any, ...]]) -> None:
-        self.name, self._launched, self.max_dynamic_shared_size_bytes = name, launched, 48 << 10
-
-    def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int = 0) -> None:
-        assert type(grid) is type(block) is tuple, "anything else is a TypeError"
-        assert min(*grid, *block) > 0, "CuPy makes one of it"
-        assert all(isinstance(argument, np.generic) for argument in arguments), "others are not as wide as they seem"
-        assert shared_mem <= self.max_dynamic_shared_size_bytes, "the driver refuses the launch"
-        self._launched.append((self.name, grid, block, arguments, shared_mem))
+    def __init__(self, name: str, address: int) -> None:
+        self.name, self.kernel = name, SimpleNamespace(ptr=address)
 
 
 class FakeCupy(SimpleNamespace):
-    """As much of CuPy as a launch needs; keeps what was loaded and launched."""
+    """As much of CuPy as loading needs; keeps what was loaded."""
 
     def __init__(self, refuse: bool = False) -> None:
         super().__init__()
         self.loaded: list[str] = []
-        self.launched: list[tuple[Any, ...]] = []
         self.functions: list[FakeKernel] = []
         device = SimpleNamespace(compute_capability="90", attributes={"MultiProcessorCount": 132})
         self.cuda = SimpleNamespace(Device=lambda: device)
@@ -455,7 +421,7 @@ class FakeCupy(SimpleNamespace):
     def _function(self, name: str) -> FakeKernel:
         if self._refuse:
             raise RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
-        self.functions.append(FakeKernel(name, self.launched))
+        self.functions.append(FakeKernel(name, FUNCTION))
         return self.functions[-1]
 
 
@@ -468,21 +434,20 @@ def big(tmp_path: Path) -> Callable[[Variant], cubins.CubinFile]:
 def test_cupy_launches_with_the_scratch_pointers_and_shared_memory_the_code_asks_for(
     big: Callable[[Variant], cubins.CubinFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cupy = FakeCupy()
+    cupy, library = FakeCupy(), HostLibrary("QiQQ")
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    launcher = CupyLauncher(big)
+    launcher = CupyLauncher(big, library.driver())
     assert (launcher.sm, launcher.sms) == (90, 132)
     variant = Variant("attend", (("query", "*fp16"), ("batch", "i32")), (), (), 8, 2)
     launcher.prepare(variant)
-    launcher.launch(variant, (0, 1, 1), [np.uint64(1), np.int32(2)])
-    launcher.launch(variant, (7, 2, 1), [np.uint64(1), np.int32(2)])
+    launcher.launch(variant, (0, 1, 1), [1, 2])
+    launcher.launch(variant, (7, 2, 1), [1, 2])
     assert len(cupy.loaded) == 1
     assert cupy.functions[0].max_dynamic_shared_size_bytes == 100_000
     assert cupy.functions[0].preferred_shared_memory_carveout == 100
-    ((name, grid, block, arguments, shared),) = cupy.launched
-    assert (name, grid, block, shared) == ("attend", (7, 2, 1), (256, 1, 1), 100_000)
-    assert arguments == (1, 2, 0, 0)
-    assert [argument.dtype.name for argument in arguments] == ["uint64", "int32", "uint64", "uint64"]
+    (launch,) = library.launched
+    assert (launch.function, launch.grid, launch.block) == (FUNCTION, (7, 2, 1), (256, 1, 1))
+    assert (launch.shared_bytes, launch.arguments) == (100_000, (1, 2, 0, 0))
 
 
 def test_each_program_of_a_launch_has_the_memory_its_code_asks_for(
@@ -494,16 +459,16 @@ def test_each_program_of_a_launch_has_the_memory_its_code_asks_for(
         given.append(np.empty(shape, dtype))
         return given[-1]
 
-    cupy = FakeCupy()
+    cupy, library = FakeCupy(), HostLibrary("QQQQ")
     cupy.empty = empty
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    launcher = CupyLauncher(lambda variant: replace(big(variant), scratch_bytes=256))
+    launcher = CupyLauncher(lambda variant: replace(big(variant), scratch_bytes=256), library.driver())
     variant = Variant("attend", (("query", "*fp16"),), (), (), 8, 2)
-    launcher.launch(variant, (0, 1, 1), [np.uint64(1)])
-    launcher.launch(variant, (7, 2, 1), [np.uint64(1)])
+    launcher.launch(variant, (0, 1, 1), [1])
+    launcher.launch(variant, (7, 2, 1), [1])
     (scratch,) = given
     assert scratch.nbytes == 7 * 2 * 256
-    assert cupy.launched[0][3] == (1, scratch.ctypes.data, 0, 0)
+    assert library.launched[0].arguments == (1, scratch.ctypes.data, 0, 0)
 
 
 @pytest.mark.soak
@@ -523,14 +488,13 @@ def test_a_driver_that_refuses_the_code_is_named_with_the_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(refuse=True))
     with pytest.raises(ConfigError, match=r"attend.*big\.cubin.*UNSUPPORTED_PTX.*update the driver"):
-        CupyLauncher(big).prepare(Variant("attend", (), (), (), 8, 2))
+        CupyLauncher(big, HostLibrary("").driver()).prepare(Variant("attend", (), (), (), 8, 2))
 
 
 def test_interpreting_a_kernel_leaves_the_compiler_as_it_was() -> None:
     from headwise.kernels.cuda.interpreter import InterpreterLauncher
 
     parts, out = np.ones((2, 64), np.float32), np.zeros(64, np.float32)
-    pointers = [np.uint64(array.ctypes.data) for array in (parts, out)]
-    InterpreterLauncher().launch(sums_in("float32"), (1, 1, 1), [*pointers, np.int32(64), np.int32(2)])
+    InterpreterLauncher().launch(sums_in("float32"), (1, 1, 1), [parts.ctypes.data, out.ctypes.data, 64, 2])
     assert (out == 2.0).all()
     assert compile_variant(SUMS, Target(90, 12)).cubin.startswith(b"\x7fELF")

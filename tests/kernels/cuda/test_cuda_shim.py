@@ -92,10 +92,11 @@ def test_what_a_gpu_would_get_wrong_is_refused(source: Path, name: str, message:
 
 
 def test_a_launch_with_wrong_arguments_is_refused(source: Path) -> None:
-    kernel = ShimProgram(source, {}, source.parent).kernel("reverse", 64)
-    with pytest.raises(AssertionError, match="another number of arguments"):
-        kernel((1, 1, 1), [])
-    with pytest.raises(AssertionError, match="another width"):
-        kernel((1, 1, 1), [np.int32(0)])
+    program = ShimProgram(source, {}, source.parent)
+    with pytest.raises(ValueError, match="expected 1 items"):
+        program.kernel("reverse", 64)((1, 1, 1), [])
+    for parameters, message in (("QQ", "another number of arguments"), ("i", "another width")):
+        with pytest.raises(AssertionError, match=message):
+            program.kernel("reverse", 64, parameters=parameters)((1, 1, 1), [0] * len(parameters))
     with pytest.raises(AssertionError, match="whole warps"):
         launch(source, "reverse", np.zeros(64, np.int32), threads=63)

@@ -29,6 +29,7 @@ from headwise.cache_controller.block_tables import TableShape
 from headwise.errors import ConfigError, ModelError
 from headwise.kernels.cuda.launch import Grid
 from headwise.kernels.cuda.packed import PackedMatrix
+from headwise.kernels.cuda.parameters import Argument
 from headwise.runtime.config.decode_reads import layer_elements
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.ops.quantised import GroupQuantised
@@ -288,7 +289,7 @@ def test_graphs_of_decode_steps_have_the_likeliest_tokens_and_nothing_else_of_sa
     launched: set[tuple[str, bool]] = set()
     real = ShimKernel.__call__
 
-    def noted(kernel: ShimKernel, grid: Grid, arguments: Sequence[np.generic]) -> None:
+    def noted(kernel: ShimKernel, grid: Grid, arguments: Sequence[Argument]) -> None:
         launched.add((kernel.name, gpu.ops.is_recorded))
         real(kernel, grid, arguments)
 

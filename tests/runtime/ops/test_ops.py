@@ -189,6 +189,10 @@ def test_a_kernel_array_is_the_memory_of_its_tensor_or_a_contiguous_copy_of_a_sl
     tensor = ops.tensor(x)
     array = ops.kernel_array(tensor)
     np.testing.assert_array_equal(ops.host(array), x)
+    for few, wanted in ((tensor[:, :, :4], x[:, :, :4]), (tensor[:, :1, 2:3], x[:, :1, 2:3]), (tensor[:0], x[:0])):
+        gaps = ops.kernel_array(few)
+        assert gaps[:1].size == 0 or gaps[0].flags.c_contiguous
+        np.testing.assert_array_equal(ops.host(gaps), wanted)
     array[1] = 7
     np.testing.assert_array_equal(ops.numpy(tensor)[1], np.full((6, 8), 7))
     part = ops.kernel_array(tensor[:, 2:4])

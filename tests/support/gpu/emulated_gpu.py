@@ -28,6 +28,7 @@ from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
@@ -261,7 +262,7 @@ class SerialProgram:
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
         kernel = self._program.kernel(name, threads, shared_bytes)
 
-        def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
+        def launch(grid: Grid, arguments: Sequence[Argument]) -> None:
             with self._launching:
                 kernel(grid, arguments)
 

@@ -12,6 +12,7 @@ from support.gpu.host_faults import CUDARuntimeError, HostFaults
 
 from headwise.kernels.cuda.copy_driver import Addresses, CopyEvent, Staging
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.programs import Programs
 
 LAUNCH_OUT_OF_RESOURCES = 701
@@ -102,7 +103,7 @@ class _EnqueuedProgram:
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
         kernel = self._program.kernel(name, threads, shared_bytes)
 
-        def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
+        def launch(grid: Grid, arguments: Sequence[Argument]) -> None:
             self._driver.calls.append(("kernel", int(arguments[3])))
             self._driver.launch(lambda: kernel(grid, arguments))
 

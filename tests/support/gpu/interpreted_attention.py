@@ -10,6 +10,7 @@ import numpy as np
 from headwise.kernels.cuda.attention import TritonAttention, Tuning
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Grid, Variant
+from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile
 
 SMALL = Tuning(
@@ -26,7 +27,7 @@ class RecordingLauncher(InterpreterLauncher):
         super().__init__(sms=sms)
         self.launched: list[tuple[str, Grid]] = []
 
-    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:
         self.launched.append((variant.kernel, grid))
         super().launch(variant, grid, arguments)
 

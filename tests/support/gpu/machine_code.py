@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import pickle
 import re
+import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,35 @@ def variant_code(variant: Variant, target: Target) -> cubins.Compiled:
     """``variant`` compiled by Triton."""
     sources = [path.read_text() for path in cubins._sources(variant.module)]
     return _kept(lambda: compile_variant(variant, target), (cubins,), (_triton(), sources, variant, target))
+
+
+def parameters_of(cubin: bytes, kernel: str) -> list[int]:
+    """Widths in bytes of a kernel's parameters, in their order, as the driver finds them in the machine code.
+
+    Attributes lie in the section ``.nv.info.KERNEL``, one behind another: format, number, and a value or the size of
+    one that follows. ``cuobjdump -elf`` prints the same.
+    """
+    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + at * size) for at in range(count)]
+    (attributes,) = (
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in headers
+        if cubin[headers[names][4] + name :].startswith(f".nv.info.{kernel}\0".encode())
+    )
+    widths, total, at = {}, 0, 0
+    while at < len(attributes):
+        form, number, value = struct.unpack_from("<BBH", attributes, at)
+        at += 4
+        if number == 0x17:  # EIATTR_KPARAM_INFO
+            _, ordinal, _, flags = struct.unpack_from("<IHHI", attributes, at)
+            widths[ordinal] = flags >> 18
+        elif number == 0x19:  # EIATTR_CBANK_PARAM_SIZE
+            total = value
+        at += value if form == 4 else 0
+    assert sorted(widths) == list(range(len(widths)))
+    assert 0 <= total - sum(widths.values()) < 4 * len(widths), "the rest is padding"
+    return [widths[ordinal] for ordinal in sorted(widths)]
 
 
 def _kept(make: Callable[[], Made], by: Sequence[ModuleType], told: object) -> Made:

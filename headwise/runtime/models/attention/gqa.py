@@ -150,7 +150,7 @@ class GroupedQueryOverCache:
             queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
             self._kernels.write_kv(keys, ops.kernel_array(value), *where)
         else:
-            queries, keys, values = (ops.kernel_array(tensor) for tensor in (query, key, value))
+            queries, keys, values = ops.kernel_array(query), ops.kernel_array(key), ops.kernel_array(value)
             cosines, sines = rotation
             if bias is None:
                 self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)

@@ -65,4 +65,4 @@ def test_gpu_kernels_are_made_ready_for_the_query_heads_of_any_rank(
     directory, gpu = checkpoint(name), EmulatedGpu(LIBRARIES, "float32")
     config = EngineConfig(model=str(directory), device="cuda", dtype="float32", kv_cache="1MiB", tp_size=tp_size)
     gpu.check(read_model_card(config, directory, identify=False), directory)
-    assert {(shape.share, shape.head_dim) for shape in gpu.kernels._attention._plans} == shares
+    assert {(shape.share, shape.head_dim) for shape in gpu.kernels._attention._ready} == shares

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
@@ -18,10 +19,10 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from headwise.kernels.cuda.launch import Grid
+from headwise.kernels.cuda.parameters import Argument, PackedArguments, cuda_parameters
 from headwise.kernels.cuda.programs import SOURCES, Defines
 
 SHIM = Path(__file__).parent / "shim.h"
@@ -53,21 +54,26 @@ _one_launch: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 class ShimKernel:
-    """`Kernel` that runs at once. ``backwards``: threads and blocks take turns in descending order."""
+    """`Kernel` that runs at once, on arguments that are packed as for the driver, by the letters of its parameters.
 
-    def __init__(self, library: Path, name: str, threads: int, backwards: bool) -> None:
+    backwards: threads and blocks take turns in descending order
+    """
+
+    def __init__(self, library: Path, name: str, parameters: str, threads: int, backwards: bool) -> None:
         self.name = name
         self._launch = ctypes.CDLL(str(library))[f"shim_launch_{name}"]
         self._lock = _one_launch[str(library)]
         self._launch.restype = ctypes.c_char_p
         self._threads, self._backwards = threads, backwards
+        self._packed, self._count = PackedArguments(parameters), len(parameters)
+        self._widths = (ctypes.c_uint * self._count)(*map(struct.calcsize, parameters))
 
-    def __call__(self, grid: Grid, arguments: Sequence[np.generic]) -> None:
-        cells = [np.array(argument) for argument in arguments]
+    def __call__(self, grid: Grid, arguments: Sequence[Argument]) -> None:
         with self._lock:
+            self._packed.pack(arguments)
             error = self._launch(
-                (ctypes.c_uint * 3)(*grid), self._threads, (ctypes.c_uint * len(cells))(*(c.nbytes for c in cells)),
-                len(cells), (ctypes.c_void_p * len(cells))(*(c.ctypes.data for c in cells)), int(self._backwards),
+                (ctypes.c_uint * 3)(*grid), self._threads, self._widths, self._count, self._packed.pointers,
+                int(self._backwards),
             )  # fmt: skip
         assert not error, error.decode()
 
@@ -95,12 +101,15 @@ class ShimProgram:
         self._source, self._directory, self._backwards, self._apart = source, directory, backwards, apart
         self._defines = tuple(f"-D{name}={value}" for name, value in defines.items())
 
-    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> ShimKernel:
+    def kernel(self, name: str, threads: int, shared_bytes: int = 0, parameters: str | None = None) -> ShimKernel:
+        """parameters: their letters, if they are not those of the source"""
         assert not shared_bytes, "the shim has no dynamic shared memory"
+        if parameters is None:
+            parameters = cuda_parameters(self._source.read_text(), name)
         library = _library(self._source, self._defines, self._directory)
         if self._apart:
             library = _copied(library, self._apart)
-        return ShimKernel(library, name, threads, self._backwards)
+        return ShimKernel(library, name, parameters, threads, self._backwards)
 
 
 def _copied(library: Path, apart: str) -> Path:
