@@ -17,7 +17,7 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.latest import OfLatest
 from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.parameters import Argument
-from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile, tma_tile
+from headwise.kernels.cuda.tiles import Tile, decode_tile, is_read_by_words, prefill_tile, tma_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
 from headwise.kernels.nibbles import INT4
@@ -381,7 +381,7 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
 
 
 def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants: Any) -> Variant:
-    paired = constants["DECODE"] and shape.kv_dtype in QUANTISED and shape.q_dtype != "float32"
+    paired = constants["DECODE"] and is_read_by_words(shape.head_dim, shape.q_dtype, shape.kv_dtype)
     constants |= {
         "SHARE": shape.share,
         "HEADS": _power_of_two(shape.share),

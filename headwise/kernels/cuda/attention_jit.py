@@ -27,6 +27,7 @@ from headwise.kernels.cuda.cached_jit import (
     load_packed,
     load_tile,
     split_pairs,
+    split_quarters,
     widened,
 )
 from headwise.kernels.cuda.merge_jit import merge_parts, store_mean, store_part, with_sink
@@ -166,6 +167,15 @@ def attend_tile(
 
 
 @JITFunction
+def weigh(scores, highest):
+    """(weights, what earlier ones are multiplied with, highest score) of scores in base 2, of which a row may have seen
+    none yet: it would compute inf - inf."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    return tl.exp2(scores - reference[:, None]), tl.exp2(highest - reference), new_highest
+
+
+@JITFunction
 def attend_paired_tile(
     first, second, highest, total, first_queries, second_queries, tile, position, window, sink,
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
@@ -193,18 +203,58 @@ def attend_paired_tile(
         score_scale = tl.full(score_scale.shape, 1.0, tl.float32)
     scores = tl.where(mapped[None, :], scores, float("-inf"))
     exponents, inverses = as_exponents(tl.load(value_scale + scales_at, mask=mapped, other=0.0))
-    scores = scores * score_scale[:, None] + exponents[None, :]
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
-    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(scores - reference[:, None])
-    fading = tl.exp2(highest - reference)
+    weights, fading, highest = weigh(scores * score_scale[:, None] + exponents[None, :], highest)
     total = total * fading + tl.sum(weights * inverses[None, :], 1)
     weights = weights.to(tl.float16)
     values = tl.load(value + at_token[:, None] + dims[None, :], mask=upright, other=0)
     first_values, second_values = split_pairs(values, IS_E4M3)
     first = tl.dot(weights, first_values, first * fading[:, None])
     second = tl.dot(weights, second_values, second * fading[:, None])
-    return first, second, new_highest, total
+    return first, second, highest, total
+
+
+@JITFunction
+def attend_quartered_tile(
+    first, second, third, fourth, highest, total, first_queries, second_queries, third_queries, fourth_queries,
+    tile, position, window, sink,
+    key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """`attend_paired_tile` over a cache of 4 bits, which is read as words of four elements: see `split_quarters`."""
+    word: tl.constexpr = HEAD_DIM // 4
+    groups: tl.constexpr = BLOCK_D // 32
+    _, mapped, key, value, at_token, scales_at = place_tile(
+        key, value, tile, position, position, window, sink, table, block_stride, scale_stride,
+        word, HEAD_DIM // 32, BLOCK_N, BLOCK_SIZE, False, CHUNKED,
+    )  # fmt: skip
+    dims, group = tl.arange(0, BLOCK_D // 4), tl.arange(0, groups)
+    loaded, upright, some, some_upright = mapped[None, :], mapped[:, None], mapped[None, :], mapped[:, None]
+    if HEAD_DIM != BLOCK_D:
+        loaded, upright = loaded & (dims < word)[:, None], upright & (dims < word)[None, :]
+        some, some_upright = some & (group < HEAD_DIM // 32)[:, None], some_upright & (group < HEAD_DIM // 32)[None, :]
+    keys = tl.load(key + at_token[None, :] + dims[:, None], mask=loaded, other=0)
+    scales = tl.load(key_scale + scales_at[None, :] + group[:, None], mask=some, other=0)
+    scales = tl.reshape(tl.broadcast_to(scales[:, None, :], [groups, 8, BLOCK_N]), [BLOCK_D // 4, BLOCK_N])
+    first_keys, second_keys, third_keys, fourth_keys = split_quarters(keys, scales)
+    scores = tl.dot(second_queries, second_keys, tl.dot(first_queries, first_keys))
+    scores = tl.dot(fourth_queries, fourth_keys, tl.dot(third_queries, third_keys, scores))
+    scores = capped(scores, score_scale, cap, SOFTCAP)
+    if SOFTCAP:
+        score_scale = tl.full(score_scale.shape, 1.0, tl.float32)
+    scores = tl.where(mapped[None, :], scores * score_scale[:, None], float("-inf"))
+    weights, fading, highest = weigh(scores, highest)
+    total = total * fading + tl.sum(weights, 1)
+    weights = weights.to(tl.float16)
+    values = tl.load(value + at_token[:, None] + dims[None, :], mask=upright, other=0)
+    scales = tl.load(value_scale + scales_at[:, None] + group[None, :], mask=some_upright, other=0)
+    scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, groups, 8]), [BLOCK_N, BLOCK_D // 4])
+    first_values, second_values, third_values, fourth_values = split_quarters(values, scales)
+    first = tl.dot(weights, first_values, first * fading[:, None])
+    second = tl.dot(weights, second_values, second * fading[:, None])
+    third = tl.dot(weights, third_values, third * fading[:, None])
+    fourth = tl.dot(weights, fourth_values, fourth * fading[:, None])
+    return first, second, third, fourth, highest, total
 
 
 @JITFunction
@@ -280,6 +330,8 @@ def attend(
     twice its length holds them.
     ``counters [KV heads, 2 * units]`` are 0, and are again at the end.
 
+    With ``PAIRED`` a decode reads several elements of its cache as one of 16 bits, which with ``IS_E4M3`` are e4m3.
+
     With ``BULK`` those tiles of a prompt that all rows see come by the tensor memory accelerator, block by block.
     """
     if DECODE:
@@ -338,7 +390,12 @@ def attend(
     if (PACKED or QUANTISED) and queries.dtype == tl.bfloat16:
         queries, largest = as_float16(queries)
         score_scale *= largest
-    if PAIRED:
+    if PAIRED and PACKED:
+        halves = tl.permute(tl.reshape(queries, [BLOCK_M, BLOCK_D // 32, 2, 8, 2]), [0, 1, 3, 2, 4])
+        even, odd = tl.split(tl.reshape(halves, [BLOCK_M, BLOCK_D // 4, 2, 2]))
+        first_queries, third_queries = tl.split(even)
+        second_queries, fourth_queries = tl.split(odd)
+    elif PAIRED:
         first_queries, second_queries = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
 
     slot_base = slot * (slot_bytes // KV_BYTES)
@@ -387,7 +444,24 @@ def attend(
                     block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
                     HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
                 )  # fmt: skip
-    if PAIRED:
+    if PAIRED and PACKED:
+        first_sums = tl.zeros([BLOCK_M, VALUE_D // 4], tl.float32)
+        second_sums = tl.zeros([BLOCK_M, VALUE_D // 4], tl.float32)
+        third_sums = tl.zeros([BLOCK_M, VALUE_D // 4], tl.float32)
+        fourth_sums = tl.zeros([BLOCK_M, VALUE_D // 4], tl.float32)
+        for step in range(begin, end):
+            first_sums, second_sums, third_sums, fourth_sums, highest, total = attend_quartered_tile(
+                first_sums, second_sums, third_sums, fourth_sums, highest, total,
+                first_queries, second_queries, third_queries, fourth_queries,
+                step + tl.where(step >= sink_tiles, jump, 0), last, window, sink,
+                key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
+                block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFTCAP, CHUNKED,
+            )  # fmt: skip
+        halves = tl.join(tl.join(first_sums, third_sums), tl.join(second_sums, fourth_sums))
+        halves = tl.permute(tl.reshape(halves, [BLOCK_M, BLOCK_D // 32, 8, 2, 2]), [0, 1, 3, 2, 4])
+        accumulator = tl.reshape(halves, [BLOCK_M, BLOCK_D])
+    elif PAIRED:
         first_sums = tl.zeros([BLOCK_M, VALUE_D // 2], tl.float32)
         second_sums = tl.zeros([BLOCK_M, VALUE_D // 2], tl.float32)
         for step in range(begin, end):

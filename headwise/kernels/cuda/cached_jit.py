@@ -7,12 +7,12 @@ them without arithmetic on single elements:
 - **int8**: the byte, plus 128, is the lower one of a float16 between 1024 and 1280, whose upper byte is always the
   same: 5 instructions for 4 elements.
 - **float8_e4m3fn**: there is an instruction for two of them, from sm_89 on.
-- **Pairs** of either, as decode has them: see `split_pairs`.
 - **int4** (how it lies in memory: `headwise.kernels.nibbles`): a code is the bits 4 to 7 of the mantissa of a float16
   between 4 and 8, ``x = 4 + code / 16``. What is wanted is then one fused product and sum: ``(minimum + code * scale) /
   16`` is ``x * scale`` and an addend that a group's elements share, ``minimum / 16 - 4 * scale``. It is rounded to
   float16, which moves a group by at most a 32nd of a step: 11 instructions for 8. Whoever multiplies by these numbers
   makes good that they are `UNIT` of what they mean: so float16 holds each, and what they are made of.
+- **As decode has them**: see `split_pairs` and `split_quarters`.
 
 The assembly is said to have effects. It has none, but so the compiler leaves it where tiles lie as they were loaded, 16
 bytes to a thread, and takes what comes out from there to matrix instructions by shared memory; else it would have
@@ -83,6 +83,22 @@ fma.rn.f16x2 $3, $3, $6, $8;
 }""")
 
 
+INT4_WORDS = tl.constexpr("""{
+.reg .b32 low, high;
+and.b32 high, $4, 0xf0f0f0f0;
+shl.b32 low, $4, 4;
+and.b32 low, low, 0xf0f0f0f0;
+prmt.b32 $0, low, 0x44444444, 0x4240;
+prmt.b32 $1, low, 0x44444444, 0x4341;
+prmt.b32 $2, high, 0x44444444, 0x4240;
+prmt.b32 $3, high, 0x44444444, 0x4341;
+fma.rn.f16x2 $0, $0, $5, $6;
+fma.rn.f16x2 $1, $1, $5, $6;
+fma.rn.f16x2 $2, $2, $5, $6;
+fma.rn.f16x2 $3, $3, $5, $6;
+}""")
+
+
 @JITFunction
 def converted(values, DTYPE: tl.constexpr):
     """Cached values as numbers of ``DTYPE``; integers by way of float32, from where every conversion exists."""
@@ -112,6 +128,22 @@ def split_pairs(pairs, IS_E4M3: tl.constexpr):
     if not IS_E4M3:
         return tl.inline_asm_elementwise(INT8_PAIRS, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), True, 2)
     return tl.inline_asm_elementwise(E4M3_PAIRS, "=&r,=&r,r", [pairs], (tl.float16, tl.float16), True, 2)
+
+
+@JITFunction
+def split_quarters(words, scales):
+    """What `unpacked` makes of codes, of which each ``int16`` of ``words`` has four: as many numbers of float16, in
+    `UNIT`, of the words' shape each, and for the reason of `split_pairs`. ``scales`` are of that shape, too.
+
+    Of a group's 32 elements word ``i`` has ``2 * i``, the next one, and those that are 16 further on, in this order.
+    """
+    scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    minimum = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    addend = minimum * UNIT - scale * 4.0
+    return tl.inline_asm_elementwise(
+        INT4_WORDS, "=&r,=&r,=&r,=&r,r,r,r", [words, scale, addend],
+        (tl.float16, tl.float16, tl.float16, tl.float16), True, 2,
+    )  # fmt: skip
 
 
 @JITFunction

@@ -94,15 +94,25 @@ def tma_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: in
     return replace(tile, keys=min(tile.keys, 2 * block_size), tma=True)
 
 
+def is_read_by_words(head_dim: int, q_dtype: str, kv_dtype: str) -> bool:
+    """Whether a decode reads several elements of a cache as one of 16 bits: see `cached_jit.split_pairs`.
+
+    In four bits a head of 64 has fewer words than four warps multiply with side by side, and one of 512 spills.
+    """
+    return q_dtype != "float32" and (kv_dtype in QUANTISED or (kv_dtype == INT4 and 96 <= head_dim <= 256))
+
+
 def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: int) -> Tile:
     """Small and deep: 16 rows, the least the tensor cores take, and loads far ahead, several programs side by side."""
     if q_dtype == "float32" and head_dim not in _EXACT:
         return _fitting(_EXACT_WIDE, head_dim, q_dtype, kv_dtype, sm)
     keys = {256: 32, 512: 16}.get(head_dim, 64)
-    if kv_dtype in QUANTISED and q_dtype != "float32" and 64 <= head_dim <= 128:
+    if is_read_by_words(head_dim, q_dtype, kv_dtype) and 64 <= head_dim <= 128 and (kv_dtype != INT4 or sm < 100):
         # As many bytes as of 16 bits: with half of them, what a tile costs whatever its size bounds it. Three stages
-        # though it spans blocks: on an H200 four are slower.
+        # though it spans blocks: on an H200 four are slower. In four bits sm_100 spills.
         return _fitting(Tile(16, 128, 4, 3), head_dim, q_dtype, kv_dtype, sm)
+    if is_read_by_words(head_dim, q_dtype, kv_dtype) and kv_dtype == INT4:
+        keys = 64
     # Where a tile spans blocks, the compiler spends half of the stages ahead on loading their ids.
     stages = (4 if head_dim <= 64 else 3) if block_size >= keys else 5
     return _fitting(Tile(16, keys, 4, stages), head_dim, q_dtype, kv_dtype, sm)

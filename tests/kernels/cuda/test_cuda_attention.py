@@ -121,10 +121,10 @@ def test_common_head_geometries_in_tiles_of_production(share: int, head_dim: int
     assert_right(case, Dtypes("float16", "float16"), triton_attention(Tuning()))
 
 
-@pytest.mark.parametrize("kv", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv", ["int8", "float8_e4m3fn", INT4])
 @pytest.mark.parametrize(("share", "head_dim", "block_size"), [(4, 128, 64), (2, 96, 16), (1, 256, 64), (3, 32, 32)])
-def test_decodes_over_eight_bits_in_tiles_of_production(share: int, head_dim: int, block_size: int, kv: str) -> None:
-    """In pairs of numbers, by tiles within a block and over several; in one split and in some."""
+def test_decodes_over_few_bits_in_tiles_of_production(share: int, head_dim: int, block_size: int, kv: str) -> None:
+    """Several numbers of which are read as one, by tiles within a block and over several; in one split and in some."""
     policies = ((0, 0), (100, 4))
     case = Case((1, 1, 1), (300, 70, 1), policies, share=share, head_dim=head_dim, block_size=block_size)
     assert_right(replace(case, softcap=5.0), Dtypes("bfloat16", kv), triton_attention(Tuning(split_bytes=0)))

@@ -37,6 +37,17 @@ def test_numbers_of_four_bits_are_a_32nd_of_a_step_off_at_most_and_always_finite
     assert (np.abs(found - exact) <= scale.astype(np.float32) / 32 + rounding).all()
 
 
+def test_words_have_the_numbers_that_their_codes_have_alone() -> None:
+    rng = np.random.default_rng(0)
+    codes, scale, addend = rng.integers(0, 256, (64, 16), np.uint8), *(rng.random((2, 64, 1)) + 0.5).astype(FLOAT16)
+    inputs = np.broadcast_arrays(codes, scale, addend)
+    low, high = run_inline(cached_jit.INT4.value, inputs, [FLOAT16] * 2, pack=4)
+    words = np.broadcast_arrays(codes.view(np.int16), scale, addend)
+    found = run_inline(cached_jit.INT4_WORDS.value, words, [FLOAT16] * 4, pack=2)
+    for quarter, expected in zip(found, (low[:, ::2], low[:, 1::2], high[:, ::2], high[:, 1::2]), strict=True):
+        np.testing.assert_array_equal(quarter, expected)
+
+
 @pytest.mark.parametrize(("text", "dtype"), [(cached_jit.INT8, "int8"), (cached_jit.E4M3, "float8_e4m3fn")])
 def test_every_number_of_eight_bits_is_exact_in_float16(text: Any, dtype: str) -> None:
     stored = np.arange(256, dtype=np.uint8)
