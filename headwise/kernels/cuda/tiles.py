@@ -107,9 +107,9 @@ def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size:
     if q_dtype == "float32" and head_dim not in _EXACT:
         return _fitting(_EXACT_WIDE, head_dim, q_dtype, kv_dtype, sm)
     keys = {256: 32, 512: 16}.get(head_dim, 64)
-    if is_read_by_words(head_dim, q_dtype, kv_dtype) and 64 <= head_dim <= 128 and (kv_dtype != INT4 or sm < 100):
+    if is_read_by_words(head_dim, q_dtype, kv_dtype) and kv_dtype in QUANTISED and 64 <= head_dim <= 128:
         # As many bytes as of 16 bits: with half of them, what a tile costs whatever its size bounds it. Three stages
-        # though it spans blocks: on an H200 four are slower. In four bits sm_100 spills.
+        # though it spans blocks: on an H200 four are slower.
         return _fitting(Tile(16, 128, 4, 3), head_dim, q_dtype, kv_dtype, sm)
     if is_read_by_words(head_dim, q_dtype, kv_dtype) and kv_dtype == INT4:
         keys = 64
