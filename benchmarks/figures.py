@@ -25,6 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from figures_gpu import gpu_table
 from figures_peers import PICTURE, peers_picture
 from figures_table import SCRIPTS, rows, table
 
@@ -32,8 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 QUICK_RESULTS = RESULTS.with_name("quick.json")
+GPU_RESULTS = RESULTS.with_name("gpu-h200.json")
 BEGIN = "<!-- measured: begin; written by `make figures` from benchmarks/results/cpu.json -->"
 END = "<!-- measured: end -->"
+BEGIN_GPU = "<!-- measured on a GPU: begin; written by `python benchmarks/figures.py --table` -->"
+END_GPU = "<!-- measured on a GPU: end -->"
 LIMIT_S = 3600.0
 """Of one script."""
 NEEDS = {"peers": (".venv-peers/.installed", "make peers")}
@@ -158,11 +162,17 @@ def read(results: Path) -> dict[str, Any]:
 
 
 def with_table(readme: str, results: Mapping[str, Any]) -> str:
-    """README's text with the table that belongs to the results."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        sys.exit(f"README.md must have one line {BEGIN} and, after the table, one {END}")
-    before, _, rest = readme.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.partition(END)[2]}"
+    """README's text with the tables that belong to the results, and to those of a GPU."""
+    text = between(readme, BEGIN, END, table(results))
+    return between(text, BEGIN_GPU, END_GPU, gpu_table(read(GPU_RESULTS)))
+
+
+def between(text: str, begin: str, end: str, what: str) -> str:
+    """``text`` with ``what`` between two lines of it."""
+    if text.count(begin) != 1 or text.count(end) != 1:
+        sys.exit(f"README.md must have one line {begin} and, after the table, one {end}")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{what}\n\n{end}{rest.partition(end)[2]}"
 
 
 def pictures(results: Mapping[str, Any]) -> dict[Path, str]:
@@ -182,7 +192,7 @@ def check() -> None:
     text, results = README.read_text(encoding="utf-8"), read(RESULTS)
     remedy = "run `python benchmarks/figures.py --table`"
     if text != with_table(text, results):
-        sys.exit(f"README's tables differ from benchmarks/results/cpu.json: {remedy}")
+        sys.exit(f"README's tables differ from benchmarks/results/{RESULTS.name} and {GPU_RESULTS.name}: {remedy}")
     for file, picture in pictures(results).items():
         if not file.exists() or file.read_text(encoding="utf-8") != picture:
             sys.exit(f"{file.name} differs from benchmarks/results/cpu.json: {remedy}")

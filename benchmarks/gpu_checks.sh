@@ -15,6 +15,7 @@
 #
 # OUT (default: gpu-checks) gets gpu.log, all that was printed; gpu.json, the result; gpu.md, the table for docs/. The
 # last two are whole after every row, so whoever stops the run, and however, has what was found until then.
+# `python benchmarks/gpu/join.py benchmarks/results/gpu-CARD OUT-1 OUT-2 OUT-3` makes one of several parts' results.
 #
 # Nothing is installed or fetched. Needed: CuPy for the driver's CUDA, Triton, NumPy, ml_dtypes, safetensors, tokenizers,
 # msgpack, PyYAML, jinja2, xxhash; the first row names those that are missing. headwise need not be installed. Compared

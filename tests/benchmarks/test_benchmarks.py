@@ -112,6 +112,10 @@ def test_every_benchmark_is_run_by_make_figures() -> None:
     assert with_quick - {"figures"} == set(SCRIPTS)
 
 
+PLACES = f"{figures.BEGIN}\n{figures.END}\n\n{figures.BEGIN_GPU}\n{figures.END_GPU}\n"
+"""Where README has its tables."""
+
+
 def test_readme_shows_what_was_measured() -> None:
     figures.check()
 
@@ -121,12 +125,14 @@ def test_a_figure_changed_by_hand_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     results.write_text(json.dumps(kept("block_copy", {"block_ratio": 1.5, "layer_ratio": 0.5})))
     monkeypatch.setattr(figures, "README", readme)
     monkeypatch.setattr(figures, "RESULTS", results)
-    text = figures.with_table(f"# name\n\n{figures.BEGIN}\n{figures.END}\n\nafter\n", figures.read(results))
+    text = figures.with_table(f"# name\n\n{PLACES}\nafter\n", figures.read(results))
     readme.write_text(text, encoding="utf-8")
     figures.check()
-    readme.write_text(text.replace("| 1.50;", "| 1.60;"), encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"README's tables differ from benchmarks/results/cpu\.json"):
-        figures.check()
+    for figure, another in (("| 1.50;", "| 1.60;"), (", of 128 | 128 |", ", of 128 | 127 |")):
+        assert figure in text
+        readme.write_text(text.replace(figure, another), encoding="utf-8")
+        with pytest.raises(SystemExit, match=r"README's tables differ from benchmarks/results/cpu\.json and gpu-h200"):
+            figures.check()
     figures.write_readme()
     assert readme.read_text(encoding="utf-8") == text
 
@@ -232,7 +238,7 @@ def test_the_picture_of_peers_has_a_bar_for_each_rate_and_is_checked(
     results = tmp_path / "cpu.json"
     results.write_text(json.dumps(kept("peers", found)))
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(f"{figures.BEGIN}\n{figures.END}\n")
+    (tmp_path / "README.md").write_text(PLACES)
     monkeypatch.setattr(figures, "README", tmp_path / "README.md")
     monkeypatch.setattr(figures, "RESULTS", results)
     figures.write_readme()

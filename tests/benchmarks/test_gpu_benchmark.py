@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
 from gpu import checks as gpu
+from gpu import join
 from gpu import rig as gpu_rig
 from gpu import sanitizer as gpu_sanitizer
 from gpu.bench import MOST_FLUSHES, Bench
@@ -336,6 +337,30 @@ def rows_of(code: str, limit_s: float) -> list[Row]:
     rows: list[Row] = []
     gpu.run_apart("decode", lambda passed: [sys.executable, "-c", code], limit_s, limit_s, rows.append)
     return rows
+
+
+def test_parts_of_a_run_are_joined_section_by_section(tmp_path: Path) -> None:
+    """What a later part has measured anew replaces all that an earlier one has of that section."""
+    parts = []
+    for name, rows in {
+        "first": [Row("decode", "old", MISSED, 0.5, aim=1.0), Row("heads", "kept", FAILED, note="why")],
+        "second": [Row("decode", "new", MET, 2.0, aim=1.0), Row("ipc", "whole", MET, 3.0)],
+    }.items():
+        parts.append(tmp_path / name)
+        parts[-1].mkdir()
+        report = Report({"card": name}, parts[-1] / "gpu.md", parts[-1] / "gpu.json")
+        for row in rows:
+            report.add(row)
+            report.seconds[row.section] = 1.0
+        report.save()
+    join.main([str(tmp_path / "whole"), *map(str, parts)])
+    whole = json.loads((tmp_path / "whole.json").read_text())
+    assert whole["card"] == "first"
+    assert whole["results"] == {"decode": {"new": 2.0}, "heads": {}, "ipc": {"whole": 3.0}}
+    assert whole["missed"] == {}
+    assert list(whole["failed"]) == ["heads.kept"]
+    lines = (tmp_path / "whole.md").read_text().splitlines()
+    assert [line.split()[1] for line in lines[4:]] == ["decode.new", "heads.kept", "ipc.whole"]
 
 
 def test_rows_before_a_crash_are_kept_and_the_crash_is_a_row() -> None:
