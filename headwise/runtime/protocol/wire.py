@@ -156,6 +156,8 @@ def _unpack_array(code: int, data: bytes) -> np.ndarray[Any, Any]:
 def _converter(hint: Any) -> tuple[Convert | None, Convert]:
     """(pack or None where msgpack takes the value as it is, unpack with check) of a type hint."""
     origin, args = get_origin(hint), get_args(hint)
+    if hasattr(origin, "__value__"):  # an alias with a parameter (PEP 695), as NDArray is from NumPy 2.5 on
+        return _converter(origin.__value__[args])
     if hint is Any:
         return None, lambda value: value
     if origin in (Union, UnionType) and NoneType in args and len(args) == 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -207,3 +207,15 @@ def test_sampling_parameters_out_of_range_are_named_as_such() -> None:
 def test_values_that_have_no_wire_form_are_refused_by_the_sender() -> None:
     with pytest.raises(wire.WireError, match="complex"):
         wire.encode(StepResult(0, 0, np.zeros(1, dtype=np.complex64)))  # type: ignore[arg-type]
+
+
+def test_arrays_are_known_by_an_alias_too() -> None:
+    """As NumPy's own NDArray is one from 2.5 on, for which Python 3.12 is needed."""
+    extensions = pytest.importorskip("typing_extensions")
+    number = TypeVar("number", bound=np.generic)
+    alias = extensions.TypeAliasType("NDArray", np.ndarray[Any, np.dtype[number]], type_params=(number,))
+    _, unpack = wire._converter(alias[np.int32])
+    array = np.arange(3, dtype=np.int32)
+    assert unpack(array) is array
+    with pytest.raises(wire._Mismatch, match="must be an array of int32, not int64"):
+        unpack(array.astype(np.int64))
