@@ -35,10 +35,12 @@ def gpu_parts(sms: int = 4) -> GpuParts:
 def latent_kernels(tuning: Tuning = SMALL, sms: int = 4) -> CudaLatentKernels:
     kernels = CudaLatentKernels(gpu_parts(sms))
     kernels._latents.tuning = tuning
+    kernels._latents.__post_init__()  # with memory for as many splits
     return kernels
 
 
 def indexed_kernels(tuning: Tuning = SMALL, sms: int = 4, score_bytes: int = 1 << 16) -> CudaIndexedKernels:
     kernels = CudaIndexedKernels(gpu_parts(sms), threads=64, score_bytes=score_bytes)
     kernels._latents.tuning = tuning
+    kernels._latents.__post_init__()  # with memory for as many splits
     return kernels
