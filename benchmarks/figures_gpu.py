@@ -42,7 +42,7 @@ def gpu_table(results: Figures) -> str:
         "",
         f"`benchmarks/gpu_checks.sh`, {results['date'].split()[0]}, CUDA {results['driver_cuda']}, kernels by Triton "
         "3.9; [all rows](benchmarks/results/gpu-h200.md), and [what they mean](docs/gpu.md#what-is-measured-on-one). "
-        "torch's FlashAttention is its version 2; cuDNN's kernels for this card are the fastest there are.",
+        "torch's FlashAttention is its version 2; cuDNN has kernels made for this card.",
         "",
         "| | |",
         "| --- | ---: |",

@@ -121,65 +121,11 @@ def launched_prompts(tokens: Sequence[int]) -> Table:
     return Table(head, rows)
 
 
-# ---- sampling ----
-
-SAMPLED_ISSUED = 0.7
-"""Assumed: the share of its slots in which an SM issues."""
-EDGE_S, TAIL_S = 4 * US, 5 * US
-"""Assumed: a launch's begin and end, where all its blocks run at once; and what a row's last part does on its own."""
-INSTRUCTIONS = {"likeliest": 8, "survey": 9, "count_keys": 20, "few": 6, "draw": 7, "draw all": 20}
-"""For a token, by the lanes of a warp together, counted in NVRTC's code for sm_90."""
-BEFORE = {"greedy": (1, 10), "no threshold": (2, 41), "top-k 50": (5, 87), "top-p 0.9": (5, 100), "both": (7, 114)}
-"""Launches and microseconds, measured on an H200, when bins were of several keys."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Rows of bfloat16 scores on a card."""
-
-    card: Card
-    rows: int
-    vocabulary: int
-
-    def _issued(self, instructions: float) -> float:
-        warps = self.rows * self.vocabulary / 32
-        return warps * instructions / (self.card.sms * 4 * self.card.clock_hz * SAMPLED_ISSUED)
-
-    def first(self, kernel: str) -> float:
-        """Seconds of the pass that reads from memory; later ones find scores in L2."""
-        return max(self.rows * self.vocabulary * BYTES_BF16 / self.card.bandwidth, self._issued(INSTRUCTIONS[kernel]))
-
-    def later(self, kernel: str) -> float:
-        """Seconds of another launch."""
-        return EDGE_S + TAIL_S + self._issued(INSTRUCTIONS[kernel])
-
-    def ways(self) -> dict[str, tuple[int, float]]:
-        """By name: launches, seconds."""
-        survey, greedy = (EDGE_S + self.first(kernel) for kernel in ("survey", "likeliest"))
-        some = self.later("draw")
-        return {
-            "greedy": (1, greedy),
-            "no threshold": (2, survey + self.later("draw all")),
-            "top-k 50": (3, survey + self.later("few") + some),
-            "top-p 0.9": (3, survey + self.later("count_keys") + some),
-            "both": (3, survey + self.later("few") + some),
-        }
-
-
-def sampling(card: Card, rows: int, vocabulary: int) -> Table:
-    """A step's tokens, after its scores."""
-    return Table(["", "launches", "us", "before: launches", "us, measured"], [
-        [name, str(launches), f"{seconds / US:.0f}", *map(str, BEFORE[name])]
-        for name, (launches, seconds) in Sampling(card, rows, vocabulary).ways().items()
-    ])  # fmt: skip
-
-
 def tables() -> Iterator[Table]:
     """Those of docs/gpu.md, in its order."""
     sizes = FULL
     yield launched_prompts((1024, 2048, 8192))
     yield moe_step(H200, sizes.moe | {"num_hidden_layers": ERNIE_LAYERS}, sizes.decode_batches, sizes.decode_context)
-    yield sampling(H200, 64, 128_256)
 
 
 if __name__ == "__main__":

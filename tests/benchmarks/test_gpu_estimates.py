@@ -13,7 +13,6 @@ from gpu.estimates import (
     HOST_S,
     MS,
     PRODUCTS,
-    Sampling,
     asked_experts,
     moe_bytes,
     tables,
@@ -47,9 +46,3 @@ def test_a_step_of_experts_reads_all_of_them_once_it_is_large() -> None:
     cached = moe_bytes(whole, 64, 1024) - moe_bytes(whole, 64, 0)
     assert cached == 64 * 1024 * 2 * 2 * FULL.moe["num_key_value_heads"] * FULL.moe["head_dim"] * 28
     assert moe_bytes(whole, 64, 0) / H200.bandwidth == pytest.approx(10.3 * MS, rel=0.02)
-
-
-def test_more_rows_take_longer_to_sample_but_not_less_than_their_launches() -> None:
-    few, many = (Sampling(H200, rows, 128_256).ways() for rows in (1, 64))
-    for way, (launches, seconds) in many.items():
-        assert seconds > few[way][1] > launches * 2e-6
