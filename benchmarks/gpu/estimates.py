@@ -41,7 +41,6 @@ class Card:
 
 
 H200 = Card("H200", 90, 132, 1.75e9, 4.2e12)
-H100 = Card("H100", 90, 132, 1.70e9, 3.0e12)
 
 ISSUED = 0.6
 """Assumed: the share of its slots in which an SM issues, where four warps a tile multiply and wait for memory."""
@@ -232,13 +231,12 @@ def launched_prompts(tokens: Sequence[int]) -> Table:
 
 SAMPLED_ISSUED = 0.7
 """Assumed, as `ISSUED`: there are no products here."""
-EDGE_S = 2 * US
-"""Assumed: a launch's begin and end; once more where a row's last part works on."""
-LIGHT = 0.3
-"""Assumed: the share of tokens that are not light, logits being normal with a deviation of 3, at temperature 0.8."""
-INSTRUCTIONS = {"likeliest": 12, "survey": 13, "bin_all": 50, "of heavy": 62, "few": 12, "bin_range": 14, "draw": 12}
-INSTRUCTIONS |= {"draw all": 37}
+EDGE_S, TAIL_S = 4 * US, 5 * US
+"""Assumed: a launch's begin and end, where all its blocks run at once; and what a row's last part does on its own."""
+INSTRUCTIONS = {"likeliest": 8, "survey": 9, "count_keys": 20, "few": 6, "draw": 7, "draw all": 20}
 """For a token, by the lanes of a warp together, counted in NVRTC's code for sm_90."""
+BEFORE = {"greedy": (1, 10), "no threshold": (2, 41), "top-k 50": (5, 87), "top-p 0.9": (5, 100), "both": (7, 114)}
+"""Launches and microseconds, measured on an H200, when bins were of several keys."""
 
 
 @dataclass(frozen=True)
@@ -257,27 +255,28 @@ class Sampling:
         """Seconds of the pass that reads from memory; later ones find scores in L2."""
         return max(self.rows * self.vocabulary * BYTES_BF16 / self.card.bandwidth, self._issued(INSTRUCTIONS[kernel]))
 
-    def ways(self) -> dict[str, tuple[int, int, float]]:
-        """By name: launches, those in vain among them, seconds."""
+    def later(self, kernel: str) -> float:
+        """Seconds of another launch."""
+        return EDGE_S + TAIL_S + self._issued(INSTRUCTIONS[kernel])
+
+    def ways(self) -> dict[str, tuple[int, float]]:
+        """By name: launches, seconds."""
         survey, greedy = (EDGE_S + self.first(kernel) for kernel in ("survey", "likeliest"))
-        mostly = (1 - LIGHT) * INSTRUCTIONS["bin_all"] + LIGHT * INSTRUCTIONS["of heavy"]
-        by_weight, by_number = (2 * EDGE_S + self._issued(each) for each in (mostly, INSTRUCTIONS["few"]))
-        fine = 2 * EDGE_S + self._issued(INSTRUCTIONS["bin_range"])
-        some, every = (2 * EDGE_S + self._issued(INSTRUCTIONS[each]) for each in ("draw", "draw all"))
+        some = self.later("draw")
         return {
-            "greedy": (1, 0, greedy),
-            "no threshold": (2, 0, survey + every),
-            "top-k 50": (5, 1, survey + by_number + fine + EDGE_S + some),
-            "top-p 0.9": (5, 1, survey + by_weight + fine + EDGE_S + some),
-            "both": (7, 2, survey + by_number + 2 * fine + 2 * EDGE_S + some),
+            "greedy": (1, greedy),
+            "no threshold": (2, survey + self.later("draw all")),
+            "top-k 50": (3, survey + self.later("few") + some),
+            "top-p 0.9": (3, survey + self.later("count_keys") + some),
+            "both": (3, survey + self.later("few") + some),
         }
 
 
 def sampling(card: Card, rows: int, vocabulary: int) -> Table:
     """A step's tokens, after its scores."""
-    ways = Sampling(card, rows, vocabulary).ways()
-    return Table(["", "launches", "in vain", "us"], [
-        [name, str(launches), str(vain), f"{seconds / US:.0f}"] for name, (launches, vain, seconds) in ways.items()
+    return Table(["", "launches", "us", "before: launches", "us, measured"], [
+        [name, str(launches), f"{seconds / US:.0f}", *map(str, BEFORE[name])]
+        for name, (launches, seconds) in Sampling(card, rows, vocabulary).ways().items()
     ])  # fmt: skip
 
 
@@ -288,7 +287,7 @@ def tables() -> Iterator[Table]:
     yield skewed_decode(H200, sizes.attention, sizes.skewed[0], sizes.skewed[1:], sizes.block_size)
     yield single_decode(H200, sizes.attention, (8192, 32768), sizes.block_size)
     yield moe_step(H200, sizes.moe | {"num_hidden_layers": ERNIE_LAYERS}, sizes.decode_batches, sizes.decode_context)
-    yield sampling(H100, 64, 128_256)
+    yield sampling(H200, 64, 128_256)
     yield quantised_decode(H200, sizes.attention, sizes.block_size)
 
 

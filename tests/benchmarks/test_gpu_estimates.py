@@ -58,8 +58,8 @@ def test_a_step_of_experts_reads_all_of_them_once_it_is_large() -> None:
 
 def test_more_rows_take_longer_to_sample_but_not_less_than_their_launches() -> None:
     few, many = (Sampling(H200, rows, 128_256).ways() for rows in (1, 64))
-    for way, (launches, _, seconds) in many.items():
-        assert seconds > few[way][2] > launches * 2e-6
+    for way, (launches, seconds) in many.items():
+        assert seconds > few[way][1] > launches * 2e-6
 
 
 @pytest.mark.soak

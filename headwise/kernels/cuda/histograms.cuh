@@ -1,20 +1,40 @@
 // Histograms of a row's tokens by key, in weight and number: what drawing a token is made of. Wants scores.cuh.
 
 constexpr float UNITS = 0x1p44f;  // of the likeliest token's weight; 2^19 tokens of it are less than 2^64
-constexpr int BINS = 2048;
 constexpr int MOST_CHUNKS = MOST_PARTS * (MOST_THREADS / WARP);  // of warps, in a row
 
 struct Weights {
     float largest, inverse_temperature, log_min_p;
 
+    // Without a branch: several of them are under way at a time.
     __device__ __forceinline__ Mass operator()(float logit) const
     {
-        const float scaled = (logit - largest) * inverse_temperature;
-        return scaled >= log_min_p ? static_cast<Mass>(expf(scaled) * UNITS) : 0;
+        const float scaled = (logit - largest) * inverse_temperature, weight = expf(scaled) * UNITS;
+        return static_cast<Mass>(scaled >= log_min_p ? weight : 0.0f);
+    }
+};
+
+// Of tokens: those above some key, or all.
+struct Above {
+    Mass mass;
+    unsigned count;
+
+    __device__ __forceinline__ Above operator+(const Above& other) const
+    {
+        return Above{mass + other.mass, count + other.count};
+    }
+    __device__ __forceinline__ Above operator-(const Above& other) const
+    {
+        return Above{mass - other.mass, count - other.count};
     }
 };
 
 // ---- sums over the block ----
+
+__device__ __forceinline__ Above shuffled(const Above& above, int from)
+{
+    return Above{shuffled(above.mass, from), __shfl_sync(ALL_LANES, above.count, from)};
+}
 
 __device__ __forceinline__ Mass sum_of_warp(Mass mass)
 {
@@ -23,30 +43,37 @@ __device__ __forceinline__ Mass sum_of_warp(Mass mass)
     return mass;
 }
 
-// What the threads before have, and all of them.
-struct Prefix {
-    Mass before, all;
-};
-
-__device__ __forceinline__ Prefix prefix_of(Mass own)
+// What the lanes up to this one have.
+template <class Sum>
+__device__ __forceinline__ Sum upto_lane(Sum own)
 {
-    __shared__ Mass of_warps[WARP];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    Mass upto = own;
+    const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int across = 1; across < WARP; across *= 2) {
-        const Mass other = shuffled(upto, (lane - across) & (WARP - 1));
-        upto += lane < across ? 0 : other;
+        const Sum more = own + shuffled(own, (lane - across) & (WARP - 1));
+        own = lane < across ? own : more;
     }
+    return own;
+}
+
+// What the threads before have, and all of them.
+template <class Sum>
+struct Prefix {
+    Sum before, all;
+};
+
+template <class Sum>
+__device__ __forceinline__ Prefix<Sum> prefix_of(const Sum& own)
+{
+    __shared__ Sum of_warps[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const Sum upto = upto_lane(own);
     __syncthreads();  // all have read what was here before
     if (lane == WARP - 1) of_warps[warp] = upto;
     __syncthreads();
-    Prefix prefix = {upto - own, 0};
-    for (int i = 0; i < warps; i++) {
-        if (i < warp) prefix.before += of_warps[i];
-        prefix.all += of_warps[i];
-    }
-    return prefix;
+    const Sum of_warp = of_warps[lane < warps ? lane : 0], of_lane = lane < warps ? of_warp : Sum{};
+    const Sum upto_warp = upto_lane(of_lane);
+    return Prefix<Sum>{shuffled(upto_warp - of_lane, warp) + (upto - own), shuffled(upto_warp, WARP - 1)};
 }
 
 // Where weights, added up in the order of tokens, come to more than a target: what is left of it there.
@@ -64,7 +91,7 @@ __device__ __forceinline__ Place place_of(const Place& at, Mass above, Mass ties
     __shared__ Place found;
     const Mass before = prefix_of(ties).before, left = before < at.tied ? at.tied - before : 0;
     const Mass own = above + smaller(ties, left) * each;
-    const Prefix weight = prefix_of(own);
+    const Prefix<Mass> weight = prefix_of(own);
     if (weight.before <= at.target && at.target - weight.before < own) {
         found = Place{static_cast<int>(threadIdx.x), at.target - weight.before, left};
     }
@@ -84,48 +111,117 @@ __device__ __forceinline__ bool is_last_part(unsigned* arrived)
 
 // ---- histograms ----
 
+// All keys of 32 bits: BINS bins, of which there is one for each 2^-MANTISSA of each power of two from 2^-7 to 2^8, of
+// either sign, and one for what is nearer to zero, one for what is farther away. In between, bins are of no key.
+template <int MANTISSA>
+struct KeyBins {
+    static constexpr int BINS = 32 << MANTISSA, CUT = 23 - MANTISSA;  // CUT: bits of a number that its bin does not tell
+    static constexpr int FINE_BEGIN = 120 << MANTISSA, FINE = 15 << MANTISSA;  // of positive numbers without those
+    static constexpr int ALL = 1 << (31 - CUT);
+
+    static __device__ __forceinline__ int bin_of(unsigned key)
+    {
+        const int place = static_cast<int>(key >> CUT) - ALL, sign = place >> 31;
+        const int size = (place ^ sign) - (FINE_BEGIN - 1);
+        return (smaller(size < 0 ? 0 : size, FINE + 1) ^ sign) + BINS / 2;
+    }
+
+    // Whether the bin is of what is nearer or farther.
+    static __device__ __forceinline__ bool is_outer(int bin)
+    {
+        const int place = bin - BINS / 2, size = place ^ place >> 31;
+        return static_cast<unsigned>(size - 1) >= FINE;
+    }
+
+    // How far a number is from the least one of its sign that has no outer bin; less than FINE, if it has none itself.
+    static __device__ __forceinline__ unsigned distance_of(float number)
+    {
+        return ((__float_as_uint(number) & 0x7fffffff) >> CUT) - FINE_BEGIN;
+    }
+
+    // The bin of such a number.
+    static __device__ __forceinline__ unsigned fine_bin_of(float number, unsigned distance)
+    {
+        return (distance + 1 ^ static_cast<int>(__float_as_uint(number)) >> 31) + BINS / 2;
+    }
+
+    // The number of a bin that is no outer one, without the bits that it does not tell.
+    static __device__ __forceinline__ float number_of(int bin)
+    {
+        const int place = bin - BINS / 2, sign = place >> 31, bits = ((place ^ sign) + FINE_BEGIN - 1) << CUT;
+        return __uint_as_float(bits | (sign & 0x80000000u));
+    }
+
+    // The least key that has the bin, or a higher one.
+    static __device__ __forceinline__ unsigned low_of(int bin)
+    {
+        const int place = bin - BINS / 2, sign = place >> 31, size = place ^ sign;  // sizes are 0 to FINE + 1
+        if (!sign && size > FINE + 1) return 0;  // 2^32
+        if (sign) {  // the largest size first
+            const int last = size > FINE ? ALL - 1 : size + FINE_BEGIN - 1;
+            return static_cast<unsigned>(ALL - 1 - last) << CUT;
+        }
+        return static_cast<unsigned>(ALL + (size == 0 ? 0 : size + FINE_BEGIN - 1)) << CUT;
+    }
+};
+
+using Coarse = KeyBins<6>;
+constexpr int BINS = Coarse::BINS;
+
 struct Histogram {
     Mass masses[BINS];
     unsigned counts[BINS];
 };
 
-// Clears a part of a histogram.
-__device__ __forceinline__ void clear(Histogram& histogram, int part, int parts)
+// Clears a part of `words` words, `part` of `parts`.
+__device__ __forceinline__ void clear(void* from, int words, int part, int parts)
 {
-    for (int bin = part * blockDim.x + threadIdx.x; bin < BINS; bin += parts * blockDim.x) {
-        histogram.masses[bin] = 0, histogram.counts[bin] = 0;
-    }
+    unsigned* to = static_cast<unsigned*>(from);
+    for (int word = part * blockDim.x + threadIdx.x; word < words; word += parts * blockDim.x) to[word] = 0;
 }
 
-// The bins of a block's tokens. 64 bits are added up in two halves: shared memory adds 32 at once.
+constexpr int HISTOGRAM_WORDS = sizeof(Histogram) / sizeof(unsigned);
+
+// Adds to 64 bits in two halves: shared memory adds 32 at once.
+__device__ __forceinline__ void add_halves(unsigned* low, unsigned* high, Mass mass)
+{
+    const unsigned more = mass, before = atomicAdd(low, more);
+    const unsigned carried = static_cast<unsigned>(mass >> 32) + (before + more < more);
+    if (carried) atomicAdd(high, carried);
+}
+
+// The bins of a block's tokens.
 struct Bins {
     unsigned low[BINS], high[BINS], counts[BINS];
 
     __device__ __forceinline__ void add(int bin, Mass mass, bool has_counts)
     {
-        const unsigned more = mass, before = atomicAdd(low + bin, more);
-        const unsigned carried = static_cast<unsigned>(mass >> 32) + (before + more < more);
-        if (carried) atomicAdd(high + bin, carried);
+        add_halves(low + bin, high + bin, mass);
         if (has_counts) atomicAdd(counts + bin, 1u);
     }
 };
 
 // Adds the part's tokens that weigh anything to the row's histogram: those whose keys are `among` it, each to `bin_of`
-// its key. What weighs less than `light` is added to the bin 0 without more ado.
+// its key, which none is whose logit is less than `least`. What weighs less than `light` is added to the bin 0 without
+// more ado.
 template <class Among, class BinOf>
 __device__ __forceinline__ void fill(
-    Histogram& histogram, const Scores& scores, const Weights& weights, bool has_counts, Mass light, const Among& among,
-    const BinOf& bin_of)
+    Histogram& histogram, const Scores& scores, const Weights& weights, bool has_counts, Mass light, float least,
+    const Among& among, const BinOf& bin_of)
 {
     __shared__ Bins bins;
     Mass all_light = 0;
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) bins.low[bin] = bins.high[bin] = bins.counts[bin] = 0;
     __syncthreads();
-    walk(scores, [&](int, float logit) {
+    const auto see = [&](int, float logit) {
         const unsigned key = scores.key(logit);
-        const Mass mass = among(key) ? weights(logit) : 0;
+        if (!among(key)) return;
+        const Mass mass = weights(logit);
         if (mass < light) all_light += mass;
         else if (mass) bins.add(bin_of(key), mass, has_counts);
+    };
+    walk_share<1>(scores, [&](int vector, const uint4& loaded) {
+        scores.visit(vector, loaded, [&](float largest) { return largest >= least; }, see);
     });
     if (light) {
         all_light = sum_of_warp(all_light);
@@ -140,19 +236,14 @@ __device__ __forceinline__ void fill(
     }
 }
 
-// Of tokens: those above some key, or all.
-struct Above {
-    Mass mass;
-    unsigned count;
-};
-
 __device__ __forceinline__ Above sum(const Histogram& histogram)
 {
     Above own = {0, 0};
+#pragma unroll 4
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
         own.mass += __ldcg(histogram.masses + bin), own.count += __ldcg(histogram.counts + bin);
     }
-    return Above{prefix_of(own.mass).all, static_cast<unsigned>(prefix_of(own.count).all)};
+    return prefix_of(own).all;
 }
 
 struct Crossing {
@@ -169,10 +260,11 @@ __device__ __forceinline__ Crossing crossing(const Histogram& histogram, bool by
     const int end = BINS - smaller(BINS, static_cast<int>(threadIdx.x) * share);
     const int begin = end - smaller(end, share);
     Above own = {0, 0};
+#pragma unroll 4
     for (int bin = end - 1; bin >= begin; bin--) {
         own.mass += __ldcg(histogram.masses + bin), own.count += __ldcg(histogram.counts + bin);
     }
-    above.mass += prefix_of(own.mass).before, above.count += prefix_of(own.count).before;
+    above = above + prefix_of(own).before;
     Mass reached = by_count ? above.count : above.mass;
     if (reached < wanted && wanted - reached <= (by_count ? own.count : own.mass)) {
 #pragma unroll 1
@@ -191,34 +283,6 @@ __device__ __forceinline__ Crossing crossing(const Histogram& histogram, bool by
     return found;
 }
 
-// ---- bins of keys ----
-
-// All keys: a bin for each 64th of each power of two from 2^-7 to 2^8, of either sign, and one for what is nearer to
-// zero, one for what is farther away. In between, bins from 0 to 2047 are of no key.
-constexpr int MANTISSA = 6, CUT = 23 - MANTISSA;                 // bits of a bin's numbers that it tells, and does not
-constexpr int FINE_BEGIN = 120 << MANTISSA, FINE = 15 << MANTISSA;  // of positive numbers without those bits; how many
-
-// The bin of a key of 32 bits.
-__device__ __forceinline__ int bin_of_whole(unsigned key)
-{
-    const int place = static_cast<int>(key >> CUT) - (1 << (31 - CUT)), sign = place >> 31;
-    const int size = (place ^ sign) - (FINE_BEGIN - 1);
-    return (smaller(size < 0 ? 0 : size, FINE + 1) ^ sign) + BINS / 2;
-}
-
-// The least key of 32 bits that has the bin, or a higher one.
-__device__ __forceinline__ unsigned low_of_bin(int bin)
-{
-    const int place = bin - BINS / 2, sign = place >> 31, size = place ^ sign;  // sizes are 0 to FINE + 1
-    constexpr int ALL = 1 << (31 - CUT);
-    if (!sign && size > FINE + 1) return 0;  // 2^32
-    if (sign) {  // the largest size first
-        const int last = size > FINE ? ALL - 1 : size + FINE_BEGIN - 1;
-        return static_cast<unsigned>(ALL - 1 - last) << CUT;
-    }
-    return static_cast<unsigned>(ALL + (size == 0 ? 0 : size + FINE_BEGIN - 1)) << CUT;
-}
-
 // A range of keys: 2^step of them to a bin, the fewest that can be.
 __device__ __forceinline__ int step_of(unsigned low, unsigned high)
 {
@@ -234,7 +298,7 @@ __device__ __forceinline__ int step_of(unsigned low, unsigned high)
 __device__ __forceinline__ unsigned long long number_of(unsigned long long seed, unsigned long long position)
 {
     unsigned long long counter[4] = {1, position, 0, 0}, key[2] = {seed, 0};
-#pragma unroll
+#pragma unroll 1
     for (int round = 0; round < 10; round++) {
         const unsigned long long first = counter[0], third = counter[2];
         counter[0] = __umul64hi(0xca5a826395121157ull, third) ^ counter[1] ^ key[0];

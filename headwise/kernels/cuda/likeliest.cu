@@ -17,6 +17,6 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) likeliest(
 {
     const int row = blockIdx.y;
     const Scores logits = scores_of_row(scores + row * row_stride, 0.0f, vocab);
-    const Mass first = first_of_row(logits, of_parts + row * MOST_PARTS, arrived + row);
-    if (first && threadIdx.x == 0) tokens[row] = token_of(first), best[row] = logits.logit_of(first >> 32);
+    const Mass first = first_of_row<2>(logits, of_parts + row * MOST_PARTS, arrived + row);
+    if (first && threadIdx.x == 0) tokens[row] = place_of_rank(first), best[row] = logits.logit_of(first >> 32);
 }

@@ -75,11 +75,11 @@ class CudaLikeliest:
             )
 
 
-def parts_of(shape: tuple[int, int], part_tokens: int) -> int:
-    """Into how many parts each row of ``[rows, vocab]`` is cut: as many as fill a card, of no less than
+def parts_of(shape: tuple[int, int], part_tokens: int, blocks: int = BLOCKS) -> int:
+    """Into how many parts each row of ``[rows, vocab]`` is cut: as many as make ``blocks``, of no less than
     ``part_tokens``."""
     rows, vocab = shape
-    return max(1, min(MOST_PARTS, BLOCKS // max(rows, 1), -(-vocab // part_tokens)))
+    return max(1, min(MOST_PARTS, blocks // max(rows, 1), -(-vocab // part_tokens)))
 
 
 def launches_of(rows: int, most: int) -> Iterator[slice]:

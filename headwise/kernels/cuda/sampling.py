@@ -22,6 +22,9 @@ MOST_TOKENS = 2**19
 MOST_ROWS = 128
 """Of a launch: for so many there is memory."""
 
+BLOCKS = 264
+"""That run side by side on an H100 or H200: two on each of 132 processors. More would begin when these end."""
+
 SCRATCH_BYTES = MOST_ROWS << 16
 """What the kernels keep of rows."""
 
@@ -45,6 +48,7 @@ LEAST_LOG = -30.6
 @dataclass(frozen=True)
 class _Kernels:
     survey: Kernel
+    count_keys: Kernel
     bin_all: Kernel
     bin_range: Kernel
     draw: Kernel
@@ -72,7 +76,9 @@ class CudaSampling:
         part_tokens: int = PART_TOKENS,
     ) -> None:
         self._dtype, self._scratch, self._part_tokens = dtype, scratch, part_tokens
-        program = programs(SOURCE, variant_of(dtype))
+        variant = variant_of(dtype)
+        self._counts = variant["NUMBER"] == "BF16"
+        program = programs(SOURCE, variant)
         self._kernels = _Kernels(*(program.kernel(name, threads) for name in _Kernels.__annotations__))
 
     def takes(self, scores: Array) -> bool:
@@ -90,17 +96,20 @@ class CudaSampling:
         """
         vocab, kernels = scores.shape[1], self._kernels
         shape = np.int64(scores.strides[0]), np.int32(vocab), np.float32(cap)
+        counted = self._counts and not cap
         refined = thresholds * (3 if cap or self._dtype.itemsize == 4 else 2)
         for some in launches_of(len(scores), MOST_ROWS):
             rows_here = some.stop - some.start
-            grid = parts_of((rows_here, vocab), self._part_tokens), rows_here, 1
+            grid = parts_of((rows_here, vocab), self._part_tokens, BLOCKS), rows_here, 1
             scored, drawn, largest = (np.uint64(address_of(array[some])) for array in (scores, tokens, best))
             told, kept = np.uint64(address_of(rows) + some.start * ROW.itemsize), np.uint64(address_of(self._scratch))
             kernels.survey(grid, (scored, told, drawn, largest, kept, *shape))
-            if thresholds:
+            if thresholds and counted:
+                kernels.count_keys(grid, (scored, told, kept, *shape[:2]))
+            elif thresholds:
                 kernels.bin_all(grid, (scored, told, kept, *shape))
-            for _ in range(refined):
-                kernels.bin_range(grid, (scored, told, kept, *shape))
+                for _ in range(refined):
+                    kernels.bin_range(grid, (scored, told, kept, *shape))
             kernels.draw(grid, (scored, told, drawn, kept, *shape))
 
 

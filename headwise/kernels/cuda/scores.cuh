@@ -13,6 +13,35 @@ __device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 
 __device__ __forceinline__ Mass smaller(Mass a, Mass b) { return a < b ? a : b; }
 
+// ---- the largest of some ----
+
+// Of two pairs of 16 bits, in one instruction; NaN where either is.
+__device__ __forceinline__ unsigned larger_pair(unsigned a, unsigned b)
+{
+#ifdef __CUDACC__
+    unsigned larger;
+    if (NUMBER == F16) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+#else
+    unsigned both[2];
+    for (int i = 0; i < 2; i++)
+        both[i] = from_f32<NUMBER>(larger(to_f32<NUMBER>(a >> 16 * i & 0xffff), to_f32<NUMBER>(b >> 16 * i & 0xffff)));
+    return both[0] | both[1] << 16;
+#endif
+}
+
+// Of a vector; NaN where one is.
+__device__ __forceinline__ float largest_of(const uint4& vector)
+{
+    if constexpr (NUMBER == F32) {
+        const Floats floats = widened(vector);
+        return larger(larger(floats.at[0], floats.at[1]), larger(floats.at[2], floats.at[3]));
+    }
+    const unsigned pair = larger_pair(larger_pair(vector.x, vector.y), larger_pair(vector.z, vector.w));
+    return larger(to_f32<NUMBER>(pair & 0xffff), to_f32<NUMBER>(pair >> 16));
+}
+
 // ---- logits, and keys in their order ----
 
 // Few models have caps: called, it takes none of the others' registers or instructions.
@@ -26,36 +55,67 @@ struct Scores {
 
     __device__ __forceinline__ int vectors() const { return (lead + vocab + ELEMENTS - 1) / ELEMENTS; }
 
-    // Calls `see(token, logit)` for the tokens of a vector, in their order.
-    template <class See>
-    __device__ __forceinline__ void visit(int vector, const See& see) const
+    // Of a vector, the first token.
+    __device__ __forceinline__ int token_of(int vector) const { return vector * ELEMENTS - lead; }
+
+    // Other rows have no part of it.
+    __device__ __forceinline__ bool is_whole(int vector) const
     {
-        const int token = vector * ELEMENTS - lead;
-        const char* from = first + static_cast<long long>(vector) * VECTOR;
-        if (token < 0 || token + ELEMENTS > vocab) {  // of which other rows have a part
-#pragma unroll 1
-            for (int i = 0; i < ELEMENTS; i++) {
-                if (token + i < 0 || token + i >= vocab) continue;
-                const float score = NUMBER == F32 ? reinterpret_cast<const float*>(from)[i]
-                                                  : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(from)[i]);
-                see(token + i, (cap == 0.0f ? score : capped(score, cap)) + 0.0f);
-            }
-            return;
-        }
-        Floats scores = widened(load(from));
-        if (cap != 0.0f) {
-#pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) scores.at[i] = capped(scores.at[i], cap);
-        }
-#pragma unroll
-        for (int i = 0; i < ELEMENTS; i++) see(token + i, scores.at[i] + 0.0f);  // there is one zero only
+        const int begin = lead > 0, end = (lead + vocab) / ELEMENTS;
+        return begin <= vector && vector < end;
     }
 
-    // NaN is above all. What is equal for all numbers of the dtype is cut off.
+    // A vector, if it is whole and before `end`.
+    __device__ __forceinline__ uint4 loaded(int vector, int end) const
+    {
+        uint4 loaded = {0, 0, 0, 0};
+        if (vector < end && is_whole(vector)) loaded = load(first + static_cast<long long>(vector) * VECTOR);
+        return loaded;
+    }
+
+    __device__ __forceinline__ float logit(int token) const
+    {
+        const int element = token + lead;
+        const float score = NUMBER == F32 ? reinterpret_cast<const float*>(first)[element]
+                                          : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(first)[element]);
+        return cap == 0.0f ? score : capped(score, cap);
+    }
+
+    // Calls `see(token, logit)` for the tokens of a vector, in their order; or for none, where `may` says of the largest
+    // logit that none is wanted. loaded: the vector, if it is whole
+    template <class May, class See>
+    __device__ __forceinline__ void visit(int vector, const uint4& loaded, const May& may, const See& see) const
+    {
+        if (cap != 0.0f || !is_whole(vector)) return revisit(vector, see);
+        if (!may(largest_of(loaded))) return;
+        const Floats scores = widened(loaded);
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) see(token_of(vector) + i, scores.at[i]);
+    }
+
+    // The same, one token a time, as few vectors need it, and caps are slow anyway.
+    template <class See>
+    __device__ __forceinline__ void revisit(int vector, const See& see) const
+    {
+        const int token = token_of(vector);
+#pragma unroll 1
+        for (int i = token < 0 ? 0 : token; i < smaller(token + ELEMENTS, vocab); i++) see(i, logit(i));
+    }
+
+    // The largest of a vector's logits; NaN where one is.
+    __device__ __forceinline__ float largest(int vector, const uint4& loaded) const
+    {
+        if (is_whole(vector) && cap == 0.0f) return largest_of(loaded);
+        float largest = -__uint_as_float(0x7f800000u);
+        revisit(vector, [&](int, float logit) { largest = larger(largest, logit); });
+        return largest;
+    }
+
+    // NaN is above all, and both zeros are one. What is equal for all numbers of the dtype is cut off.
     __device__ __forceinline__ unsigned key(float logit) const
     {
         if (logit != logit) return NAN_KEY >> shift;
-        const unsigned bits = __float_as_uint(logit);
+        const unsigned bits = __float_as_uint(logit + 0.0f);
         return (bits >> 31 ? ~bits : bits | 0x80000000u) >> shift;
     }
 
@@ -64,6 +124,12 @@ struct Scores {
         if (key == NAN_KEY >> shift) return __uint_as_float(0x7fc00000u);
         const unsigned whole = key << shift;
         return __uint_as_float(whole >> 31 ? whole & 0x7fffffffu : ~(whole | ((1u << shift) - 1)));
+    }
+
+    // What logits with this key, or a larger one, are not less than.
+    __device__ __forceinline__ float least_of(unsigned key) const
+    {
+        return logit_of(key > MINUS_INFINITY_KEY >> shift ? key : MINUS_INFINITY_KEY >> shift);
     }
 };
 
@@ -95,33 +161,56 @@ __device__ __forceinline__ Span span_of(const Scores& scores, int chunk)
     return Span{smaller(chunk * size, vectors), smaller(chunk * size + size, vectors)};
 }
 
-// Calls `see(token, logit)` for all tokens of the calling warp; each lane sees its own in their order.
-template <class See>
-__device__ __forceinline__ void walk(const Scores& scores, const See& see)
+// Calls `see(vector, loaded)` for each `step`th vector from `begin` on; see `Scores::visit`. AHEAD of them are being
+// loaded at any time: what is done with one is less than what it takes to come.
+template <int AHEAD, class See>
+__device__ __forceinline__ void walk(const Scores& scores, int begin, int end, int step, const See& see)
+{
+    uint4 ahead[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) ahead[i] = scores.loaded(begin + i * step, end);
+#pragma unroll 1
+    for (int vector = begin; vector < end; vector += step) {
+        const uint4 now = ahead[0];
+#pragma unroll
+        for (int i = 1; i < AHEAD; i++) ahead[i - 1] = ahead[i];
+        ahead[AHEAD - 1] = scores.loaded(vector + AHEAD * step, end);
+        see(vector, now);
+    }
+}
+
+// That, of the calling warp's share of the row; each lane has its vectors in their order.
+template <int AHEAD, class See>
+__device__ __forceinline__ void walk_share(const Scores& scores, const See& see)
 {
     const Span span = span_of(scores, blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP);
-    for (int vector = span.begin + threadIdx.x % WARP; vector < span.end; vector += WARP) scores.visit(vector, see);
+    walk<AHEAD>(scores, span.begin + threadIdx.x % WARP, span.end, WARP, see);
 }
 
 // Counts a part, by one of its threads, behind a barrier; whether it is the last of the row. Then what all parts wrote
 // before can be read past the first cache. `arrived` is 0 before and after.
 __device__ __forceinline__ bool arrives_last(unsigned* arrived)
 {
-    __threadfence();
-    const bool is_last = atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
-    __threadfence();
-    return is_last;
+#ifdef __CUDACC__
+    // Two fences around `atomicInc` would order more than this, and take longer.
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(__cvta_generic_to_global(arrived)), "r"(gridDim.x - 1) : "memory");
+#else
+    const unsigned before = atomicInc(arrived, gridDim.x - 1);
+#endif
+    return before == gridDim.x - 1;
 }
 
 // ---- the likeliest token ----
 
-// A key and a token as one number: the first of the tokens with the largest key has the largest.
-__device__ __forceinline__ Mass ranked(unsigned key, int token)
+// A key and a place, a token's or a vector's, as one number: the first of those with the largest key has the largest.
+__device__ __forceinline__ Mass ranked(unsigned key, int place)
 {
-    return static_cast<Mass>(key) << 32 | (0xffffffffu - token);
+    return static_cast<Mass>(key) << 32 | (0xffffffffu - place);
 }
 
-__device__ __forceinline__ int token_of(Mass rank) { return 0xffffffffu - static_cast<unsigned>(rank); }
+__device__ __forceinline__ int place_of_rank(Mass rank) { return 0xffffffffu - static_cast<unsigned>(rank); }
 
 __device__ __forceinline__ Mass shuffled(Mass mass, int from)
 {
@@ -130,12 +219,15 @@ __device__ __forceinline__ Mass shuffled(Mass mass, int from)
     return static_cast<Mass>(high) << 32 | low;
 }
 
-__device__ __forceinline__ Mass largest_of_warp(Mass rank)
+__device__ __forceinline__ Mass larger_of(Mass a, Mass b) { return a < b ? b : a; }
+
+// Of each LANES that follow one another.
+template <int LANES>
+__device__ __forceinline__ Mass largest_of_lanes(Mass rank)
 {
 #pragma unroll
-    for (int across = WARP / 2; across > 0; across /= 2) {
-        const Mass other = shuffled(rank, threadIdx.x % WARP ^ across);
-        rank = rank < other ? other : rank;
+    for (int across = LANES / 2; across > 0; across /= 2) {
+        rank = larger_of(rank, shuffled(rank, threadIdx.x % WARP ^ across));
     }
     return rank;
 }
@@ -143,31 +235,36 @@ __device__ __forceinline__ Mass largest_of_warp(Mass rank)
 // The largest rank of the row, for the first warp of the part that is done last; for all other threads 0.
 //
 // of_parts:  [parts], of the row; arrived: the row's, see `arrives_last`
-// of_chunks: [chunks], the largest key that each warp has, for that last one to read; or null
+// of_halves: [chunks, 2], the largest key that each half of a warp has, for that last one to read; or null
+template <int AHEAD>
 __device__ __forceinline__ Mass first_of_row(
-    const Scores& scores, Mass* of_parts, unsigned* arrived, unsigned* of_chunks = nullptr)
+    const Scores& scores, Mass* of_parts, unsigned* arrived, unsigned* of_halves = nullptr)
 {
     __shared__ Mass of_warps[WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     unsigned best = 0;  // less than any key
-    int first = 0;
-    walk(scores, [&](int token, float logit) {
-        const unsigned key = scores.key(logit);
-        if (key > best) best = key, first = token;
+    int where = 0;      // the vector: which of its tokens it is, is found at the end
+    walk_share<AHEAD>(scores, [&](int vector, const uint4& loaded) {
+        const unsigned key = scores.key(scores.largest(vector, loaded));
+        if (key > best) best = key, where = vector;
     });
-    Mass largest = largest_of_warp(best ? ranked(best, first) : 0);
-    if (lane == 0) {
-        of_warps[warp] = largest;
-        if (of_chunks) of_chunks[blockIdx.x * warps + warp] = largest >> 32;
+    Mass largest = largest_of_lanes<WARP / 2>(best ? ranked(best, where) : 0);
+    if (of_halves && lane % (WARP / 2) == 0) {
+        of_halves[(blockIdx.x * warps + warp) * 2 + lane / (WARP / 2)] = largest >> 32;
     }
+    largest = larger_of(largest, shuffled(largest, lane ^ WARP / 2));
+    if (lane == 0) of_warps[warp] = largest;
     __syncthreads();
     if (warp > 0) return 0;
-    largest = largest_of_warp(lane < warps ? of_warps[lane] : 0);
+    largest = largest_of_lanes<WARP>(lane < warps ? of_warps[lane] : 0);
     bool is_last = false;
     if (lane == 0) {
         of_parts[blockIdx.x] = largest;
         is_last = arrives_last(arrived);
     }
     if (!__shfl_sync(ALL_LANES, static_cast<int>(is_last), 0)) return 0;
-    return largest_of_warp(lane < gridDim.x ? __ldcg(of_parts + lane) : 0);
+    largest = largest_of_lanes<WARP>(lane < gridDim.x ? __ldcg(of_parts + lane) : 0);
+    const int token = scores.token_of(place_of_rank(largest)) + lane;
+    const bool is_one = lane < ELEMENTS && 0 <= token && token < scores.vocab;
+    return largest_of_lanes<WARP>(is_one ? ranked(scores.key(scores.logit(token)), token) : 0);
 }

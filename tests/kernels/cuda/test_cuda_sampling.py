@@ -65,9 +65,13 @@ def drawn(
     threads: int = 64,
     cap: float = 0.0,
     part_tokens: int = 100,
+    is_flat: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel draws, and the largest logits that it tells of."""
+    """What the kernel draws, and the largest logits that it tells of. is_flat: at a temperature at which all tokens
+    weigh the same."""
     rows = table_of(params, seeds, positions)
+    if is_flat:
+        rows["inverse_temperature"] = 1e-38
     tokens, best = np.full(len(scores), -1, np.int32), np.zeros(len(scores), np.float32)
     sampling = CudaSampling(shim, scores.dtype, SCRATCH, threads, part_tokens)
     assert sampling.takes(scores)
@@ -190,16 +194,87 @@ def test_thresholds_among_keys_of_every_size_are_found(shim: ShimPrograms) -> No
     assert tokens.tolist() == expected.tolist()
 
 
-def test_a_vocabulary_of_real_size_draws_as_on_the_host_however_it_is_cut(shim: ShimPrograms) -> None:
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("part_tokens", [100, 1000])
+def test_thresholds_of_bfloat16_are_found_wherever_they_are(
+    shim: ShimPrograms, part_tokens: int, backwards: bool
+) -> None:
+    """Keys that have bins of their own, and those that have not: near zero and far from it, of both signs."""
+    inner, outer = np.arange(0x3C00, 0x4380, 9), (np.arange(0x10, 0x3C00, 11), np.arange(0x4380, 0x7000, 13))
+    positive = np.concatenate([inner, *outer]).astype(np.uint16)
+    windows = *range(0x1000, 0x7000, 0x1000), *range(0x0C00, 0x3C00, 0x1000)
+    edges = np.array([0x3C00, 0x4380, 0x5380, *windows], np.uint16)
+    edges = (edges + np.arange(-3, 3)[:, None].astype(np.uint16)).ravel()
+    bits = np.unique(np.concatenate([positive, positive[::2] | 0x8000, edges, edges | 0x8000]))
+    scores = np.random.default_rng(5).permutation(bits).view(numpy_dtype("bfloat16"))
+    order = np.argsort(-scores.astype(np.float64))
+    shim.backwards = backwards
+    kept = [2, 33, *range(50, len(bits), 150), len(bits) - 1]
+    for top_p in (1.0, 0.5):
+        params = [SamplingParams(top_k=k, top_p=top_p) for k in kept]
+        rows, seeds = np.stack([scores] * len(kept)), list(range(len(kept)))
+        tokens, _ = drawn(shim, rows, params, seeds, [7] * len(kept), part_tokens=part_tokens, is_flat=True)
+        among = [np.sort(order[: -(-k // (1 if top_p == 1.0 else 2))]) for k in kept]
+        assert tokens.tolist() == [each[int(uniform(row, 7) * len(each))] for row, each in enumerate(among)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [3.0, -3.0, 2.0**-12, -(2.0**-12), 512.0, -512.0, 0.0])
+def test_of_equals_at_the_threshold_the_first_are_kept(shim: ShimPrograms, dtype: str, value: float) -> None:
+    """By top-k, by top-p, and by one behind the other; in bins of one key, and in others."""
+    scores = np.full((40, 3000), -np.inf, numpy_dtype(dtype))
+    above, tied, below = np.arange(7, 3000, 500), np.arange(3, 3000, 20), np.arange(14, 3000, 100)
+    scores[:, tied] = value
+    scores[:, above], scores[:, below] = abs(value) * 1.5 + 2.0**-13, -abs(value) * 1.5 - 2.0**-13
+    count = len(above) + len(tied) + len(below)
+    seeds = list(range(40))
+    for top_k, top_p, kept in ((40, 1, 40), (0, 60.5 / count, 61), (40, 0.5, 20), (100, 0.305, 31), (7, 1, 7)):
+        params = [SamplingParams(top_k=top_k, top_p=top_p)] * 40
+        tokens, _ = drawn(shim, scores, params, seeds, seeds, part_tokens=400, is_flat=True)
+        among = np.sort(np.concatenate([above, tied[: kept - len(above)]]))
+        assert tokens.tolist() == [among[int(uniform(each, each) * kept)] for each in seeds]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_below_the_least_of_the_largest_is_not_missed(shim: ShimPrograms, dtype: str) -> None:
+    """Up to as many tokens as halves of warps have chunks: 32 of 17 vectors or more, and the last one shorter."""
+    vocab = 32 * (2 if dtype == "float32" else 1) * (16 * (4 if dtype == "float32" else 8))
+    rng = np.random.default_rng(8)
+    scores = (rng.standard_normal((6, vocab + 5)) * 3).astype(numpy_dtype(dtype))[:, 3:-2]
+    scores[1, : vocab // 2] = -np.inf
+    scores[2, 100:] = -np.inf
+    params = [SamplingParams(temperature=0.8, top_k=k, top_p=p) for k, p in ((2, 1), (20, 1), (64, 0.9))] * 2
+    seeds, positions = list(range(6)), [3] * 6
+    expected = sample(scores.astype(np.float32), Draws(params, np.array(seeds, np.uint64), np.array(positions)))
+    for part_tokens in (vocab, vocab // 7, vocab // 16):
+        tokens, _ = drawn(shim, scores, params, seeds, positions, part_tokens=part_tokens)
+        assert tokens.tolist() == expected.tolist()
+
+
+def test_more_tokens_are_wanted_than_halves_of_warps_have_large_ones(shim: ShimPrograms) -> None:
+    """One large in each half of the two warps' chunks, of 40 vectors."""
+    scores = np.zeros((20, 640), numpy_dtype("bfloat16"))
+    large = [0, 16 * 8, 320, 320 + 16 * 8]
+    scores[:, large] = 1
+    seeds = list(range(20))
+    for top_k in (3, 4, 5, 8):
+        params = [SamplingParams(top_k=top_k)] * 20
+        tokens, _ = drawn(shim, scores, params, seeds, seeds, part_tokens=640, is_flat=True)
+        among = np.sort([*large, *range(1, 9)][:top_k])
+        assert tokens.tolist() == [among[int(uniform(each, each) * top_k)] for each in seeds]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_vocabulary_of_real_size_draws_as_on_the_host_however_it_is_cut(shim: ShimPrograms, dtype: str) -> None:
     rng = np.random.default_rng(2)
-    scores = (rng.standard_normal((4, 50_257)) * 3).astype(np.float32)
+    scores = (rng.standard_normal((4, 50_257)) * 3).astype(numpy_dtype(dtype))
     params = [
         SamplingParams(),
         SamplingParams(temperature=0.7, top_p=0.9),
         SamplingParams(top_k=50, top_p=0.95),
         SamplingParams(temperature=1.5, top_k=1000, min_p=0.001),
     ]
-    expected = sample(scores, Draws(params, np.arange(1, 5, dtype=np.uint64), np.arange(10, 50, 10)))
+    expected = sample(scores.astype(np.float32), Draws(params, np.arange(1, 5, dtype=np.uint64), np.arange(10, 50, 10)))
     for threads, part_tokens in ((64, 60_000), (512, 8192)):
         tokens, _ = drawn(shim, scores, params, [1, 2, 3, 4], [10, 20, 30, 40], threads, part_tokens=part_tokens)
         assert tokens.tolist() == expected.tolist()
@@ -211,13 +286,15 @@ def test_what_is_launched_follows_from_shapes_and_from_how_much_is_searched_for(
         SamplingParams(top_p=0.5), SamplingParams(top_k=9), SamplingParams(top_k=9, top_p=0.5),
     ]  # fmt: skip
     assert [thresholds_of(table_of([one], [0], [0])) for one in params] == [0, 0, 0, 1, 1, 2]
-    launched = Launched()
-    scores = np.zeros((200, 50_000), np.float16)
-    sampling = CudaSampling(launched, scores.dtype, SCRATCH)
-    for thresholds, cap in ((0, 0.0), (1, 0.0), (2, 30.0)):
-        sampling.draw(scores, np.zeros(1), thresholds, cap, np.zeros(200, np.int32), np.zeros(200, np.float32))
-    counts = [((4, 128, 1), times) for times in (2, 5, 9)]
-    assert launched.grids() == [each for grid, times in counts for each in (grid, (7, 72, 1)) for _ in range(times)]
+    launches = {"float16": (2, 5, 9), "bfloat16": (2, 3, 9), "float32": (2, 6, 9)}
+    for dtype, expected in launches.items():
+        launched = Launched()
+        scores = np.zeros((200, 50_000), numpy_dtype(dtype))
+        sampling = CudaSampling(launched, scores.dtype, SCRATCH)
+        for thresholds, cap in ((0, 0.0), (1, 0.0), (2, 30.0)):
+            sampling.draw(scores, np.zeros(1), thresholds, cap, np.zeros(200, np.int32), np.zeros(200, np.float32))
+        grids = (2, 128, 1), (3, 72, 1)
+        assert launched.grids() == [grid for times in expected for grid in grids for _ in range(times)]
 
 
 def test_what_does_not_fit_is_refused(shim: ShimPrograms) -> None:
@@ -239,5 +316,5 @@ def test_it_compiles_without_spills_to_wide_loads_for_two_blocks_of_16_warps(sm:
     assert spilled(compiled) == []
     assert {"v4.u32", "v4.f32"} & accesses(compiled, "ld")
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", compiled.log)]
-    assert len(registers) == 4
+    assert len(registers) == 5
     assert max(registers) <= 64, "1024 threads share 65,536 registers"
