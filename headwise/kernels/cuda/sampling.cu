@@ -95,9 +95,9 @@ __device__ __forceinline__ bool has_counts(float cap) { return NUMBER == BF16 &&
 __device__ __forceinline__ unsigned floor_of(const Scores& logits, const unsigned* largest, int wanted)
 {
     const int size = chunk_size(logits), chunks = (logits.vectors() + size - 1) / size;
-    // The last chunk's second half has none if it is that short.
+    // The last chunk's second half has none, if that chunk is short. Where all are, others have none, either: 0.
     const int halves = 2 * chunks - (logits.vectors() - (chunks - 1) * size <= WARP / 2);
-    if (size <= WARP / 2 || wanted > halves) return 0;
+    if (wanted > halves) return 0;
     unsigned least = 0xffffffffu;
 #pragma unroll 4
     for (int half = threadIdx.x % WARP; half < halves; half += WARP) {
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) count_keys(
         if (!count) return Above{0, 0};
         if (counted.all && Keys::is_outer(bin)) return Above{__ldcg(own.counts.of_outer + outer_of(bin)), count};
         const Mass each = weights(counted.all ? Keys::number_of(bin) : logits.logit_of(counted.low + bin));
-        return each ? Above{each * count, count} : Above{0, 0};
+        return Above{each * count, count};
     };
 #pragma unroll 1
     while (true) {
@@ -342,8 +342,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) count_keys(
         const Crossing at = found;
         __syncthreads();  // all have read it
         const bool is_outer = counted.all && at.bin >= 0 && Keys::is_outer(at.bin);
-        if (at.bin < 0 && counted.low == 0) break;  // it is there: this only keeps the loop from going on for ever
         if (at.bin < 0 || is_outer) {
+            if (!is_outer && (counted.all || counted.low == 0)) break;  // not of scores that stay as they are
             above = is_outer ? at.above : above + prefix.all;
             last = is_outer ? (Keys::low_of(at.bin + 1) - 1) >> logits.shift : counted.low - 1;
             counted = Counted{false, last < Keys::BINS ? 0 : last - (Keys::BINS - 1)};
@@ -452,19 +452,20 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) draw(
     above = has_chunk ? __ldcg(own.above + threadIdx.x) : 0;
     ties = has_chunk ? __ldcg(own.ties + threadIdx.x) : 0;
     Place at = {0, __umul64hi(own.number, prefix_of(above).all + kept.tied * each), kept.tied};
+    const int threads = blockDim.x;
     int begin = 0, end = 0, share = 0;
 #pragma unroll 1
-    while (true) {
+    for (bool is_chunk = true;; is_chunk = false) {
         at = place_of(at, above, ties, each);
-        if (share == 1) break;
-        if (share == 0) {
+        if (is_chunk) {
             const Span span = span_of(logits, at.thread);
             begin = logits.token_of(span.begin), end = logits.token_of(span.end);
             begin = begin < 0 ? 0 : begin, end = smaller(end, vocab);
         } else {
             begin += at.thread * share, end = smaller(begin + share, end);
         }
-        share = (end - begin + blockDim.x - 1) / blockDim.x;
+        if (!is_chunk && share <= 1) break;
+        share = (end - begin + threads - 1) / threads;
         above = 0, ties = 0;
         const int from = begin + threadIdx.x * share, to = smaller(from + share, end);
 #pragma unroll 1
@@ -474,5 +475,5 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) draw(
             ties += logit == bound;
         }
     }
-    if (threadIdx.x == 0) tokens[blockIdx.y] = begin + at.thread;
+    if (threadIdx.x == 0) tokens[blockIdx.y] = begin;
 }

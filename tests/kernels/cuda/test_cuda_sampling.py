@@ -201,13 +201,15 @@ def test_thresholds_of_bfloat16_are_found_wherever_they_are(
 ) -> None:
     """Keys that have bins of their own, and those that have not: near zero and far from it, of both signs."""
     inner, outer = np.arange(0x3C00, 0x4380, 9), (np.arange(0x10, 0x3C00, 11), np.arange(0x4380, 0x7000, 13))
-    edges = np.arange(0x3BF0, 0x3C10), np.arange(0x4370, 0x4390)
-    positive = np.concatenate([inner, *outer, *edges]).astype(np.uint16)
-    bits = np.unique(np.concatenate([positive, positive[::2] | 0x8000]))
+    positive = np.concatenate([inner, *outer]).astype(np.uint16)
+    windows = *range(0x1000, 0x7000, 0x1000), *range(0x0C00, 0x3C00, 0x1000)
+    edges = np.array([0x3C00, 0x4380, 0x5380, *windows], np.uint16)
+    edges = (edges + np.arange(-3, 3)[:, None].astype(np.uint16)).ravel()
+    bits = np.unique(np.concatenate([positive, positive[::2] | 0x8000, edges, edges | 0x8000]))
     scores = np.random.default_rng(5).permutation(bits).view(numpy_dtype("bfloat16"))
     order = np.argsort(-scores.astype(np.float64))
     shim.backwards = backwards
-    kept = [2, 33, 800, 900, 1000, 1200, 1500, 2300, 2600, 3300, 3500, len(bits) - 200, len(bits) - 1]
+    kept = [2, 33, *range(50, len(bits), 150), len(bits) - 1]
     for top_p in (1.0, 0.5):
         params = [SamplingParams(top_k=k, top_p=top_p) for k in kept]
         rows, seeds = np.stack([scores] * len(kept)), list(range(len(kept)))
@@ -247,6 +249,19 @@ def test_what_is_below_the_least_of_the_largest_is_not_missed(shim: ShimPrograms
     for part_tokens in (vocab, vocab // 7, vocab // 16):
         tokens, _ = drawn(shim, scores, params, seeds, positions, part_tokens=part_tokens)
         assert tokens.tolist() == expected.tolist()
+
+
+def test_more_tokens_are_wanted_than_halves_of_warps_have_large_ones(shim: ShimPrograms) -> None:
+    """One large in each half of the two warps' chunks, of 40 vectors."""
+    scores = np.zeros((20, 640), numpy_dtype("bfloat16"))
+    large = [0, 16 * 8, 320, 320 + 16 * 8]
+    scores[:, large] = 1
+    seeds = list(range(20))
+    for top_k in (3, 4, 5, 8):
+        params = [SamplingParams(top_k=top_k)] * 20
+        tokens, _ = drawn(shim, scores, params, seeds, seeds, part_tokens=640, is_flat=True)
+        among = np.sort([*large, *range(1, 9)][:top_k])
+        assert tokens.tolist() == [among[int(uniform(each, each) * top_k)] for each in seeds]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
