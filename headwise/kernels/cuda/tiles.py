@@ -97,9 +97,10 @@ def tma_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: in
 def is_read_by_words(head_dim: int, q_dtype: str, kv_dtype: str) -> bool:
     """Whether a decode reads several elements of a cache as one of 16 bits: see `cached_jit.split_pairs`.
 
-    In four bits a head of 64 has fewer words than four warps multiply with side by side, and one of 512 spills.
+    In four bits a head of 64 has fewer words than four warps multiply with side by side. Heads of 512 spill.
     """
-    return q_dtype != "float32" and (kv_dtype in QUANTISED or (kv_dtype == INT4 and 96 <= head_dim <= 256))
+    is_small = kv_dtype in QUANTISED or (kv_dtype == INT4 and head_dim >= 96)
+    return is_small and q_dtype != "float32" and head_dim <= 256
 
 
 def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: int) -> Tile:
