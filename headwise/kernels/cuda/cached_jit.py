@@ -30,32 +30,53 @@ UNIT = tl.constexpr(1.0 / 16.0)
 LEAST_SCALE = tl.constexpr(2.0**-60)
 """Of values: smaller ones count as this, which is nothing beside any others."""
 
-INT8 = tl.constexpr("""{
+
+def _of_int8(first, second):
+    """PTX that makes two words of float16 of four int8, of those bytes in each that the selectors name.
+
+    0x6400 is 1024 in float16, 0xe480 is -1152.
+    """
+    return f"""{{
 .reg .b32 positive, offset;
 mov.b32 offset, 0xe480e480;
 xor.b32 positive, $2, 0x80808080;
-prmt.b32 $0, positive, 0x64646464, 0x4140;
-prmt.b32 $1, positive, 0x64646464, 0x4342;
+prmt.b32 $0, positive, 0x64646464, {first};
+prmt.b32 $1, positive, 0x64646464, {second};
 add.f16x2 $0, $0, offset;
 add.f16x2 $1, $1, offset;
-}""")
-"""0x6400 is 1024 in float16, 0xe480 is -1152."""
+}}"""
+
+
+def _of_int4(first, second, scales, addends):
+    """The same of eight codes: four words, of low nibbles two, then of high ones, each times a scale and an addend."""
+    made = "\n".join(f"fma.rn.f16x2 ${at}, ${at}, {scales[at % 2]}, {addends[at % 2]};" for at in range(4))
+    return f"""{{
+.reg .b32 low, high;
+and.b32 high, $4, 0xf0f0f0f0;
+shl.b32 low, $4, 4;
+and.b32 low, low, 0xf0f0f0f0;
+prmt.b32 $0, low, 0x44444444, {first};
+prmt.b32 $1, low, 0x44444444, {second};
+prmt.b32 $2, high, 0x44444444, {first};
+prmt.b32 $3, high, 0x44444444, {second};
+{made}
+}}"""
+
+
+_IN_ORDER = "0x4140", "0x4342"
+_BY_PARITY = "0x4240", "0x4341"
+"""Selectors: the first two bytes of a word and the last two; those at even places and those at odd ones."""
+
+INT8 = tl.constexpr(_of_int8(*_IN_ORDER))
+INT8_PAIRS = tl.constexpr(_of_int8(*_BY_PARITY))
+INT4 = tl.constexpr(_of_int4(*_IN_ORDER, ("$5", "$6"), ("$7", "$8")))
+INT4_WORDS = tl.constexpr(_of_int4(*_BY_PARITY, ("$5", "$5"), ("$6", "$6")))
 
 E4M3 = tl.constexpr("""{
 .reg .b16 first, second;
 mov.b32 {first, second}, $2;
 cvt.rn.f16x2.e4m3x2 $0, first;
 cvt.rn.f16x2.e4m3x2 $1, second;
-}""")
-
-INT8_PAIRS = tl.constexpr("""{
-.reg .b32 positive, offset;
-mov.b32 offset, 0xe480e480;
-xor.b32 positive, $2, 0x80808080;
-prmt.b32 $0, positive, 0x64646464, 0x4240;
-prmt.b32 $1, positive, 0x64646464, 0x4341;
-add.f16x2 $0, $0, offset;
-add.f16x2 $1, $1, offset;
 }""")
 
 E4M3_PAIRS = tl.constexpr("""{
@@ -65,37 +86,6 @@ prmt.b32 sorted, $2, $2, 0x3120;
 mov.b32 {first, second}, sorted;
 cvt.rn.f16x2.e4m3x2 $0, first;
 cvt.rn.f16x2.e4m3x2 $1, second;
-}""")
-
-INT4 = tl.constexpr("""{
-.reg .b32 low, high;
-and.b32 high, $4, 0xf0f0f0f0;
-shl.b32 low, $4, 4;
-and.b32 low, low, 0xf0f0f0f0;
-prmt.b32 $0, low, 0x44444444, 0x4140;
-prmt.b32 $1, low, 0x44444444, 0x4342;
-prmt.b32 $2, high, 0x44444444, 0x4140;
-prmt.b32 $3, high, 0x44444444, 0x4342;
-fma.rn.f16x2 $0, $0, $5, $7;
-fma.rn.f16x2 $1, $1, $6, $8;
-fma.rn.f16x2 $2, $2, $5, $7;
-fma.rn.f16x2 $3, $3, $6, $8;
-}""")
-
-
-INT4_WORDS = tl.constexpr("""{
-.reg .b32 low, high;
-and.b32 high, $4, 0xf0f0f0f0;
-shl.b32 low, $4, 4;
-and.b32 low, low, 0xf0f0f0f0;
-prmt.b32 $0, low, 0x44444444, 0x4240;
-prmt.b32 $1, low, 0x44444444, 0x4341;
-prmt.b32 $2, high, 0x44444444, 0x4240;
-prmt.b32 $3, high, 0x44444444, 0x4341;
-fma.rn.f16x2 $0, $0, $5, $6;
-fma.rn.f16x2 $1, $1, $5, $6;
-fma.rn.f16x2 $2, $2, $5, $6;
-fma.rn.f16x2 $3, $3, $5, $6;
 }""")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 from headwise.kernels.cuda.latest import OfLatest
@@ -17,15 +18,15 @@ class Batch:
 
 
 def test_what_is_made_of_the_latest_source_is_kept_and_of_no_other() -> None:
-    made: list[Batch] = []
-    number_of = OfLatest[Batch, int](lambda batch: made.append(batch) or len(made))  # type: ignore[func-returns-value]
+    numbers = itertools.count(1)
+    number_of = OfLatest[Batch, int](lambda batch: next(numbers))
     first, second = Batch(), Batch()
     assert [number_of(batch) for batch in (first, first, second, second, first)] == [1, 1, 2, 2, 3]
 
 
 def test_a_source_that_has_gone_is_taken_for_no_other() -> None:
     """Whose memory, and so whose id, the next one may have."""
-    numbers = iter(range(100))
+    numbers = itertools.count()
     number_of = OfLatest[Batch, int](lambda batch: next(numbers))
     for number in range(50):
         assert number_of(Batch()) == number
