@@ -34,7 +34,8 @@
 #     cat smol/half-* > /tmp/smollm2.gguf                                                 # there, once both have come
 #     PYTHONPATH=$(echo smol/gguf-*.whl) benchmarks/gpu_checks.sh OUT --smollm2 /tmp/smollm2.gguf --expect smol/expected.json
 #
-# A missing half is told (expected.json has the file's SHA-256), and the other sections run.
+# A missing half is told (expected.json has the file's SHA-256), and the other sections run. Where pyzmq is there, too, a
+# worker in a process of its own says the same tokens.
 set -uo pipefail
 out=${1:-gpu-checks}
 shift $(( $# > 0 ))

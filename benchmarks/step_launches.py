@@ -224,6 +224,7 @@ class CountedOps(EmulatedOps):
         GpuOps.__init__(self, xp, numpy_dtype(dtype), counted, counted)
         self._cublas, self.is_recorded = Cublas(aligned, counted.cublas(), lambda: STREAM), False
         self._counted = counted
+        self._fetches = counted.fetches.PinnedFetches()
 
     def matmul(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         out: np.ndarray = self.xp.empty((x.shape[0], weight.shape[1]), self.dtype)
@@ -236,7 +237,7 @@ class CountedOps(EmulatedOps):
         return made
 
     def fetch(self, array: KernelArray) -> Fetch:
-        fetch: Fetch = self._counted.fetches.PinnedFetch(np.asarray(array).view(Addressed))
+        fetch: Fetch = self._fetches(np.asarray(array).view(Addressed))
         return fetch
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:

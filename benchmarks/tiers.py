@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 import numpy as np
 from prompts import tokens
+from smoke import lightly
 
 from headwise.cache_controller.host_tier import HostTier
 from headwise.kernels.select import make_block_copy
@@ -99,8 +100,8 @@ FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 def base_config(size: Size, **changes: Any) -> EngineConfig:
     tiers = {"kv_cache": size.device, "host_cache": size.host, "write_policy": "write_through"}
-    values = {"model": "smollm2-135m", **tiers}
-    return EngineConfig(**{**values, **changes})
+    config = EngineConfig(**{"model": "smollm2-135m", **tiers, **changes})
+    return lightly(config) if size is QUICK else config
 
 
 def serve(engine: LocalEngine, prompt: Sequence[int]) -> GenerationResult:

@@ -93,6 +93,7 @@ SECTIONS = {
     "latents": Section("gpu.latents", "latents", 60, 20),
     "copies": Section("gpu.copies", "copies", 60, 25),
     "ipc": Section("gpu.ipc", "ipc", 40),
+    "products": Section("gpu.products", "products", 40, 12),
     "model": Section("gpu.model", "model", 85, 45),
     "moe": Section("gpu.model", "moe", 70, 25),
     "published": Section("gpu.serving", "published", 70),

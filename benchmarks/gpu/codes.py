@@ -46,9 +46,9 @@ def check_codes(bench: Bench, rng: np.random.Generator) -> None:
             begin()
             given = {"device": "cuda", "dtype": DTYPE, "weights_dtype": kind, "cache_dir": str(bench.rig.work)}
             device, exact = bench.rig.device(EngineConfig.from_dict(given)), NumpyOps()
-            matrix = _draw(kind, rng, 320, HIDDEN)
-            up = [_draw(kind, rng, 2 * INNER, HIDDEN) for _ in range(EXPERTS + 1)]
-            down = [_draw(kind, rng, HIDDEN, INNER) for _ in up]
+            matrix = draw_codes(kind, rng, 320, HIDDEN)
+            up = [draw_codes(kind, rng, 2 * INNER, HIDDEN) for _ in range(EXPERTS + 1)]
+            down = [draw_codes(kind, rng, HIDDEN, INNER) for _ in up]
             with device.current():
                 for rows in dense:
                     x = _rounded(rng, rows, HIDDEN)
@@ -60,7 +60,8 @@ def check_codes(bench: Bench, rng: np.random.Generator) -> None:
                     bench.rows.check_error(f"experts_{kind}_{rows}", _distance(found, wanted), _TOLERANCE)
 
 
-def _draw(kind: str, rng: np.random.Generator, width: int, depth: int) -> GroupQuantised:
+def draw_codes(kind: str, rng: np.random.Generator, width: int, depth: int) -> GroupQuantised:
+    """A matrix of one of `KINDS`, in groups of `GROUP`."""
     dtype, least, end, bits = KINDS[kind]
     codes: NDArray[Any] = rng.integers(least, end, (width, depth)).astype(dtype)
     is_float = kind == "fp8"

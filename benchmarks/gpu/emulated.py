@@ -32,7 +32,7 @@ from headwise.transfer.host_memory import HostArena
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
-from support.gpu.emulated_gpu import EmulatedGpu
+from support.gpu.emulated_gpu import EmulatedGpu, open_emulated
 from support.gpu.host_driver import HostDriver
 from support.gpu.host_ipc import HostGpu as HostGpu
 from support.gpu.host_ipc import host_sharing as host_sharing
@@ -102,6 +102,11 @@ class EmulatedRig:
 
     def device(self, config: EngineConfig) -> Device:
         return _Gpu(self._libraries, config.dtype_name, self.programs, config.weights_dtype)
+
+    @property
+    def open_device(self) -> Callable[[EngineConfig, int], Device]:
+        opening: Callable[[EngineConfig, int], Device] = open_emulated
+        return opening
 
     def block_copy(self) -> CudaBlockCopy:
         return self._gpu.block_copy()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from gpu.rig import Rig
 
 from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import FinishReason, OutputDelta, SamplingParams
-from headwise.runtime.protocol.running_step import RunningStep
 
 
 def engine_config(rig: Rig, model: Path, **fields: Any) -> EngineConfig:
@@ -96,25 +96,32 @@ class Serving:
             raise RuntimeError(f"{count} decode steps of {batch} sequences gave {tokens} tokens: some had ended")
         return seconds / count
 
-    def host_seconds(self, count: int, batch: int) -> float:
-        """Seconds that a worker's thread computes for a decode step until it is enqueued, the median of ``count``."""
-        runner, times = self.engine._executor._runner, []
-        begin = runner._begin
+    def host_seconds(self, count: int, batch: int) -> dict[str, float]:
+        """Seconds that a worker's thread computes for a decode step until it is enqueued, medians of ``count``: in
+        all, and in its parts, of which "launch" is that of the graph, and "tokens" what comes behind it."""
+        worker, spent = self.engine._worker, defaultdict[str, list[float]](list)
+        graphs, tokens, runner = worker._graphs, worker._tokens, self.engine._executor._runner
 
-        def timed(step: BatchRequest) -> RunningStep:
-            began = time.thread_time()
-            try:
-                return begin(step)
-            finally:
-                times.append(time.thread_time() - began)
+        def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                began = time.thread_time()
+                try:
+                    return function(*arguments)
+                finally:
+                    spent[name].append(time.thread_time() - began)
 
-        runner._begin = timed
-        try:
+            return call
+
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(runner, "_begin", timed("all", runner._begin)))
+            patches.enter_context(patch.object(tokens, "choose", timed("tokens", tokens.choose)))
+            if graphs is not None:
+                replays = {shape: timed("launch", replay) for shape, replay in graphs._replays.items()}
+                patches.enter_context(patch.object(graphs, "_upload", timed("upload", graphs._upload)))
+                patches.enter_context(patch.dict(graphs._replays, replays))
             self.decode_steps(count, batch)
             self.rest()
-        finally:
-            runner._begin = begin
-        return statistics.median(times)
+        return {name: statistics.median(times) for name, times in spent.items()}
 
     def rest(self) -> None:
         """Wait until the steps in flight are computed, so that another engine has the GPU and the cores to itself."""

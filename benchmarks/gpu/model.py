@@ -8,8 +8,10 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from gpu.bench import Bench
@@ -20,7 +22,9 @@ from gpu.sizes import FULL
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
 from headwise.kernels.cuda.sampling import SCRATCH_BYTES, CudaSampling, rows_of, thresholds_of
+from headwise.runtime.client import local_engine
 from headwise.runtime.client.local_engine import LocalEngine
+from headwise.runtime.client.worker_process import WorkerProcess, has_channel
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.protocol.request import SamplingParams
 
@@ -166,7 +170,9 @@ def _host(bench: Bench, opened: Serving, config: Mapping[str, Any], batch: int) 
     seconds = opened.host_seconds(sizes.decode_steps, batch)
     opened.finish()
     most = MOST_HOST_US if sizes.long else None
-    bench.rows.add(f"host_b{batch}", seconds * 1e6, "us", most=most, note="of the worker's thread, to enqueue a step")
+    in_all = seconds.pop("all")
+    note = ", ".join(f"{name} {part * 1e6:.0f}" for name, part in seconds.items())
+    bench.rows.add(f"host_b{batch}", in_all * 1e6, "us", most=most, note=f"of the worker's thread a step; {note}")
 
 
 def _prefill(bench: Bench, opened: Serving, config: Mapping[str, Any], name: str) -> None:
@@ -229,7 +235,7 @@ def make_expected(options: argparse.Namespace) -> int:
 
 
 def smollm2(bench: Bench) -> None:
-    """The same greedy tokens as on the CPU."""
+    """The same greedy tokens as on the CPU, from a worker in this process and from one in its own."""
     options, rows, rig = bench.options, bench.rows, bench.rig
     if options.smollm2 is None:
         rows.skip("same_tokens", "give --smollm2, a directory with the converted model")
@@ -242,21 +248,43 @@ def smollm2(bench: Bench) -> None:
             options.smollm2, rig.work, bench.sizes.greedy, tensor_ops="numpy", kernels="reference",
             block_size=bench.sizes.block_size,
         )  # fmt: skip
-    count = len(expected["tokens"][0])
     for dtype in ("float32", "bfloat16"):
         with rows.case(f"tokens_{dtype}") as begin:
             begin()
-            config = engine_config(
-                rig, options.smollm2.resolve(), dtype=dtype, block_size=bench.sizes.block_size, kv_cache="64MiB"
-            )
-            with serving(rig, config) as opened:
-                results = opened.engine.generate(expected["prompts"], greedy(count))
-            found = [list(result.token_ids) for result in results]
-            equal, margin = compare_tokens(found, expected)
-            note = f"of {count * len(found)} tokens up to the first that differs; widest margin there {margin:.1e}"
-            rows.add(f"tokens_{dtype}", equal, note=note)
+            with serving(rig, _smollm2_config(bench, dtype)) as opened:
+                margin = _tell_tokens(bench, f"tokens_{dtype}", opened.engine, expected)
             if dtype == "float32":
                 rows.check("same_tokens", margin < CLOSE, "but where two were as good as equal" if margin else "")
+    _of_a_process(bench, expected)
+
+
+def _smollm2_config(bench: Bench, dtype: str) -> EngineConfig:
+    fields = {"dtype": dtype, "block_size": bench.sizes.block_size, "kv_cache": "64MiB"}
+    return engine_config(bench.rig, bench.options.smollm2.resolve(), **fields)
+
+
+def _of_a_process(bench: Bench, expected: Mapping[str, Any]) -> None:
+    """The same from a worker in a process of its own, as engines on a GPU have it."""
+    rows, name = bench.rows, "tokens_of_a_process"
+    if not has_channel():
+        rows.skip(name, "pyzmq is not installed, by which steps reach a worker's process")
+        return
+    with rows.case(name) as begin:
+        begin()
+        config, opening = _smollm2_config(bench, "float32"), partial(WorkerProcess, open_device=bench.rig.open_device)
+        with patch.object(local_engine, "WorkerProcess", opening), LocalEngine(config, worker_process=True) as engine:
+            margin = _tell_tokens(bench, name, engine, expected)
+        rows.check("same_tokens_of_a_process", margin < CLOSE)
+
+
+def _tell_tokens(bench: Bench, name: str, engine: LocalEngine, expected: Mapping[str, Any]) -> float:
+    """How many tokens of an engine are those expected; the widest margin where one is not, see `compare_tokens`."""
+    count = len(expected["tokens"][0])
+    found = [list(result.token_ids) for result in engine.generate(expected["prompts"], greedy(count))]
+    equal, margin = compare_tokens(found, expected)
+    note = f"of {count * len(found)} tokens up to the first that differs; widest margin there {margin:.1e}"
+    bench.rows.add(name, equal, note=note)
+    return margin
 
 
 def check_file(model: Path, expected: str) -> None:

@@ -28,7 +28,7 @@ from headwise.kernels.cuda.launch import CubinFile, Kernel, Variant, address_of,
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import CudaPrograms, Programs
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.worker.device import Device
+from headwise.runtime.worker.device import Device, open_device
 from headwise.transfer.base import Stream
 from headwise.transfer.host_memory import HostArena
 
@@ -67,6 +67,10 @@ class Rig(Protocol):
 
     def device(self, config: EngineConfig) -> Device:
         """A device of its own for an engine."""
+
+    @property
+    def open_device(self) -> Callable[[EngineConfig, int], Device]:
+        """A function of a module that opens one in a worker's process."""
 
     def block_copy(self) -> CudaBlockCopy: ...
 
@@ -176,6 +180,11 @@ class CudaRig:
         from headwise.runtime.worker.cuda_device import CudaDevice
 
         return CudaDevice(config)
+
+    @property
+    def open_device(self) -> Callable[[EngineConfig, int], Device]:
+        """See `Rig.open_device`."""
+        return open_device
 
     def block_copy(self) -> CudaBlockCopy:
         return self._device.block_copy()

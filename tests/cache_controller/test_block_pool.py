@@ -65,7 +65,7 @@ class EvictionMachine(RuleBasedStateMachine):
 
 
 TestEvictionMachine = EvictionMachine.TestCase
-TestEvictionMachine.settings = settings(max_examples=100, stateful_step_count=60)
+TestEvictionMachine.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("count", [1, 7, 300])

@@ -486,7 +486,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=50, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 class WindowsMachine(CacheMachine):
@@ -556,7 +556,7 @@ def _run(machine: type[CacheMachine], examples: int) -> None:
     "machine", [WindowsMachine, StatesMachine, StatesAndWindowsMachine, FullMachine, SinksMachine, ShortWindowsMachine]
 )
 def test_caches_of_other_groups_keep_their_promises(machine) -> None:
-    _run(machine, 40)
+    _run(machine, 20)
 
 
 @pytest.mark.soak

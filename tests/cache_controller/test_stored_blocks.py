@@ -249,4 +249,4 @@ class ShortWindowsMachine(StoredMachine):
 
 @pytest.mark.parametrize("machine", [StoredMachine, WindowsMachine, ShortWindowsMachine])
 def test_what_is_said_of_storage_is_what_is_known(machine) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30))

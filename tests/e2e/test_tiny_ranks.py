@@ -20,7 +20,7 @@ from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
 
-TOKENS = 64
+TOKENS = 24
 ALSO_ON_OTHER_RANKS = {
     "deepseek-v2", "deepseek-v3", "deepseek-v3.2", "qwen3-next", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-shared",
     "llama4",

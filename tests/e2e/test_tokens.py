@@ -93,7 +93,7 @@ def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
 @all_but(*MODELS)
 @pytest.mark.parametrize(("tokens", "longest"), [(20, 800), pytest.param(64, 1400, marks=pytest.mark.soak)])
 def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int, longest: int) -> None:
-    tokens = loaded.tokens(tokens, of_tiny=24)  # all of them begin a block
+    tokens = loaded.tokens(tokens)
     wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     block_size = 64 if loaded.name in MODELS else 16  # whole prompts, and 32 requests at once, are in blocks of 64
     changes = {"max_batched_tokens": 64, "prefix_caching": False, "block_size": block_size}
@@ -108,7 +108,7 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
 @tiny_cache_kinds()
 @pytest.mark.parametrize(("tokens", "longest"), [(6, 800), pytest.param(24, 1400, marks=pytest.mark.soak)])
 def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
-    tokens = loaded.tokens(tokens, of_tiny=24)  # all of them begin a block
+    tokens = loaded.tokens(tokens)
     wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
     results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)
@@ -128,10 +128,10 @@ def scarce(loaded: LoadedModel, wanted: list[Answer], max_tokens: int) -> dict[s
     return {"kv_cache": f"{blocks * card.layout.block_bytes}B", **settings}
 
 
-@all_but(*MODELS)
+@tiny_cache_kinds()
 @pytest.mark.parametrize(("tokens", "longest_first"), [(20, True), pytest.param(64, False, marks=pytest.mark.soak)])
 def test_a_pool_so_small_that_requests_are_preempted(loaded: LoadedModel, tokens: int, longest_first: bool) -> None:
-    tokens = loaded.tokens(tokens)
+    tokens = loaded.tokens(tokens, of_tiny=64)  # some grow while others come
     wanted = [answer.first(tokens) for answer in reference(loaded, longest=800)]
     wanted.sort(key=lambda answer: longest_first and -len(answer.prompt_ids))
     results, engine = loaded.run(wanted, greedy(wanted, tokens), **scarce(loaded, wanted, tokens))

@@ -16,7 +16,7 @@ from headwise.kernels.cuda.programs import Programs
 from headwise.runtime.ops.base import Between, Cut, Fetch, KernelArray, StepUpload
 from headwise.runtime.ops.cuda_graphs import CudaGraphs, borrowed
 from headwise.runtime.ops.gpu_ops import GpuOps
-from headwise.runtime.ops.pinned_fetch import PinnedFetch
+from headwise.runtime.ops.pinned_fetch import PinnedFetches
 from headwise.runtime.ops.step_upload import PinnedUpload
 
 PIECE_BYTES = 64 << 20
@@ -40,6 +40,7 @@ class CupyOps(GpuOps):
     def __init__(self, dtype: str, programs: Programs, launcher: TritonLauncher, weights_dtype: str = "auto") -> None:
         super().__init__(cupy, numpy_dtype(dtype), programs, launcher, weights_dtype)
         self._graphs = CudaGraphs()
+        self._fetches = PinnedFetches()
         self._cublas = Cublas(partial(cupy.empty, dtype="uint8"))  # no cycle: memory goes with the last reference
 
     def tensor(self, array: NDArray[Any]) -> Any:
@@ -81,7 +82,7 @@ class CupyOps(GpuOps):
         return values
 
     def fetch(self, array: Any) -> Fetch:
-        return PinnedFetch(array)
+        return self._fetches(array)
 
     def give_back_memory(self) -> None:
         self._graphs.give_back()

@@ -222,14 +222,14 @@ def test_thresholds_of_bfloat16_are_found_wherever_they_are(
 @pytest.mark.parametrize("value", [3.0, -3.0, 2.0**-12, -(2.0**-12), 512.0, -512.0, 0.0])
 def test_of_equals_at_the_threshold_the_first_are_kept(shim: ShimPrograms, dtype: str, value: float) -> None:
     """By top-k, by top-p, and by one behind the other; in bins of one key, and in others."""
-    scores = np.full((40, 3000), -np.inf, numpy_dtype(dtype))
+    scores = np.full((16, 3000), -np.inf, numpy_dtype(dtype))
     above, tied, below = np.arange(7, 3000, 500), np.arange(3, 3000, 20), np.arange(14, 3000, 100)
     scores[:, tied] = value
     scores[:, above], scores[:, below] = abs(value) * 1.5 + 2.0**-13, -abs(value) * 1.5 - 2.0**-13
     count = len(above) + len(tied) + len(below)
-    seeds = list(range(40))
+    seeds = list(range(16))
     for top_k, top_p, kept in ((40, 1, 40), (0, 60.5 / count, 61), (40, 0.5, 20), (100, 0.305, 31), (7, 1, 7)):
-        params = [SamplingParams(top_k=top_k, top_p=top_p)] * 40
+        params = [SamplingParams(top_k=top_k, top_p=top_p)] * 16
         tokens, _ = drawn(shim, scores, params, seeds, seeds, part_tokens=400, is_flat=True)
         among = np.sort(np.concatenate([above, tied[: kept - len(above)]]))
         assert tokens.tolist() == [among[int(uniform(each, each) * kept)] for each in seeds]

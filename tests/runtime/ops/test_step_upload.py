@@ -25,7 +25,7 @@ class LateCopies:
 
     def __init__(self) -> None:
         self._copies: list[Callable[[], None]] = []
-        self._done = 0
+        self._done = self.events = 0
         self.faults = HostFaults()
         self.seen: list[list[int]] = []
 
@@ -41,6 +41,7 @@ class LateCopies:
 
     def make_event(self, disable_timing: bool) -> LateEvent:
         assert disable_timing
+        self.events += 1
         return LateEvent(self)
 
     @property
@@ -154,7 +155,7 @@ def test_equal_shapes_have_equal_places_as_long_as_the_capacity_suffices(copies:
 
 
 def test_what_is_fetched_comes_when_it_is_waited_for_and_stays(copies: LateCopies) -> None:
-    fetch_of = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetch
+    fetch_of = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetches()
     first, second = (np.arange(3, dtype=np.int32).view(DeviceArray) + at for at in (0, 10))
     fetches = [fetch_of(array) for array in (first, second)]
     assert [fetch.is_done for fetch in fetches] == [False, False]
@@ -165,12 +166,30 @@ def test_what_is_fetched_comes_when_it_is_waited_for_and_stays(copies: LateCopie
     assert kept.tolist() == [10, 11, 12]
 
 
+def test_memory_and_event_of_what_was_taken_serve_the_next_array_of_its_shape(copies: LateCopies) -> None:
+    fetch_of = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetches()
+    arrays = [np.full(3, at, np.int32).view(DeviceArray) for at in range(4)]
+    first, second = fetch_of(arrays[0]), fetch_of(arrays[1])
+    taken = first.get()
+    third, fourth = fetch_of(arrays[2]), fetch_of(arrays[3])
+    assert first.is_done
+    assert not third.is_done
+    assert [each.get().tolist() for each in (fourth, first, third, second)] == [[3] * 3, [0] * 3, [2] * 3, [1] * 3]
+    assert first.get() is taken
+    assert copies.events == 3, "the third has the first one's; the fourth needs its own"
+    other = fetch_of(np.zeros((1, 3), np.int32).view(DeviceArray))
+    assert other.get().shape == (1, 3)
+    assert copies.events == 4
+
+
 def test_what_a_failed_gpu_has_not_brought_is_neither_read_nor_waited_for_for_ever(copies: LateCopies) -> None:
-    fetch_of = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetch
-    came, late = (fetch_of(np.arange(3, dtype=np.int32).view(DeviceArray)) for _ in range(2))
-    came.get()
-    assert not late.is_done
+    fetch_of = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetches()
+    taken, came, late = (fetch_of(np.arange(3, dtype=np.int32).view(DeviceArray)) for _ in range(3))
+    taken.get()
+    copies.finish(2)
+    assert (came.is_done, late.is_done) == (True, False)
     copies.faults.fault()
+    assert taken.get().tolist() == [0, 1, 2]
     for fetch in (late, came):  # of a finished copy, too, the runtime says nothing else
         with pytest.raises(GpuFailedError, match="cudaErrorIllegalAddress"):
             _ = fetch.is_done

@@ -396,7 +396,7 @@ class SharedDirectory(RuleBasedStateMachine):
 
 
 TestSharedDirectory = SharedDirectory.TestCase
-TestSharedDirectory.settings = settings(max_examples=100, stateful_step_count=30)
+TestSharedDirectory.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 # ---- Mooncake, which may deliver late, or something else ----

@@ -368,6 +368,6 @@ class CrowdedNetwork(Network):
 
 
 for machine in (Network, CrowdedNetwork):
-    machine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+    machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestNetwork = Network.TestCase
 TestCrowdedNetwork = CrowdedNetwork.TestCase

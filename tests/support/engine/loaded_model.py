@@ -71,8 +71,8 @@ class LoadedModel:
         directory = resolve_model(self.config.model, self.config.cache_path)
         self.worker = ModelWorker(self.config, directory, 0, SingleRank())
 
-    def tokens(self, few: int, of_tiny: int = 64) -> int:
-        """How many tokens of each answer to ask for: a few, but of a tiny model more: all of them, or ``of_tiny``."""
+    def tokens(self, few: int, of_tiny: int = 24) -> int:
+        """How many of each answer to ask for: of a tiny model at least ``of_tiny``, so that all begin a block."""
         return max(few, of_tiny) if self.name in TINY_CONFIGS else few
 
     def engine(self, **changes: object) -> tuple[EngineCore, LocalExecutor]:

@@ -5,6 +5,7 @@ and copies give is known only when an event says so. One that fails on the way d
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -56,14 +57,13 @@ class StreamedGpu(EmulatedGpu):
         self._cuda, self._failing_fetch = cuda, failing_fetch
         self._fetched: list[NDArray[Any]] = []  # a device's memory is not freed under a copy
         self.ops.fetch = self._fetch  # type: ignore[method-assign,assignment]
+        self._fetches = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetches()
 
     def _fetch(self, array: NDArray[Any]) -> Any:
-        from headwise.runtime.ops.pinned_fetch import PinnedFetch
-
         self._fetched.append(array.copy())
         if len(self._fetched) == self._failing_fetch:
             self._cuda.launch(self._cuda.faults.fault)  # as a kernel of this step does
-        return PinnedFetch(self._fetched[-1].view(_DeviceArray))
+        return self._fetches(self._fetched[-1].view(_DeviceArray))
 
     def block_copy(self) -> BlockCopy:
         driver = StreamDriver(self._cuda)
