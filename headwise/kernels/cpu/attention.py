@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +10,8 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu import attention_calls_jit, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP, CacheKernels, PlanTable, score_factor
-from headwise.kernels.cpu.attention_plan import THREAD_COST, Planner
+from headwise.kernels.cpu.attention_plan import THREAD_COST
+from headwise.kernels.cpu.known_heads import KnownHeads
 from headwise.kernels.cpu.pool import check_threads, pool_of_this_process
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import gqa_layout
@@ -50,6 +49,7 @@ class NumbaKernels:
 
     def __init__(self, threads: int, kv_dtype: str | None = "float32") -> None:
         self._known: dict[int, CacheKernels] = {}
+        self._heads = KnownHeads()
         self.set_threads(threads)
         if kv_dtype is not None:
             self.prepare(kv_dtype)
@@ -115,7 +115,7 @@ class NumbaKernels:
             raise ValueError("cosines and sines do not fit each other")
         if key.shape != value.shape:
             raise ValueError("keys and values do not fit each other")
-        kernels, layer = self._kernels_of(layout), _layer_of(heads)
+        kernels, layer_at = self._kernels_of(layout), self._heads.of(heads, None).layer_at
         _check(rows, key.shape[1], dim, kernels, batch, heads)
         tokens, scratch = int(batch.cu_seqlens_q[-1]), np.empty((self._threads, dim), np.float32)
         own = kernels.a_pass(
@@ -125,7 +125,7 @@ class NumbaKernels:
         )  # fmt: skip
         workers, counters = max(1, min(self._threads, tokens // THREAD_TOKENS)), np.zeros(1, np.int64)
         call = records.filled(
-            records.CALL, function=kernels.write.address, own=place_of(own), layer=place_of(layer),
+            records.CALL, function=kernels.write.address, own=place_of(own), layer=layer_at,
             counters=place_of(counters), rows=tokens, piece=THREAD_TOKENS,
         )  # fmt: skip
         pool_of_this_process().run(attention_calls_jit.write().address, workers, place_of(call))
@@ -155,13 +155,10 @@ class NumbaKernels:
             raise ValueError(f"sink_logits {sink_logits.shape} do not fit {q_heads} query heads")
         kernels, share = self._kernels_of(layout), q_heads // kv_heads
         _check(rows, kv_heads, dim, kernels, batch, heads)
-        plan = Planner(heads.window, heads.sink, share, dim).plan(batch)
+        known = self._heads.of(heads, sink_logits)
+        plan = known.plan(share, dim, batch)
         workers, plans = max(1, min(self._threads, len(plan.parts), plan.cost // THREAD_COST)), PlanTable.of([plan])
-        scratch, partials, layer = (
-            plans.scratch(workers, share, kernels),
-            plans.partials(dim),
-            _layer_of(heads, sink_logits),
-        )
+        scratch, partials = plans.scratch(workers, share, kernels), plans.partials(dim)
         counters = np.zeros(FIRST_ITEM + len(plan.items), np.int64)
         own = kernels.a_pass(
             arena, batch, rows=rows, q_heads=q_heads, kv_heads=kv_heads, dim=dim, **_rows("query", query),
@@ -170,7 +167,7 @@ class NumbaKernels:
             factor=score_factor(scale, softcap), softcap=softcap,
         )  # fmt: skip
         call = records.filled(
-            records.CALL, function=kernels.attend.address, own=place_of(own), layer=place_of(layer),
+            records.CALL, function=kernels.attend.address, own=place_of(own), layer=known.layer_at,
             counters=place_of(counters),
         )  # fmt: skip
         pool_of_this_process().run(attention_calls_jit.attend().address, workers, place_of(call))
@@ -200,13 +197,6 @@ def _check(rows: int, kv_heads: int, dim: int, kernels: CacheKernels, batch: Att
         )
     if dim > kernels.dim:
         raise ValueError(f"the head_dim is {dim}, larger than that of the block layout, {kernels.dim}")
-
-
-def _layer_of(heads: HeadTable, sink_logits: NDArray[np.float32] | None = None) -> NDArray[Any]:
-    arrays = (heads.group, heads.slot, heads.window, heads.sink)
-    sinks = (0, 0) if sink_logits is None else (address_of(sink_logits, np.float32), sink_logits.size)
-    places = [(address_of(array, np.int32), array.size) for array in arrays]
-    return records.filled(records.LAYER, heads=places, sink_logits=sinks)
 
 
 def _rows(name: str, array: NDArray[np.float32]) -> dict[str, int]:

@@ -45,6 +45,9 @@ INDEX_DIM_STEP = 32
 
 _MOST_PLACES = np.iinfo(np.int32).max
 
+_ONE_HEAD = HeadTable(*(np.zeros(1, np.int32) for _ in range(4)))
+"""That sees everything, in the first slot."""
+
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
@@ -192,7 +195,7 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         mixed = np.empty_like(absorbed)
         kernels.attend(
             absorbed.reshape(count * heads, 1, -1), arena, layout, AttentionBatch(ends, lens, table, 1),
-            HeadTable(*(np.zeros(1, np.int32) for _ in range(4))), scale=scale, softcap=0.0,
+            _ONE_HEAD, scale=scale, softcap=0.0,
             out=mixed.reshape(count * heads, 1, -1),
         )  # fmt: skip
         part = np.empty_like(out, shape=(count, *out.shape[1:]))

@@ -31,17 +31,13 @@ Packed = tuple[PackedWeight, NDArray[np.float32] | None]
 class PackedExperts:
     """Experts of equal shapes and kinds, in the order of their numbers.
 
-    weights, biases: ``int64 [experts, 2]``, addresses of a gated weight and of the one behind it; and of their biases,
-                     0 for none
-    kept:            what lies there
+    products: ``[experts, 2]``, `records.PRODUCT` of a gated weight and of the one behind it, but for what is of a call
+    kept:     what they point to
     """
 
     gate: PackedWeight
     down: PackedWeight
-    activation: Activation
-    weights: NDArray[np.int64]
-    biases: NDArray[np.int64]
-    bias_lengths: tuple[int, int]
+    products: NDArray[Any]
     kept: Sequence[tuple[Packed, Packed]]
 
     @staticmethod
@@ -50,16 +46,19 @@ class PackedExperts:
         forms = {tuple(_form(weight, bias) for weight, bias in expert) for expert in experts}
         if len(forms) != 1:
             return None
-        (gate, gate_bias), (down, down_bias) = experts[0]
-        return PackedExperts(
-            gate,
-            down,
-            activation,
-            np.array([[place_of(weight.table) for weight, _ in expert] for expert in experts], np.int64),
-            np.array([[0 if bias is None else place_of(bias) for _, bias in expert] for expert in experts], np.int64),
-            (0 if gate_bias is None else gate_bias.size, 0 if down_bias is None else down_bias.size),
-            experts,
-        )
+        (gate, _), (down, _) = experts[0]
+        products = np.zeros((len(experts), 2), records.PRODUCT)
+        for side, epilogue in enumerate((activation, None)):
+            for product, expert in zip(products[:, side], experts, strict=True):
+                weight, bias = expert[side]
+                product["code"] = matmul_jit.product_of(KINDS[weight.dtype]).address
+                product["inputs"], product["columns"] = weight.inputs, weight.outputs // (2 if weight.gated else 1)
+                product["weight"], product["epilogue"] = place_of(weight.table), EPILOGUES[epilogue]
+                if bias is not None:
+                    product["bias"], product["bias_length"] = place_of(bias), bias.size
+                product["factors"] = weight.dtype != "float32"  # where they are, compiled code fills in
+        products["threads"] = 1
+        return PackedExperts(gate, down, products, experts)
 
     def add(
         self,
@@ -78,23 +77,25 @@ class PackedExperts:
         (rows, per_token), columns = chosen.shape, self.down.outputs
         if x.shape != (rows, self.gate.inputs) or out.shape != (rows, columns) or weights.shape != chosen.shape:
             raise ValueError(f"x {x.shape}, out {out.shape}, {chosen.shape} experts and {weights.shape} do not fit")
-        parts = _Parts.of(np.bincount(chosen.reshape(-1), minlength=len(self.weights)))
+        parts = _Parts.of(np.bincount(chosen.reshape(-1), minlength=len(self.products)))
         if len(parts.experts) < threads:
             return False
-        by_number = np.argsort(chosen, axis=1)
-        chosen = np.take_along_axis(chosen, by_number, axis=1)
-        weights = np.take_along_axis(weights, by_number, axis=1)
-        x, weights = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(weights, np.float32)
+        by_number = np.arange(rows)[:, None], np.argsort(chosen, axis=1)
+        chosen, weights = chosen[by_number], np.ascontiguousarray(weights[by_number], np.float32)
+        x = np.ascontiguousarray(x, np.float32)
         order = np.argsort(chosen, axis=None, kind="stable")
         tokens, places = order // per_token, np.empty(rows * per_token, np.int64)
         places[order] = np.arange(len(order))
         counters = np.zeros((len(parts.experts), 2, matmul_jit.PRODUCT_COUNTERS + 1), np.int64)
-        products, taken = self._products(parts, counters), np.zeros(3, np.int64)
+        products, taken = self.products[parts.experts], np.zeros(3, np.int64)
+        products["rows"] = parts.sizes[:, None]
+        places_of_counters = np.arange(products.size, dtype=np.int64).reshape(-1, 2) * counters[:1, 0].nbytes
+        products["counters"] = place_of(counters) + places_of_counters
         room = self._scratch(int(parts.sizes[0]))
         scratch = np.empty(threads * room["scratch_bytes"] + CACHE_LINE, np.uint8)
         down = np.empty((rows * per_token, columns), np.float32)
         call = records.filled(
-            experts_jit.EXPERTS, multiply=matmul_jit.multiply().address, products=products.ctypes.data,
+            experts_jit.EXPERTS, multiply=matmul_jit.multiply().address, products=place_of(products),
             parts=len(parts.experts), firsts=place_of(parts.firsts), order=place_of(tokens), x=place_of(x),
             inputs=self.gate.inputs, scratch=_padded(place_of(scratch)), down=place_of(down),
             out=address_of(out, np.float32), columns=columns, rows=rows, per_token=per_token, places=place_of(places),
@@ -102,21 +103,6 @@ class PackedExperts:
         )  # fmt: skip
         pool_of_this_process().run(experts_jit.run().address, threads, place_of(call))
         return True
-
-    def _products(self, parts: _Parts, counters: NDArray[np.int64]) -> NDArray[Any]:
-        """`records.PRODUCT` of each part's two products, which count in ``counters [parts, 2, n]``."""
-        products = np.zeros((len(parts.experts), 2), records.PRODUCT)
-        places = np.arange(products.size, dtype=np.int64).reshape(-1, 2) * counters[:1, 0].nbytes
-        products["weight"], products["bias"] = self.weights[parts.experts], self.biases[parts.experts]
-        products["counters"], products["rows"] = place_of(counters) + places, parts.sizes[:, None]
-        products["threads"] = 1
-        for side, (weight, epilogue) in enumerate(((self.gate, self.activation), (self.down, None))):
-            own = products[:, side]
-            own["code"] = matmul_jit.product_of(KINDS[weight.dtype]).address
-            own["inputs"], own["columns"] = weight.inputs, weight.outputs // (2 if weight.gated else 1)
-            own["bias_length"], own["epilogue"] = self.bias_lengths[side], EPILOGUES[epilogue]
-            own["factors"] = weight.dtype != "float32"  # where they are, compiled code fills in
-        return products
 
     def _scratch(self, rows: int) -> dict[str, int]:
         """Bytes at which a thread's parts of its scratch begin, for parts of so many rows, and all of them."""

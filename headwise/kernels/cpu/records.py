@@ -6,6 +6,7 @@ records of one step hang together by such addresses, so that one call with one i
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -210,12 +211,13 @@ def address_of(array: NDArray[Any], dtype: Any) -> int:
 
 
 def place_of(array: NDArray[Any]) -> int:
-    """Where an array lies; ``array.ctypes.data`` is the same, and takes three times as long.
-
-    Not for arrays of records: NumPy would describe their fields first.
-    """
-    place: int = array.__array_interface__["data"][0]
-    return place
+    """Where an array lies: as ``array.ctypes.data``, which takes three times as long, several times for each layer."""
+    buffer: Any = array
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    except (TypeError, ValueError):  # it is empty, read-only, not contiguous, or of a dtype that buffers have not
+        place: int = array.ctypes.data
+        return place
 
 
 def filled(dtype: np.dtype[Any], **fields: Any) -> NDArray[np.int64]:

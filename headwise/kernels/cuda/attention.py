@@ -14,12 +14,12 @@ from headwise.cache_controller.dtypes import packed_bytes
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.latest import OfLatest
 from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, decode_tile, is_read_by_words, prefill_tile, tma_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
+from headwise.kernels.latest import OfLatest
 from headwise.kernels.nibbles import INT4
 
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)

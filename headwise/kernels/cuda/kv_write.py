@@ -13,10 +13,10 @@ from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.attention import HEAD_DIMS
 from headwise.kernels.cuda.elementwise import is_dense
-from headwise.kernels.cuda.latest import OfLatest
 from headwise.kernels.cuda.launch import Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
+from headwise.kernels.latest import OfLatest
 from headwise.kernels.nibbles import INT4
 
 Array = Any

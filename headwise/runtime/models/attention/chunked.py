@@ -16,9 +16,13 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, ChunkingKernels, HeadTable
+from headwise.kernels.latest import OfEach
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention, GroupedQueryOverCache
 from headwise.runtime.ops.base import TensorOps
+
+MOST_TABLES = 256
+"""Of heads that are remembered: a model has one for each layer."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,26 @@ class ChunkedOverCache(GroupedQueryOverCache):
         self._chunk = chunk
         self._sees_chunks = isinstance(kernels, ChunkingKernels) and kernels.sees_chunks
         self._last: tuple[AttentionBatch, AttentionBatch] | None = None
+        self._chunked, self._unbounded = OfEach(_chunked, MOST_TABLES), OfEach(_unbounded, MOST_TABLES)
 
     def seen(self, cache: LayerCache) -> tuple[AttentionBatch, HeadTable]:
         heads = cache.heads
         if self._sees_chunks:
-            return cache.batch, replace(heads, chunked=True)
+            return cache.batch, self._chunked(heads)
         if not heads.window[0]:
             return cache.batch, heads
         if self._last is None or self._last[0] is not cache.batch:  # the same for all layers of a step
             self._last = cache.batch, cut_into_chunks(cache.batch, self._chunk, cache.layout.block_size)
-        everything = np.zeros_like(heads.window)
-        return self._last[1], replace(heads, window=everything, sink=everything)
+        return self._last[1], self._unbounded(heads)
+
+
+def _chunked(heads: HeadTable) -> HeadTable:
+    return replace(heads, chunked=True)
+
+
+def _unbounded(heads: HeadTable) -> HeadTable:
+    everything = np.zeros_like(heads.window)
+    return replace(heads, window=everything, sink=everything)
 
 
 def cut_into_chunks(batch: AttentionBatch, chunk: int, block_size: int) -> AttentionBatch:
