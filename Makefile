@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "headwise needs Python 3.10 or newer; give one with PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "headwise needs Python 3.11 or newer; give one with PYTHON=..."; exit 1; }
 	@echo "[1/2] creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/2] installing headwise and its dependencies (a few minutes, about 3 GB)"

@@ -55,7 +55,7 @@ def route(
     chosen = _best(compared, routing.per_token)
     weights = np.take_along_axis(scores, chosen, axis=1)
     if routing.norm_min is not None:
-        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), np.float32(routing.norm_min))
+        weights /= np.maximum(weights.sum(axis=1, keepdims=True), np.float32(routing.norm_min))
     return chosen, weights * np.float32(routing.scale)
 
 

@@ -69,7 +69,7 @@ class Forwarder(StreamThread):
             self._failures[endpoint] = str(error)
         except OSError as error:
             self._failures[endpoint] = error.strerror or "no answer"
-        except (EOFError, asyncio.TimeoutError):
+        except (TimeoutError, EOFError):
             self._failures[endpoint] = "no answer"
         finally:
             local[1].transport.abort()

@@ -44,7 +44,7 @@ class DeploymentView:
         if self._asking is not None:
             try:
                 await asyncio.wait_for(asyncio.shield(self._asking), ANSWER_S)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise DeploymentError(f"the scheduler has not answered for {ANSWER_S:g} s; try again later") from None
         return self._stats
 

@@ -136,7 +136,7 @@ class BodyReader:
             return bytes(body)
         except ClientDisconnect:
             raise ApiError(400, "the connection ended within the body") from None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
         finally:
             self._held -= len(body)

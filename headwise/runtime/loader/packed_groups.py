@@ -134,7 +134,8 @@ def check_groups(name: str, matrix: PackedGroups) -> PackedGroups:
         fit = fit and zeros.shape == (rows, groups) and zeros.words.shape[zeros.axis] * 32 // zeros.bits >= rows
     order = matrix.group_of
     if order is not None:
-        fit = fit and order.shape == (columns,) and order.size > 0 and order.min() >= 0 and order.max() < groups
+        fit = fit and order.shape == (columns,) and order.size > 0
+        fit = fit and bool(order.min() >= 0 and order.max() < groups)
     if not fit:
         raise ModelError(
             f"{name!r} has codes {[rows, columns]} in groups of {matrix.group}, which do not fit scales "

@@ -373,5 +373,5 @@ class Model(ABC):
 
     def capped(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
         """Logits out of scores."""
-        cap = self.config.logit_softcap
+        cap = np.float32(self.config.logit_softcap)
         return cap * np.tanh(scores / cap) if cap else scores

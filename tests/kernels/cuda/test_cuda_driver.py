@@ -58,8 +58,8 @@ def test_arguments_lie_where_a_struct_has_its_members(data: st.DataObject, lette
         ([1], "expected 2"),
         ([1, 2, 3], "expected 2"),
         ([1, 1 << 31], "format requires"),
-        ([-1, 0], "argument"),
-        ([1 << 64, 0], "argument"),
+        ([-1, 0], "(argument|format requires)"),  # by the version of Python
+        ([1 << 64, 0], "(argument|format requires)"),
         ([1, 2.0], "not an integer"),
         ([None, 2], "not an integer"),
     ],
