@@ -25,6 +25,10 @@ class OfLatest(Generic[_Source, _Made]):
         return self._made
 
 
+MOST_TABLES = 256
+"""Of heads, of which things are kept: a model has one for each layer."""
+
+
 class OfEach(Generic[_Made]):
     """``make(*sources)``, kept together with its sources, which are known by what they are and not by what they say.
 

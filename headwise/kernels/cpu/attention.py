@@ -15,6 +15,7 @@ from headwise.kernels.cpu.known_heads import KnownHeads
 from headwise.kernels.cpu.pool import check_threads, pool_of_this_process
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.latest import OfEach
 
 THREAD_TOKENS = 32
 """Tokens to be written that are worth waking a thread for."""
@@ -48,7 +49,7 @@ class NumbaKernels:
     _compile = staticmethod(CacheKernels.of)
 
     def __init__(self, threads: int, kv_dtype: str | None = "float32") -> None:
-        self._known: dict[int, CacheKernels] = {}
+        self._kernels_of = OfEach(self._compile, MOST_LAYOUTS)
         self._heads = KnownHeads()
         self.set_threads(threads)
         if kv_dtype is not None:
@@ -171,15 +172,6 @@ class NumbaKernels:
             counters=place_of(counters),
         )  # fmt: skip
         pool_of_this_process().run(attention_calls_jit.attend().address, workers, place_of(call))
-
-    def _kernels_of(self, layout: BlockLayout) -> CacheKernels:
-        # A few layouts serve every layer of every step: look at each once. What is known of one keeps it alive.
-        known = self._known.get(id(layout))
-        if known is None:
-            if len(self._known) == MOST_LAYOUTS:
-                self._known.clear()
-            known = self._known[id(layout)] = self._compile(layout)
-        return known
 
 
 class TokenKernels(NumbaKernels):

@@ -13,10 +13,7 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu import records
 from headwise.kernels.cpu.attention_plan import Plan, Planner
 from headwise.kernels.cpu.records import address_of, place_of
-from headwise.kernels.latest import OfEach, OfLatest
-
-MOST_TABLES = 256
-"""That are remembered: a model has one for each layer. Those that are made for a step alone push the others out."""
+from headwise.kernels.latest import MOST_TABLES, OfEach, OfLatest
 
 Plans = dict[tuple[int, int], OfLatest[AttentionBatch, Plan]]
 """Of the latest batch, by query heads over each KV head and the numbers of a key."""

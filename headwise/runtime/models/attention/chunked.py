@@ -16,13 +16,10 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, ChunkingKernels, HeadTable
-from headwise.kernels.latest import OfEach
+from headwise.kernels.latest import MOST_TABLES, OfEach
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention, GroupedQueryOverCache
 from headwise.runtime.ops.base import TensorOps
-
-MOST_TABLES = 256
-"""Of heads that are remembered: a model has one for each layer."""
 
 
 @dataclass(frozen=True)
