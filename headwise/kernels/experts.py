@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.fused import Activation
+
 NORM_MIN = 1e-20
 """For routing weights that are divided by their sum, whatever it is: of the likeliest experts it is never so small."""
 
@@ -37,6 +39,24 @@ class Routing:
     groups_per_token: int = 1
     best_of_group: int = 1
     scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a mixture of experts is besides its weights.
+
+    correction: float32 ``[experts]``, added to scores for the choice alone; None: nothing is
+    scales:     float32 ``[experts]``, which weights are multiplied by besides; None: nothing is
+    weighs_input: a token is multiplied by its weight before an expert has it; else what the expert made of it
+    logit_bias: float32 ``[experts]``, of a router whose product lacks it; None: there is nothing to add
+    """
+
+    routing: Routing
+    activation: Activation
+    correction: NDArray[np.float32] | None = None
+    scales: NDArray[np.float32] | None = None
+    weighs_input: bool = False
+    logit_bias: NDArray[np.float32] | None = None
 
 
 def route(

@@ -1,4 +1,4 @@
-"""The contract of decoder layers that are computed many in one call: attention and a gated MLP each, on one rank."""
+"""The contract of decoder layers that are computed many in one call: attention and an MLP or experts, on one rank."""
 
 from __future__ import annotations
 
@@ -37,17 +37,34 @@ class LayerNorms:
 
 
 @dataclass(frozen=True)
+class GatedLayer:
+    """A gated MLP."""
+
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: Array | None = None
+    down_bias: Array | None = None
+
+
+@dataclass(frozen=True)
+class MixedLayer:
+    """A mixture of experts, as the tensor operations made it that offer such a decoder, and its router."""
+
+    router: Weight
+    experts: Any
+    router_bias: Array | None = None
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
-    """A layer's weights. rotation: index of its angles"""
+    """A layer's weights. sink_logits: float32 ``[q_heads]``, if there are any; rotation: index of its angles"""
 
     qkv: Weight
     out: Weight
-    gate_up: Weight
-    down: Weight
+    mlp: GatedLayer | MixedLayer
     qkv_bias: Array | None
     out_bias: Array | None
-    gate_up_bias: Array | None
-    down_bias: Array | None
+    sink_logits: Array | None
     norms: LayerNorms
     rotation: int
 

@@ -1,7 +1,7 @@
 """Many layers of a decoder in one compiled call: the Python half (`decoder_jit` is compiled).
 
-For decoders of attention and a gated MLP on one rank. What differs from model to model are numbers and which norms
-there are: the compiled code is the same for all.
+For decoders of attention and a gated MLP, or a mixture of experts, on one rank. What differs from model to model are
+numbers and which norms there are: the compiled code is the same for all.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cpu import matmul_jit, matmul_kinds, records
+from headwise.kernels.cpu import experts_jit, matmul_jit, matmul_kinds, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import CacheKernels, PlanTable, score_factor
 from headwise.kernels.cpu.attention_plan import Planner
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_layers
+from headwise.kernels.cpu.experts import PackedExperts, room_of
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight, matmul, take_rows
+from headwise.kernels.cpu.memory import Scratch
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import Record, Room, address_of, place_of
-from headwise.kernels.fused import DecoderLayer, DecoderShape
+from headwise.kernels.fused import DecoderLayer, DecoderShape, GatedLayer, MixedLayer
 
 Floats = NDArray[np.float32]
 LAYER_BYTES = 1 << 17
@@ -43,20 +45,27 @@ class CpuDecoder:
         for record, layer in zip(self._table, layers, strict=True):
             _fill(record, layer)
         self._table_at: int = self._table.ctypes.data
-        weights = [weight for layer in layers for weight in _weights(layer)]
-        self._dtypes = frozenset(weight.dtype for weight in weights)
+        self._mixtures: list[PackedExperts] = [
+            layer.mlp.experts for layer in layers if isinstance(layer.mlp, MixedLayer)
+        ]
+        own = [weight for layer in layers for weight in _weights(layer)]
+        self._dtypes = frozenset(weight.dtype for weight in own)
+        weights = [*own, *(weight for mixture in self._mixtures for weight in mixture.weights)]
         self._shape, self._threads = shape, threads
-        self._hidden, self._intermediate = layers[0].out.outputs, max(layer.gate_up.outputs // 2 for layer in layers)
+        gated = [layer.mlp.gate_up.outputs // 2 for layer in layers if isinstance(layer.mlp, GatedLayer)]
+        self._hidden, self._intermediate = layers[0].out.outputs, max(gated, default=0)
         self._widest = max(weight.depth for weight in weights)
         self._row_sums = max(weight.row_sums for weight in weights)
-        self._layer_bytes = sum(weight.nbytes for weight in weights) // len(layers)
+        of_experts = sum(mixture.token_bytes for mixture in self._mixtures)
+        self._layer_bytes = (sum(weight.nbytes for weight in own) + of_experts) // len(layers)
         self._heads: Sequence[HeadTable] = ()
         self._planners: list[Planner] = []
         self._rooms = _Rooms.empty(0, self)
         self._plans = PlanTable.room(0)
         self._counters, self._angles = Room(np.int64), Room(np.float32)
         self._scratch, self._partials, self._scores = Room(np.float32), Room(np.float32), Room(np.float32)
-        self._pass, self._step = Record(records.PASS), Record(records.STEP)
+        self._pass, self._step, self._mixing = map(Record, (records.PASS, records.STEP, experts_jit.MIXING))
+        self._mixing_room = Scratch()
         self._kernels: CacheKernels | None = None
 
     @property
@@ -67,6 +76,7 @@ class CpuDecoder:
         """See `FusedDecoder.make_ready`."""
         self._kernels_of(layout)
         run_layers()
+        experts_jit.mix()
         for dtype in self._dtypes:
             matmul_jit.product_of(KINDS[dtype])
 
@@ -118,7 +128,8 @@ class CpuDecoder:
         rows, workers, shape = len(x), self._workers(len(x)), self._shape
         rooms, kernels = self._rooms_for(rows), self._kernels_of(layout)
         plans = PlanTable.of([planner.plan(batch) for planner in self._planners], self._plans)
-        each = phase_counters(workers) + FIRST_ITEM + plans.most_items
+        own_counters = phase_counters(workers) + FIRST_ITEM + plans.most_items
+        each = own_counters + max((mixture.counters(rows, workers) for mixture in self._mixtures), default=0)
         counters = self._counters.of((len(layers) + 1) * each)
         counters[: (len(layers) + 1) * each] = 0
         qkv, row, dim = place_of(rooms.qkv), self.all_heads * shape.head_dim, shape.head_dim
@@ -136,6 +147,10 @@ class CpuDecoder:
             scratch=place_of(scratch), scratch_floats=scratch_floats,
             factor=score_factor(shape.scale, shape.softcap), softcap=shape.softcap,
         )  # fmt: skip
+        mixing = self._mixing.fill(
+            **room_of(self._mixtures, rows, workers, self._mixing_room), x=place_of(rooms.normed),
+            logits=place_of(rooms.logits), out=place_of(rooms.added),
+        )  # fmt: skip
         step = self._step.fill(
             products=self._products, x=address_of(x, np.float32), rows=rows, hidden=self._hidden,
             layers=self._table_at + layers.start * records.LAYER.itemsize, layer_count=len(layers),
@@ -145,6 +160,7 @@ class CpuDecoder:
             tiles=place_of(rooms.tiles), values=place_of(rooms.values), counters=place_of(counters),
             counters_per_layer=each, threads=workers, attention=attention, write=kernels.write.address,
             attend=kernels.attend.address, final_norm=_span(final_norm)[0], eps=shape.eps,
+            mix=experts_jit.mix().address, mixing=mixing, mixing_counters=own_counters,
         )  # fmt: skip
         pool_of_this_process().run(run_layers().address, workers, step)
 
@@ -195,10 +211,13 @@ class CpuDecoder:
 class _Rooms:
     """What the phases of a layer pass on, for so many rows; and a scratch for each thread. See `records.STEP`.
 
-    stream: the residual stream's
+    stream:         the residual stream's
+    normed, logits: what routers multiply, and what they make of it
     """
 
     stream: Floats
+    normed: Floats
+    logits: Floats
     qkv: Floats
     heads: Floats
     added: Floats
@@ -217,6 +236,8 @@ class _Rooms:
 
         return _Rooms(
             stream=floats(rows, decoder._hidden),
+            normed=floats(rows if decoder._mixtures else 0, decoder._hidden),
+            logits=floats(rows, max((mixture.experts for mixture in decoder._mixtures), default=0)),
             qkv=floats(rows, decoder.all_heads * shape.head_dim),
             heads=floats(rows, shape.q_heads * shape.head_dim),
             added=floats(rows, decoder._hidden),
@@ -229,15 +250,22 @@ class _Rooms:
 
 
 def _weights(layer: DecoderLayer) -> tuple[PackedWeight, ...]:
-    return layer.qkv, layer.out, layer.gate_up, layer.down
+    """Those that `_run_layers` multiplies with, in the order of `records.WEIGHTS`."""
+    mlp = layer.mlp
+    return layer.qkv, layer.out, *((mlp.router,) if isinstance(mlp, MixedLayer) else (mlp.gate_up, mlp.down))
 
 
 def _fill(record: Any, layer: DecoderLayer) -> None:
-    biases = (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias)
-    record["weights"] = [place_of(weight.table) for weight in _weights(layer)]
-    record["biases"] = [_span(array) for array in biases]
+    mlp, weights = layer.mlp, _weights(layer)
+    of_mlp = (mlp.router_bias,) if isinstance(mlp, MixedLayer) else (mlp.gate_up_bias, mlp.down_bias)
+    biases = (layer.qkv_bias, layer.out_bias, *of_mlp)
+    record["weights"][: len(weights)] = [place_of(weight.table) for weight in weights]
+    record["biases"][: len(biases)] = [_span(array) for array in biases]
     record["norms"] = [_span(array) for array in _arrays(layer.norms)]
+    record["sink_logits"] = _span(layer.sink_logits)
     record["rotation"] = layer.rotation
+    if isinstance(mlp, MixedLayer):
+        record["mixture"] = place_of(mlp.experts.record)
 
 
 def _span(array: Any) -> tuple[int, int]:

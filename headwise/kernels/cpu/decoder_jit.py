@@ -2,9 +2,10 @@
 """The compiled half of `headwise.kernels.cpu.decoder`: many layers of a decoder in one call, on several threads.
 
 A layer is a run of *phases*: norm, query-key-value product, rotation and KV write, attention, output product, add and
-norm, gated product, down product. Of each phase threads take pieces from a counter until none is left, and wait until
-those that others took are done. So the threads are woken once for all layers, and nobody waits for a thread that does
-not run: a phase is done when its pieces are.
+norm, gated product, down product; or, in place of the last two, a router's product and what `experts_jit` does. Of each
+phase threads take pieces from a counter until none is left, and wait until those that others took are done. So the
+threads are woken once for all layers, and nobody waits for a thread that does not run: a phase is done when its pieces
+are.
 
 What differs by dtype, products and attention, is compiled for itself and called by its address: this file is compiled
 once for all models.
@@ -30,6 +31,8 @@ from headwise.kernels.cpu.addresses import (
     words_at,
 )
 from headwise.kernels.cpu.attention_jit import FINISHED
+from headwise.kernels.cpu.attention_micro import row_copy
+from headwise.kernels.cpu.experts_jit import MIXING
 from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of, share_of
 from headwise.kernels.cpu.matmul_rows import prepare_row, weight_at
 from headwise.kernels.cpu.records import (
@@ -47,7 +50,7 @@ from headwise.kernels.cpu.records import (
     QUERY_NORM,
     STEP,
 )
-from headwise.kernels.cpu.threads import fetch_add, take_item, wait_and_prefetch
+from headwise.kernels.cpu.threads import fetch_add, pieces_of, take_rows, wait_and_prefetch
 
 _PHASES_OF_WEIGHT = 3
 """Its factors, its product, and, of the first one, rotation and KV write."""
@@ -56,7 +59,7 @@ _PHASES = (DOWN + 1) * _PHASES_OF_WEIGHT
 
 _MATH = {"reassoc", "nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
-_step_at = record_at(STEP)
+_step_at, _mixing_at = record_at(STEP), record_at(MIXING)
 _LAYER_BYTES, _PLAN_BYTES = LAYER.itemsize, PLAN.itemsize
 
 
@@ -105,30 +108,9 @@ def _norm_row(row, norm, eps, out):
         out[i] = row[i] * scale * norm[i]
 
 
-# --- pieces of phases: some rows each -------------------------------------------------------------------------------
-
-
-@_pasted
-def _pieces(rows):
-    """Rows of a piece: a counter's round trip is worth several rows, where there are many."""
-    return 1 if rows < 32 else 8
-
-
-@_pasted
-def _take_rows(counters, phase, rows, share, threads):
-    """The next rows of a phase, whose counters begin at ``phase``, and their share; an empty range at the end.
-
-    A thread begins with the same share of the rows in each phase: they are in its caches from the one before.
-    """
-    pieces = -(-rows // _pieces(rows))
-    piece, share = take_item(counters, phase + 1, share, threads, pieces)
-    first = piece * _pieces(rows)
-    return min(first, rows), min(first + _pieces(rows), rows), share
-
-
 @_pasted
 def _wait_for_rows(counters, phase, rows, ahead, end):
-    return wait_and_prefetch(counters, phase, -(-rows // _pieces(rows)), ahead, end)
+    return wait_and_prefetch(counters, phase, pieces_of(rows), ahead, end)
 
 
 # --- phases ---------------------------------------------------------------------------------------------------------
@@ -138,17 +120,17 @@ def _wait_for_rows(counters, phase, rows, ahead, end):
 
 @_pasted
 def _prepare(
-    step, source, columns, is_stream, addend, after, before, weight, counters, phase, values, thread, ahead, end
+    step, source, columns, is_stream, addend, after, before, kept, weight, counters, phase, values, thread, ahead, end
 ):
     """Prepare the rows ``source [rows, columns]`` for the next product, if there is one (``weight`` is not 0).
 
     If they are the residual stream, they get ``addend`` before, if there is one (not 0), normed if there is a norm
-    ``after``; and they are prepared with the norm ``before``. Without a next product they themselves are normed so,
-    if there is such a norm.
+    ``after``; and they are prepared with the norm ``before``, and so normed go to ``kept``, if that is not 0. Without a
+    next product they themselves are normed so, if there is such a norm.
     """
     rows, eps = step.rows, step.eps
     factors, sums = words_at(step.factors, step.factors_length), floats_at(step.sums, step.sums_length)
-    first, last, share = _take_rows(counters, phase, rows, thread, step.threads)
+    first, last, share = take_rows(counters, phase, rows, thread, step.threads)
     while first < last:
         for row in range(first, last):
             here = floats_at(source + row * columns * 4, columns)
@@ -157,6 +139,8 @@ def _prepare(
             if weight != 0:
                 if is_stream:
                     _norm_row(here, before, eps, values)
+                    if kept != 0:
+                        row_copy(values, 0, floats_at(kept + row * columns * 4, columns), 0, columns)
                 else:
                     for i in range(columns):
                         values[i] = here[i]
@@ -167,7 +151,7 @@ def _prepare(
             elif len(before) > 0:
                 _norm_row(here, before, eps, here)
         fetch_add(counters, phase)
-        first, last, share = _take_rows(counters, phase, rows, share, step.threads)
+        first, last, share = take_rows(counters, phase, rows, share, step.threads)
     return _wait_for_rows(counters, phase, rows, ahead, end)
 
 
@@ -197,7 +181,7 @@ def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread, 
     """Norm heads where the model does, rotate queries and keys, and write keys and values to the cache."""
     rows, dim, q_heads = own.rows, own.dim, own.q_heads
     query_norm, key_norm = _norm(layer, QUERY_NORM), _norm(layer, KEY_NORM)
-    first, last, share = _take_rows(counters, phase, rows, thread, step.threads)
+    first, last, share = take_rows(counters, phase, rows, thread, step.threads)
     while first < last:
         if len(query_norm) > 0:
             for row in range(first, last):
@@ -206,7 +190,7 @@ def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread, 
                     _norm_row(here, query_norm if head < q_heads else key_norm, step.eps, here)
         call_at(step.write, (step.attention, layer_address, first, last, thread))
         fetch_add(counters, phase)
-        first, last, share = _take_rows(counters, phase, rows, share, step.threads)
+        first, last, share = take_rows(counters, phase, rows, share, step.threads)
     return _wait_for_rows(counters, phase, rows, ahead, end)
 
 
@@ -245,13 +229,20 @@ def _run_layers(address, thread):
                 epilogue, out, outputs = step.epilogue, step.gated, step.intermediate
             else:
                 source, columns = step.gated, step.intermediate
-            weight = layer.weights[which] if index < last else np.int64(0)
+            kept, weight = np.int64(0), layer.weights[which] if index < last else np.int64(0)
+            if layer.mixture != 0 and which == GATE_UP:
+                mixing = _mixing_at(step.mixing)
+                epilogue, out, outputs, kept = np.int64(PLAIN), mixing.logits, weight_at(weight).columns, mixing.x
+            elif layer.mixture != 0 and which == DOWN:
+                call_at(step.mix, (layer.mixture, step.mixing, counters_at + 8 * step.mixing_counters, thread))
+                ahead = end = np.int64(0)
+                break
             if index == last:
                 before = floats_at(step.final_norm, step.hidden if step.final_norm != 0 else 0)
             is_stream = which in (QKV, GATE_UP)
             ahead = _prepare(
-                step, source, columns, is_stream, addend, after, before, weight, counters, phase, values, thread, ahead,
-                end,
+                step, source, columns, is_stream, addend, after, before, kept, weight, counters, phase, values, thread,
+                ahead, end,
             )  # fmt: skip
             if index == last:
                 break

@@ -1,4 +1,5 @@
-"""A layer's experts on CPU cores: their products, and the sums of what tokens get of them, in one compiled call.
+"""A layer's mixture of experts on CPU cores, from a router's logits to the sum of what experts make of each token, in
+one compiled call (`experts_jit`): alone, or as a part of a decoder's (`headwise.kernels.cpu.decoder`).
 
 Expert by expert, each product would wake all threads, and be cut into pieces for them, for a few tokens: with 64
 experts of which a token has 8, most of a step went by between the products.
@@ -6,8 +7,8 @@ experts of which a token has 8, most of a step went by between the products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,140 +16,166 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cpu import experts_jit, matmul_jit, records
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
-from headwise.kernels.cpu.memory import CACHE_LINE
+from headwise.kernels.cpu.memory import Scratch
 from headwise.kernels.cpu.pool import pool_of_this_process
-from headwise.kernels.cpu.records import address_of, place_of
-from headwise.kernels.fused import Activation
+from headwise.kernels.cpu.records import place_of
+from headwise.kernels.experts import Mixture
 
-MOST_ROWS = 2 * matmul_jit.ROW_BLOCK
-"""Of a part: an expert that many tokens go to is shared out among threads."""
-
-Packed = tuple[PackedWeight, NDArray[np.float32] | None]
+Floats = NDArray[np.float32]
+Packed = tuple[PackedWeight, Floats | None]
 """A weight, and its bias as `headwise.kernels.cpu.matmul.pack_bias` made it."""
+Mlp = tuple[Packed, Packed]
+"""A gated weight, and the one behind it."""
+
+THREAD_BYTES = 1 << 19
+"""Of weights that tokens go through, which are worth waking a thread for."""
 
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """Experts of equal shapes and kinds, in the order of their numbers.
+    """Experts of equal shapes and kinds, in the order of their numbers, and the shared one if there is one.
 
-    products: ``[experts, 2]``, `records.PRODUCT` of a gated weight and of the one behind it, but for what is of a call
-    kept:     what they point to
+    mixture: with arrays that compiled code can read
+    record:  an `experts_jit.MIXTURE`, and ``mlps`` what it points to
+    kept:    what that points to
     """
 
-    gate: PackedWeight
-    down: PackedWeight
-    products: NDArray[Any]
-    kept: Sequence[tuple[Packed, Packed]]
+    mixture: Mixture
+    mlps: Sequence[Mlp]
+    record: NDArray[Any]
+    kept: NDArray[Any]
 
     @staticmethod
-    def of(experts: Sequence[tuple[Packed, Packed]], activation: Activation) -> PackedExperts | None:
-        """Of each expert, its gated weight and the one behind it; None if they are not alike."""
-        forms = {tuple(_form(weight, bias) for weight, bias in expert) for expert in experts}
-        if len(forms) != 1:
+    def of(mixture: Mixture, experts: Sequence[Mlp], shared: Mlp | None) -> PackedExperts | None:
+        """None if they are not alike, or too many for `experts_jit.MOST_EXPERTS`."""
+        if len({tuple(map(_form, expert)) for expert in experts}) != 1 or len(experts) > experts_jit.MOST_EXPERTS:
             return None
-        (gate, _), (down, _) = experts[0]
-        products = np.zeros((len(experts), 2), records.PRODUCT)
-        for side, epilogue in enumerate((activation, None)):
-            for product, expert in zip(products[:, side], experts, strict=True):
-                weight, bias = expert[side]
-                product["code"] = matmul_jit.product_of(KINDS[weight.dtype]).address
-                product["inputs"], product["columns"] = weight.inputs, weight.outputs // (2 if weight.gated else 1)
-                product["weight"], product["epilogue"] = place_of(weight.table), EPILOGUES[epilogue]
-                if bias is not None:
-                    product["bias"], product["bias_length"] = place_of(bias), bias.size
-                product["factors"] = weight.dtype != "float32"  # where they are, compiled code fills in
-        products["threads"] = 1
-        return PackedExperts(gate, down, products, experts)
+        mlps = [*experts, *([] if shared is None else [shared])]
+        kept = np.zeros(len(mlps), experts_jit.MLP)
+        for record, mlp in zip(kept, mlps, strict=True):
+            record["weights"] = [place_of(weight.table) for weight, _ in mlp]
+            record["biases"] = [(0, 0) if bias is None else (place_of(bias), bias.size) for _, bias in mlp]
+            record["codes"] = [matmul_jit.product_of(KINDS[weight.dtype]).address for weight, _ in mlp]
+            record["size"] = mlp[0][0].outputs // 2
+        mixture = replace(
+            mixture,
+            correction=_floats(mixture.correction),
+            scales=_floats(mixture.scales),
+            logit_bias=_floats(mixture.logit_bias),
+        )
+        routing, own = mixture.routing, (mixture.correction, mixture.scales, mixture.logit_bias)
+        correction, scales, logit_bias = (0 if array is None else place_of(array) for array in own)
+        filled = records.filled(
+            experts_jit.MIXTURE, mlps=place_of(kept), experts=len(experts), per_token=routing.per_token,
+            has_shared=shared is not None, epilogue=EPILOGUES[mixture.activation], columns=experts[0][1][0].outputs,
+            is_sigmoid=routing.is_sigmoid, groups=routing.groups, groups_per_token=routing.groups_per_token,
+            best_of_group=routing.best_of_group, weighs_input=mixture.weighs_input,
+            norm_min=-1.0 if routing.norm_min is None else routing.norm_min, scale=routing.scale,
+            correction=correction, scales=scales, logit_bias=logit_bias,
+        )  # fmt: skip
+        return PackedExperts(mixture, mlps, filled, kept)
 
-    def add(
-        self,
-        x: NDArray[np.float32],
-        chosen: NDArray[np.int64],
-        weights: NDArray[np.float32],
-        out: NDArray[np.float32],
-        threads: int,
-    ) -> bool:
-        """Add to ``out [T, columns]`` what each token's experts ``chosen [T, k]`` make of ``x [T, inputs]``, times
-        ``weights [T, k]``. False: nothing was done, for there would be less than one part for each thread.
+    @property
+    def weights(self) -> Iterable[PackedWeight]:
+        """One of each form."""
+        return (weight for mlp in {0: self.mlps[0], self.experts: self.mlps[-1]}.values() for weight, _ in mlp)
+
+    @property
+    def experts(self) -> int:
+        return self.mixture.routing.experts
+
+    @property
+    def columns(self) -> int:
+        return self.mlps[0][1][0].outputs
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the weights that a token goes through."""
+        routed = self.mixture.routing.per_token * _bytes(self.mlps[0])
+        return routed + (_bytes(self.mlps[-1]) if self.has_shared else 0)
+
+    @property
+    def has_shared(self) -> bool:
+        return len(self.mlps) > self.experts
+
+    def counters(self, rows: int, threads: int) -> int:
+        """Numbers that are 0 for each call; see `experts_jit.mixture_counters`."""
+        slots = rows * self.mixture.routing.per_token
+        return int(experts_jit.mixture_counters(slots, self.experts, threads))
+
+    def mix(self, x: Floats, logits: Floats, threads: int) -> Floats:
+        """What their experts and the shared one make of tokens ``x [T, columns]`` with these ``logits [T, experts]``.
 
         A token's result depends neither on the tokens beside it nor on the number of threads, and is to the bit what
-        its experts give one after the other, in the order of their numbers.
+        the shared expert gives, to which is added what the token's experts give, in the order of their numbers.
         """
-        (rows, per_token), columns = chosen.shape, self.down.outputs
-        if x.shape != (rows, self.gate.inputs) or out.shape != (rows, columns) or weights.shape != chosen.shape:
-            raise ValueError(f"x {x.shape}, out {out.shape}, {chosen.shape} experts and {weights.shape} do not fit")
-        parts = _Parts.of(np.bincount(chosen.reshape(-1), minlength=len(self.products)))
-        if len(parts.experts) < threads:
-            return False
-        by_number = np.arange(rows)[:, None], np.argsort(chosen, axis=1)
-        chosen, weights = chosen[by_number], np.ascontiguousarray(weights[by_number], np.float32)
-        x = np.ascontiguousarray(x, np.float32)
-        order = np.argsort(chosen, axis=None, kind="stable")
-        tokens, places = order // per_token, np.empty(rows * per_token, np.int64)
-        places[order] = np.arange(len(order))
-        counters = np.zeros((len(parts.experts), 2, matmul_jit.PRODUCT_COUNTERS + 1), np.int64)
-        products, taken = self.products[parts.experts], np.zeros(3, np.int64)
-        products["rows"] = parts.sizes[:, None]
-        places_of_counters = np.arange(products.size, dtype=np.int64).reshape(-1, 2) * counters[:1, 0].nbytes
-        products["counters"] = place_of(counters) + places_of_counters
-        room = self._scratch(int(parts.sizes[0]))
-        scratch = np.empty(threads * room["scratch_bytes"] + CACHE_LINE, np.uint8)
-        down = np.empty((rows * per_token, columns), np.float32)
-        call = records.filled(
-            experts_jit.EXPERTS, multiply=matmul_jit.multiply().address, products=place_of(products),
-            parts=len(parts.experts), firsts=place_of(parts.firsts), order=place_of(tokens), x=place_of(x),
-            inputs=self.gate.inputs, scratch=_padded(place_of(scratch)), down=place_of(down),
-            out=address_of(out, np.float32), columns=columns, rows=rows, per_token=per_token, places=place_of(places),
-            weights=place_of(weights), counters=place_of(taken), **room,
+        (rows, experts), columns = logits.shape, self.columns
+        if x.shape != (rows, columns) or experts != self.experts:
+            raise ValueError(f"x {x.shape} and logits {logits.shape} do not fit {self.experts} experts of {columns}")
+        out = np.empty((rows, columns), np.float32)
+        if not rows:
+            return out
+        x, logits = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(logits, np.float32)
+        threads = max(1, min(threads, rows * self.token_bytes // THREAD_BYTES))
+        counters = np.zeros(self.counters(rows, threads), np.int64)
+        mixing = records.filled(
+            experts_jit.MIXING,
+            **room_of([self], rows, threads, _scratch), x=place_of(x), logits=place_of(logits), out=place_of(out),
         )  # fmt: skip
-        pool_of_this_process().run(experts_jit.run().address, threads, place_of(call))
-        return True
-
-    def _scratch(self, rows: int) -> dict[str, int]:
-        """Bytes at which a thread's parts of its scratch begin, for parts of so many rows, and all of them."""
-        weights = self.gate, self.down
-        sizes = {
-            "gathered": rows * self.gate.inputs,
-            "factors": rows * max(weight.row_factors for weight in weights),
-            "sums": rows * max(weight.row_sums for weight in weights),
-            "gated": rows * self.down.inputs,
-            "tiles": matmul_jit.TILE + max(weight.depth for weight in weights),
-        }
-        begins, at = {}, 0
-        for name, floats in sizes.items():
-            begins[name] = at
-            at += _padded(4 * floats)
-        del begins["gathered"]  # at the beginning
-        return {**begins, "scratch_bytes": at}
+        places = (experts_jit.mix().address, *map(place_of, (self.record, mixing, counters)))
+        own = np.array(places, np.int64)
+        pool_of_this_process().run(experts_jit.mix_alone().address, threads, place_of(own))
+        return out
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Some tokens of one expert each, the largest parts first, so that threads are through at about the same time.
+def room_of(mixtures: Sequence[PackedExperts], rows: int, threads: int, scratch: Scratch) -> dict[str, int]:
+    """Fields of an `experts_jit.MIXING` but for those of what is given: room for any of the mixtures."""
 
-    firsts, sizes: of the tokens in the order of experts, the first one, and how many
-    """
+    def most(numbers: Iterable[int]) -> int:
+        return max(numbers, default=0)
 
-    experts: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    every = rows * most(each.mixture.routing.per_token for each in mixtures)
+    slots = min(every, experts_jit.SLOTS)
+    weights = [weight for each in mixtures for mlp in each.mlps[:1] for weight, _ in mlp]
+    shared = [each.mlps[-1] for each in mixtures if each.has_shared]
+    of_shared = [weight for mlp in shared for weight, _ in mlp]
+    widest = most(weight.depth for weight in (*weights, *of_shared))
+    sizes = {
+        "chosen": 2 * every,
+        "order": 2 * every,
+        "ends": 2 * most(each.experts for each in mixtures),
+        "weights": every,
+        "factors": slots * most(_row_factors(weight) for weight in weights),
+        "sums": slots * most(weight.row_sums for weight in weights),
+        "gated": slots * most(each.mlps[0][1][0].inputs for each in mixtures),
+        "down": slots * most(each.columns for each in mixtures),
+        "shared_factors": rows * most(map(_row_factors, of_shared)),
+        "shared_sums": rows * most(weight.row_sums for weight in of_shared),
+        "shared_gated": rows * most(mlp[1][0].inputs for mlp in shared),
+        "tiles": threads * matmul_jit.TILE,
+        "values": threads * widest,
+    }
+    places = dict(zip(sizes, scratch.take(*sizes.values()), strict=True))
+    return {"rows": rows, "threads": threads, "widest": widest, **places}
 
-    @staticmethod
-    def of(counts: NDArray[np.int64]) -> _Parts:
-        """Of experts with so many tokens each."""
-        pieces, ends = -(-counts // MOST_ROWS), np.cumsum(counts)
-        experts = np.repeat(np.arange(len(counts)), pieces)
-        within = np.arange(len(experts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        firsts = (ends - counts)[experts] + within * MOST_ROWS
-        sizes = np.minimum(ends[experts] - firsts, MOST_ROWS)
-        largest = np.argsort(-sizes, kind="stable")
-        return _Parts(experts[largest], firsts[largest], sizes[largest])
+
+_scratch = Scratch()
 
 
-def _form(weight: PackedWeight, bias: NDArray[np.float32] | None) -> tuple[Any, ...]:
+def _row_factors(weight: PackedWeight) -> int:
+    """Numbers of 32 bits that a row becomes, wherever it was."""
+    return weight.row_factors or weight.depth
+
+
+def _bytes(mlp: Mlp) -> int:
+    return sum(weight.nbytes for weight, _ in mlp)
+
+
+def _floats(values: Floats | None) -> Floats | None:
+    return None if values is None else np.ascontiguousarray(values, np.float32)
+
+
+def _form(packed: Packed) -> tuple[Any, ...]:
+    weight, bias = packed
     arrays = weight.packed.shape, weight.scales.shape, weight.minima.shape
     return weight.dtype, weight.outputs, weight.inputs, weight.gated, weight.offset, arrays, bias is None
-
-
-def _padded(size: int) -> int:
-    return -(-size // CACHE_LINE) * CACHE_LINE

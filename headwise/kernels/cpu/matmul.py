@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from headwise.cores import usable_cores
 from headwise.kernels.code_bytes import CPU_SCALES, bits_in_memory
 from headwise.kernels.cpu import matmul_jit, matmul_kinds, matmul_rows, packing_jit, records
 from headwise.kernels.cpu.matmul_kinds import PANEL
-from headwise.kernels.cpu.memory import CACHE_LINE, Slabs
+from headwise.kernels.cpu.memory import CACHE_LINE, Scratch, Slabs
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import place_of
 from headwise.kernels.fused import Activation
@@ -297,23 +296,7 @@ def matmul(
     return out
 
 
-class _Scratch(threading.local):
-    """Room for the products of one thread, kept for the next ones: new memory would have to be made page by page."""
-
-    def __init__(self) -> None:
-        self._room = np.empty(0, np.uint8)
-        self._place = 0
-
-    def take(self, *counts: int) -> list[int]:
-        """Addresses of room for so many numbers of 32 bits each, from a cache line on; until the next call."""
-        sizes = [_padded(4 * count, CACHE_LINE) for count in counts]
-        if sum(sizes) + CACHE_LINE > self._room.nbytes:
-            self._room = np.empty(sum(sizes) + CACHE_LINE, np.uint8)
-            self._place = _padded(place_of(self._room), CACHE_LINE)
-        return [self._place + first for first in accumulate(sizes[:-1], initial=0)]
-
-
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 def _workers(weight: PackedWeight, rows: int, threads: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -45,3 +46,20 @@ def present(num_bytes: int) -> NDArray[np.uint8]:
     memory = np.empty(num_bytes, np.uint8)
     memory[:: 4 << 10] = 0
     return memory
+
+
+class Scratch(threading.local):
+    """Room for the calls of one thread, kept for the next ones: new memory would have to be made page by page."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.uint8)
+        self._place = 0
+
+    def take(self, *counts: int) -> list[int]:
+        """Addresses of room for so many numbers of 32 bits each, from a cache line on; until the next call."""
+        sizes = [-(-4 * count // CACHE_LINE) * CACHE_LINE for count in counts]
+        if sum(sizes) + CACHE_LINE > self._room.nbytes:
+            self._room = np.empty(sum(sizes) + CACHE_LINE, np.uint8)
+            place: int = self._room.ctypes.data
+            self._place = place + -place % CACHE_LINE
+        return [self._place + first for first in accumulate(sizes[:-1], initial=0)]

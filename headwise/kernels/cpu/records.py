@@ -18,12 +18,13 @@ KEPT_BYTES = 16 << 20
 """Of a `Room`: more than decode steps take, but for those of many long sequences."""
 
 
-def _numbers(names: str) -> list[tuple[str, type[np.int64]]]:
+def numbers(names: str) -> list[tuple[str, type[np.int64]]]:
+    """Fields of a record that are int64."""
     return [(name, _N) for name in names.split()]
 
 
 WEIGHT = np.dtype(
-    _numbers(
+    numbers(
         "kind data data_bytes scales scale_count minima minima_count columns depth turns group_turns has_minima offset"
     )
 )
@@ -38,7 +39,7 @@ offset:      taken off each code
 """
 
 PRODUCT = np.dtype(
-    _numbers(
+    numbers(
         "code x rows inputs weight bias bias_length epilogue out columns factors sums tiles tile_floats counters"
         " threads"
     )
@@ -69,17 +70,21 @@ LAYER = np.dtype(
         ("norms", _N, (len(NORMS), 2)),
         ("heads", _N, (len(HEADS), 2)),
         ("sink_logits", _N, (2,)),
-        *_numbers("rotation plan"),
+        *numbers("rotation plan mixture"),
     ]
 )
 """A layer: `WEIGHT` records; address and length of biases and norms (of those that it has not: 0), of what says where
-its heads lie, and of learned sinks' logits (0 where it has none); which rotation is its own, and which `PLAN`."""
+its heads lie, and of learned sinks' logits (0 where it has none); which rotation is its own, and which `PLAN`.
 
-PLAN = np.dtype(_numbers("items item_count parts part_count rows is_tiled partial_rows"))
+mixture: an `experts_jit.MIXTURE` in place of a gated MLP, 0 for none. Its router is ``weights[GATE_UP]`` then, and
+         ``weights[DOWN]`` 0
+"""
+
+PLAN = np.dtype(numbers("items item_count parts part_count rows is_tiled partial_rows"))
 """A plan of attention: see `attention_plan.Plan`."""
 
 PLANNING = np.dtype(
-    _numbers(
+    numbers(
         "cu_seqlens seq_lens sequences windows sinks kv_heads share dim items item_room parts part_room"
         " item_count part_count rows is_tiled partial_rows cost"
     )
@@ -91,7 +96,7 @@ item_count:   and what follows: results, see `attention_plan.Plan`
 """
 
 CACHE = np.dtype(
-    _numbers(
+    numbers(
         "arena arena_bytes block_stride slot_stride value_offset block_size block_scales slot_scales key_scales"
         " value_scales"
     )
@@ -102,7 +107,7 @@ to block and slot to slot, and where the scales of keys and values lie within a 
 PASS = np.dtype(
     [
         ("cache", CACHE),
-        *_numbers(
+        *numbers(
             "rows q_heads kv_heads dim query query_row query_head key key_row key_head value value_row value_head out"
             " cosines sines half cu_seqlens seq_lens sequences tables table_columns groups plans partials partial_rows"
             " scratch scratch_floats"
@@ -129,9 +134,10 @@ PRODUCTS = 6
 STEP = np.dtype(
     [
         ("products", _N, (PRODUCTS,)),
-        *_numbers(
+        *numbers(
             "x rows hidden layers layer_count epilogue widest intermediate added gated factors factors_length sums"
-            " sums_length tiles values counters counters_per_layer threads attention write attend final_norm"
+            " sums_length tiles values counters counters_per_layer threads attention write attend final_norm mix mixing"
+            " mixing_counters"
         ),
         ("eps", np.float32),
         ("padding", np.float32),
@@ -154,10 +160,12 @@ attention:     a `PASS`, whose ``query``, ``key`` and ``value`` are where produc
                they read it
 write, attend: addresses of what is compiled for this cache
 final_norm:    weight of the norm behind the last layer, float32 ``[hidden]``; 0 where there is none
+mix, mixing:   address of `experts_jit.mix`, and an `experts_jit.MIXING`, whose ``out`` is ``added``
+mixing_counters: those of a layer before those of its mixture
 eps:           of norms
 """
 
-JOB = np.dtype([*_numbers("state function argument thread"), ("semaphore", _N, (4,))])
+JOB = np.dtype([*numbers("state function argument thread"), ("semaphore", _N, (4,))])
 """What a thread of the pool is to do: to call a C ``function`` of ``argument`` and its own number. A cache line.
 
 state:     see `pool_jit`
@@ -165,7 +173,7 @@ function:  0: to end
 semaphore: a ``sem_t``, which C libraries of 64 bits give 32 bytes
 """
 
-CALL = np.dtype(_numbers("function own layer counters rows piece"))
+CALL = np.dtype(numbers("function own layer counters rows piece"))
 """A call of compiled KV write or attention for one layer, see `attention_calls_jit`.
 
 function:    address of what `kv_write_jit.write_of` or `attention_jit.attend_of` made
@@ -174,7 +182,7 @@ counters:    that are 0
 rows, piece: to be written, and those that a thread takes at a time
 """
 
-PACKING = np.dtype(_numbers("kind source inputs order panels turns panel_bytes packed counter"))
+PACKING = np.dtype(numbers("kind source inputs order panels turns panel_bytes packed counter"))
 """A weight to be packed.
 
 source:  its numbers ``[rows, inputs]``: float32; or int8; or uint8, of fewer bits and of whole turns
@@ -185,9 +193,7 @@ counter: one, that is 0
 """
 
 TAKING = np.dtype(
-    _numbers(
-        "kind packed panels turns ids count inputs scales minima groups group_inputs offset has_minima out counter"
-    )
+    numbers("kind packed panels turns ids count inputs scales minima groups group_inputs offset has_minima out counter")
 )
 """Rows to be read of a packed weight.
 

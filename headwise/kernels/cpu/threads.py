@@ -85,6 +85,29 @@ def take_item(counters, index, share, shares, count):
     return count, share
 
 
+@numba.njit(inline="always", nogil=True, error_model="numpy")
+def _rows_of_piece(rows):
+    """A counter's round trip is worth several rows, where there are many."""
+    return 1 if rows < 32 else 8
+
+
+@numba.njit(inline="always", nogil=True, error_model="numpy")
+def pieces_of(rows):
+    """In how many pieces `take_rows` gives so many rows."""
+    return -(-rows // _rows_of_piece(rows))
+
+
+@numba.njit(inline="always", nogil=True, error_model="numpy")
+def take_rows(counters, phase, rows, share, threads):
+    """The next rows of a phase, whose counters begin at ``phase``, and their share; an empty range at the end.
+
+    A thread begins with the same share of the rows in each phase: they are in its caches from the one before.
+    """
+    piece, share = take_item(counters, phase + 1, share, threads, pieces_of(rows))
+    first = piece * _rows_of_piece(rows)
+    return min(first, rows), min(first + _rows_of_piece(rows), rows), share
+
+
 @intrinsic
 def is_reached(typing, counters, index, least):
     """Whether ``counters[index]`` is ``least`` or more; then all that was written before it became so can be seen."""

@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape, FusedDecoder, LayerNorms
+from headwise.kernels.fused import (
+    Activation,
+    DecoderLayer,
+    DecoderShape,
+    FusedDecoder,
+    GatedLayer,
+    LayerNorms,
+    MixedLayer,
+)
 from headwise.runtime.models.base import (
     AttentionLayer,
     Embeds,
@@ -351,15 +359,14 @@ class Decoder(Model):
         config, shard, ops = self.config, self._shard, self.ops
         if not isinstance(ops, FusingOps) or shard.size > 1:
             return None
-        if (
-            config.layer_heads
-            or config.sink_logits
-            or config.mla
-            or config.delta
-            or config.chunk
-            or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers)
-        ):
+        if config.layer_heads or config.mla or config.delta or config.chunk or not self.attends_to_projected:
             return None
+        layers = []
+        for layer, rotation in zip(self._layers, self.rotation_of, strict=True):
+            mlp = self.fusible(layer.mlp)
+            if mlp is None:
+                return None
+            layers.append(_fusible(layer, mlp, rotation))
         shape = DecoderShape(
             q_heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -369,7 +376,13 @@ class Decoder(Model):
             softcap=config.attention_softcap,
             eps=config.rms_norm_eps,
         )
-        return ops.fuse(list(map(_fusible, self._layers, self.rotation_of)), shape)
+        return ops.fuse(layers, shape)
+
+    def fusible(self, mlp: Any) -> GatedLayer | MixedLayer | None:
+        """What `load_mlp` made, as a part of a fused layer; None: it cannot be."""
+        if not isinstance(mlp, GatedMlp):
+            return None
+        return GatedLayer(mlp.gate_up.weight, mlp.down.weight, mlp.gate_up.bias, mlp.down.bias)
 
     def _run_fused(
         self,
@@ -489,18 +502,15 @@ def _cache_of(attention: AttentionLayer) -> PagedCache | None:
     return None if shown is None else shown()
 
 
-def _fusible(layer: Layer, rotation: int) -> DecoderLayer:
-    mlp: GatedMlp = layer.mlp
+def _fusible(layer: Layer, mlp: GatedLayer | MixedLayer, rotation: int) -> DecoderLayer:
     attention: QkvProjections = layer.attention
     return DecoderLayer(
         qkv=attention.qkv.weight,
         out=attention.out.weight,
-        gate_up=mlp.gate_up.weight,
-        down=mlp.down.weight,
+        mlp=mlp,
         qkv_bias=attention.qkv.bias,
         out_bias=attention.out.bias,
-        gate_up_bias=mlp.gate_up.bias,
-        down_bias=mlp.down.bias,
+        sink_logits=attention.sink_logits,
         norms=layer.norms,
         rotation=rotation,
     )

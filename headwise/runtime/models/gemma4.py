@@ -9,13 +9,14 @@ from typing import ClassVar
 import numpy as np
 
 from headwise.errors import ModelError
+from headwise.kernels.experts import Mixture
 from headwise.runtime.models.base import AttentionLayer, Embeds
 from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights
 from headwise.runtime.models.gemma2 import Gemma2
 from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, parse
 from headwise.runtime.models.moe_decoder import tokens_of
 from headwise.runtime.models.weight_view import ExpertWeights
-from headwise.runtime.ops.base import Experts, KernelArray, Mixture, Tensor, Weight
+from headwise.runtime.ops.base import Experts, KernelArray, Tensor, Weight
 from headwise.runtime.ops.quantised import Matrix
 
 __all__ = ["ARCHITECTURES", "Gemma4", "parse"]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
+from headwise.kernels.experts import Mixture
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.decoder import Layer, Weights
 from headwise.runtime.models.hf_config import (
@@ -28,7 +29,7 @@ from headwise.runtime.models.hf_config import (
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import InterleavedWeights
-from headwise.runtime.ops.base import KernelArray, Mixture, Tensor
+from headwise.runtime.ops.base import KernelArray, Tensor
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 

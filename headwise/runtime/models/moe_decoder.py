@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.kernels.experts import NORM_MIN
+from headwise.kernels.experts import NORM_MIN, Mixture
+from headwise.kernels.fused import GatedLayer, MixedLayer
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder, Linear
 from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, check_served, positive
 from headwise.runtime.models.moe import MoeMlp
-from headwise.runtime.ops.base import KernelArray, Mixture, Tensor
+from headwise.runtime.ops.base import KernelArray, Tensor
 
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
@@ -96,6 +97,11 @@ class MoeDecoder(Decoder):
     ) -> Tensor:
         self._tokens = tokens_of(attention)  # for the layers of this pass
         return super().forward(token_ids, positions, attention, embeds)
+
+    def fusible(self, mlp: Any) -> GatedLayer | MixedLayer | None:
+        if not isinstance(mlp, MoeMlp):
+            return super().fusible(mlp)
+        return None if mlp.gated_shared else MixedLayer(mlp.router.weight, mlp.experts, mlp.router.bias)
 
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, MoeMlp):

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.experts import Routing
+from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape, FusedDecoder
 from headwise.runtime.ops.quantised import Matrix
 
@@ -49,24 +49,6 @@ class GatedWeights(Protocol):
 
     @property
     def down(self) -> LinearWeights: ...
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """What a mixture of experts is besides its weights.
-
-    correction: float32 ``[experts]``, added to scores for the choice alone; None: nothing is
-    scales:     float32 ``[experts]``, which weights are multiplied by besides; None: nothing is
-    weighs_input: a token is multiplied by its weight before an expert has it; else what the expert made of it
-    logit_bias: float32 ``[experts]``, of a router whose product lacks it; None: there is nothing to add
-    """
-
-    routing: Routing
-    activation: Activation
-    correction: NDArray[np.float32] | None = None
-    scales: NDArray[np.float32] | None = None
-    weighs_input: bool = False
-    logit_bias: NDArray[np.float32] | None = None
 
 
 class StepUpload(Protocol):
@@ -267,8 +249,8 @@ class TensorOps(Protocol):
 class FusingOps(TensorOps, Protocol):
     """Operations that can compute many layers of a decoder in one call."""
 
-    def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> FusedDecoder:
-        """A decoder of ``layers``, whose weights these operations prepared."""
+    def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> FusedDecoder | None:
+        """A decoder of ``layers``, whose weights and experts these operations prepared; None: not of these experts."""
 
 
 @dataclass(frozen=True)

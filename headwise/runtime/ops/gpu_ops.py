@@ -16,9 +16,10 @@ from headwise.kernels.cuda.launch import TritonLauncher, address_of
 from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
 from headwise.kernels.cuda.packed import FEW_ROWS, CudaPacked, PackedMatrix, pack
 from headwise.kernels.cuda.programs import Programs
+from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Activation
 from headwise.runtime.ops.array_ops import Array, ArrayOps
-from headwise.runtime.ops.base import GatedWeights, Mixture
+from headwise.runtime.ops.base import GatedWeights
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
 from headwise.runtime.ops.stacked_experts import stack_experts
 

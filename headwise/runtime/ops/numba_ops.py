@@ -7,7 +7,7 @@ are then rounded where they are multiplied with weights (`headwise.kernels.cpu.m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cpu import matmul as packed
 from headwise.kernels.cpu.decoder import CpuDecoder
-from headwise.kernels.cpu.experts import PackedExperts
+from headwise.kernels.cpu.experts import Mlp, PackedExperts
 from headwise.kernels.cpu.matmul import PackedWeight
 from headwise.kernels.cpu.memory import present
 from headwise.kernels.cpu.pool import check_threads
-from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape
-from headwise.runtime.ops.base import GatedWeights, Mixture, PackedParts
+from headwise.kernels.experts import Mixture
+from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape, MixedLayer
+from headwise.runtime.ops.base import GatedWeights, PackedParts
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
 
@@ -98,15 +99,22 @@ class NumbaOps(NumpyOps):
         except (TypeError, KeyError, IndexError, ArithmeticError) as error:  # other fields, or of other types
             raise ValueError(f"no packed weight: {error}") from None
 
-    def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoder:
-        return CpuDecoder(layers, shape, self.threads)
+    def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoder | None:
+        packed = []
+        for layer in layers:
+            mlp = layer.mlp
+            if isinstance(mlp, MixedLayer):
+                if not isinstance(mlp.experts.grouped, _CpuExperts):
+                    return None
+                mlp = replace(mlp, experts=mlp.experts.grouped.experts)
+            packed.append(replace(layer, mlp=mlp))
+        return CpuDecoder(packed, shape, self.threads)
 
-    def grouped(self, mixture: Mixture, routed: Sequence[GatedWeights]) -> _CpuExperts | None:
-        if mixture.weighs_input:
-            return None
-        parts = [((mlp.gate_up.weight, mlp.gate_up.bias), (mlp.down.weight, mlp.down.bias)) for mlp in routed]
-        together = PackedExperts.of(parts, mixture.activation)
-        return None if together is None else _CpuExperts(together, self.threads)
+    def grouped(
+        self, mixture: Mixture, routed: Sequence[GatedWeights], shared: GatedWeights | None
+    ) -> _CpuExperts | None:
+        experts = PackedExperts.of(mixture, [*map(_mlp, routed)], None if shared is None else _mlp(shared))
+        return None if experts is None else _CpuExperts(experts, self.threads)
 
     # ---- arithmetic ----
 
@@ -128,5 +136,10 @@ class _CpuExperts:
     experts: PackedExperts
     threads: int
 
-    def add(self, x: Array, chosen: NDArray[np.int64], weights: NDArray[np.float32], total: Array) -> bool:
-        return self.experts.add(x, chosen, weights, total, self.threads)
+    def mix(self, x: Array, logits: Array) -> Array:
+        return self.experts.mix(x, logits, self.threads)
+
+
+def _mlp(weights: GatedWeights) -> Mlp:
+    gate_up, down = weights.gate_up, weights.down
+    return (gate_up.weight, gate_up.bias), (down.weight, down.bias)

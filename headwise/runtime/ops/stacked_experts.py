@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from headwise.kernels.cuda.experts import ExpertShape, StackedExperts
 from headwise.kernels.cuda.packed import PackedForm, PackedMatrix
 from headwise.kernels.cuda.packed_parts import PackedStack, columns_of, rows_of, unlike
-from headwise.runtime.ops.base import GatedWeights, Mixture
+from headwise.kernels.experts import Mixture
+from headwise.runtime.ops.base import GatedWeights
 
 Array = Any
 _Matrix: TypeAlias = Array | PackedMatrix

@@ -10,27 +10,24 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.experts import route, tokens_by_expert
+from headwise.kernels.experts import Mixture, route, tokens_by_expert
 from headwise.kernels.fused import Activation
-from headwise.runtime.ops.base import Fetch, Fetched, GatedWeights, KernelArray, Mixture, Tensor, Weight
+from headwise.runtime.ops.base import Fetch, Fetched, GatedWeights, KernelArray, Tensor, Weight
 from headwise.runtime.ops.quantised import Matrix, as_floats
 
 
 class GroupedExperts(Protocol):
-    """A layer's experts, whose weights some operations prepared."""
+    """A layer's experts, and the shared one, whose weights some operations prepared."""
 
-    def add(self, x: Tensor, chosen: NDArray[np.int64], weights: NDArray[np.float32], total: Tensor) -> bool:
-        """Add to ``total [T, N]`` what the experts ``chosen [T, k]`` make of ``x [T, in]``, times ``weights [T, k]``.
-
-        False: nothing was added, for these tokens are better computed expert by expert.
-        """
+    def mix(self, x: Tensor, logits: Tensor) -> Tensor:
+        """See `TensorOps.mix_experts`."""
 
 
 @dataclass(frozen=True)
 class HostRoutedExperts:
     """Those of a layer, by tokens that the host deals out.
 
-    grouped: the routed ones in one call; None: they are computed one after the other
+    grouped: all in one call; None: they are computed one after the other
     """
 
     mixture: Mixture
@@ -110,13 +107,17 @@ class UnfusedOps(ABC):
 
     def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> Any:
         alone = tuple(routed)
-        return HostRoutedExperts(mixture, alone, shared, self.grouped(mixture, alone))
+        return HostRoutedExperts(mixture, alone, shared, self.grouped(mixture, alone, shared))
 
-    def grouped(self, mixture: Mixture, routed: Sequence[GatedWeights]) -> GroupedExperts | None:
+    def grouped(
+        self, mixture: Mixture, routed: Sequence[GatedWeights], shared: GatedWeights | None
+    ) -> GroupedExperts | None:
         """All of a layer's experts in one call; None: these operations cannot, or not these."""
         return None
 
     def mix_experts(self, x: Tensor, logits: Tensor, experts: Any, tokens: KernelArray | None = None) -> Tensor:
+        if experts.grouped is not None:
+            return experts.grouped.mix(x, logits)
         mixture = experts.mixture
         correction = np.float32(0) if mixture.correction is None else mixture.correction
         if experts.shared is None:
@@ -127,8 +128,6 @@ class UnfusedOps(ABC):
         told = told if mixture.logit_bias is None else told + mixture.logit_bias
         chosen, shares = route(told, correction, mixture.routing)
         shares = shares if mixture.scales is None else shares * mixture.scales[chosen]
-        if experts.grouped is not None and experts.grouped.add(x, chosen, shares, total):
-            return total
         for expert, rows, weights in tokens_by_expert(chosen, shares):
             given = self.take_rows(x, rows)
             if mixture.weighs_input:

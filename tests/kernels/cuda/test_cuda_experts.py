@@ -21,8 +21,7 @@ from headwise.kernels.cuda.experts import CudaExperts, ExpertShape, StackedExper
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, ProductTile
-from headwise.kernels.experts import Routing, route
-from headwise.runtime.ops.base import Mixture
+from headwise.kernels.experts import Mixture, Routing, route
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.stacked_experts import stack_experts
 

@@ -22,8 +22,7 @@ from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.packed import CudaPacked, PackedMatrix, form_of, pack
 from headwise.kernels.cuda.packed_parts import columns_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, ProductTile
-from headwise.kernels.experts import Routing
-from headwise.runtime.ops.base import Mixture
+from headwise.kernels.experts import Mixture, Routing
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised
 from headwise.runtime.ops.stacked_experts import stack_experts
