@@ -76,13 +76,22 @@ class LayerByCall:
     sequences: PagedSequences
     batch: AttentionBatch
 
-    def __call__(self, layer: int, query: np.ndarray, key: np.ndarray, value: np.ndarray, rotation: Rotation, *_: None):
+    def __call__(
+        self,
+        layer: int,
+        query: np.ndarray,
+        key: np.ndarray,
+        value: np.ndarray,
+        rotation: Rotation,
+        sink_logits: np.ndarray | None = None,
+    ):
         s = self.sequences
         queries, keys, values = (np.ascontiguousarray(array) for array in (query, key, value))
         where = s.arena, s.layout, self.batch, s.heads[layer]
         s.kernels.write_kv_rope(queries, keys, values, *rotation, *where)
         out, config = np.empty_like(queries), s.config
-        s.kernels.attend(queries, *where, scale=config.attention_scale, softcap=config.attention_softcap, out=out)
+        scoring = {"scale": config.attention_scale, "softcap": config.attention_softcap, "sink_logits": sink_logits}
+        s.kernels.attend(queries, *where, **scoring, out=out)
         return out
 
 

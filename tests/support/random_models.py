@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from support.engine.dense_oracle import DictWeights
 
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.base import ModelConfig, MoeConfig
 
 BASE = {
     "hidden_size": 32,
@@ -78,6 +78,21 @@ def random_weights(config: ModelConfig, prefix: str = "model.") -> DictWeights:
         shapes |= {f"{at}{name}.bias": shape[:1] for name, shape in linear.items()}
         shapes |= {f"{at}{name}.weight": (c.hidden_size,) for name in norms}
         shapes |= {f"{at}self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
+        shapes |= {f"{at}self_attn.sinks": (c.num_heads,)} if c.sink_logits else {}
+        shapes |= _mixture(c.moe, c.hidden_size, f"{at}mlp.") if c.moe and layer in c.moe.layers else {}
     shapes |= {f"{prefix}norm.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
     draw = np.random.default_rng(0)
     return DictWeights({name: draw.standard_normal(s, dtype=np.float32) * 0.2 for name, s in shapes.items()})
+
+
+def _mixture(moe: MoeConfig, hidden: int, at: str) -> dict[str, tuple[int, ...]]:
+    """Of a router, its correction, experts and the shared one, by the names of any model."""
+    shapes: dict[str, tuple[int, ...]] = {f"{at}moe_statics.e_score_correction_bias": (1, moe.num_experts)}
+    for router in ("gate", "router"):
+        shapes |= {f"{at}{router}.weight": (moe.num_experts, hidden), f"{at}{router}.bias": (moe.num_experts,)}
+    sizes = {f"experts.{expert}": moe.expert_size for expert in range(moe.num_experts)}
+    for name, size in {**sizes, "shared_experts": moe.num_shared_experts * moe.expert_size}.items():
+        for part in ("gate_proj", "up_proj"):
+            shapes |= {f"{at}{name}.{part}.weight": (size, hidden), f"{at}{name}.{part}.bias": (size,)}
+        shapes |= {f"{at}{name}.down_proj.weight": (hidden, size), f"{at}{name}.down_proj.bias": (hidden,)}
+    return shapes

@@ -36,8 +36,40 @@ SIZES = {
         "head_dim": 64,
     },
 }
-MODELS = {**CONFIGS, **{name: {**LLAMA, **sizes} for name, sizes in SIZES.items()}}
+MIXTURES = {
+    "qwen3_moe": {
+        **BASE,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "ernie_moe": {
+        **BASE,
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "use_bias": False,
+    },
+    "gpt_oss": {
+        **BASE,
+        "architectures": ["GptOssForCausalLM"],
+        "intermediate_size": 64,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+MODELS = {**CONFIGS, **MIXTURES, **{name: {**LLAMA, **sizes} for name, sizes in SIZES.items()}}
 MODELS["gemma3 of other sizes"] = {**CONFIGS["gemma3"], **SIZES["one head for all"]}
+
+WHOLE_GROUPS = {"intermediate_size": 64, "moe_intermediate_size": 32}
+"""Of int8, in every weight."""
 
 STEPS: tuple[Step, ...] = (
     [(0, 37)],
@@ -109,9 +141,9 @@ def test_fused_layers_compute_the_same_with_windows_and_sinks_by_head_and_layer(
 
 
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "wide"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "wide", "qwen3_moe"])
 def test_fused_layers_compute_the_same_with_narrow_weights(name: str, weights_dtype: str) -> None:
-    config = model_config({**MODELS[name], "intermediate_size": 64})  # whole groups of int8
+    config = model_config({**MODELS[name], **WHOLE_GROUPS})
     assert_same_but_for_rounding(model_of(config, weights_dtype), "bfloat16", is_narrow=True)
 
 
@@ -144,7 +176,7 @@ def test_fused_layers_compute_from_few_bits_what_they_do_from_a_byte_for_each_co
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "mistral_window"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "mistral_window", "ernie_moe", "gpt_oss"])
 def test_steps_over_a_cache_compute_what_dense_attention_computes_of_whole_sequences(name: str) -> None:
     model = model_of(pattern(config_of(name)))
     sequences = PagedSequences(model.config, kernels())
@@ -160,7 +192,7 @@ def test_steps_over_a_cache_compute_what_dense_attention_computes_of_whole_seque
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
-@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "ernie_moe"])
 def test_layers_that_are_waited_for_compute_the_same_bit_by_bit(name: str, kv_dtype: str) -> None:
     model, waited = model_of(pattern(config_of(name))), []
     at_once = run(model, CacheShown, kv_dtype=kv_dtype)
@@ -184,9 +216,9 @@ def test_a_layer_is_computed_over_what_was_loaded_while_it_was_waited_for() -> N
 
 
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "qwen3_moe"])
 def test_a_sequence_has_the_same_result_alone_and_among_others_bit_by_bit(name: str, weights_dtype: str) -> None:
-    model = model_of(pattern(model_config({**MODELS[name], "intermediate_size": 64})), weights_dtype)
+    model = model_of(pattern(model_config({**MODELS[name], **WHOLE_GROUPS})), weights_dtype)
     kv_dtype = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8"}[weights_dtype]
     together = run(model, CacheShown, kv_dtype=kv_dtype)
     members = [sequence for step in STEPS for sequence, _ in step]
@@ -196,14 +228,15 @@ def test_a_sequence_has_the_same_result_alone_and_among_others_bit_by_bit(name: 
         assert_equal(alone, [rows for member, rows in zip(members, together, strict=True) if member == sequence])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "wide"])
+@pytest.mark.parametrize("name", ["gemma3", "wide", "ernie_moe"])
 def test_the_number_of_threads_changes_nothing_bit_by_bit(name: str) -> None:
     one, two = (model_of(pattern(config_of(name)), threads=threads) for threads in (1, 2))
     assert_equal(run(two, CacheShown), run(one, CacheShown))
 
 
-def test_threads_without_a_core_change_nothing_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (model_of(pattern(config_of("wide")), threads=threads) for threads in (1, 2))
+@pytest.mark.parametrize("name", ["wide", "ernie_moe"])
+def test_threads_without_a_core_change_nothing_bit_by_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (model_of(pattern(config_of(name)), threads=threads) for threads in (1, 2))
     expected = run(one, CacheShown)
     monkeypatch.setattr(module, "LAYER_BYTES", 1)  # a second thread is woken for anything
     assert_equal(run(two, CacheShown), expected)
@@ -218,11 +251,14 @@ def test_a_decoder_takes_caches_of_several_dtypes_in_turn() -> None:
     assert_equal(run(model, CacheShown), before)
 
 
-@pytest.mark.parametrize("weights_dtype", ["float32", "int8"])
-def test_a_step_of_the_same_size_allocates_no_array(weights_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights_dtype"), [("gemma3", "float32"), ("gemma3", "int8"), ("ernie_moe", "float32")]
+)
+def test_a_step_of_the_same_size_allocates_no_array(
+    name: str, weights_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the look-up of embeddings to the final norm: neither by NumPy's functions, nor within an operation."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 64}
-    model = model_of(pattern(model_config({**MODELS["gemma3"], **sizes})), weights_dtype)
+    model = model_of(pattern(model_config({**MODELS[name], **WHOLE_GROUPS, "hidden_size": 1024})), weights_dtype)
     sequences, peaks = PagedSequences(model.config, kernels()), []
     sequences.forward(model, [(0, 40), (1, 3)], CacheShown)
     sequences.forward(model, [(0, 16), (1, 16)], CacheShown)
