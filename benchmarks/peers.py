@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model in args.model or MODELS[: 1 if small else None]:
         with progress() as bar:
             files = find_model(model, bar)
-        specs = {**ours(model, MAX_TOKENS, engine), **peers(args.peers_python, only, files, MAX_TOKENS, SLOTS)}
+        specs = {**ours(files.name, MAX_TOKENS, engine), **peers(args.peers_python, only, files, MAX_TOKENS, SLOTS)}
         if args.smoke and "llamacpp" not in only:
             del specs["headwise_gguf"]
         found = measure(specs, todo, rounds)

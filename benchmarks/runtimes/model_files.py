@@ -11,6 +11,9 @@ from headwise.runtime.loader.aliases import ALIASES, fetch_alias
 from headwise.runtime.loader.files import building
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.resolve import resolve_model
+from runtimes.random_mixture import NAME, write_mixture
+
+MIXTURE = "mixture"
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,30 @@ class ModelFiles:
 
 
 def find_model(name: str, progress: Progress) -> ModelFiles:
-    """A demo model or a GGUF file, downloaded and converted if need be. Raises SystemExit, `ModelError`."""
+    """A demo model, `MIXTURE` or a GGUF file, made, downloaded and converted if need be.
+
+    Raises SystemExit, `ModelError`.
+    """
     cache = EngineConfig().cache_path
+    if name == MIXTURE:
+        return _mixture(cache, progress)
     if name not in ALIASES and not name.endswith(".gguf"):
-        raise SystemExit(f"--model {name}: give a GGUF file, which all runtimes read, or one of {', '.join(ALIASES)}")
+        raise SystemExit(
+            f"--model {name}: give a GGUF file, which all runtimes read, or one of {', '.join((*ALIASES, MIXTURE))}"
+        )
     gguf = fetch_alias(ALIASES[name], cache, progress) if name in ALIASES else Path(name).expanduser().absolute()
     return ModelFiles(name, gguf, resolve_model(name, cache, progress))
+
+
+def _mixture(cache: Path, progress: Progress) -> ModelFiles:
+    target = cache / "benchmarks" / NAME
+    path = target / f"{NAME}.gguf"
+    if not target.is_dir():
+        vocabulary = fetch_alias(ALIASES["smollm2-135m"], cache, progress)
+        with building(target, progress) as directory:
+            if directory is not None:
+                write_mixture(directory / path.name, vocabulary)
+    return ModelFiles(str(path), path, resolve_model(str(path), cache, progress))
 
 
 def stretched(files: ModelFiles, tokens: int, progress: Progress) -> ModelFiles:
