@@ -45,6 +45,20 @@ def peers_tables(f: Figures) -> list[str]:
         "headwise is, in bfloat16 as vLLM, and from the blocks of the same GGUF file (`weights_dtype: gguf`) as "
         f"llama.cpp in the build of its package. Medians of {f['rounds']} rounds; `benchmarks/peers.py`.",
     ]
+    return [*lines, *_model_tables(f), *_long_table(f)]
+
+
+def mixture_tables(f: Figures) -> list[str]:
+    """The same of a mixture of experts."""
+    return [
+        "Twelve layers with 64 experts, of which a token goes to 8: a billion random weights in Qwen 3's architecture. "
+        f"Otherwise as above. Medians of {f['rounds']} rounds; `benchmarks/peers_mixture.py`.",
+        *_model_tables(f),
+    ]
+
+
+def _model_tables(f: Figures) -> list[str]:
+    lines = list[str]()
     for name, model in f["models"].items():
         names = {runtime: word for runtime, word in _names(f).items() if runtime in model["rates"]}
         rows = {
@@ -55,7 +69,7 @@ def peers_tables(f: Figures) -> list[str]:
             for key, word in SCENARIOS.items()
         }
         lines += ["", *_table(name, list(names.values()), rows)]
-    return lines + _long_table(f)
+    return lines
 
 
 def _long_table(f: Figures) -> list[str]:

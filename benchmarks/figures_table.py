@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from figures_peers import peers_tables
+from figures_peers import mixture_tables, peers_tables
 
 Figures = Mapping[str, Any]
 
@@ -268,10 +268,14 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "kernels": (Row("Attention, decode, 16 sequences of 2,048 tokens, 9 query and 3 KV heads of 64", _decode),),
 }
-"""By script but `peers`, which has tables of its own."""
+"""By script but `OF_PEERS`."""
+
+OF_PEERS: dict[str, Callable[[Figures], list[str]]] = {"peers": peers_tables, "peers_mixture": mixture_tables}
+"""By script that has tables of its own."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Beside vLLM and llama.cpp": ("peers",),
+    "A mixture of experts, beside them": ("peers_mixture",),
     "On one CPU": ("roofline", "perplexity", "engine_overhead", "kernels", "step_launches"),
     "The cache": ("prefix_cache", "tiers", "recycle", "capacity", "control_plane", "block_copy"),
     "Several engines": ("replicas", "elastic_replicas", "pd", "openai_http", "index", "transports"),
@@ -283,8 +287,8 @@ SCRIPTS = tuple(name for names in SECTIONS.values() for name in names)
 
 def rows(name: str, figures: Figures) -> list[str]:
     """A script's lines of Markdown; raises LookupError where its figures lack one that README shows."""
-    if name == "peers":
-        return peers_tables(figures)
+    if name in OF_PEERS:
+        return OF_PEERS[name](figures)
     return [f"| {row.what} | {row.result(figures)} | `benchmarks/{name}.py` |" for row in ROWS[name]]
 
 
@@ -296,7 +300,7 @@ def table(results: Mapping[str, Any]) -> str:
     lines = list[str]()
     for title, names in SECTIONS.items():
         if shown := [name for name in names if name in measured]:
-            head = [] if shown == ["peers"] else ["| What | Result | Command |", "| --- | --- | --- |"]
+            head = [] if {*shown} <= OF_PEERS.keys() else ["| What | Result | Command |", "| --- | --- | --- |"]
             lines += [f"### {title}", "", *head]
             lines += [line for name in shown for line in rows(name, measured[name]["figures"])] + [""]
     return "\n".join([*lines, *_sources(measured)])

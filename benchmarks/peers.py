@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.control import Process, Spec, tell, warm_up
-from runtimes.model_files import ModelFiles, find_model, stretched
+from runtimes.model_files import MIXTURE, ModelFiles, find_model, stretched
 from runtimes.ours import add_engine_options, engine_fields, headwise_spec
 from runtimes.scenarios import Scenario, long_scenarios, scenarios
 
@@ -213,7 +213,9 @@ def show(title: str, todo: Sequence[Scenario], found: Mapping[str, Measured]) ->
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help=f"a demo model or GGUF file; default: {', '.join(MODELS)}")
+    parser.add_argument(
+        "--model", action="append", help=f"a demo model, {MIXTURE!r} or a GGUF file; default: {', '.join(MODELS)}"
+    )
     parser.add_argument("--rounds", type=int)
     add_engine_options(parser)
     parser.add_argument("--only", action="append", choices=PEERS, help="this peer; may be repeated")
@@ -234,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     models = {}
     for model in args.model or MODELS[: 1 if small else None]:
         with progress() as bar:
-            files = find_model(model, bar)
+            files = find_model(model, bar, is_tiny=args.smoke)
         specs = {**ours(files.name, MAX_TOKENS, engine), **peers(args.peers_python, only, files, MAX_TOKENS, SLOTS)}
         if args.smoke and "llamacpp" not in only:
             del specs["headwise_gguf"]

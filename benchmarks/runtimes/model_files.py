@@ -11,7 +11,7 @@ from headwise.runtime.loader.aliases import ALIASES, fetch_alias
 from headwise.runtime.loader.files import building
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.resolve import resolve_model
-from runtimes.random_mixture import NAME, write_mixture
+from runtimes.random_mixture import FULL, TINY, Sizes, write_mixture
 
 MIXTURE = "mixture"
 
@@ -25,14 +25,14 @@ class ModelFiles:
     directory: Path
 
 
-def find_model(name: str, progress: Progress) -> ModelFiles:
+def find_model(name: str, progress: Progress, is_tiny: bool = False) -> ModelFiles:
     """A demo model, `MIXTURE` or a GGUF file, made, downloaded and converted if need be.
 
-    Raises SystemExit, `ModelError`.
+    is_tiny: of a mixture, one for which nothing takes long. Raises SystemExit, `ModelError`.
     """
     cache = EngineConfig().cache_path
     if name == MIXTURE:
-        return _mixture(cache, progress)
+        return _mixture(TINY if is_tiny else FULL, cache, progress)
     if name not in ALIASES and not name.endswith(".gguf"):
         raise SystemExit(
             f"--model {name}: give a GGUF file, which all runtimes read, or one of {', '.join((*ALIASES, MIXTURE))}"
@@ -41,14 +41,14 @@ def find_model(name: str, progress: Progress) -> ModelFiles:
     return ModelFiles(name, gguf, resolve_model(name, cache, progress))
 
 
-def _mixture(cache: Path, progress: Progress) -> ModelFiles:
-    target = cache / "benchmarks" / NAME
-    path = target / f"{NAME}.gguf"
+def _mixture(sizes: Sizes, cache: Path, progress: Progress) -> ModelFiles:
+    target = cache / "benchmarks" / sizes.name
+    path = target / f"{sizes.name}.gguf"
     if not target.is_dir():
         vocabulary = fetch_alias(ALIASES["smollm2-135m"], cache, progress)
         with building(target, progress) as directory:
             if directory is not None:
-                write_mixture(directory / path.name, vocabulary)
+                write_mixture(directory / path.name, sizes, vocabulary)
     return ModelFiles(str(path), path, resolve_model(str(path), cache, progress))
 
 
