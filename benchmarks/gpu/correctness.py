@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,14 @@ def compile_kernels(bench: Bench) -> None:
     Beside them, the random checkpoints are written.
     """
     sizes, target, work = bench.sizes, bench.rig.target, bench.rig.work
-    shapes = _shapes(sizes, target.sm, bench.options.layers)[: sizes.compiled]
+    shapes = _shapes(sizes, target.sm, bench.options.layers)[: None if sizes.compiled is None else 1]
     began, files = time.perf_counter(), 0
     processes = min(os.cpu_count() or 1, len(shapes) + 2)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         models = random_models(sizes, bench.options.layers)
         written = [pool.submit(write_checkpoint, work / name, config) for name, config in models.items()]
         made: dict[Any, Future[int]] = {}
-        ways = (False, True) if sizes.compiled is None else (False,)
-        made |= {shape: pool.submit(_compile, shape, target, work / "kernels", ways) for shape in shapes}
+        made |= {shape: pool.submit(_compile, shape, target, work / "kernels", sizes.compiled) for shape in shapes}
         if sizes.compiled is None:
             mixture = expert_shape(models[MOE])
             made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
@@ -108,9 +108,10 @@ def compile_kernels(bench: Bench) -> None:
     bench.rows.add("checkpoints", time.perf_counter() - began, "s", note="random weights, written meanwhile")
 
 
-def _compile(shape: AttentionShape, target: Target, directory: Path, by_tma: tuple[bool, ...] = (False, True)) -> int:
-    """Prompts in both ways, where there are two."""
-    return len({path for tma in by_tma for path in precompile([shape], [target], directory, tma=tma)})
+def _compile(shape: AttentionShape, target: Target, directory: Path, most: int | None = None) -> int:
+    """Prompts in both ways, where there are two. ``most``: no more kernels than these."""
+    every = (path for tma in (False, True) for path in precompile([shape], [target], directory, tma=tma))
+    return len({*islice(every, most)})
 
 
 def _compile_latents(model: LatentModel, target: Target, directory: Path) -> int:

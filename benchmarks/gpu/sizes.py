@@ -86,7 +86,7 @@ class Sizes:
 
     rehearsed:   whether works run before they are timed: the first calls load kernels and warm up
     long:        whether inputs of the correctness section have hundreds of tokens
-    compiled:    shapes of attention to compile; None is all
+    compiled:    kernels to compile, of the first shape of attention; None: all, of all
     single_from: tokens of a single sequence from which on a decode has an aim
     skewed:      (batch, context of all but one, context of that one)
     quantised_at: (batch, context) of decodes over caches of fewer bits
@@ -274,7 +274,7 @@ TINY = Sizes(
     rounds=1,
     rehearsed=False,
     long=False,
-    compiled=1,
+    compiled=3,
     copied_bytes=1 << 16,
     block_size=16,
     attention=Heads(4, 2, 64),

@@ -460,7 +460,10 @@ def test_a_port_that_is_taken_is_told_before_ray_is_started(monkeypatch: pytest.
             Deployment.start(replace(CONFIG, port=port))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "ray://127.0.0.1:10001"])
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:9", *(pytest.param(name, marks=pytest.mark.soak) for name in ("nowhere", "ray://127.0.0.1:10001"))],
+)
 def test_a_ray_cluster_that_is_not_there_is_an_error_of_the_address(address: str) -> None:
     script = """
         import sys

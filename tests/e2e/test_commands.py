@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ray.job_submission import JobSubmissionClient
+from ray.util.state import list_actors
 from support.free_ports import free_ports
 from support.waiting import PATIENCE_S, eventually
 
@@ -187,28 +189,32 @@ def test_a_deployment_at_another_address_than_rays_own_serves(tmp_path: Path, ho
                 process.wait(PATIENCE_S)
 
 
+def alive(head: Head) -> list[str]:
+    """Names of the cluster's actors that live."""
+    return [str(actor.name) for actor in list_actors(address=head.jobs, filters=[("state", "=", "ALIVE")])]
+
+
 def test_a_deployment_as_a_ray_job_serves_until_the_job_is_stopped(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     serve = f"{sys.executable} -m headwise serve --port {port} --max-model-len 256 --kv-cache 32MiB --cpu-threads 1"
     with ray_head(str(tmp_path)) as head:
         job = ("--address", head.jobs)
         head.ray("job", "submit", *job, "--no-wait", "--submission-id=served", "--", *serve.split())
-        # First whether it listens: a `ray` command takes seconds of a core, of which the deployment would make use.
-        eventually(lambda: is_open(port), 3 * PATIENCE_S, lambda: head.ray("job", "logs", *job, "served"))
+        jobs = JobSubmissionClient(head.jobs)  # a `ray` command takes seconds of a core
+        eventually(lambda: is_open(port), 3 * PATIENCE_S, lambda: jobs.get_job_logs("served"))
         with Client(f"127.0.0.1:{port}") as client:
             eventually(lambda: client.stats()["engines"])
         eventually(
-            lambda: f"serving smollm2-135m at tcp://127.0.0.1:{port}" in head.ray("job", "logs", *job, "served"),
-            otherwise=lambda: head.ray("job", "logs", *job, "served"),
+            lambda: f"serving smollm2-135m at tcp://127.0.0.1:{port}" in jobs.get_job_logs("served"),
+            otherwise=lambda: jobs.get_job_logs("served"),
         )
         with Client(f"127.0.0.1:{port}") as client:
             result = client.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=4))
         assert result.text.startswith(" Paris")
-        alive = ("list", "actors", *job, "--filter", "state=ALIVE")
-        assert "headwise/scheduler" in head.ray(*alive)
+        assert "headwise/scheduler" in alive(head)
         head.ray("job", "stop", *job, "served")
         eventually(lambda: not is_open(port))
-        eventually(lambda: "headwise/" not in head.ray(*alive))
+        eventually(lambda: not any(name.startswith("headwise/") for name in alive(head)))
 
 
 @pytest.mark.soak
