@@ -575,7 +575,10 @@ MOST_DELAY = 6
 """Ticks that a message takes."""
 
 
-@pytest.mark.parametrize("seed", [*range(1, 6, 2), *[pytest.param(seed, marks=pytest.mark.soak) for seed in (0, 2, 4, *range(6, 300))]])
+SEEDS = [pytest.param(seed, marks=() if seed in (1, 3, 5) else pytest.mark.soak) for seed in range(300)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int) -> None:
     policies = POLICIES[seed % 3]
     faults = WireFaults(lose=0.1, double=0.2, delay=MOST_DELAY, delay_bytes=8, lose_bytes=0.05, hang=0.03)
