@@ -65,7 +65,7 @@ class CpuDecoder:
         self._counters, self._angles = Room(np.int64), Room(np.float32)
         self._scratch, self._partials, self._scores = Room(np.float32), Room(np.float32), Room(np.float32)
         self._pass, self._step, self._mixing = map(Record, (records.PASS, records.STEP, experts_jit.MIXING))
-        self._mixing_room = Scratch()
+        self._mixing_room, self._mixing_counters, self._mixed = Scratch(), 0, (0, 0)
         self._kernels: CacheKernels | None = None
 
     @property
@@ -128,8 +128,9 @@ class CpuDecoder:
         rows, workers, shape = len(x), self._workers(len(x)), self._shape
         rooms, kernels = self._rooms_for(rows), self._kernels_of(layout)
         plans = PlanTable.of([planner.plan(batch) for planner in self._planners], self._plans)
+        mixing, mixing_counters = self._mixing_for(rows, workers)
         own_counters = phase_counters(workers) + FIRST_ITEM + plans.most_items
-        each = own_counters + max((mixture.counters(rows, workers) for mixture in self._mixtures), default=0)
+        each = own_counters + mixing_counters
         counters = self._counters.of((len(layers) + 1) * each)
         counters[: (len(layers) + 1) * each] = 0
         qkv, row, dim = place_of(rooms.qkv), self.all_heads * shape.head_dim, shape.head_dim
@@ -146,10 +147,6 @@ class CpuDecoder:
             plans=place_of(plans.table), partials=place_of(partials), partial_rows=plans.most_partial_rows,
             scratch=place_of(scratch), scratch_floats=scratch_floats,
             factor=score_factor(shape.scale, shape.softcap), softcap=shape.softcap,
-        )  # fmt: skip
-        mixing = self._mixing.fill(
-            **room_of(self._mixtures, rows, workers, self._mixing_room), x=place_of(rooms.normed),
-            logits=place_of(rooms.logits), out=place_of(rooms.added),
         )  # fmt: skip
         step = self._step.fill(
             products=self._products, x=address_of(x, np.float32), rows=rows, hidden=self._hidden,
@@ -171,6 +168,21 @@ class CpuDecoder:
         return np.array(
             [matmul_jit.product_of(kind).address if kind in own else 0 for kind in matmul_kinds.KINDS], np.int64
         )
+
+    def _mixing_for(self, rows: int, workers: int) -> tuple[int, int]:
+        """Where the `experts_jit.MIXING` of a step lies, and how many counters its layers have for it.
+
+        They are those of the step before, if that was of the same size.
+        """
+        if self._mixtures and self._mixed != (rows, workers):
+            rooms = self._rooms_for(rows)
+            self._mixing.fill(
+                **room_of(self._mixtures, rows, workers, self._mixing_room), x=place_of(rooms.normed),
+                logits=place_of(rooms.logits), out=place_of(rooms.added),
+            )  # fmt: skip
+            self._mixing_counters = max(mixture.counters(rows, workers) for mixture in self._mixtures)
+            self._mixed = rows, workers
+        return self._mixing.place, self._mixing_counters
 
     def _kernels_of(self, layout: BlockLayout) -> CacheKernels:
         if self._kernels is None or self._kernels.layout is not layout:

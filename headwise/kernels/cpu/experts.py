@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cpu import experts_jit, matmul_jit, records
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
-from headwise.kernels.cpu.memory import Scratch
+from headwise.kernels.cpu.memory import Scratch, ThreadScratch
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import place_of
 from headwise.kernels.experts import Mixture
@@ -128,13 +128,15 @@ class PackedExperts:
         return out
 
 
-def room_of(mixtures: Sequence[PackedExperts], rows: int, threads: int, scratch: Scratch) -> dict[str, int]:
+def room_of(
+    mixtures: Sequence[PackedExperts], rows: int, threads: int, scratch: Scratch | ThreadScratch
+) -> dict[str, int]:
     """Fields of an `experts_jit.MIXING` but for those of what is given: room for any of the mixtures."""
 
     def most(numbers: Iterable[int]) -> int:
         return max(numbers, default=0)
 
-    every = rows * most(each.mixture.routing.per_token for each in mixtures)
+    every = rows * max(each.mixture.routing.per_token for each in mixtures)
     slots = min(every, experts_jit.SLOTS)
     weights = [weight for each in mixtures for mlp in each.mlps[:1] for weight, _ in mlp]
     shared = [each.mlps[-1] for each in mixtures if each.has_shared]
@@ -159,7 +161,7 @@ def room_of(mixtures: Sequence[PackedExperts], rows: int, threads: int, scratch:
     return {"rows": rows, "threads": threads, "widest": widest, **places}
 
 
-_scratch = Scratch()
+_scratch = ThreadScratch()
 
 
 def _row_factors(weight: PackedWeight) -> int:

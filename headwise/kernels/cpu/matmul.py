@@ -18,7 +18,7 @@ from headwise.cores import usable_cores
 from headwise.kernels.code_bytes import CPU_SCALES, bits_in_memory
 from headwise.kernels.cpu import matmul_jit, matmul_kinds, matmul_rows, packing_jit, records
 from headwise.kernels.cpu.matmul_kinds import PANEL
-from headwise.kernels.cpu.memory import CACHE_LINE, Scratch, Slabs
+from headwise.kernels.cpu.memory import CACHE_LINE, Slabs, ThreadScratch
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import place_of
 from headwise.kernels.fused import Activation
@@ -296,7 +296,7 @@ def matmul(
     return out
 
 
-_scratch = Scratch()
+_scratch = ThreadScratch()
 
 
 def _workers(weight: PackedWeight, rows: int, threads: int) -> int:

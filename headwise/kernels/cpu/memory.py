@@ -48,8 +48,8 @@ def present(num_bytes: int) -> NDArray[np.uint8]:
     return memory
 
 
-class Scratch(threading.local):
-    """Room for the calls of one thread, kept for the next ones: new memory would have to be made page by page."""
+class Scratch:
+    """Room for one call at a time, kept for the next ones: new memory would have to be made page by page."""
 
     def __init__(self) -> None:
         self._room = np.empty(0, np.uint8)
@@ -63,3 +63,10 @@ class Scratch(threading.local):
             place: int = self._room.ctypes.data
             self._place = place + -place % CACHE_LINE
         return [self._place + first for first in accumulate(sizes[:-1], initial=0)]
+
+
+class ThreadScratch(threading.local):
+    """A `Scratch` of each thread."""
+
+    def __init__(self) -> None:
+        self.take = Scratch().take
