@@ -16,6 +16,7 @@ from support.thread_pools import NoCoreForOthers
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.kernels.cpu import decoder as module
+from headwise.kernels.cpu import experts_jit
 from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.runtime.models.base import Model, ModelConfig
 from headwise.runtime.models.registry import build_model, model_config
@@ -126,6 +127,18 @@ def assert_same_but_for_rounding(model: Model, kv_dtype: str, is_narrow: bool) -
 @pytest.mark.parametrize("name", MODELS)
 def test_fused_layers_compute_what_layers_compute_one_by_one(name: str) -> None:
     assert_same_but_for_rounding(model_of(config_of(name)), "float32", is_narrow=False)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_that_are_not_one_call_give_the_same_and_so_does_the_layer_around_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = np.concatenate(run(model_of(config_of(name)), CacheShown))
+    monkeypatch.setattr(experts_jit, "MOST_EXPERTS", 1)
+    model = model_of(config_of(name))
+    assert model._fused is None
+    found = np.concatenate(run(model, LayerByCall))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
