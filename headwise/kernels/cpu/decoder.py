@@ -76,7 +76,6 @@ class CpuDecoder:
         """See `FusedDecoder.make_ready`."""
         self._kernels_of(layout)
         run_layers()
-        experts_jit.mix()
         for dtype in self._dtypes:
             matmul_jit.product_of(KINDS[dtype])
 
@@ -157,7 +156,7 @@ class CpuDecoder:
             tiles=place_of(rooms.tiles), values=place_of(rooms.values), counters=place_of(counters),
             counters_per_layer=each, threads=workers, attention=attention, write=kernels.write.address,
             attend=kernels.attend.address, final_norm=_span(final_norm)[0], eps=shape.eps,
-            mix=experts_jit.mix().address, mixing=mixing, mixing_counters=own_counters,
+            mix=self._mix, mixing=mixing, mixing_counters=own_counters,
         )  # fmt: skip
         pool_of_this_process().run(run_layers().address, workers, step)
 
@@ -169,10 +168,15 @@ class CpuDecoder:
             [matmul_jit.product_of(kind).address if kind in own else 0 for kind in matmul_kinds.KINDS], np.int64
         )
 
+    @cached_property
+    def _mix(self) -> int:
+        """The address of what mixes experts; 0 where there are none, who need not have it compiled."""
+        return experts_jit.mix().address if self._mixtures else 0
+
     def _mixing_for(self, rows: int, workers: int) -> tuple[int, int]:
         """Where the `experts_jit.MIXING` of a step lies, and how many counters its layers have for it.
 
-        They are those of the step before, if that was of the same size.
+        They are those of the step before, if that was of the same size and in the same rooms.
         """
         if self._mixtures and self._mixed != (rows, workers):
             rooms = self._rooms_for(rows)
@@ -215,7 +219,7 @@ class CpuDecoder:
     def _rooms_for(self, rows: int) -> _Rooms:
         """Room for ``rows`` rows; kept for the next steps, which mostly have no more."""
         if len(self._rooms.qkv) < rows:
-            self._rooms = _Rooms.empty(rows, self)
+            self._rooms, self._mixed = _Rooms.empty(rows, self), (0, 0)
         return self._rooms
 
 

@@ -47,9 +47,11 @@ class PackedExperts:
 
     @staticmethod
     def of(mixture: Mixture, experts: Sequence[Mlp], shared: Mlp | None) -> PackedExperts | None:
-        """None if they are not alike, or too many for `experts_jit.MOST_EXPERTS`."""
+        """Compiles what computes them. None if they are not alike, or more than `experts_jit.MOST_EXPERTS`."""
         if len({tuple(map(_form, expert)) for expert in experts}) != 1 or len(experts) > experts_jit.MOST_EXPERTS:
             return None
+        experts_jit.mix()
+        experts_jit.mix_alone()
         mlps = [*experts, *([] if shared is None else [shared])]
         kept = np.zeros(len(mlps), experts_jit.MLP)
         for record, mlp in zip(kept, mlps, strict=True):
@@ -77,8 +79,8 @@ class PackedExperts:
 
     @property
     def weights(self) -> Iterable[PackedWeight]:
-        """One of each form."""
-        return (weight for mlp in {0: self.mlps[0], self.experts: self.mlps[-1]}.values() for weight, _ in mlp)
+        """Of each form one at least."""
+        return (weight for mlp in (self.mlps[0], self.mlps[-1]) for weight, _ in mlp)
 
     @property
     def experts(self) -> int:
@@ -138,7 +140,7 @@ def room_of(
 
     every = rows * max(each.mixture.routing.per_token for each in mixtures)
     slots = min(every, experts_jit.SLOTS)
-    weights = [weight for each in mixtures for mlp in each.mlps[:1] for weight, _ in mlp]
+    weights = [weight for each in mixtures for weight, _ in each.mlps[0]]
     shared = [each.mlps[-1] for each in mixtures if each.has_shared]
     of_shared = [weight for mlp in shared for weight, _ in mlp]
     widest = most(weight.depth for weight in (*weights, *of_shared))

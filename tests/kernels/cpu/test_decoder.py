@@ -18,6 +18,7 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.kernels.cpu import decoder as module
 from headwise.kernels.cpu import experts_jit
 from headwise.kernels.cpu.attention import NumbaKernels
+from headwise.kernels.cpu.records import place_of
 from headwise.runtime.models.base import Model, ModelConfig
 from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.comm import SingleRank
@@ -139,6 +140,16 @@ def test_experts_that_are_not_one_call_give_the_same_and_so_does_the_layer_aroun
     assert model._fused is None
     found = np.concatenate(run(model, LayerByCall))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def test_a_mixture_is_told_where_its_rooms_are_when_others_were_made_between_two_steps_of_a_size() -> None:
+    model = model_of(config_of("ernie_moe"))
+    sequences = PagedSequences(model.config, kernels())
+    sequences.forward(model, [(0, 4)], CacheShown)
+    model._fused.embedded(model._embedding, np.zeros(64, np.int32))  # as for a step that failed then
+    sequences.forward(model, [(0, 4)], CacheShown)
+    mixing, rooms = model._fused._mixing._records[0], model._fused._rooms
+    assert (mixing["x"], mixing["out"]) == (place_of(rooms.normed), place_of(rooms.added))
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
