@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from runtimes.random_mixture import FULL
+
 Figures = Mapping[str, Any]
 
 SCENARIOS = {
@@ -51,7 +53,8 @@ def peers_tables(f: Figures) -> list[str]:
 def mixture_tables(f: Figures) -> list[str]:
     """The same of a mixture of experts."""
     return [
-        "Twelve layers with 64 experts, of which a token goes to 8: a billion random weights in Qwen 3's architecture. "
+        f"{FULL.layers} layers with {FULL.experts} experts each, of which a token goes to {FULL.per_token}: random "
+        "weights in Qwen 3's architecture. "
         f"Otherwise as above. Medians of {f['rounds']} rounds; `benchmarks/peers_mixture.py`.",
         *_model_tables(f),
     ]

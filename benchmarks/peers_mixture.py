@@ -19,8 +19,8 @@ FIXED = ("--model", MIXTURE, "--no-long", "--engine", "dtype=bfloat16")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    small = {"--quick", "--smoke"} & {*given}
-    named = [] if small else [word for name in peers.QUICK_PEERS for word in ("--only", name)]
+    is_said = {"--quick", "--smoke", "--only"} & {*given}
+    named = [] if is_said else [word for name in peers.QUICK_PEERS for word in ("--only", name)]
     peers.main([*FIXED, *named, *given])
 
 

@@ -28,7 +28,9 @@ class ModelFiles:
 def find_model(name: str, progress: Progress, is_tiny: bool = False) -> ModelFiles:
     """A demo model, `MIXTURE` or a GGUF file, made, downloaded and converted if need be.
 
-    is_tiny: of a mixture, one for which nothing takes long. Raises SystemExit, `ModelError`.
+    is_tiny: whether a mixture is one for which nothing takes long
+
+    Raises SystemExit, `ModelError`.
     """
     cache = EngineConfig().cache_path
     if name == MIXTURE:

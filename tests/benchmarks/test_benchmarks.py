@@ -14,6 +14,7 @@ import pd
 import pytest
 from figures_peers import PICTURE, SCENARIOS, WIDTH, peers_picture
 from figures_table import SCRIPTS, rows, table
+from runtimes import random_mixture
 from support.benchmark_runs import quick_figures
 
 BENCHMARKS = Path(figures.__file__).parent
@@ -223,6 +224,13 @@ def test_tables_of_peers_have_a_column_for_each_that_was_there_and_the_ratio_of_
     assert "| Prefill of 1,800 tokens | 4,000 | 10 (2.00) | 4,000 | 40 (8.00) |" in found
     assert "| Decode after them | 6 | 6 | 6 (9.00) |" in found
     assert sum(line.startswith("| two |") for line in found) == 1
+
+
+def test_a_mixture_has_a_table_of_its_own_below_a_line_that_says_what_it_is() -> None:
+    found, peers = rows("peers_mixture", peers_found()), rows("peers", peers_found())
+    assert f"{random_mixture.FULL.experts} experts" in found[0]
+    assert found[1:] == peers[3 : 3 + len(found) - 1]
+    assert sum(line.startswith("| Decode of one request |") for line in found) == 2, "one of each model"
 
 
 def test_the_picture_of_peers_has_a_bar_for_each_rate_and_is_checked(
