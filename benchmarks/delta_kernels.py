@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cpu.delta_attention import NumbaDeltaKernels
 from headwise.kernels.delta import DeltaSizes, delta_layout
-from headwise.kernels.delta_base import DeltaInputs
-from headwise.kernels.select import make_delta_kernels
+from headwise.kernels.delta_base import DeltaWeights
 
 BLOCK_SIZE = 64
 SIZES, KEY_HEADS = DeltaSizes(key_dim=128, value_dim=128, share=2, convolution=4), 16
@@ -45,7 +45,7 @@ def measure(
 ) -> dict[str, Any]:
     """What a workload takes by ``time_of``, and its GB/s, read and written, as a share of ``gqa_rate``."""
     draw = np.random.default_rng(0)
-    kernels, layout = make_delta_kernels("numba", threads), delta_layout(BLOCK_SIZE, KEY_HEADS, SIZES)
+    kernels, layout = NumbaDeltaKernels(threads), delta_layout(BLOCK_SIZE, KEY_HEADS, SIZES)
     end = 2 if load.tokens == 1 else load.tokens
     tables = np.full((load.batch, -(-end // BLOCK_SIZE)), -1, np.int32)
     tables[:, -1] = draw.permutation(load.batch)  # the live states, and no checkpoint
@@ -58,11 +58,12 @@ def measure(
     def random(*shape: int) -> Any:
         return draw.standard_normal(shape, dtype=np.float32)
 
-    each = rows, KEY_HEADS, SIZES.share
-    mixed, weights = random(rows, KEY_HEADS, SIZES.channels), random(KEY_HEADS, SIZES.convolution, SIZES.channels)
-    inputs = DeltaInputs(mixed, np.full(each, 0.5, np.float32), np.full(each, -0.1, np.float32), weights)
-    out = random(*each, SIZES.value_dim)
-    attend_s = time_of(partial(kernels.attend_delta, inputs, arena, layout, batch, heads, out=out))
+    values = SIZES.share * SIZES.value_dim
+    projected = random(rows, KEY_HEADS * (SIZES.channels + values + 2 * SIZES.share))
+    each = np.full((KEY_HEADS, SIZES.share), 0.1, np.float32)
+    convolution, norm = random(KEY_HEADS, SIZES.convolution, SIZES.channels), np.ones(SIZES.value_dim, np.float32)
+    weights, out = DeltaWeights(convolution, each, each, norm, eps=1e-6), random(rows, KEY_HEADS * values)
+    attend_s = time_of(partial(kernels.attend_projected, projected, weights, arena, layout, batch, heads, out=out))
     rate = 2 * load.batch * layout.slot_bytes * KEY_HEADS / attend_s / 1e9
     return {
         "workload": load.name,

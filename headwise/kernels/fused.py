@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
+from headwise.kernels.delta_base import DeltaWeights
+from headwise.kernels.mla_base import UpProjections
 
 Activation = Literal["silu", "gelu_tanh", "clamped"]
 """Of a gated MLP. ``clamped`` is gpt-oss's: ``gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1)``, of a gate of at most
@@ -37,6 +39,66 @@ class LayerNorms:
 
 
 @dataclass(frozen=True)
+class GroupedQueries:
+    """Grouped-query attention.
+
+    qkv:         to queries, keys and values of heads of ``head_dim``; keys alone where these are the values, too, and
+                 queries alone where keys and values in the cache are another layer's
+    gate:        of heads, whose sigmoids multiply what they have seen; None: there is none
+    value_norm:  of each head, ``[head_dim]``
+    sink_logits: float32 ``[q_heads]``, if there are any
+    rotation:    index of its angles
+    is_chunked:  whether heads see all of their chunk up to a token, and no more: see `Besides.chunks`
+    is_scaled:   whether queries are multiplied by `Besides.query_scales`, before they are rotated
+    """
+
+    qkv: Weight
+    out: Weight
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    rotation: int
+    qkv_bias: Array | None = None
+    out_bias: Array | None = None
+    sink_logits: Array | None = None
+    gate: Weight | None = None
+    value_norm: Array | None = None
+    is_chunked: bool = False
+    is_scaled: bool = False
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Latent attention (MLA), in its absorbed form.
+
+    into:        to ``[queries | latent]`` of a token; with ``ranked`` to what queries are made of, and its latent
+    ranked:      norm of that, and what makes queries of it
+    latent_norm: of the part of a latent that is not rotated
+    eps:         of both norms
+    rotation:    index of its angles
+    """
+
+    into: Weight
+    ranked: tuple[Array, Weight] | None
+    latent_norm: Array
+    up: UpProjections
+    out: Weight
+    rotation: int
+    eps: float
+    into_bias: Array | None = None
+    out_bias: Array | None = None
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta-net: ``into`` makes `DeltaProjected.numbers`, and ``between`` is before ``out``."""
+
+    into: Weight
+    between: DeltaWeights
+    out: Weight
+
+
+@dataclass(frozen=True)
 class GatedLayer:
     """A gated MLP."""
 
@@ -47,46 +109,95 @@ class GatedLayer:
 
 
 @dataclass(frozen=True)
+class GatedShare:
+    """An MLP that all tokens go through, times the sigmoid of what ``gate [1, hidden]`` makes of each."""
+
+    mlp: GatedLayer
+    gate: Weight
+
+
+@dataclass(frozen=True)
 class MixedLayer:
     """A mixture of experts, as the tensor operations made it that offer such a decoder, and its router."""
 
     router: Weight
     experts: Any
     router_bias: Array | None = None
+    shared: GatedShare | None = None
+
+
+@dataclass(frozen=True)
+class BesideExperts:
+    """An MLP with a mixture of experts beside it. Both are given the residual stream, and normed before their sum is.
+
+    choose, before: norms of the stream for the router and for the experts; ``before_mlp`` is that for the MLP
+    after:          norm of what experts make, and after_mlp of what the MLP does; of their sum it is `LayerNorms`'
+    """
+
+    mlp: GatedLayer
+    mixed: MixedLayer
+    choose: Array
+    before: Array
+    after: Array
+    after_mlp: Array
+
+
+@dataclass(frozen=True)
+class SideInput:
+    """What adds what a layer is told besides of each token to the residual stream, behind its MLP.
+
+    gate, out: to its size, where GELU of it gates what the layer is told, and back to the hidden size
+    after:     norm of what is added
+    """
+
+    gate: Weight
+    out: Weight
+    after: Array
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A layer's weights. sink_logits: float32 ``[q_heads]``, if there are any; rotation: index of its angles"""
+    """A layer's weights. scale: factor on the residual stream behind the layer"""
 
-    qkv: Weight
-    out: Weight
-    mlp: GatedLayer | MixedLayer
-    qkv_bias: Array | None
-    out_bias: Array | None
-    sink_logits: Array | None
+    attention: GroupedQueries | Latents | DeltaNet
+    mlp: GatedLayer | MixedLayer | BesideExperts
     norms: LayerNorms
-    rotation: int
+    side: SideInput | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class DecoderShape:
     """What all layers share. scale: of attention's scores; softcap: of them, 0 for none; eps: of norms"""
 
-    q_heads: int
-    kv_heads: int
-    head_dim: int
     activation: Activation
     scale: float
     softcap: float
     eps: float
 
 
+@dataclass(frozen=True)
+class Besides:
+    """What some layers are told of a step besides.
+
+    sides:        what layers with a `SideInput` are told of each token, ``[rows, layers, size]``
+    query_scales: float32 ``[rows]``
+    chunks:       the batch with a sequence for each chunk that has queries, which begins there
+    """
+
+    sides: Array | None = None
+    query_scales: Array | None = None
+    chunks: AttentionBatch | None = None
+
+
+NOTHING = Besides()
+
+
 class FusedDecoder(Protocol):
     """A decoder's layers, with the KV write and attention of each within."""
 
-    def make_ready(self, layout: BlockLayout) -> None:
-        """Compile for a cache of this layout, or load what this machine has compiled before."""
+    def takes(self, batch: AttentionBatch, layouts: Sequence[BlockLayout]) -> bool:
+        """Whether a step is one for it; others are computed layer by layer."""
 
     def embedded(self, table: Weight, ids: Array, scale: float = 1.0) -> Array:
         """Rows ``ids int32 [rows]`` of an embedding, times ``scale``: ``[rows, hidden]``, there until the next call."""
@@ -94,23 +205,26 @@ class FusedDecoder(Protocol):
     def scores(self, x: Array, head: Weight) -> Array:
         """``x [rows, hidden] @ head.T``: ``[rows, vocabulary]``, there until the next call."""
 
-    def rotations(self, positions: Array, inverses: Sequence[Array], scales: Sequence[Array | None]) -> Array:
+    def rotations(
+        self, positions: Array, inverses: Sequence[Array], scales: Sequence[Array | None]
+    ) -> Sequence[tuple[Array, Array]]:
         """Cosines and sines for `run`, of several kinds, there until the next call; see `TensorOps.rotation`."""
 
     def run(
         self,
         x: Array,
         layers: range,
-        rotations: Array,
+        rotations: Sequence[tuple[Array, Array]],
         arena: Array,
-        layout: BlockLayout,
+        layouts: Sequence[BlockLayout],
         batch: AttentionBatch,
         heads: Sequence[HeadTable],
         final_norm: Array | None,
+        besides: Besides = NOTHING,
     ) -> None:
         """Take the residual stream ``x [rows, hidden]`` through some ``layers``, in place.
 
-        rotations:  cosines and sines of the tokens' positions, ``[kinds, 2, rows, head_dim / 2]``
-        heads:      of all layers; the same object from call to call
-        final_norm: weight of the RMS norm of what comes out of them, if there is one
+        rotations:      cosines and sines of the tokens' positions, ``[rows, head_dim / 2]`` each, of each kind
+        layouts, heads: of all layers; the same objects from call to call
+        final_norm:     weight of the RMS norm of what comes out of them, if there is one
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy, RunCopy, reference_run_copy
-from headwise.kernels.delta_base import DeltaKernels
+from headwise.kernels.delta_base import DeltaKernels, ProjectedDeltaKernels
 from headwise.kernels.delta_reference import ReferenceDeltaKernels
 from headwise.kernels.dsa_base import IndexedKernels
 from headwise.kernels.dsa_reference import ReferenceIndexedKernels
@@ -75,7 +75,7 @@ def make_indexed_kernels(name: str, threads: int) -> IndexedKernels:
     return NumbaIndexedKernels(threads)
 
 
-def make_delta_kernels(name: str, threads: int) -> DeltaKernels:
+def make_delta_kernels(name: str, threads: int) -> DeltaKernels | ProjectedDeltaKernels:
     """Those of gated delta-nets, as `make_kernels`; they raise the same."""
     if _is_reference(name):
         return ReferenceDeltaKernels()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cpu.attention import NumbaKernels
-from headwise.kernels.gqa import gqa_layout
-from headwise.runtime.models.base import Model, ModelConfig, PagedCache, Rotation, Shard
+from headwise.runtime.models.attention.base import LayerCache
+from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.base import Model, ModelConfig, PagedCache, Shard
+from headwise.runtime.ops.base import Tensor
 
 Step = Sequence[tuple[int, int]]
 """Sequences of a step, and how many tokens each is given."""
@@ -20,19 +23,19 @@ Step = Sequence[tuple[int, int]]
 class PagedSequences:
     """Some sequences of a model's, with blocks in any order, of an arena that is NaN where nothing was written."""
 
-    def __init__(
-        self, config: ModelConfig, kernels: NumbaKernels, kv_dtype: str = "float32", count: int = 4, tokens: int = 128
-    ) -> None:
-        plan, self._block_size, draw = plan_head_groups(config.policies), 8, np.random.default_rng(3)
-        self.config, self.kernels = config, kernels
-        self.layout = gqa_layout(self._block_size, plan.slots, config.head_dim, kv_dtype)
-        self.heads = [
-            head_table(plan.placement(0, layer), config.policies[layer]) for layer in range(config.num_layers)
-        ]
+    def __init__(self, model: Model, kv_dtype: str = "float32", count: int = 4, tokens: int = 128) -> None:
+        config, self._block_size, draw = model.config, 8, np.random.default_rng(3)
+        variant = attention_of(config)
+        self.attention = variant.over_cache(model.ops, variant.host_kernels("numba", 2))
+        of_one = [variant.layout(self._block_size, 1, kv_dtype, layer) for layer in range(config.num_layers)]
+        plan = plan_head_groups(config.policies, sizes=[layout.slot_bytes for layout in of_one])
+        self.layouts = [_filling(layout, plan.block_bytes) for layout in of_one]
+        kept = [config.heads_of(layer).cache_layer for layer in range(config.num_layers)]
+        self.heads = [head_table(plan.placement(0, layer), config.policies[layer]) for layer in kept]
         self._groups, columns = len(plan.groups), -(-tokens // self._block_size)
         blocks = draw.permutation(count * self._groups * columns).astype(np.int32)
         self._tables = blocks.reshape(count, self._groups, columns)
-        self.arena = np.full(blocks.size * self.layout.block_bytes, 0xFF, np.uint8)
+        self.arena = np.full(blocks.size * plan.block_bytes, 0xFF, np.uint8)
         self._ids = draw.integers(0, config.vocab_size, (count, tokens)).astype(np.int32)
         self._lens = np.zeros(count, np.int32)
 
@@ -42,7 +45,8 @@ class PagedSequences:
 
     def copy_layer(self, layer: int, source: PagedSequences) -> None:
         """Take what another one has of a layer."""
-        shape = (-1, self.layout.slots, self.layout.slot_bytes)
+        layout = self.layouts[layer]
+        shape = (-1, layout.slots, layout.slot_bytes)
         mine, theirs, heads = self.arena.reshape(shape), source.arena.reshape(shape), self.heads[layer]
         for group, slot in zip(heads.group, heads.slot, strict=True):
             blocks = self._tables[:, group]
@@ -63,6 +67,11 @@ class PagedSequences:
         return np.split(hidden.copy(), cu[1:-1])
 
 
+def _filling(layout: BlockLayout, block_bytes: int) -> BlockLayout:
+    slots, tail = divmod(block_bytes, layout.slot_bytes)
+    return replace(layout, slots=slots, tail_bytes=tail)
+
+
 def head_table(places: np.ndarray, policies: Sequence) -> HeadTable:
     """``places``: group and slot of each head of a layer."""
     columns = places[:, 0], places[:, 1], [policy.window for policy in policies], [policy.sink for policy in policies]
@@ -76,23 +85,10 @@ class LayerByCall:
     sequences: PagedSequences
     batch: AttentionBatch
 
-    def __call__(
-        self,
-        layer: int,
-        query: np.ndarray,
-        key: np.ndarray,
-        value: np.ndarray,
-        rotation: Rotation,
-        sink_logits: np.ndarray | None = None,
-    ):
+    def __call__(self, layer: int, *projected: Any) -> Tensor:
         s = self.sequences
-        queries, keys, values = (np.ascontiguousarray(array) for array in (query, key, value))
-        where = s.arena, s.layout, self.batch, s.heads[layer]
-        s.kernels.write_kv_rope(queries, keys, values, *rotation, *where)
-        out, config = np.empty_like(queries), s.config
-        scoring = {"scale": config.attention_scale, "softcap": config.attention_softcap, "sink_logits": sink_logits}
-        s.kernels.attend(queries, *where, **scoring, out=out)
-        return out
+        cache = LayerCache(s.arena, s.layouts[layer], self.batch, s.heads[layer], lambda: None)
+        return s.attention(cache, *projected)
 
 
 @dataclass
@@ -106,7 +102,16 @@ class CacheShown(LayerByCall):
 
     def paged(self) -> PagedCache:
         s = self.sequences
-        return PagedCache(s.arena, s.layout, self.batch, s.heads, self.wait_layer)
+        return PagedCache(s.arena, s.layouts, self.batch, s.heads, self.wait_layer)
+
+
+@dataclass
+class EitherWay(LayerByCall):
+    """A `PagedAttentionLayer` for decoders that take some steps by its cache and some by calls."""
+
+    def paged(self) -> PagedCache:
+        s = self.sequences
+        return PagedCache(s.arena, s.layouts, self.batch, s.heads, None)
 
 
 def only_shard(config: ModelConfig) -> Shard:

@@ -1,14 +1,13 @@
 # mypy: ignore-errors
 """The compiled half of `headwise.kernels.cpu.decoder`: many layers of a decoder in one call, on several threads.
 
-A layer is a run of *phases*: norm, query-key-value product, rotation and KV write, attention, output product, add and
-norm, gated product, down product; or, in place of the last two, a router's product and what `experts_jit` does. Of each
-phase threads take pieces from a counter until none is left, and wait until those that others took are done. So the
-threads are woken once for all layers, and nobody waits for a thread that does not run: a phase is done when its pieces
-are.
+A layer is a run of *phases*: of most layers norm, query-key-value product, rotation and KV write, attention, output
+product, add and norm, gated product, down product. Which they are, and what they compute with, `decoder_phases` says;
+this file is compiled once for all models. Of each phase threads take pieces from a counter until none is left, and wait
+until those that others took are done. So the threads are woken once for all layers, and nobody waits for a thread that
+does not run: a phase is done when its pieces are.
 
-What differs by dtype, products and attention, is compiled for itself and called by its address: this file is compiled
-once for all models.
+What differs by dtype, products and attention, is compiled for itself and called by its address.
 """
 
 from __future__ import annotations
@@ -32,51 +31,48 @@ from headwise.kernels.cpu.addresses import (
 )
 from headwise.kernels.cpu.attention_jit import FINISHED
 from headwise.kernels.cpu.attention_micro import row_copy
-from headwise.kernels.cpu.experts_jit import MIXING
-from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of, share_of
-from headwise.kernels.cpu.matmul_rows import prepare_row, weight_at
-from headwise.kernels.cpu.records import (
-    AFTER_ATTENTION,
-    AFTER_MLP,
-    BEFORE_ATTENTION,
-    BEFORE_MLP,
-    DOWN,
-    GATE_UP,
+from headwise.kernels.cpu.decoder_records import (
+    ATTEND,
+    GATED_BY_ROW,
+    GATED_BY_SIGMOID,
     KEY_NORM,
-    LAYER,
-    OUT,
-    PLAN,
-    QKV,
+    KIND,
+    LATENTS,
+    NO_GATE,
+    OF_HEADS,
+    PHASE,
+    PRODUCT,
     QUERY_NORM,
+    QUERY_SCALES,
+    ROWS,
     STEP,
+    VALUE_NORM,
+    WRITE,
+    WRITE_LATENTS,
 )
-from headwise.kernels.cpu.threads import fetch_add, pieces_of, take_rows, wait_and_prefetch
-
-_PHASES_OF_WEIGHT = 3
-"""Its factors, its product, and, of the first one, rotation and KV write."""
-
-_PHASES = (DOWN + 1) * _PHASES_OF_WEIGHT
+from headwise.kernels.cpu.gates import times_gelu, times_sigmoid
+from headwise.kernels.cpu.matmul_jit import TILE, items_of, share_of
+from headwise.kernels.cpu.matmul_rows import prepare_row, weight_at
+from headwise.kernels.cpu.records import DELTA, PLAN
+from headwise.kernels.cpu.threads import fetch_add, pieces_of, take_item, take_rows, wait_and_prefetch
 
 _MATH = {"reassoc", "nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
-_step_at, _mixing_at = record_at(STEP), record_at(MIXING)
-_LAYER_BYTES, _PLAN_BYTES = LAYER.itemsize, PLAN.itemsize
+_step_at, _phase_at, _kind_at, _delta_at = map(record_at, (STEP, PHASE, KIND, DELTA))
+_PHASE_BYTES, _KIND_BYTES, _PLAN_BYTES = PHASE.itemsize, KIND.itemsize, PLAN.itemsize
 
 
-def phase_counters(threads: int) -> int:
-    """Counters of a layer's phases, behind which those of its attention lie.
-
-    Of each phase, pieces done, then pieces taken of each thread's share.
-    """
-    return _PHASES * (1 + threads)
+def phase_counters(phases: int, threads: int) -> int:
+    """Counters of so many phases: of each, pieces done, then pieces taken of each thread's share."""
+    return phases * (1 + threads)
 
 
 _phase_counters = _pasted(phase_counters)
 
 
 @_pasted
-def _norm(layer, which):
-    return floats_at(layer.norms[which, 0], layer.norms[which, 1])
+def _norm_at(norm):
+    return floats_at(norm[0], norm[1])
 
 
 @_pasted
@@ -90,7 +86,7 @@ def _scale(row, eps):
 
 @_pasted
 def _add_row(row, addend, norm, eps):
-    """Add a row to one of the residual stream, normed if there is a norm."""
+    """Add a row to another one, normed if there is a norm."""
     scale = np.float32(1.0)
     if len(norm) > 0:
         scale = _scale(addend, eps)
@@ -109,8 +105,23 @@ def _norm_row(row, norm, eps, out):
 
 
 @_pasted
-def _wait_for_rows(counters, phase, rows, ahead, end):
-    return wait_and_prefetch(counters, phase, pieces_of(rows), ahead, end)
+def _gate(step, phase, row, values, columns):
+    """Gate the first ``columns`` of ``values``; what is behind them and a vector's rest is room."""
+    if phase.gate_kind == GATED_BY_ROW:
+        number = floats_at(step.places[phase.gate] + row * phase.gate_row * 4, 1)[0]
+        factor = np.float32(0.5) * np.tanh(np.float32(0.5) * number) + np.float32(0.5)
+        for i in range(columns):
+            values[i] *= factor
+        return
+    at = step.value_floats // 2
+    there = floats_at(step.places[phase.gate] + (row * phase.gate_row + phase.gate_at) * 4, columns)
+    if phase.gate_kind == GATED_BY_SIGMOID:
+        row_copy(there, 0, values, at, columns)
+        times_sigmoid(values, 0, values, at, columns)
+    else:
+        row_copy(values, 0, values, at, columns)
+        row_copy(there, 0, values, 0, columns)
+        times_gelu(values, 0, values, at, columns)
 
 
 # --- phases ---------------------------------------------------------------------------------------------------------
@@ -119,148 +130,234 @@ def _wait_for_rows(counters, phase, rows, ahead, end):
 
 
 @_pasted
-def _prepare(
-    step, source, columns, is_stream, addend, after, before, kept, weight, counters, phase, values, thread, ahead, end
-):
-    """Prepare the rows ``source [rows, columns]`` for the next product, if there is one (``weight`` is not 0).
-
-    If they are the residual stream, they get ``addend`` before, if there is one (not 0), normed if there is a norm
-    ``after``; and they are prepared with the norm ``before``, and so normed go to ``kept``, if that is not 0. Without a
-    next product they themselves are normed so, if there is such a norm.
-    """
-    rows, eps = step.rows, step.eps
+def _prepare(step, phase, is_first, before, counters, number, values, thread, ahead, end):
+    """See `ROWS`. is_first: there is nothing to be added yet; before: the norm before what follows"""
+    rows, eps, columns, weight = step.rows, phase.eps, phase.columns, phase.weight
     factors, sums = words_at(step.factors, step.factors_length), floats_at(step.sums, step.sums_length)
-    first, last, share = take_rows(counters, phase, rows, thread, step.threads)
+    first, last, share = take_rows(counters, number, rows, thread, step.threads)
     while first < last:
         for row in range(first, last):
-            here = floats_at(source + row * columns * 4, columns)
-            if addend != 0:
-                _add_row(here, floats_at(addend + row * columns * 4, columns), after, eps)
-            if weight != 0:
-                if is_stream:
-                    _norm_row(here, before, eps, values)
-                    if kept != 0:
-                        row_copy(values, 0, floats_at(kept + row * columns * 4, columns), 0, columns)
-                else:
+            here = floats_at(step.places[phase.source] + row * phase.source_row * 4, columns)
+            if phase.addend >= 0 and not is_first:
+                _add_row(
+                    here, floats_at(step.places[phase.addend] + row * columns * 4, columns), _norm_at(phase.after), eps
+                )
+                if phase.scale != np.float32(1):
                     for i in range(columns):
-                        values[i] = here[i]
-                packed = weight_at(weight)
-                for i in range(columns, packed.depth):
-                    values[i] = 0.0
-                prepare_row(values, packed, row, factors, sums)
+                        here[i] *= phase.scale
+            if weight != 0 or phase.kept >= 0:
+                if len(before) > 0:
+                    _norm_row(here, before, eps, values)
+                else:
+                    row_copy(here, 0, values, 0, columns)
+                if phase.gate_kind != NO_GATE:
+                    _gate(step, phase, row, values, columns)
+                if phase.kept >= 0:
+                    row_copy(values, 0, floats_at(step.places[phase.kept] + row * columns * 4, columns), 0, columns)
+                if weight != 0:
+                    packed = weight_at(weight)
+                    for i in range(columns, packed.depth):
+                        values[i] = 0.0
+                    prepare_row(values, packed, row, factors, sums)
             elif len(before) > 0:
                 _norm_row(here, before, eps, here)
-        fetch_add(counters, phase)
-        first, last, share = take_rows(counters, phase, rows, share, step.threads)
-    return _wait_for_rows(counters, phase, rows, ahead, end)
+        fetch_add(counters, number)
+        first, last, share = take_rows(counters, number, rows, share, step.threads)
+    return wait_and_prefetch(counters, number, pieces_of(rows), ahead, end)
 
 
 @_pasted
-def _multiply(step, layer, following, which, epilogue, out, columns, counters, counters_at, phase, tile, thread):
-    """A product of all rows with one of the layer's weights; ``following`` is the address of the next, or 0.
-
-    Returns what is to be prefetched.
-    """
-    at, bias = layer.weights[which], layer.biases[which]
-    weight = weight_at(at)
+def _multiply(step, phase, counters, counters_at, number, tile, thread):
+    """See `PRODUCT`. Returns what is to be prefetched."""
+    weight = weight_at(phase.weight)
     ahead, end = np.int64(0), np.int64(0)
-    if following != 0:
-        ahead, end = share_of(weight_at(following), step.rows, thread, step.threads)
+    if phase.following != 0:
+        ahead, end = share_of(weight_at(phase.following), step.rows, thread, step.threads)
     call_at(
         step.products[weight.kind],
         (
-            at, bias[0], bias[1], epilogue, out, columns, step.factors, step.sums, step.rows, counters_at,
-            phase, tile, thread, step.threads, ahead,
+            phase.weight, phase.bias, phase.bias_length, phase.epilogue, step.places[phase.out], phase.out_columns,
+            step.factors, step.sums, step.rows, counters_at, number, tile, thread, step.threads, ahead,
         ),
     )  # fmt: skip
-    return wait_and_prefetch(counters, phase, items_of(weight, step.rows, step.threads), ahead, end), end
+    return wait_and_prefetch(counters, number, items_of(weight, step.rows, step.threads), ahead, end), end
 
 
 @_pasted
-def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread, ahead, end):
-    """Norm heads where the model does, rotate queries and keys, and write keys and values to the cache."""
-    rows, dim, q_heads = own.rows, own.dim, own.q_heads
-    query_norm, key_norm = _norm(layer, QUERY_NORM), _norm(layer, KEY_NORM)
-    first, last, share = take_rows(counters, phase, rows, thread, step.threads)
+def _norm_heads(row, heads, dim, norm, eps):
+    for head in range(heads):
+        here = floats_at(row + head * dim * 4, dim)
+        _norm_row(here, norm, eps, here)
+
+
+@_pasted
+def _rotate_and_write(step, phase, counters, number, thread, ahead, end):
+    """See `WRITE`."""
+    kind = _kind_at(step.kinds + phase.which * _KIND_BYTES)
+    own = pass_at(kind.writing)
+    rows, dim, kv_heads = own.rows, own.dim, own.kv_heads
+    query_norm, key_norm, value_norm = (
+        _norm_at(phase.norms[QUERY_NORM]),
+        _norm_at(phase.norms[KEY_NORM]),
+        _norm_at(phase.norms[VALUE_NORM]),
+    )
+    first, last, share = take_rows(counters, number, rows, thread, step.threads)
     while first < last:
-        if len(query_norm) > 0:
-            for row in range(first, last):
-                for head in range(q_heads + own.kv_heads):
-                    here = floats_at(own.query + (row * own.query_row + head * dim) * 4, dim)
-                    _norm_row(here, query_norm if head < q_heads else key_norm, step.eps, here)
-        call_at(step.write, (step.attention, layer_address, first, last, thread))
-        fetch_add(counters, phase)
-        first, last, share = take_rows(counters, phase, rows, share, step.threads)
-    return _wait_for_rows(counters, phase, rows, ahead, end)
+        for row in range(first, last):
+            query, key, value = (
+                own.query + row * own.query_row * 4,
+                own.key + row * own.key_row * 4,
+                own.value + row * own.value_row * 4,
+            )
+            if phase.copies_keys != 0:
+                row_copy(floats_at(key, kv_heads * dim), 0, floats_at(value, kv_heads * dim), 0, kv_heads * dim)
+            if phase.is_scaled != 0:
+                scale, queries = floats_at(step.places[QUERY_SCALES], rows)[row], floats_at(query, own.q_heads * dim)
+                for i in range(len(queries)):
+                    queries[i] *= scale
+            if len(query_norm) > 0:
+                _norm_heads(query, own.q_heads, dim, query_norm, phase.eps)
+            if len(key_norm) > 0:
+                _norm_heads(key, kv_heads, dim, key_norm, phase.eps)
+            if len(value_norm) > 0:
+                _norm_heads(value, kv_heads, dim, value_norm, phase.eps)
+        call_at(kind.write, (kind.writing, phase.record, first, last, thread))
+        fetch_add(counters, number)
+        first, last, share = take_rows(counters, number, rows, share, step.threads)
+    return wait_and_prefetch(counters, number, pieces_of(rows), ahead, end)
 
 
 @_pasted
-def _attend(step, own, layer, layer_address, counters_at, thread, ahead, end):
-    own_at = counters_at + 8 * _phase_counters(step.threads)
-    call_at(step.attend, (step.attention, layer_address, own_at, thread))
-    parts = plan_at(own.plans + layer.plan * _PLAN_BYTES).part_count
+def _rotate(row, cosines, sines):
+    """In place: the elements ``(i, i + half)`` turn together."""
+    half = len(cosines)
+    for i in range(half):
+        low, high = row[i], row[half + i]
+        row[i] = low * cosines[i] - high * sines[i]
+        row[half + i] = high * cosines[i] + low * sines[i]
+
+
+@_pasted
+def _write_latents(step, phase, counters, number, thread, ahead, end):
+    """See `WRITE_LATENTS`."""
+    kind = _kind_at(step.kinds + phase.which * _KIND_BYTES)
+    own, rows, rank, rotated = pass_at(kind.attending), step.rows, phase.rank, phase.rotated
+    norm, width, head_size, half = _norm_at(phase.before), rank + rotated, phase.plain + rotated, rotated // 2
+    first, last, share = take_rows(counters, number, rows, thread, step.threads)
+    while first < last:
+        for row in range(first, last):
+            made = step.places[phase.source] + ((row + 1) * phase.source_row - width) * 4
+            latent = floats_at(step.places[LATENTS] + row * width * 4, width)
+            cosines, sines = floats_at(own.cosines + row * half * 4, half), floats_at(own.sines + row * half * 4, half)
+            _norm_row(floats_at(made, rank), norm, phase.eps, latent[:rank])
+            row_copy(floats_at(made, width), rank, latent, rank, rotated)
+            _rotate(latent[rank:], cosines, sines)
+            queries = step.places[phase.gate] + row * phase.gate_row * 4
+            for head in range(phase.heads):
+                _rotate(floats_at(queries + (head * head_size + phase.plain) * 4, rotated), cosines, sines)
+        call_at(kind.write, (kind.writing, phase.record, first, last, thread))
+        fetch_add(counters, number)
+        first, last, share = take_rows(counters, number, rows, share, step.threads)
+    return wait_and_prefetch(counters, number, pieces_of(rows), ahead, end)
+
+
+_HEAD_ROWS = 16
+"""Rows that are multiplied with a head's matrix at a time."""
+
+_DEPTH = 4
+"""Rows of the matrix that are added at once."""
+
+
+@_pasted
+def _multiply_row(x, matrix, outputs, out):
+    """``out [outputs] = x @ matrix``, which begins at that address."""
+    for j in range(outputs):
+        out[j] = 0.0
+    whole = len(x) - len(x) % _DEPTH
+    for d in range(0, whole, _DEPTH):
+        first, second = floats_at(matrix + d * outputs * 4, outputs), floats_at(matrix + (d + 1) * outputs * 4, outputs)
+        third = floats_at(matrix + (d + 2) * outputs * 4, outputs)
+        fourth = floats_at(matrix + (d + 3) * outputs * 4, outputs)
+        a, b, c, e = x[d], x[d + 1], x[d + 2], x[d + 3]
+        for j in range(outputs):
+            out[j] += a * first[j] + b * second[j] + c * third[j] + e * fourth[j]
+    for d in range(whole, len(x)):
+        only = floats_at(matrix + d * outputs * 4, outputs)
+        for j in range(outputs):
+            out[j] += x[d] * only[j]
+
+
+@_pasted
+def _multiply_heads(step, phase, counters, number, thread, ahead, end):
+    """See `OF_HEADS`. A thread's items are a head's, of some rows."""
+    rows, heads, inputs, outputs, tail = step.rows, phase.heads, phase.inputs, phase.outputs, phase.tail
+    blocks = -(-rows // _HEAD_ROWS)
+    count = heads * blocks
+    item, share = take_item(counters, number + 1, thread, step.threads, count)
+    while item < count:
+        head, first = item // blocks, item % blocks * _HEAD_ROWS
+        for row in range(first, min(first + _HEAD_ROWS, rows)):
+            source = step.places[phase.source] + (row * phase.source_row + head * phase.columns) * 4
+            target = step.places[phase.out] + (row * heads + head) * phase.out_columns * 4
+            _multiply_row(
+                floats_at(source, inputs), phase.up + head * inputs * outputs * 4, outputs, floats_at(target, outputs)
+            )
+            row_copy(floats_at(source, inputs + tail), inputs, floats_at(target, outputs + tail), outputs, tail)
+        fetch_add(counters, number)
+        item, share = take_item(counters, number + 1, share, step.threads, count)
+    return wait_and_prefetch(counters, number, count, ahead, end)
+
+
+@_pasted
+def _attend(step, phase, counters_at, thread, ahead, end):
+    """See `ATTEND`."""
+    kind, layer = _kind_at(step.kinds + phase.which * _KIND_BYTES), layer_at(phase.record)
+    own, own_at = pass_at(kind.attending), counters_at + 8 * step.attend_counters
+    call_at(kind.attend, (kind.attending, phase.record, own_at, thread))
+    if layer.delta != 0:
+        parts = own.sequences * _delta_at(layer.delta).heads
+    else:
+        parts = plan_at(own.plans + layer.plan * _PLAN_BYTES).part_count
     return wait_and_prefetch(longs_at(own_at, FINISHED + 1), FINISHED, parts, ahead, end)
 
 
 # --- entry point ----------------------------------------------------------------------------------------------------
 
 
-def _run_layers(address, thread):
+def _run_phases(address, thread):
     step = _step_at(address)
-    own, each, last = pass_at(step.attention), step.counters_per_layer, step.layer_count
-    values, tile = floats_at(step.values + thread * step.widest * 4, step.widest), step.tiles + thread * TILE * 4
-    heads, all_heads = own.q_heads * own.dim, (own.q_heads + 2 * own.kv_heads) * own.dim
+    each = step.counters_per_layer
+    values = floats_at(step.values + thread * step.value_floats * 4, step.value_floats)
+    tile = step.tiles + thread * TILE * 4
+    final_norm = floats_at(step.final_norm, step.hidden if step.final_norm != 0 else 0)
     ahead, end = np.int64(0), np.int64(0)
-    for index in range(last + 1):
-        layer_address, counters_at = step.layers + min(index, last - 1) * _LAYER_BYTES, step.counters + index * each * 8
-        layer, counters = layer_at(layer_address), longs_at(counters_at, each)
-        previous = layer_at(step.layers + max(index - 1, 0) * _LAYER_BYTES)
-        following_layer = layer_at(layer_address + _LAYER_BYTES).weights[QKV] if index + 1 < last else np.int64(0)
-        for which in range(DOWN + 1):
-            source, columns, out, outputs = step.x, step.hidden, step.added, step.hidden
-            addend, after, before = np.int64(0), _norm(previous, AFTER_MLP), _norm(layer, BEFORE_ATTENTION)
-            epilogue, phase = np.int64(PLAIN), which * _PHASES_OF_WEIGHT * (1 + step.threads)
-            if which == QKV:
-                addend, out, outputs = step.added if index > 0 else addend, own.query, all_heads
-            elif which == OUT:
-                source, columns = own.out, heads
-            elif which == GATE_UP:
-                addend, after, before = step.added, _norm(layer, AFTER_ATTENTION), _norm(layer, BEFORE_MLP)
-                epilogue, out, outputs = step.epilogue, step.gated, step.intermediate
-            else:
-                source, columns = step.gated, step.intermediate
-            kept, weight = np.int64(0), layer.weights[which] if index < last else np.int64(0)
-            if layer.mixture != 0 and which == GATE_UP:
-                mixing = _mixing_at(step.mixing)
-                epilogue, out, outputs, kept = np.int64(PLAIN), mixing.logits, weight_at(weight).columns, mixing.x
-            elif layer.mixture != 0 and which == DOWN:
-                call_at(step.mix, (layer.mixture, step.mixing, counters_at + 8 * step.mixing_counters, thread))
-                ahead = end = np.int64(0)
-                break
-            if index == last:
-                before = floats_at(step.final_norm, step.hidden if step.final_norm != 0 else 0)
-            is_stream = which in (QKV, GATE_UP)
-            ahead = _prepare(
-                step, source, columns, is_stream, addend, after, before, kept, weight, counters, phase, values, thread,
-                ahead, end,
-            )  # fmt: skip
-            if index == last:
-                break
-            phase += 1 + step.threads
-            following = layer.weights[which + 1] if which < DOWN else following_layer
-            ahead, end = _multiply(
-                step, layer, following, which, epilogue, out, outputs, counters, counters_at, phase, tile, thread
-            )
-            if which == QKV:
-                phase += 1 + step.threads
-                ahead = _rotate_and_write(step, own, layer, layer_address, counters, phase, thread, ahead, end)
-                ahead = _attend(step, own, layer, layer_address, counters_at, thread, ahead, end)
+    for index in range(step.count + 1):
+        is_last = index == step.count
+        phase = _phase_at(step.closing if is_last else step.phases + index * _PHASE_BYTES)
+        counters_at = step.counters + (phase.layer - step.first_layer) * each * 8
+        counters, number = longs_at(counters_at, each), _phase_counters(phase.number, step.threads)
+        if phase.kind == ROWS:
+            before = final_norm if is_last else _norm_at(phase.before)
+            ahead = _prepare(step, phase, index == 0, before, counters, number, values, thread, ahead, end)
+        elif phase.kind == PRODUCT:
+            ahead, end = _multiply(step, phase, counters, counters_at, number, tile, thread)
+        elif phase.kind == WRITE:
+            ahead = _rotate_and_write(step, phase, counters, number, thread, ahead, end)
+        elif phase.kind == ATTEND:
+            ahead = _attend(step, phase, counters_at, thread, ahead, end)
+        elif phase.kind == WRITE_LATENTS:
+            ahead = _write_latents(step, phase, counters, number, thread, ahead, end)
+        elif phase.kind == OF_HEADS:
+            ahead = _multiply_heads(step, phase, counters, number, thread, ahead, end)
+        else:
+            call_at(step.mix, (phase.mixture, step.mixing, counters_at + 8 * step.mixing_counters, thread))
+            ahead = end = np.int64(0)
 
 
 @cache
-def run_layers() -> Any:
+def run_phases() -> Any:
     """The compiled function of a `STEP`'s address and a thread: its share of all phases of all layers.
 
     The residual stream is what comes out of the last layer afterwards, normed if there is a norm behind it.
     """
-    return machine_code.unit(_run_layers, 2, fastmath=_MATH, error_model="numpy")
+    return machine_code.unit(_run_phases, 2, fastmath=_MATH, error_model="numpy")

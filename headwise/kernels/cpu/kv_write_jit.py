@@ -111,7 +111,6 @@ def _write(kv, own, layer, begin, end, thread):
     query = heads_at(own.query, own.rows, own.q_heads, dim, own.query_row, own.query_head)
     key = heads_at(own.key, own.rows, kv_heads, dim, own.key_row, own.key_head)
     value = heads_at(own.value, own.rows, kv_heads, dim, own.value_row, own.value_head)
-    rotation = layer.rotation * 2 * own.rows * half * 4
     scales, rotated = (
         floats_at(store.arena, store.arena_bytes // 4),
         floats_at(own.scratch + thread * own.scratch_floats * 4, dim),
@@ -123,8 +122,8 @@ def _write(kv, own, layer, begin, end, thread):
         last = cu[sequence + 1]
         for token in range(max(cu[sequence], begin), min(last, end)):
             position = lens[sequence] - last + token
-            cosines = floats_at(own.cosines + rotation + token * half * 4, half)
-            sines = floats_at(own.sines + rotation + token * half * 4, half)
+            cosines = floats_at(own.cosines + token * half * 4, half)
+            sines = floats_at(own.sines + token * half * 4, half)
             if half > 0:
                 for head in range(own.q_heads):
                     row = row_of(query, token, head)

@@ -56,29 +56,12 @@ tiles:    ``tile_floats`` for each thread: `matmul_jit.TILE`, and as many as the
 counters: `matmul_jit.PRODUCT_COUNTERS` and one for each of the ``threads``, that are 0
 """
 
-QKV, OUT, GATE_UP, DOWN = WEIGHTS = range(4)
-BEFORE_ATTENTION, BEFORE_MLP, AFTER_ATTENTION, AFTER_MLP, QUERY_NORM, KEY_NORM = NORMS = range(6)
-"""Norms of a layer, as in `headwise.kernels.fused.LayerNorms`."""
-
 HEAD_GROUP, HEAD_SLOT, HEAD_WINDOW, HEAD_SINK = HEADS = range(4)
 """Arrays of a layer's heads, as in `headwise.kernels.base.HeadTable`."""
 
-LAYER = np.dtype(
-    [
-        ("weights", _N, (len(WEIGHTS),)),
-        ("biases", _N, (len(WEIGHTS), 2)),
-        ("norms", _N, (len(NORMS), 2)),
-        ("heads", _N, (len(HEADS), 2)),
-        ("sink_logits", _N, (2,)),
-        *numbers("rotation plan mixture"),
-    ]
-)
-"""A layer: `WEIGHT` records; address and length of biases and norms (of those that it has not: 0), of what says where
-its heads lie, and of learned sinks' logits (0 where it has none); which rotation is its own, and which `PLAN`.
-
-mixture: an `experts_jit.MIXTURE` in place of a gated MLP, 0 for none. Its router is ``weights[GATE_UP]`` then, and
-         ``weights[DOWN]`` 0
-"""
+LAYER = np.dtype([("heads", _N, (len(HEADS), 2)), ("sink_logits", _N, (2,)), *numbers("plan delta")])
+"""What attention or a delta-net is told of a layer: address and length of what says where its heads lie, and of learned
+sinks' logits (0 where it has none); which `PLAN` is its own; and a `DELTA` in place of attention, 0 for none."""
 
 PLAN = np.dtype(numbers("items item_count parts part_count rows is_tiled partial_rows"))
 """A plan of attention: see `attention_plan.Plan`."""
@@ -116,54 +99,29 @@ PASS = np.dtype(
         ("softcap", np.float32),
     ]
 )
-"""What writes keys and values to a cache and attends to it, for one layer or many.
+"""What writes keys and values to a cache and attends to it, for one layer or many of a kind.
 
 query, key, value: float32 ``[rows, heads, dim]``; ..._row, ..._head: floats from row to row, head to head
 out:               float32 ``[rows, q_heads, dim]``
-cosines, sines:    float32 ``[rotations, 2, rows, half]``, the sines' first; no ``half``: nothing is rotated
+cosines, sines:    float32 ``[rows, half]``; no ``half``: nothing is rotated
 cu_seqlens ...:    of an `AttentionBatch`
 plans:             `PLAN` records
 partials:          maxima, sums and weighted values of parts, float32 ``[partial_rows * (2 + dim)]``
 scratch:           ``scratch_floats`` for each thread
 factor, softcap:   of queries; of scores, 0 for none
+
+Of delta-nets ``query`` are `DeltaProjected.numbers`, ``query_row`` of a token; the cache's ``value_offset`` is where in
+a slot the matrices lie, in floats.
 """
 
-PRODUCTS = 6
-"""Kinds of packed weights."""
-
-STEP = np.dtype(
+DELTA = np.dtype(
     [
-        ("products", _N, (PRODUCTS,)),
-        *numbers(
-            "x rows hidden layers layer_count epilogue widest intermediate added gated factors factors_length sums"
-            " sums_length tiles values counters counters_per_layer threads attention write attend final_norm mix mixing"
-            " mixing_counters"
-        ),
+        *numbers("heads share key_dim value_dim convolution weights speed bias norm"),
         ("eps", np.float32),
-        ("padding", np.float32),
+        ("pad", np.float32),
     ]
 )
-"""A step of a decoder.
-
-products:      addresses of the compiled products with weights of each kind
-x:             the residual stream, float32 ``[rows, hidden]``
-layers:        `LAYER` records
-widest:        depth of the widest weight
-added, gated:  room for what is added to the stream, float32 ``[rows, hidden]``; for gated products ``[rows,
-               intermediate]``
-factors, sums: room for what products multiply
-tiles, values: `matmul_jit.TILE` and ``widest`` floats for each thread
-counters:      that are 0, ``counters_per_layer`` of each layer, and as many behind them; see
-               `decoder_jit.phase_counters`
-threads:       that take part
-attention:     a `PASS`, whose ``query``, ``key`` and ``value`` are where products write them, and ``out`` where
-               they read it
-write, attend: addresses of what is compiled for this cache
-final_norm:    weight of the norm behind the last layer, float32 ``[hidden]``; 0 where there is none
-mix, mixing:   address of `experts_jit.mix`, and an `experts_jit.MIXING`, whose ``out`` is ``added``
-mixing_counters: those of a layer before those of its mixture
-eps:           of norms
-"""
+"""A gated delta-net of so many key heads: sizes as in `DeltaSizes`, addresses and ``eps`` of `DeltaWeights`."""
 
 JOB = np.dtype([*numbers("state function argument thread"), ("semaphore", _N, (4,))])
 """What a thread of the pool is to do: to call a C ``function`` of ``argument`` and its own number. A cache line.

@@ -316,12 +316,12 @@ class AttentionLayer(Protocol):
 class PagedCache:
     """The cache that a step's attention is over, for models that read and write it themselves.
 
-    heads:      of every layer; the same object in all steps
+    layouts, heads: of every layer; the same objects in all steps
     wait_layer: to be called before a layer, where its cache is still being loaded; None: all is there
     """
 
     arena: KernelArray
-    layout: BlockLayout
+    layouts: Sequence[BlockLayout]
     batch: AttentionBatch
     heads: Sequence[HeadTable]
     wait_layer: Callable[[int], None] | None

@@ -11,11 +11,16 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.fused import (
+    NOTHING,
     Activation,
+    Besides,
     DecoderLayer,
     DecoderShape,
+    DeltaNet,
     FusedDecoder,
     GatedLayer,
+    GroupedQueries,
+    Latents,
     LayerNorms,
     MixedLayer,
 )
@@ -338,8 +343,8 @@ class Decoder(Model):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
     ) -> Tensor:
-        cache = _cache_of(attention) if self._fused else None
-        if self._fused and cache:
+        cache = cache_of(attention) if self._fused else None
+        if self._fused and cache and self._fused.takes(cache.batch, cache.layouts):
             return self._run_fused(self._fused, token_ids, positions, embeds, cache)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         norms = [layer.norms.before_attention for layer in self._layers]
@@ -355,30 +360,40 @@ class Decoder(Model):
         return [self.ops.rotation(positions, inverse, scale) for inverse, scale in angles]
 
     def _fuse(self) -> FusedDecoder | None:
-        """All layers as one, where the operations can, layers are alike and nothing is to be done between them."""
-        config, shard, ops = self.config, self._shard, self.ops
-        if not isinstance(ops, FusingOps) or shard.size > 1:
+        """All layers as one, where the operations can, and nothing is to be done between them that these cannot."""
+        config, ops = self.config, self.ops
+        if not isinstance(ops, FusingOps) or self._shard.size > 1:
             return None
-        if config.layer_heads or config.mla or config.delta or config.chunk or not self.attends_to_projected:
+        found = [self.fusible(index, layer) for index, layer in enumerate(self._layers)]
+        layers = [layer for layer in found if layer is not None]
+        if len(layers) < len(found):
             return None
-        layers = []
-        for layer, rotation in zip(self._layers, self.rotation_of, strict=True):
-            mlp = self.fusible(layer.mlp)
-            if mlp is None:
-                return None
-            layers.append(_fusible(layer, mlp, rotation))
-        shape = DecoderShape(
-            q_heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            activation=self.activation,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            eps=config.rms_norm_eps,
-        )
-        return ops.fuse(layers, shape)
+        scale, softcap = config.attention_scale, config.attention_softcap
+        return ops.fuse(layers, DecoderShape(self.activation, scale, softcap, config.rms_norm_eps))
 
-    def fusible(self, mlp: Any) -> GatedLayer | MixedLayer | None:
+    def fusible(self, index: int, layer: Layer) -> DecoderLayer | None:
+        """A layer as one of a fused decoder's; None: it cannot be."""
+        attention, mlp = self.fusible_attention(index, layer.attention), self.fusible_mlp(layer.mlp)
+        return None if attention is None or mlp is None else DecoderLayer(attention, mlp, layer.norms)
+
+    def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
+        """What `load_attention` made, as a part of a fused layer; None: it cannot be."""
+        if not isinstance(attention, QkvProjections):
+            return None
+        heads = self.config.heads_of(index)
+        return GroupedQueries(
+            qkv=attention.qkv.weight,
+            out=attention.out.weight,
+            q_heads=self.config.num_heads,
+            kv_heads=heads.kv_heads,
+            head_dim=heads.head_dim,
+            rotation=self.rotation_of[index],
+            qkv_bias=attention.qkv.bias,
+            out_bias=attention.out.bias,
+            sink_logits=attention.sink_logits,
+        )
+
+    def fusible_mlp(self, mlp: Any) -> GatedLayer | MixedLayer | None:
         """What `load_mlp` made, as a part of a fused layer; None: it cannot be."""
         if not isinstance(mlp, GatedMlp):
             return None
@@ -397,14 +412,19 @@ class Decoder(Model):
         if embeds is not None:
             self.ops.put_rows(x, *embeds)
         rotations = fused.rotations(positions, self._frequencies, self._rotation_scales)
+        besides = self.besides(token_ids, positions, x, cache)
         step = 1 if cache.wait_layer else len(self._layers)
         for first in range(0, len(self._layers), step):
             if cache.wait_layer:
                 cache.wait_layer(first)
             layers = range(first, first + step)
             norm = self._final_norm if layers.stop == len(self._layers) else None
-            fused.run(x, layers, rotations, cache.arena, cache.layout, cache.batch, cache.heads, norm)
+            fused.run(x, layers, rotations, cache.arena, cache.layouts, cache.batch, cache.heads, norm, besides)
         return x
+
+    def besides(self, token_ids: KernelArray, positions: KernelArray, x: Tensor, cache: PagedCache) -> Besides:
+        """What fused layers are told of a step besides, of tokens whose embeddings are ``x [T, hidden]``."""
+        return NOTHING
 
     def embedded(self, token_ids: KernelArray, embeds: Embeds | None) -> Tensor:
         """The tokens' embeddings ``[T, hidden]``, with those that are given in their places."""
@@ -496,24 +516,10 @@ class Decoder(Model):
         return self.ops.linear(x, linear.weight, linear.bias)
 
 
-def _cache_of(attention: AttentionLayer) -> PagedCache | None:
+def cache_of(attention: AttentionLayer) -> PagedCache | None:
     """The cache of a `PagedAttentionLayer` that shows it. To ask whether it is one would take longer than the rest."""
     shown: Callable[[], PagedCache | None] | None = getattr(attention, "paged", None)
     return None if shown is None else shown()
-
-
-def _fusible(layer: Layer, mlp: GatedLayer | MixedLayer, rotation: int) -> DecoderLayer:
-    attention: QkvProjections = layer.attention
-    return DecoderLayer(
-        qkv=attention.qkv.weight,
-        out=attention.out.weight,
-        mlp=mlp,
-        qkv_bias=attention.qkv.bias,
-        out_bias=attention.out.bias,
-        sink_logits=attention.sink_logits,
-        norms=layer.norms,
-        rotation=rotation,
-    )
 
 
 def _distinct(ropes: Sequence[tuple[RopeConfig, int]]) -> list[tuple[RopeConfig, int]]:

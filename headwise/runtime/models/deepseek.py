@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.planner import Sharing
 from headwise.cache_controller.policy import FULL
 from headwise.errors import ModelError
+from headwise.kernels.fused import Latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
 from headwise.runtime.models.decoder import Layer, Linear
@@ -248,6 +249,22 @@ class Deepseek(MoeDecoder):
         return self._weights.tensor(f"{at}gate.e_score_correction_bias") if moe.has_correction else None
 
     # ---- computation ----
+
+    def fusible_attention(self, index: int, attention: Any) -> Latents | None:
+        if type(attention) is not LatentProjections:  # what chooses tokens is not a part of fused layers
+            return None
+        ranked = attention.into_heads
+        return Latents(
+            into=attention.into.weight,
+            ranked=None if ranked is None else (ranked[0], ranked[1].weight),
+            latent_norm=attention.latent_norm,
+            up=attention.up,
+            out=attention.out.weight,
+            rotation=self.rotation_of[index],
+            eps=_NORM_EPS,
+            into_bias=attention.into.bias,
+            out_bias=attention.out.bias,
+        )
 
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         mla, weights, tokens = self.mla, layer.attention, x.shape[0]

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from headwise.errors import ModelError
 from headwise.kernels.experts import Mixture
-from headwise.runtime.models.base import AttentionLayer, Embeds
-from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights
+from headwise.kernels.fused import (
+    NOTHING,
+    BesideExperts,
+    Besides,
+    DecoderLayer,
+    DeltaNet,
+    GatedLayer,
+    GroupedQueries,
+    Latents,
+    MixedLayer,
+)
+from headwise.kernels.fused import SideInput as FusedSide
+from headwise.runtime.models.base import AttentionLayer, Embeds, PagedCache
+from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights, cache_of
 from headwise.runtime.models.gemma2 import Gemma2
 from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, parse
 from headwise.runtime.models.moe_decoder import tokens_of
@@ -167,6 +179,23 @@ class Gemma4(Gemma2):
 
     # ---- computation ----
 
+    def fusible(self, index: int, layer: Layer) -> DecoderLayer | None:
+        found = super().fusible(index, layer)
+        if found is None or not isinstance(layer, Gemma4Layer):
+            return None
+        side, beside, mlp = layer.side, layer.experts, found.mlp
+        if beside is not None and isinstance(mlp, GatedLayer):
+            mixed = MixedLayer(beside.router.weight, beside.experts)
+            mlp = BesideExperts(mlp, mixed, beside.choose, beside.before, beside.after, beside.after_mlp)
+        told = None if side is None else FusedSide(side.gate.weight, side.out.weight, side.after)
+        return replace(found, mlp=mlp, side=told, scale=layer.scalar)
+
+    def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
+        found = super().fusible_attention(index, attention)
+        if isinstance(found, GroupedQueries) and self._keeps(index):
+            return replace(found, value_norm=self._value_norms[found.head_dim])
+        return found
+
     def forward(
         self,
         token_ids: KernelArray,
@@ -175,6 +204,9 @@ class Gemma4(Gemma2):
         embeds: Embeds | None = None,
     ) -> Tensor:
         self._tokens = tokens_of(attention)  # for the layers of this pass
+        cache = cache_of(attention) if self._fused else None
+        if self._fused and cache:
+            return self._run_fused(self._fused, token_ids, positions, embeds, cache)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
         for index, layer in enumerate(self._layers):
@@ -209,6 +241,9 @@ class Gemma4(Gemma2):
         logits = self._linear(self.norm(x, experts.choose), experts.router)
         given = self.norm(x, experts.before)
         return self.reduce(self.ops.mix_experts(given, logits, experts.experts, self._tokens))
+
+    def besides(self, token_ids: KernelArray, positions: KernelArray, x: Tensor, cache: PagedCache) -> Besides:
+        return NOTHING if self._side is None else Besides(sides=self._side_inputs(self._side, token_ids, x))
 
     def _side_inputs(self, side: SideEmbedding, token_ids: KernelArray, x: Tensor) -> Tensor:
         """``[T, layers, side size]``: what each layer is told of a token, whose embedding is ``x [T, hidden]``."""

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.kernels.experts import Mixture
-from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig, RopeConfig
-from headwise.runtime.models.decoder import Layer, Weights
+from headwise.kernels.fused import Besides, DecoderLayer, GroupedQueries
+from headwise.runtime.models.attention.chunked import cut_into_chunks
+from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig, PagedCache, RopeConfig
+from headwise.runtime.models.decoder import Layer, Weights, cache_of
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
     HfConfig,
@@ -194,14 +196,41 @@ class Llama4(MoeDecoder):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
     ) -> Tensor:
+        if cache_of(attention) is None or self._fused is None:
+            scales = self._query_scales(positions)
+            if scales is not None:
+                unrotated = frozenset(layer for layer, rope in enumerate(self.config.ropes) if rope.is_none)
+                attention = TemperedAttention(attention, self, scales.reshape(-1, 1, 1), unrotated)
+        return super().forward(token_ids, positions, attention, embeds)
+
+    def _query_scales(self, positions: KernelArray) -> KernelArray | None:
+        """What queries of layers that do not rotate them are multiplied with, ``[T]``; None: nothing."""
         config = self.config
-        unrotated = frozenset(layer for layer, rope in enumerate(config.ropes) if rope.is_none)
-        if not config.temperature or not unrotated:
-            return super().forward(token_ids, positions, attention, embeds)
+        if not config.temperature or not any(rope.is_none for rope in config.ropes):
+            return None
         steps = np.floor((positions.astype(np.float32) + np.float32(1)) / np.float32(config.floor_scale))
-        scales = np.log1p(steps) * np.float32(config.temperature) + np.float32(1)
-        tempered = TemperedAttention(attention, self, scales.reshape(-1, 1, 1), unrotated)
-        return super().forward(token_ids, positions, tempered, embeds)
+        return np.log1p(steps) * np.float32(config.temperature) + np.float32(1)
+
+    def fusible(self, index: int, layer: Layer) -> DecoderLayer | None:
+        found, is_rotated = super().fusible(index, layer), not self.config.ropes[index].is_none
+        if found is None or not isinstance(found.attention, GroupedQueries):
+            return None
+        is_chunked = bool(self.config.chunk and self.config.policies[index][0].window)
+        is_scaled = bool(self.config.temperature) and not is_rotated
+        norms, is_normed = found.norms, self.config.has_qk_norm and is_rotated
+        return replace(
+            found,
+            attention=replace(found.attention, is_chunked=is_chunked, is_scaled=is_scaled),
+            norms=replace(norms, query=self._ones, key=self._ones) if is_normed else norms,
+        )
+
+    def besides(self, token_ids: KernelArray, positions: KernelArray, x: Tensor, cache: PagedCache) -> Besides:
+        chunk, block_size = self.config.chunk, cache.layouts[0].block_size
+        is_cut = chunk and (cache.batch.seq_lens > chunk).any()
+        return Besides(
+            query_scales=self._query_scales(positions),
+            chunks=cut_into_chunks(cache.batch, chunk, block_size) if is_cut else None,
+        )
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         query, key, value = super().query_key_value(index, layer, x)

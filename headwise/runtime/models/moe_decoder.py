@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN, Mixture
-from headwise.kernels.fused import GatedLayer, MixedLayer
+from headwise.kernels.fused import GatedLayer, GatedShare, MixedLayer
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder, Linear
 from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, check_served, positive
@@ -98,10 +98,15 @@ class MoeDecoder(Decoder):
         self._tokens = tokens_of(attention)  # for the layers of this pass
         return super().forward(token_ids, positions, attention, embeds)
 
-    def fusible(self, mlp: Any) -> GatedLayer | MixedLayer | None:
+    def fusible_mlp(self, mlp: Any) -> GatedLayer | MixedLayer | None:
         if not isinstance(mlp, MoeMlp):
-            return super().fusible(mlp)
-        return None if mlp.gated_shared else MixedLayer(mlp.router.weight, mlp.experts, mlp.router.bias)
+            return super().fusible_mlp(mlp)
+        shared = None
+        if mlp.gated_shared is not None and mlp.shared_gate is not None:
+            gated = super().fusible_mlp(mlp.gated_shared)
+            assert isinstance(gated, GatedLayer)
+            shared = GatedShare(gated, mlp.shared_gate.weight)
+        return MixedLayer(mlp.router.weight, mlp.experts, mlp.router.bias, shared)
 
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, MoeMlp):

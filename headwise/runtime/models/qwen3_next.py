@@ -13,6 +13,7 @@ from headwise.cache_controller.policy import STATE
 from headwise.errors import ModelError
 from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.delta_base import DeltaProjected, DeltaWeights
+from headwise.kernels.fused import DeltaNet, GroupedQueries, Latents
 from headwise.runtime.models.base import AttentionLayer, DeltaConfig, ModelConfig, RopeConfig, Rotation
 from headwise.runtime.models.decoder import Decoder, Layer, Linear, QkvProjections, Weights
 from headwise.runtime.models.hf_config import (
@@ -211,6 +212,13 @@ class Qwen3_5(Qwen3):  # noqa: N801
         return np.ascontiguousarray(array, np.float32)
 
     # ---- computation ----
+
+    def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
+        if isinstance(attention, DeltaProjections):
+            return DeltaNet(attention.into.weight, attention.between, attention.out.weight)
+        found = super().fusible_attention(index, attention)
+        assert isinstance(found, GroupedQueries)
+        return replace(found, gate=attention.gate.weight)
 
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         if index in self._delta.layers:

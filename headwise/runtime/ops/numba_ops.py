@@ -20,7 +20,7 @@ from headwise.kernels.cpu.matmul import PackedWeight
 from headwise.kernels.cpu.memory import present
 from headwise.kernels.cpu.pool import check_threads
 from headwise.kernels.experts import Mixture
-from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape, MixedLayer
+from headwise.kernels.fused import Activation, BesideExperts, DecoderLayer, DecoderShape, GatedLayer
 from headwise.runtime.ops.base import GatedWeights, PackedParts
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
@@ -100,15 +100,9 @@ class NumbaOps(NumpyOps):
             raise ValueError(f"no packed weight: {error}") from None
 
     def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoder | None:
-        packed = []
-        for layer in layers:
-            mlp = layer.mlp
-            if isinstance(mlp, MixedLayer):
-                if not isinstance(mlp.experts.grouped, _CpuExperts):
-                    return None
-                mlp = replace(mlp, experts=mlp.experts.grouped.experts)
-            packed.append(replace(layer, mlp=mlp))
-        return CpuDecoder(packed, shape, self.threads)
+        found = [_with_packed_experts(layer) for layer in layers]
+        packed = [layer for layer in found if layer is not None]
+        return CpuDecoder(packed, shape, self.threads) if len(packed) == len(layers) else None
 
     def grouped(
         self, mixture: Mixture, routed: Sequence[GatedWeights], shared: GatedWeights | None
@@ -143,3 +137,15 @@ class _CpuExperts:
 def _mlp(weights: GatedWeights) -> Mlp:
     gate_up, down = weights.gate_up, weights.down
     return (gate_up.weight, gate_up.bias), (down.weight, down.bias)
+
+
+def _with_packed_experts(layer: DecoderLayer) -> DecoderLayer | None:
+    """The layer with experts as they are packed; None where they are not one call."""
+    mlp = layer.mlp
+    if isinstance(mlp, GatedLayer):
+        return layer
+    mixed = mlp.mixed if isinstance(mlp, BesideExperts) else mlp
+    if not isinstance(mixed.experts.grouped, _CpuExperts):
+        return None
+    mixed = replace(mixed, experts=mixed.experts.grouped.experts)
+    return replace(layer, mlp=replace(mlp, mixed=mixed) if isinstance(mlp, BesideExperts) else mixed)

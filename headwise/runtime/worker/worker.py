@@ -497,7 +497,7 @@ class ModelWorker:
         if self._kernels.name != "numba":
             return None
         wait = self._copies.wait_layer if self._copies is not None and self._copies.is_loading else None
-        return PagedCache(self._cache.arena, self._cache.layout, step, self._heads, wait)
+        return PagedCache(self._cache.arena, self.card.layouts, step, self._heads, wait)
 
 
 class _PagedAttention:

@@ -11,10 +11,10 @@ import pytest
 from support.delta_scene import DeltaCase, DeltaScene
 from support.gpu.interpreted_attention import RecordingLauncher
 from support.gpu.machine_code import TARGETS, variant_code
+from support.projected_delta import expected_of, projected, weights_of
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
-from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
@@ -22,11 +22,8 @@ from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import CudaDelta, DeltaShape, variants_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
 from headwise.kernels.delta import DeltaSizes, delta_layout
-from headwise.kernels.delta_base import DeltaInputs, DeltaWeights
-from headwise.kernels.delta_gates import gated_norm, inputs_of
+from headwise.kernels.delta_base import DeltaInputs
 
-EPS = 1e-2
-"""Of the norm: what is seen here may be much smaller than 1."""
 NO_BLOCK = 0x7F000000
 
 
@@ -61,21 +58,6 @@ class OfProjected:
         out[...] = made[: len(out)].reshape(out.shape)
 
 
-def projected(inputs: DeltaInputs, values: int, dtype: str) -> np.ndarray:
-    """`DeltaProjected.numbers` with gates of 1: what `weights_of` makes the inputs of."""
-    tokens, key_heads, _ = inputs.mixed.shape
-    gates = np.ones((tokens, key_heads, values), np.float32)
-    controls = [np.log(inputs.rate / (1 - inputs.rate)), np.log(np.expm1(-inputs.decay))]
-    parts = [np.concatenate([inputs.mixed, gates], axis=2), np.concatenate(controls, axis=2)]
-    return np.concatenate([part.reshape(tokens, -1) for part in parts], axis=1).astype(numpy_dtype(dtype))
-
-
-def weights_of(convolution: np.ndarray, shape: tuple[int, ...]) -> DeltaWeights:
-    _, key_heads, share, value_dim = shape
-    zeros = np.zeros((key_heads, share), np.float32)
-    return DeltaWeights(convolution, zeros + 1, zeros, np.linspace(0.5, 2, value_dim, dtype=np.float32), EPS)
-
-
 def padded(batch: AttentionBatch, count: int) -> AttentionBatch:
     """As a graph's: sequences without tokens, whose columns name no block."""
     none = np.full((count * batch.groups, batch.block_tables.shape[1]), NO_BLOCK, np.int32)
@@ -88,17 +70,8 @@ def padded(batch: AttentionBatch, count: int) -> AttentionBatch:
 
 
 def assert_right(scene: DeltaScene, atol: float = 5e-5, **options: Any) -> OfProjected:
-    """What value heads see, from the definition, then normed and gated, is what comes of the kernels."""
-    kernels, sizes, rounded = OfProjected(**options), scene.case.sizes, DeltaScene(scene.case)
-    for index, inputs in enumerate(scene.inputs):  # as they are in the model's dtype
-        numbers = projected(inputs, sizes.share * sizes.value_dim, kernels.dtype).astype(np.float32)
-        rounded.inputs[index] = inputs_of(
-            numbers, weights_of(scene.weights, (0, scene.case.heads, sizes.share, 1)), sizes
-        )[0]
-    rounded.weights = scene.weights
-    for found, seen in zip(scene.run(kernels), rounded.expected(), strict=True):
-        heads = seen.reshape(len(seen), -1, sizes.value_dim)
-        expected = gated_norm(heads, np.ones_like(heads), weights_of(scene.weights, seen.shape)).reshape(seen.shape)
+    kernels = OfProjected(**options)
+    for found, expected in zip(scene.run(kernels), expected_of(scene, kernels.dtype), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
     return kernels
 
@@ -130,7 +103,7 @@ def test_states_move_and_checkpoints_stay_in_any_way(case: DeltaCase) -> None:
         assert_right(DeltaScene(replace(case, heads=2, seed=seed)))
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 8e-2), pytest.param("float16", 1e-2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.15), pytest.param("float16", 1e-2, marks=pytest.mark.soak)])
 def test_narrow_numbers_are_rounded_where_they_are_handed_on(dtype: str, atol: float) -> None:
     assert_right(DeltaScene(DeltaCase(((70, 1, 1),), DeltaSizes(32, 32, 2, 4), block_size=64)), atol, dtype=dtype)
 
@@ -140,11 +113,7 @@ def test_repeated_keys_do_not_blow_up_a_chunk() -> None:
     scene.inputs[0].mixed[:] = scene.inputs[0].mixed[0]
     scene.inputs[0].rate[:] = 1 - 1e-6
     scene.inputs[0].decay[:] = -1e-6
-    found = OfProjected()
-    seen = [scene.expected()[0]]
-    flat = seen[0].reshape(90, -1, scene.case.sizes.value_dim)
-    expected = gated_norm(flat, np.ones_like(flat), weights_of(scene.weights, seen[0].shape)).reshape(seen[0].shape)
-    np.testing.assert_allclose(scene.run(found)[0], expected, rtol=0, atol=1e-3)
+    assert_right(scene, atol=1e-3)
 
 
 def test_without_blocks_nothing_is_written_and_nothing_read() -> None:

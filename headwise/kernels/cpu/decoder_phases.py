@@ -1,0 +1,369 @@
+"""The phases of a decoder's layers, as `decoder_jit` runs them: `decoder_records.PHASE` says what a phase is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.kernels.cpu import decoder_records as at
+from headwise.kernels.cpu import matmul_jit
+from headwise.kernels.cpu.experts import PackedExperts
+from headwise.kernels.cpu.gates import padded
+from headwise.kernels.cpu.matmul import EPILOGUES, PackedWeight
+from headwise.kernels.cpu.records import address_of, place_of
+from headwise.kernels.fused import (
+    Activation,
+    BesideExperts,
+    DecoderLayer,
+    DeltaNet,
+    GatedLayer,
+    GroupedQueries,
+    Latents,
+    MixedLayer,
+)
+
+Floats = NDArray[np.float32]
+Fields = dict[str, Any]
+NO_PLACE = -1
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Those of all layers.
+
+    table:    `PHASE` records, of layer ``i`` those from ``starts[i]`` to ``starts[i + 1]``
+    closing:  one for each layer: what is left to be done where its phases are the last ones
+    most:     of a layer, with that one
+    widths:   columns of `PLACES`
+    values:   floats of a row that a thread works with
+    weights:  that rows are multiplied with, but for experts'
+    mixtures: experts
+    """
+
+    table: NDArray[Any]
+    starts: Sequence[int]
+    closing: NDArray[Any]
+    most: int
+    widths: Mapping[int, int]
+    values: int
+    weights: Sequence[PackedWeight]
+    mixtures: Sequence[PackedExperts]
+
+    @staticmethod
+    def of(layers: Sequence[DecoderLayer], layer_records: Sequence[int], activation: Activation, eps: float) -> Phases:
+        """layer_records: addresses of the layers' `records.LAYER`; eps: of norms"""
+        made = _Maker(layers[0].attention.out.outputs, EPILOGUES[activation], eps)
+        starts, closing, last = [0], [], _Sum()
+        for index, (layer, record) in enumerate(zip(layers, layer_records, strict=True)):
+            made.begin(index, record)
+            last = made.layer(layer, last, len(layers))
+            closed = {"eps": eps, **made.rows(at.STREAM, made.hidden, added=last)}
+            closing.append(_filled({**closed, **made.numbered(starts[-1])}))
+            starts.append(len(made.phases))
+        _link(made.phases)
+        table, ends = np.array([_filled(phase) for phase in made.phases], at.PHASE), np.array(closing, at.PHASE)
+        return Phases(
+            table,
+            starts,
+            ends,
+            max(stop - start for start, stop in pairwise(starts)) + 1,
+            made.widths,
+            made.values,
+            made.weights,
+            made.mixtures,
+        )
+
+    @property
+    def table_at(self) -> int:
+        """Where the table begins."""
+        at: int = self.table.ctypes.data
+        return at
+
+    @property
+    def closing_at(self) -> int:
+        at: int = self.closing.ctypes.data
+        return at
+
+    def placed(self, layer: int, **fields: int) -> None:
+        """Set fields of a layer's phases that are known with its cache."""
+        for name, value in fields.items():
+            self.table[name][self.starts[layer] : self.starts[layer + 1]] = value
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What is still to be added to rows, and what they are multiplied with then."""
+
+    addend: int = NO_PLACE
+    after: Floats | None = None
+    scale: float = 1.0
+
+
+@dataclass
+class _Maker:
+    """Phases as fields by name, in order."""
+
+    hidden: int
+    epilogue: int
+    eps: float
+    phases: list[Fields] = field(default_factory=list)
+    widths: Counter[int] = field(default_factory=Counter)
+    values: int = 0
+    weights: list[PackedWeight] = field(default_factory=list)
+    mixtures: list[PackedExperts] = field(default_factory=list)
+    _layer: int = 0
+    _first: int = 0
+    _record: int = 0
+
+    def begin(self, layer: int, record: int) -> None:
+        self._layer, self._first, self._record = layer, len(self.phases), record
+
+    def layer(self, layer: DecoderLayer, last: _Sum, layers: int) -> _Sum:
+        """All phases of a layer, behind one that left a sum to be done; returns what this one leaves."""
+        norms, attention = layer.norms, layer.attention
+        into = attention.qkv if isinstance(attention, GroupedQueries) else attention.into
+        self._add(self.rows(at.STREAM, self.hidden, into, norms.before_attention, last))
+        if isinstance(attention, DeltaNet):
+            self._delta(attention)
+        elif isinstance(attention, Latents):
+            self._latents(attention)
+        else:
+            self._attention(attention, layer)
+        left = self._fed(layer, _Sum(at.ADDED, norms.after_attention))
+        if layer.side is not None:
+            side, size = layer.side, layer.side.gate.outputs
+            self._add(self.rows(at.STREAM, self.hidden, side.gate, added=left))
+            self._product(side.gate, at.GATES)
+            told = self._gate(at.GATED_BY_GELU, at.SIDES, size, layers * size, self._layer * size)
+            self._add(self.rows(at.GATES, size, side.out) | told)
+            self._product(side.out, at.ADDED)
+            left = _Sum(at.ADDED, side.after)
+        return _Sum(left.addend, left.after, layer.scale)
+
+    def _delta(self, net: DeltaNet) -> None:
+        self._product(net.into, at.QKV)
+        self._add({"kind": at.ATTEND})
+        self._add(self.rows(at.HEADS_SEEN, net.out.inputs, net.out))
+        self._product(net.out, at.ADDED)
+
+    def _latents(self, attention: Latents) -> None:
+        sizes = LatentSizes.of(attention)
+        heads, made, place, row = sizes.heads, attention.into.outputs, at.QKV, attention.into.outputs
+        self._product(attention.into, at.QKV, attention.into_bias)
+        if attention.ranked is not None:
+            norm, into_heads = attention.ranked
+            self._add(
+                self.rows(at.QKV, into_heads.inputs, into_heads, norm) | {"source_row": made, "eps": attention.eps}
+            )
+            self._product(into_heads, at.QUERIES)
+            place, row = at.QUERIES, into_heads.outputs
+        for room, columns in ((at.LATENTS, 1), (at.ABSORBED, heads), (at.HEADS_SEEN, heads)):
+            self._widen(room, columns * sizes.width)
+        self._add({
+            "kind": at.WRITE_LATENTS, "source": at.QKV, "source_row": made, "gate": place, "gate_row": row,
+            "before": _span(attention.latent_norm), "eps": attention.eps, "heads": heads, "plain": sizes.plain,
+            "rank": sizes.rank, "rotated": sizes.rotated,
+        })  # fmt: skip
+        self._add({
+            "kind": at.OF_HEADS, "source": place, "source_row": row, "columns": sizes.query, "heads": heads,
+            "inputs": sizes.plain, "outputs": sizes.rank, "tail": sizes.rotated, "out": at.ABSORBED,
+            "out_columns": sizes.width, "up": address_of(attention.up.key, np.float32),
+        })  # fmt: skip
+        self._add({"kind": at.ATTEND})
+        self._add({
+            "kind": at.OF_HEADS, "source": at.HEADS_SEEN, "source_row": heads * sizes.width, "columns": sizes.width,
+            "heads": heads, "inputs": sizes.rank, "outputs": sizes.value, "tail": 0, "out": at.VALUES_SEEN,
+            "out_columns": sizes.value, "up": address_of(attention.up.value, np.float32),
+        })  # fmt: skip
+        self._add(self.rows(at.VALUES_SEEN, attention.out.inputs, attention.out))
+        self._product(attention.out, at.ADDED, attention.out_bias)
+
+    def _attention(self, attention: GroupedQueries, layer: DecoderLayer) -> None:
+        self._product(attention.qkv, at.QKV, attention.qkv_bias)
+        gate: Fields = {}
+        if attention.gate is not None:
+            self._again(at.STREAM, attention.qkv, attention.gate, layer.norms.before_attention)
+            self._product(attention.gate, at.GATES)
+            gate = self._gate(at.GATED_BY_SIGMOID, at.GATES, attention.gate.outputs, attention.gate.outputs)
+        norms = layer.norms.query, layer.norms.key, attention.value_norm
+        copies = kept_parts(attention) == 1
+        if copies:
+            self._widen(at.VALUES, attention.kv_heads * attention.head_dim)
+        spans = [_span(norm) for norm in norms]
+        self._add({"kind": at.WRITE, "norms": spans, "copies_keys": copies, "is_scaled": attention.is_scaled})
+        self._add({"kind": at.ATTEND})
+        self._add(self.rows(at.HEADS_SEEN, attention.out.inputs, attention.out) | gate)
+        self._product(attention.out, at.ADDED, attention.out_bias)
+
+    def _fed(self, layer: DecoderLayer, added: _Sum) -> _Sum:
+        """The MLP, or what stands for it."""
+        mlp, norms = layer.mlp, layer.norms
+        left = _Sum(at.ADDED, norms.after_mlp)
+        if isinstance(mlp, GatedLayer):
+            self._add(self.rows(at.STREAM, self.hidden, mlp.gate_up, norms.before_mlp, added))
+            self._gated(mlp, at.ADDED)
+        elif isinstance(mlp, MixedLayer):
+            self._add(self.rows(at.STREAM, self.hidden, mlp.router, norms.before_mlp, added, kept=at.NORMED))
+            self._mixed(mlp)
+            if mlp.shared is not None:
+                shared, gate = mlp.shared.mlp, mlp.shared.gate
+                self._add(self.rows(at.STREAM, self.hidden, added=left))
+                self._add(self.rows(at.NORMED, self.hidden, gate))
+                self._product(gate, at.GATES)
+                self._again(at.NORMED, gate, shared.gate_up)
+                self._gated(shared, at.ADDED, self._gate(at.GATED_BY_ROW, at.GATES, 0, gate.outputs))
+        else:
+            left = _Sum(at.BESIDE, norms.after_mlp)
+            self._beside(mlp, norms.before_mlp, added)
+        return left
+
+    def _beside(self, both: BesideExperts, before_mlp: Floats, added: _Sum) -> None:
+        self._add(self.rows(at.STREAM, self.hidden, both.mlp.gate_up, before_mlp, added))
+        self._gated(both.mlp, at.BESIDE)
+        self._add(self.rows(at.STREAM, self.hidden, both.mixed.router, both.choose))
+        self._product(both.mixed.router, at.LOGITS)
+        self._add(self.rows(at.STREAM, self.hidden, before=both.before, kept=at.NORMED))
+        self._mix(both.mixed)
+        self._add(self.rows(at.BESIDE, self.hidden, before=both.after_mlp))
+        self._add(self.rows(at.BESIDE, self.hidden, added=_Sum(at.ADDED, both.after)))
+
+    def _gated(self, mlp: GatedLayer, out: int, gate: Fields | None = None) -> None:
+        """A gated MLP of rows that are prepared for it."""
+        self._product(mlp.gate_up, at.GATED, mlp.gate_up_bias, self.epilogue)
+        self._add(self.rows(at.GATED, mlp.down.inputs, mlp.down) | (gate or {}))
+        self._product(mlp.down, out, mlp.down_bias)
+
+    def _mixed(self, mixed: MixedLayer) -> None:
+        self._product(mixed.router, at.LOGITS, mixed.router_bias)
+        self._mix(mixed)
+
+    def _mix(self, mixed: MixedLayer) -> None:
+        self.mixtures.append(mixed.experts)
+        self._add({"kind": at.MIX, "mixture": place_of(mixed.experts.record)})
+
+    def _again(self, source: int, prepared: PackedWeight, weight: PackedWeight, before: Floats | None = None) -> None:
+        """Prepare the rows that were prepared for one weight for another one, if that is of another kind."""
+        if _rows_of(prepared) != _rows_of(weight):
+            self._add(self.rows(source, self.hidden, weight, before))
+
+    def rows(
+        self,
+        source: int,
+        columns: int,
+        weight: PackedWeight | None = None,
+        before: Floats | None = None,
+        added: _Sum | None = None,
+        kept: int = NO_PLACE,
+    ) -> Fields:
+        """Fields of a phase of `ROWS`."""
+        self._widen(source, columns)
+        if kept != NO_PLACE:
+            self._widen(kept, columns)
+        self.values = max(self.values, columns, 0 if weight is None else weight.depth)
+        total = added or _Sum()
+        return {
+            "kind": at.ROWS, "source": source, "source_row": columns, "columns": columns, "addend": total.addend,
+            "after": _span(total.after), "scale": total.scale, "before": _span(before), "kept": kept,
+            "weight": 0 if weight is None else place_of(weight.table),
+        }  # fmt: skip
+
+    def _gate(self, kind: int, place: int, columns: int, row: int, first: int = 0) -> Fields:
+        """Fields of a phase of `ROWS` besides, by ``columns`` of rows of a place that are ``row`` long."""
+        self.values = max(self.values, 2 * padded(columns))
+        return {"gate_kind": kind, "gate": place, "gate_row": row, "gate_at": first}
+
+    def _product(
+        self, weight: PackedWeight, out: int, bias: Floats | None = None, epilogue: int = matmul_jit.PLAIN
+    ) -> None:
+        columns = weight.outputs if epilogue == matmul_jit.PLAIN else weight.outputs // 2
+        self._widen(out, columns)
+        self.weights.append(weight)
+        place, length = _span(bias)
+        self._add({
+            "kind": at.PRODUCT, "weight": place_of(weight.table), "bias": place, "bias_length": length,
+            "epilogue": epilogue, "out": out, "out_columns": columns,
+        })  # fmt: skip
+
+    def _add(self, phase: Fields) -> None:
+        self.phases.append({"eps": self.eps, **phase, "record": self._record, **self.numbered(self._first)})
+
+    def numbered(self, first: int) -> Fields:
+        """What a next phase is in its layer, whose phases begin with number ``first``."""
+        return {"layer": self._layer, "number": len(self.phases) - first}
+
+    def _widen(self, place: int, columns: int) -> None:
+        self.widths[place] = max(self.widths[place], columns)
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Of heads over latents.
+
+    query:         numbers of a head's query, ``plain`` ones and those that are rotated
+    width, rank:   of a latent, and of its part that is not rotated
+    value:         of a head's value
+    """
+
+    heads: int
+    plain: int
+    rank: int
+    query: int
+    value: int
+
+    @staticmethod
+    def of(attention: Latents) -> LatentSizes:
+        (heads, plain, rank), value = attention.up.key.shape, attention.up.value.shape[2]
+        if attention.ranked is not None:
+            return LatentSizes(heads, plain, rank, attention.ranked[1].outputs // heads, value)
+        # [plain | rotated] of each head, then rank and rotated numbers of the latent
+        rotated = (attention.into.outputs - rank - heads * plain) // (heads + 1)
+        return LatentSizes(heads, plain, rank, plain + rotated, value)
+
+    @property
+    def rotated(self) -> int:
+        return self.query - self.plain
+
+    @property
+    def width(self) -> int:
+        return self.rank + self.rotated
+
+
+def kept_parts(attention: GroupedQueries) -> int:
+    """How many of keys and values are projected."""
+    heads: int = attention.qkv.outputs // attention.head_dim - attention.q_heads
+    return heads // attention.kv_heads
+
+
+def _link(phases: Sequence[Fields]) -> None:
+    """Tell each product which weight the next one multiplies with, if no experts come before it."""
+    following = 0
+    for phase in reversed(phases):
+        if phase["kind"] == at.MIX:
+            following = 0
+        elif phase["kind"] == at.PRODUCT:
+            phase["following"], following = following, phase["weight"]
+
+
+def _filled(fields: Fields) -> tuple[Any, ...]:
+    return tuple(_values(fields))
+
+
+def _values(fields: Fields) -> Iterator[Any]:
+    spans = {"after": (0, 0), "before": (0, 0), "norms": [(0, 0)] * len(at.HEAD_NORMS)}
+    for name in at.PHASE.names or ():
+        yield fields.get(name, spans.get(name, 0))
+
+
+def _rows_of(weight: PackedWeight) -> tuple[Any, ...]:
+    """What must be equal for rows to be prepared for one weight as for another one."""
+    return weight.dtype, weight.depth, weight.offset, weight.scales.shape[1], weight.minima.shape[1]
+
+
+def _span(array: Any) -> tuple[int, int]:
+    return (0, 0) if array is None else (address_of(array, np.float32), array.size)
