@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from runtimes.random_mixture import FULL
+from runtimes import random_hybrid, random_mixture
 
 Figures = Mapping[str, Any]
 
@@ -52,12 +52,28 @@ def peers_tables(f: Figures) -> list[str]:
 
 def mixture_tables(f: Figures) -> list[str]:
     """The same of a mixture of experts."""
-    return [
-        f"{FULL.layers} layers with {FULL.experts} experts each, of which a token goes to {FULL.per_token}: random "
-        "weights in Qwen 3's architecture. "
-        f"Otherwise as above. Medians of {f['rounds']} rounds; `benchmarks/peers_mixture.py`.",
-        *_model_tables(f),
-    ]
+    sizes = random_mixture.FULL
+    what = (
+        f"{sizes.layers} layers with {sizes.experts} experts each, of which a token goes to {sizes.per_token}: random "
+        "weights in Qwen 3's architecture"
+    )
+    return _tables_of(what, "peers_mixture", f)
+
+
+def hybrid_tables(f: Figures) -> list[str]:
+    """The same of a model with gated delta-nets."""
+    sizes, interval = random_hybrid.FULL, random_hybrid.INTERVAL
+    what = (
+        f"{sizes.layers} layers with a hidden size of {sizes.hidden:,}, of which {sizes.layers // interval} have "
+        f"attention and the others delta-nets of {sizes.key_heads} heads of {sizes.key_dim}: random weights in Qwen "
+        "3.5's architecture"
+    )
+    return _tables_of(what, "peers_hybrid", f)
+
+
+def _tables_of(what: str, script: str, f: Figures) -> list[str]:
+    told = f"{what}. Otherwise as above. Medians of {f['rounds']} rounds; `benchmarks/{script}.py`."
+    return [told, *_model_tables(f)]
 
 
 def _model_tables(f: Figures) -> list[str]:

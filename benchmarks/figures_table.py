@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from figures_peers import mixture_tables, peers_tables
+from figures_peers import hybrid_tables, mixture_tables, peers_tables
 
 Figures = Mapping[str, Any]
 
@@ -270,12 +270,17 @@ ROWS: dict[str, tuple[Row, ...]] = {
 }
 """By script but `OF_PEERS`."""
 
-OF_PEERS: dict[str, Callable[[Figures], list[str]]] = {"peers": peers_tables, "peers_mixture": mixture_tables}
+OF_PEERS: dict[str, Callable[[Figures], list[str]]] = {
+    "peers": peers_tables,
+    "peers_mixture": mixture_tables,
+    "peers_hybrid": hybrid_tables,
+}
 """By script that has tables of its own."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Beside vLLM and llama.cpp": ("peers",),
     "A mixture of experts, beside them": ("peers_mixture",),
+    "Gated delta-nets, beside llama.cpp": ("peers_hybrid",),
     "On one CPU": ("roofline", "perplexity", "engine_overhead", "kernels", "step_launches"),
     "The cache": ("prefix_cache", "tiers", "recycle", "capacity", "control_plane", "block_copy"),
     "Several engines": ("replicas", "elastic_replicas", "pd", "openai_http", "index", "transports"),

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from runtimes.control import Process, Spec, tell, warm_up
-from runtimes.model_files import MIXTURE, ModelFiles, find_model, stretched
+from runtimes.model_files import RANDOM, ModelFiles, find_model, stretched
 from runtimes.ours import add_engine_options, engine_fields, headwise_spec
 from runtimes.scenarios import Scenario, long_scenarios, scenarios
 
@@ -214,7 +214,9 @@ def show(title: str, todo: Sequence[Scenario], found: Mapping[str, Measured]) ->
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", action="append", help=f"a demo model, {MIXTURE!r} or a GGUF file; default: {', '.join(MODELS)}"
+        "--model",
+        action="append",
+        help=f"a demo model, one of random numbers ({', '.join(RANDOM)}) or a GGUF file; default: {', '.join(MODELS)}",
     )
     parser.add_argument("--rounds", type=int)
     add_engine_options(parser)

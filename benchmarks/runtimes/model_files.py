@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,15 @@ from headwise.runtime.loader.aliases import ALIASES, fetch_alias
 from headwise.runtime.loader.files import building
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.resolve import resolve_model
-from runtimes.random_mixture import FULL, TINY, Sizes, write_mixture
+from runtimes import random_hybrid, random_mixture
+from runtimes.random_weights import RandomModel
 
-MIXTURE = "mixture"
+MIXTURE, HYBRID = "mixture", "hybrid"
+RANDOM: Mapping[str, tuple[RandomModel, RandomModel]] = {
+    MIXTURE: (random_mixture.FULL, random_mixture.TINY),
+    HYBRID: (random_hybrid.FULL, random_hybrid.TINY),
+}
+"""Of random numbers: sizes that are measured, and those for which nothing takes long."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +33,31 @@ class ModelFiles:
 
 
 def find_model(name: str, progress: Progress, is_tiny: bool = False) -> ModelFiles:
-    """A demo model, `MIXTURE` or a GGUF file, made, downloaded and converted if need be.
+    """A demo model, one of `RANDOM` or a GGUF file, made, downloaded and converted if need be.
 
-    is_tiny: whether a mixture is one for which nothing takes long
+    is_tiny: whether one of `RANDOM` is one for which nothing takes long
 
     Raises SystemExit, `ModelError`.
     """
     cache = EngineConfig().cache_path
-    if name == MIXTURE:
-        return _mixture(TINY if is_tiny else FULL, cache, progress)
+    if name in RANDOM:
+        return _random(RANDOM[name][is_tiny], cache, progress)
     if name not in ALIASES and not name.endswith(".gguf"):
         raise SystemExit(
-            f"--model {name}: give a GGUF file, which all runtimes read, or one of {', '.join((*ALIASES, MIXTURE))}"
+            f"--model {name}: give a GGUF file, which all runtimes read, or one of {', '.join((*ALIASES, *RANDOM))}"
         )
     gguf = fetch_alias(ALIASES[name], cache, progress) if name in ALIASES else Path(name).expanduser().absolute()
     return ModelFiles(name, gguf, resolve_model(name, cache, progress))
 
 
-def _mixture(sizes: Sizes, cache: Path, progress: Progress) -> ModelFiles:
-    target = cache / "benchmarks" / sizes.name
-    path = target / f"{sizes.name}.gguf"
+def _random(model: RandomModel, cache: Path, progress: Progress) -> ModelFiles:
+    target = cache / "benchmarks" / model.name
+    path = target / f"{model.name}.gguf"
     if not target.is_dir():
         vocabulary = fetch_alias(ALIASES["smollm2-135m"], cache, progress)
         with building(target, progress) as directory:
             if directory is not None:
-                write_mixture(directory / path.name, sizes, vocabulary)
+                model.write(directory / path.name, vocabulary)
     return ModelFiles(str(path), path, resolve_model(str(path), cache, progress))
 
 

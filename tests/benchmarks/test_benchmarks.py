@@ -14,7 +14,7 @@ import pd
 import pytest
 from figures_peers import PICTURE, SCENARIOS, WIDTH, peers_picture
 from figures_table import SCRIPTS, rows, table
-from runtimes import random_mixture
+from runtimes import random_hybrid, random_mixture
 from support.benchmark_runs import quick_figures
 
 BENCHMARKS = Path(figures.__file__).parent
@@ -226,9 +226,16 @@ def test_tables_of_peers_have_a_column_for_each_that_was_there_and_the_ratio_of_
     assert sum(line.startswith("| two |") for line in found) == 1
 
 
-def test_a_mixture_has_a_table_of_its_own_below_a_line_that_says_what_it_is() -> None:
-    found, peers = rows("peers_mixture", peers_found()), rows("peers", peers_found())
-    assert f"{random_mixture.FULL.experts} experts" in found[0]
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("peers_mixture", f"{random_mixture.FULL.experts} experts"),
+        ("peers_hybrid", f"of which {random_hybrid.FULL.layers // random_hybrid.INTERVAL} have attention"),
+    ],
+)
+def test_a_model_of_random_numbers_has_a_table_below_a_line_that_says_what_it_is(script: str, told: str) -> None:
+    found, peers = rows(script, peers_found()), rows("peers", peers_found())
+    assert told in found[0]
     assert found[1:] == peers[3 : 3 + len(found) - 1]
     assert sum(line.startswith("| Decode of one request |") for line in found) == 2, "one of each model"
 

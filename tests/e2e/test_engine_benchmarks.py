@@ -68,9 +68,9 @@ def test_tiers_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"device_over_cold", "host_over_cold", "file_over_cold", "tpot_ratio", "waited_over_load"} <= set(found)
 
 
-@pytest.mark.parametrize("script", [pytest.param("peers", marks=pytest.mark.soak), "peers_mixture"])
+@pytest.mark.parametrize("script", [pytest.param("peers", marks=pytest.mark.soak), "peers_mixture", "peers_hybrid"])
 def test_what_peers_are_compared_with_is_measured_without_them(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both are the same script, of another model."""
+    """All are the same script, of another model."""
     found = figures_of(script, capsys, "--smoke")
     assert set(found["headwise"]) == set(SCENARIOS)
     assert min(found["headwise"].values()) > 0
