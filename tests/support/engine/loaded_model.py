@@ -39,7 +39,9 @@ _PLAIN = "qwen3"
 """Whose cache is of SmolLM2's kind, at a tenth of its time."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-BASE = EngineConfig(dtype="float32", kv_cache="144MiB", max_batched_tokens=512, max_model_len=3072)
+BASE = EngineConfig(dtype="float32", kv_cache="144MiB", max_batched_tokens=512, max_model_len=3072, cpu_threads=1)
+"""On one thread: several tests run at once, and threads that wait for one another's cores cost more than they save.
+`tests/kernels/cpu/test_decoder.py` has any number of them."""
 
 
 def all_but(*names: str) -> pytest.MarkDecorator:
