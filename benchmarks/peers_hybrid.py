@@ -2,8 +2,8 @@
 
     python benchmarks/peers_hybrid.py [--quick] [--rounds 3] [--engine KEY=VALUE]
 
-headwise in bfloat16, and headwise and llama.cpp from the same GGUF file: vLLM 0.32 has no delta-nets for CPUs. Options
-and the last line are those of `peers.py`.
+headwise in bfloat16, and headwise and llama.cpp from the same GGUF file: vLLM 0.32 does not load such a model on a CPU.
+Options and the last line are those of `peers.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIXED = ("--model", HYBRID, "--no-long", "--engine", "dtype=bfloat16")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    named = [] if {"--smoke", "--only"} & {*given} else ["--only", "llamacpp"]
+    named = [] if {"--smoke", "--only"} & {*given} else ["--only", "llamacpp"]  # with "--quick", too
     peers.main([*FIXED, *named, *given])
 
 
