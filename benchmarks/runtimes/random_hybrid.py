@@ -21,7 +21,7 @@ CONVOLUTION = 4
 class Sizes:
     """value heads are as many as key heads, and as large"""
 
-    layers: int = 24
+    layers: int = 12
     hidden: int = 1024
     size: int = 3584
     heads: int = 8
