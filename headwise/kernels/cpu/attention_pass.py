@@ -106,16 +106,20 @@ class CacheKernels:
 
     def pass_fields(self, arena: NDArray[np.uint8], batch: AttentionBatch) -> dict[str, Any]:
         """Those of a `records.PASS` that say where this arena and this batch are."""
-        tables = batch.block_tables
-        return {
-            "cache": (address_of(arena, np.uint8), arena.nbytes, *self.cache),
-            "cu_seqlens": address_of(batch.cu_seqlens_q, np.int32),
-            "seq_lens": address_of(batch.seq_lens, np.int32),
-            "sequences": len(batch.seq_lens),
-            "tables": address_of(tables, np.int32),
-            "table_columns": tables.shape[1],
-            "groups": batch.groups,
-        }
+        return {"cache": (address_of(arena, np.uint8), arena.nbytes, *self.cache), **batch_fields(batch)}
+
+
+def batch_fields(batch: AttentionBatch) -> dict[str, int]:
+    """Those of a `records.PASS` that say where a batch is."""
+    tables = batch.block_tables
+    return {
+        "cu_seqlens": address_of(batch.cu_seqlens_q, np.int32),
+        "seq_lens": address_of(batch.seq_lens, np.int32),
+        "sequences": len(batch.seq_lens),
+        "tables": address_of(tables, np.int32),
+        "table_columns": tables.shape[1],
+        "groups": batch.groups,
+    }
 
 
 def token_step(layout: BlockLayout) -> int:

@@ -12,6 +12,7 @@ from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu import attention_calls_jit, delta_jit, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
+from headwise.kernels.cpu.attention_pass import batch_fields
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.delta import RECURRENT, DeltaSizes, sizes_of
@@ -107,18 +108,9 @@ def scratch_floats(sizes: DeltaSizes) -> int:
 
 def pass_fields(arena: NDArray[np.uint8], layout: BlockLayout, batch: AttentionBatch) -> dict[str, Any]:
     """Fields of a `records.PASS` that say where an arena of states and a batch are."""
-    tables = batch.block_tables
     cache = {
         "arena": address_of(arena, np.uint8), "arena_bytes": arena.nbytes, "block_size": layout.block_size,
         "block_stride": layout.block_bytes // 4, "slot_stride": layout.slot_bytes // 4,
         "value_offset": layout.role_offsets[RECURRENT] // 4,
     }  # fmt: skip
-    return {
-        "cache": tuple(cache.get(name, 0) for name in records.CACHE.names or ()),
-        "cu_seqlens": address_of(batch.cu_seqlens_q, np.int32),
-        "seq_lens": address_of(batch.seq_lens, np.int32),
-        "sequences": len(batch.seq_lens),
-        "tables": address_of(tables, np.int32),
-        "table_columns": tables.shape[1],
-        "groups": batch.groups,
-    }
+    return {"cache": tuple(cache.get(name, 0) for name in records.CACHE.names or ()), **batch_fields(batch)}
