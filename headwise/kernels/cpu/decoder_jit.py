@@ -50,7 +50,7 @@ from headwise.kernels.cpu.decoder_records import (
     WRITE,
     WRITE_LATENTS,
 )
-from headwise.kernels.cpu.gates import times_gelu, times_sigmoid
+from headwise.kernels.cpu.gates import sigmoid, times_gelu, times_sigmoid
 from headwise.kernels.cpu.matmul_jit import TILE, items_of, share_of
 from headwise.kernels.cpu.matmul_rows import prepare_row, weight_at
 from headwise.kernels.cpu.records import DELTA, PLAN
@@ -109,7 +109,7 @@ def _gate(step, phase, row, values, columns):
     """Gate the first ``columns`` of ``values``; what is behind them and a vector's rest is room."""
     if phase.gate_kind == GATED_BY_ROW:
         number = floats_at(step.places[phase.gate] + row * phase.gate_row * 4, 1)[0]
-        factor = np.float32(0.5) * np.tanh(np.float32(0.5) * number) + np.float32(0.5)
+        factor = sigmoid(number)
         for i in range(columns):
             values[i] *= factor
         return

@@ -29,7 +29,7 @@ from headwise.kernels.cpu.addresses import (
 )
 from headwise.kernels.cpu.attention_jit import FINISHED, FIRST_ITEM, TAKEN
 from headwise.kernels.cpu.attention_micro import row_copy
-from headwise.kernels.cpu.gates import padded, times_sigmoid
+from headwise.kernels.cpu.gates import padded, sigmoid, times_sigmoid
 from headwise.kernels.cpu.records import DELTA, HEAD_GROUP, HEAD_SLOT
 from headwise.kernels.cpu.threads import fetch_add
 from headwise.kernels.delta_base import NORM_EPS
@@ -237,11 +237,6 @@ def _norm_and_gate(result, gate, source, norm, eps, out):
 
 
 @_pasted
-def _sigmoid(x):
-    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)  # does not overflow
-
-
-@_pasted
 def _softplus(x):
     return max(x, np.float32(0)) + np.log1p(np.exp(-abs(x)))
 
@@ -278,7 +273,7 @@ def _run(own, delta, head, first, last, room):
                 told = floats_at(
                     own.query + ((first + t) * own.query_row + heads * of_head + 2 * head * share) * 4, 2 * share
                 )
-                room.rates[t] = _sigmoid(told[part])
+                room.rates[t] = sigmoid(told[part])
                 room.decays[t] = -speed[part] * _softplus(told[share + part] + bias[part])
             if tokens == 1:
                 value, result = room.values[0], room.result[0]

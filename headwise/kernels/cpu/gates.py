@@ -24,6 +24,12 @@ def padded(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
+@_pasted
+def sigmoid(x):
+    """Of one number, without overflow."""
+    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
+
+
 @intrinsic
 def times_sigmoid(typing, row, at, gate, gate_at, count):
     """``row[at:] *= 1 / (1 + exp(-gate[gate_at:]))`` for ``count`` numbers, and those up to the end of a vector."""

@@ -11,17 +11,13 @@ _TAKE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 """What the pool's threads call: Python, whose lock is let go of within compiled code and NumPy's products."""
 
 
-def share_out(function: Callable[[int, int], object], count: int, workers: int, pieces: int | None = None) -> None:
-    """Call ``function(first, last)`` on all of ``count``, by as many threads of the pool as ``workers`` says.
-
-    pieces: into which ``count`` is cut, at most; each thread takes one after the other. None: one for each thread
-    """
+def share_out(function: Callable[[int, int], object], count: int, workers: int) -> None:
+    """Call ``function(first, last)`` on all of ``count``, by as many threads of the pool as ``workers`` says."""
     workers = max(1, min(workers, count))
     if workers == 1:
         function(0, count)
         return
-    cuts = max(workers, min(count, pieces or workers))
-    shares = iter([(count * cut // cuts, count * (cut + 1) // cuts) for cut in range(cuts)])
+    shares = iter([(count * share // workers, count * (share + 1) // workers) for share in range(workers)])
     failures: list[BaseException] = []
 
     def take(argument: int, thread: int) -> None:
