@@ -343,9 +343,9 @@ class Decoder(Model):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
     ) -> Tensor:
-        cache = cache_of(attention) if self._fused else None
-        if self._fused and cache and self._fused.takes(cache.batch, cache.layouts):
-            return self._run_fused(self._fused, token_ids, positions, embeds, cache)
+        cache = self.fused_over(attention)
+        if cache is not None:
+            return self._run_fused(token_ids, positions, embeds, cache)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, self.norm(x, norms[0]))
@@ -399,15 +399,21 @@ class Decoder(Model):
             return None
         return GatedLayer(mlp.gate_up.weight, mlp.down.weight, mlp.gate_up.bias, mlp.down.bias)
 
+    def fused_over(self, attention: AttentionLayer) -> PagedCache | None:
+        """The cache that fused layers take a step over; None: the step goes layer by layer."""
+        cache = _cache_of(attention) if self._fused else None
+        return cache if cache and self._fused and self._fused.takes(cache.batch, cache.layouts) else None
+
     def _run_fused(
         self,
-        fused: FusedDecoder,
         token_ids: KernelArray,
         positions: KernelArray,
         embeds: Embeds | None,
         cache: PagedCache,
     ) -> Tensor:
         """All layers and the final norm in one call; layer by layer if the cache comes so."""
+        fused = self._fused
+        assert fused is not None, "asked of `fused_over`"
         x = fused.embedded(self._embedding, token_ids, self.embedding_scale)
         if embeds is not None:
             self.ops.put_rows(x, *embeds)
@@ -516,7 +522,7 @@ class Decoder(Model):
         return self.ops.linear(x, linear.weight, linear.bias)
 
 
-def cache_of(attention: AttentionLayer) -> PagedCache | None:
+def _cache_of(attention: AttentionLayer) -> PagedCache | None:
     """The cache of a `PagedAttentionLayer` that shows it. To ask whether it is one would take longer than the rest."""
     shown: Callable[[], PagedCache | None] | None = getattr(attention, "paged", None)
     return None if shown is None else shown()

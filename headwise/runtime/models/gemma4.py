@@ -23,7 +23,7 @@ from headwise.kernels.fused import (
 )
 from headwise.kernels.fused import SideInput as FusedSide
 from headwise.runtime.models.base import AttentionLayer, Embeds, PagedCache
-from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights, cache_of
+from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights
 from headwise.runtime.models.gemma2 import Gemma2
 from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, parse
 from headwise.runtime.models.moe_decoder import tokens_of
@@ -204,9 +204,9 @@ class Gemma4(Gemma2):
         embeds: Embeds | None = None,
     ) -> Tensor:
         self._tokens = tokens_of(attention)  # for the layers of this pass
-        cache = cache_of(attention) if self._fused else None
-        if self._fused and cache:
-            return self._run_fused(self._fused, token_ids, positions, embeds, cache)
+        cache = self.fused_over(attention)
+        if cache is not None:
+            return self._run_fused(token_ids, positions, embeds, cache)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
         for index, layer in enumerate(self._layers):

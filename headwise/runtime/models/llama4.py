@@ -14,7 +14,7 @@ from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Besides, DecoderLayer, GroupedQueries
 from headwise.runtime.models.attention.chunked import cut_into_chunks
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig, PagedCache, RopeConfig
-from headwise.runtime.models.decoder import Layer, Weights, cache_of
+from headwise.runtime.models.decoder import Layer, Weights
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
     HfConfig,
@@ -196,7 +196,7 @@ class Llama4(MoeDecoder):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
     ) -> Tensor:
-        if cache_of(attention) is None or self._fused is None:
+        if self.fused_over(attention) is None:
             scales = self._query_scales(positions)
             if scales is not None:
                 unrotated = frozenset(layer for layer, rope in enumerate(self.config.ropes) if rope.is_none)
