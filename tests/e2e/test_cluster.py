@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import ray
-from support.reference import answers, assert_same
+from support.reference import assert_same, sure_answers
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
@@ -46,7 +46,7 @@ FAMILIES = "All happy families are alike; every unhappy family is unhappy in its
 CONFIG = EngineConfig(
     port=0,
     dtype="float32",
-    weights_dtype="gguf",  # the same tokens in a third of the time
+    weights_dtype="gguf",  # `sure_answers` in a third of the time
     tp_size=3,
     max_model_len=512,
     kv_cache="64MiB",
@@ -129,7 +129,7 @@ def test_generates_streams_and_chats(client: Client) -> None:
 
 
 def test_tokens_are_the_reference_s_whole_and_from_the_cache(client: Client) -> None:
-    wanted = [answer.first(8) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 200]
+    wanted = sure_answers(8)
     for _ in range(2):
         results = client.generate([answer.prompt_ids for answer in wanted], GREEDY, ignore_eos=True)
         for answer, result in zip(wanted, results, strict=True):

@@ -104,14 +104,22 @@ class Head:
     environment: dict[str, str]
 
     def ray(self, *arguments: str) -> str:
-        """What a ``ray`` command prints."""
-        done = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", *arguments],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        """What a ``ray`` command prints.
+
+        Ray gives a node's agent ten seconds to be known once it listens, which it may not keep to on a busy machine: then
+        the command is to be given again, says Ray.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            done = subprocess.run(
+                [sys.executable, "-m", "ray.scripts.scripts", *arguments],
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            if "No available agent" not in done.stdout + done.stderr or time.monotonic() > deadline:
+                break
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -24,7 +24,7 @@ from support.endless_load import EndlessLoad
 from support.free_ports import free_ports
 from support.new_requests import NewRequests
 from support.nodes import DETACHED, NODE_MARKS, Node, Nodes
-from support.reference import answers
+from support.reference import sure_answers
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client
@@ -52,7 +52,7 @@ LONG = 1200
 """Tokens of an answer that is not over when the front has gone to another node."""
 REFUSED_S = 3.0
 """Longest time for which nobody takes new requests over HTTP."""
-STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:3]
+STREAMS = sure_answers(TOKENS)[:3]
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -
         otlp_endpoint=collector.url,
         api_key_file=str(keys),
         dtype="float32",
-        weights_dtype="gguf",  # the same tokens in a third of the time
+        weights_dtype="gguf",  # in a third of the time
         max_model_len=512,
         kv_cache="64MiB",
         block_size=16,

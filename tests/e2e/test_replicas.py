@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 from support.passing_on import PortForward
-from support.reference import Answer, answers
+from support.reference import Answer, sure_answers
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, ClientKeys, EngineConfig, SamplingParams
@@ -37,14 +37,14 @@ CONFIG = EngineConfig(
     block_size=16,
     cpu_threads=1,
     dtype="float32",
-    weights_dtype="gguf",  # the same tokens in a third of the time
+    weights_dtype="gguf",  # `sure_answers` in a third of the time
     engine_timeout_s=10.0,
     index_timeout_s=5.0,  # a machine that is busy may keep it from answering
     engine_ports="21700-21999",
     api_key=API_KEY,
 )
 TOKENS = 20
-STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 100]
+STREAMS = sure_answers(TOKENS)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 BEFORE_THE_FAULT = 4
 """Tokens that every stream has by then."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 from support.endless_load import EndlessLoad
-from support.reference import Answer, answers
+from support.reference import Answer, sure_answers
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
@@ -37,16 +37,16 @@ CONFIG = EngineConfig(
     block_size=16,
     cpu_threads=1,
     dtype="float32",
-    weights_dtype="gguf",  # the same tokens in a third of the time
+    weights_dtype="gguf",  # `sure_answers` in a third of the time
     engine_timeout_s=60.0,
     index_timeout_s=5.0,  # a machine that is busy may keep it from answering
     drain_timeout_s=PATIENCE_S,
     standby=False,
 )
 TOKENS = 16
-STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 100][:3]
+STREAMS = sure_answers(TOKENS)[:3]
 LONG_TOKENS = 60
-LONG_STREAMS = [answer.first(LONG_TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 100][:6]
+LONG_STREAMS = sure_answers(LONG_TOKENS)[:6]
 """More than one engine decodes at once, for so long that another one is worth it on a fast machine, too."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 

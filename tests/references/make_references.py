@@ -2,7 +2,8 @@
 
     python tests/references/make_references.py [--cache-dir DIR] [model ...]
 
-Needs torch and transformers, which nothing else here does. Each model's JSON file holds, per prompt:
+Needs torch and transformers, which nothing else here does. `SURE` prompts have a file of their own: every token of
+their answers is the best by `LEAST_SURE` and more, so it is said with rounded weights, too. A file holds, per prompt:
 
     name, prompt_ids, output_ids   64 tokens, greedy, going on past end tokens
     gaps                           per output token, the best logit minus the second best: where a gap is under 1e-3,
@@ -51,6 +52,22 @@ CHATS: dict[str, list[dict[str, str]]] = {
         {"role": "user", "content": "And the next one?"},
     ],
 }
+LEAST_SURE = 0.25
+SURE = {
+    "count": "12, 13, 14, 15, 16, 17, 18, 19, 20, 21,",
+    "hundreds": "100, 200, 300, 400, 500, 600, 700, 800, 900,",
+    "months": "January, February, March, April, May, June, July, August, September, October, November, "
+    "December, January,",
+    "seasons": "spring, summer, autumn, winter, spring, summer, autumn, winter, spring,",
+    "days": "Day 1: rain. Day 2: rain. Day 3: rain. Day 4:",
+    "steps": "Step 1: wait. Step 2: wait. Step 3: wait. Step 4:",
+    "json": '{"id": 1, "ok": true}\n{"id": 2, "ok": true}\n{"id": 3, "ok": true}\n{"id": 4,',
+    "addresses": "http://a.org/1\nhttp://a.org/2\nhttp://a.org/3\nhttp://a.org/",
+    "french": "Il pleut sur la mer. Il pleut sur la mer. Il pleut sur la mer. Il",
+    "unicode": "日本語 naïve café. 日本語 naïve café. 日本語 naïve café. 日本",
+    "table": "| a | b |\n| 1 | 2 |\n| 1 | 2 |\n| 1 | 2 |\n|",
+}
+SURE_MODEL = "smollm2-135m"
 LONG_TOKENS = {"long_700": 700, "long_1300": 1300, "long_2300": 2300}
 
 _PEOPLE = ("Mara", "Tobias", "Ines", "the old captain", "Professor Lindqvist", "a girl from the harbour", "Yusuf")
@@ -113,18 +130,27 @@ def reference(model: PreTrainedModel, name: str, prompt_ids: list[int]) -> dict[
     }
 
 
-def make(model_name: str, cache_dir: Path, target: Path) -> None:
+def make(model_name: str, cache_dir: Path, references: Path) -> None:
     directory = resolve_model(model_name, cache_dir)
     tokenizer = Tokenizer.from_directory(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     has_template = "chat_template" in json.loads((directory / "tokenizer_config.json").read_text())
-    entries = []
-    for name, prompt_ids in prompts_of(tokenizer, has_template).items():
-        entries.append(reference(model, name, prompt_ids))
-        print(model_name, name, len(prompt_ids), repr(tokenizer.decode(entries[-1]["output_ids"])), flush=True)
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    header = json.dumps({"model": model_name, "dtype": "float32", "new_tokens": NEW_TOKENS})[:-1]
-    target.write_text(f'{header}, "prompts": [\n{lines}\n]}}\n')
+
+    def write(target: Path, prompts: dict[str, list[int]]) -> list[dict[str, Any]]:
+        entries = []
+        for name, prompt_ids in prompts.items():
+            entries.append(reference(model, name, prompt_ids))
+            print(model_name, name, len(prompt_ids), repr(tokenizer.decode(entries[-1]["output_ids"])), flush=True)
+        lines = ",\n".join(json.dumps(entry) for entry in entries)
+        header = json.dumps({"model": model_name, "dtype": "float32", "new_tokens": NEW_TOKENS})[:-1]
+        target.write_text(f'{header}, "prompts": [\n{lines}\n]}}\n')
+        return entries
+
+    write(references / f"{model_name}.json", prompts_of(tokenizer, has_template))
+    if model_name == SURE_MODEL:
+        sure = {name: tokenizer.encode(text) for name, text in SURE.items()}
+        for entry in write(references / f"{model_name}-sure.json", sure):
+            assert min(entry["gaps"]) >= LEAST_SURE, entry["name"]
 
 
 def main() -> None:
@@ -134,7 +160,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     for name in arguments.models:
-        make(name, arguments.cache_dir, Path(__file__).with_name(f"{name}.json"))
+        make(name, arguments.cache_dir, Path(__file__).parent)
 
 
 if __name__ == "__main__":
