@@ -106,8 +106,8 @@ class Head:
     def ray(self, *arguments: str) -> str:
         """What a ``ray`` command prints.
 
-        Ray gives a node's agent ten seconds to be known once it listens, which it may not keep to on a busy machine: then
-        the command is to be given again, says Ray.
+        Ray waits ten seconds for a node's agent to be known. On a busy machine that may not do: then the command
+        is to be given again, says Ray.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
