@@ -39,9 +39,12 @@ from headwise.kernels.cpu.addresses import (
     shorts_from,
 )
 from headwise.kernels.cpu.attention_micro import (
+    TILED_STRIP,
+    VECTOR_STRIP,
     exp2,
     is_integer,
     is_quantised,
+    is_tiled,
     load_query,
     load_values,
     pair_size,
@@ -53,7 +56,7 @@ from headwise.kernels.cpu.attention_micro import (
     turn_keys,
 )
 from headwise.kernels.cpu.attention_plan import ITEM, KEYS, keys_seen, span_of_part
-from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP, TURNED_STRIDE
+from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP_ROOM, TURNED_STRIDE
 from headwise.kernels.cpu.attention_softmax import (
     LOG2E,
     Scratch,
@@ -68,6 +71,7 @@ from headwise.kernels.cpu.int4 import CODES, expanded_from, is_int4, scales_of_r
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
+from headwise.kernels.cpu.tiles import SIDE, release
 
 _items_at = array_at(numba.from_dtype(ITEM))
 _PLAN_BYTES = PLAN.itemsize
@@ -193,7 +197,7 @@ def _lay_out(step, scratch, count):
     values = CHUNK * dim if is_int4(step.codes) else step.cache.value_offset
     for i in range(CHUNK):
         addresses[i] += values
-    for i in range(0, count, 2):
+    for i in range(0, -(-count // (2 * SIDE)) * (2 * SIDE) if is_tiled(step.kv) else count, 2):
         load_values(step.kv, addresses, i, dim, scratch.values)
 
 
@@ -273,10 +277,16 @@ def scratch_floats(rows: int, is_tiled: bool, share: int, dim: int, expands: boo
 
     expands: the cache is one of four bits
     """
-    rows = -(-rows // STRIP) * STRIP
+    rows = _whole_strips.py_func(rows)
     floats = 2 * CHUNK + rows * (2 * dim + 2) + _score_floats.py_func(share, dim) + 2 * CHUNK + 2 * share
     floats += expanded_floats.py_func(dim) if expands else 0
     return floats + (_turned_floats.py_func(dim) + CHUNK * dim if is_tiled else 0)
+
+
+@_pasted
+def _whole_strips(rows):
+    """Rows that there is room for: strips are multiplied whole, of either size."""
+    return max(-(-rows // VECTOR_STRIP) * VECTOR_STRIP, -(-rows // TILED_STRIP) * TILED_STRIP)
 
 
 @_pasted
@@ -287,7 +297,7 @@ def expanded_floats(dim):
 
 @_pasted
 def _score_floats(share, dim):
-    return max(STRIP * CHUNK, share * KEYS, dim)  # dim: a query on its way to integers
+    return max(STRIP_ROOM * CHUNK, share * KEYS, dim)  # dim: a query on its way to integers
 
 
 @_pasted
@@ -298,7 +308,7 @@ def _turned_floats(dim):
 @_pasted
 def _divide(rows, share, dim, at):
     """A thread's scratch and its softmax, in the `scratch_floats` at an address."""
-    rows, scores = -(-rows // STRIP) * STRIP, _score_floats(share, dim)
+    rows, scores = _whole_strips(rows), _score_floats(share, dim)
     s_at = at + 8 * CHUNK + 4 * rows * dim
     scales_at = s_at + 4 * scores
     q_scales_at = scales_at + 8 * CHUNK
@@ -370,6 +380,8 @@ def _attend(kv, codes, own, layer, counters_at, thread):
         fetch_add(counters, FINISHED)
         if item.tokens > 1:
             taken = fetch_add(counters, TAKEN)
+    if is_tiled(kv):
+        release()
 
 
 # --- entry points -------------------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ from headwise.kernels.cpu.attention_micro import (
     row_softcap,
     row_times,
     stored_unit,
+    strip_size,
 )
 from headwise.kernels.cpu.attention_plan import KEYS
 from headwise.kernels.cpu.attention_products import (
     CHUNK,
     MATH,
-    STRIP,
     mix_strip,
     mix_token,
     score_strip,
@@ -206,8 +206,8 @@ def attend_chunk(step, item, scratch, softmax, first, count):
     kv, s, scales, dim, share = step.kv, scratch.s, scratch.scales, step.dim, step.share
     window, sink = step.head_window[item.head], step.head_sink[item.head]
     words, rows = dim // pair_size(kv), item.tokens * share
-    for strip in range(0, rows, STRIP):
-        some = min(STRIP, rows - strip)
+    for strip in range(0, rows, strip_size(kv)):
+        some = min(strip_size(kv), rows - strip)
         seen = min(count, item.position + (strip + some - 1) // share + 1 - first)
         if seen <= 0:
             continue
