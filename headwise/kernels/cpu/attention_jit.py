@@ -71,7 +71,7 @@ from headwise.kernels.cpu.int4 import CODES, expanded_from, is_int4, scales_of_r
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
-from headwise.kernels.cpu.tiles import SIDE, release
+from headwise.kernels.cpu.tiles import SIDE, configure, release
 
 _items_at = array_at(numba.from_dtype(ITEM))
 _PLAN_BYTES = PLAN.itemsize
@@ -161,6 +161,8 @@ def _walk_token(step, item, scratch, softmax, first, last, beyond):
 def _walk_tile(step, item, scratch, softmax, first, last):
     """The same for a tile, chunk by chunk."""
     block_size, addresses = step.cache.block_size, scratch.addresses
+    if is_tiled(step.kv):
+        configure(SIDE)
     while first < last:
         count, chunk = 0, min(last - first, CHUNK)
         while count < chunk:

@@ -3,6 +3,7 @@
 
 The rows of a tile are multiplied a strip at a time, with keys and values that were laid out for it; those of one token
 with keys and values where they lie in the cache. All take arrays and offsets in elements, and as ``kv`` the cache.
+Where that `is_tiled`, AMX's tiles are configured for `SIDE` rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from headwise.kernels.cpu.attention_micro import (
 )
 from headwise.kernels.cpu.attention_plan import KEYS
 from headwise.kernels.cpu.simd import ISA, LANES
-from headwise.kernels.cpu.tiles import SIDE, configure, multiply_columns
+from headwise.kernels.cpu.tiles import SIDE, multiply_columns
 
 CHUNK = 128
 """Keys that a tile takes at a time; a multiple of 2 * LANES."""
@@ -51,7 +52,6 @@ _score_token_1, _score_token_2, _score_token_3, _score_token_4 = (token_scores(r
 def score_strip(kv, q, qo, words, turned, s, rows, width):
     """``s [rows, CHUNK] = q [rows, words] @ turned [words, width]``."""
     if is_tiled(kv) and words % SIDE == 0:
-        configure(SIDE)
         by, sums = address_in(turned, 0), address_in(s, 0)
         multiply_columns(
             address_in(q, qo), 4 * words, by, 4 * TURNED_STRIDE, words // SIDE, sums, 4 * CHUNK, width, True
@@ -83,7 +83,6 @@ def _score_rows(kv, q, qo, words, turned, s, so, rows, width):
 def mix_strip(kv, s, values, acc, ao, dim, rows, count):
     """``acc [rows, dim] += s [rows, count] @ values [count, dim]``."""
     if is_tiled(kv):
-        configure(SIDE)
         x, by, sums = address_in(s, 0), address_in(values, 0), address_in(acc, ao)
         multiply_columns(x, 4 * CHUNK, by, 4 * dim, -(-count // SIDE), sums, 4 * dim, dim, False)
         return

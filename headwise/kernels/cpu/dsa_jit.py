@@ -22,7 +22,7 @@ from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP_ROOM, TUR
 from headwise.kernels.cpu.machine_code import callable_from_python
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import LANES
-from headwise.kernels.cpu.tiles import release
+from headwise.kernels.cpu.tiles import SIDE, configure, release
 
 _compiled = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")
 _load_query = load_query(is_tile=True)
@@ -90,6 +90,8 @@ def _score_chunks(
     ``out [queries, keys]`` is minus infinity where a key is not visible to a query, or not mapped.
     """
     rows, heads, dim = query.shape
+    if is_tiled(kv):
+        configure(SIDE)
     addresses, s = np.empty(CHUNK, np.int64), np.zeros(STRIP_ROOM * CHUNK, np.float32)
     turned = np.empty(max(dim, 2 * LANES) * TURNED_STRIDE, np.float32)
     q, total = np.zeros((heads + STRIP_ROOM) * dim, np.float32), np.empty(CHUNK, np.float32)

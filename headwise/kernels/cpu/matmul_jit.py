@@ -34,6 +34,7 @@ from headwise.kernels.cpu.addresses import (
     record_at,
     words_at,
 )
+from headwise.kernels.cpu.attention_micro import row_times
 from headwise.kernels.cpu.matmul_amx import rows_in_tiles
 from headwise.kernels.cpu.matmul_kinds import (
     INTEGERS,
@@ -142,8 +143,11 @@ def _finish(tile, epilogue, bias, out, row, rows, panel):
         if epilogue != PLAIN:
             for c in range(0, half, LANES):
                 _gate(tile, r * PANEL + c, r * PANEL + half + c, epilogue)
-        for c in range(len(target)):
-            target[c] = source[c]
+        if len(target) % LANES == 0:
+            row_times(source, 0, target, 0, len(target), np.float32(1.0))
+        else:
+            for c in range(len(target)):
+                target[c] = source[c]
 
 
 # --- items ----------------------------------------------------------------------------------------------------------

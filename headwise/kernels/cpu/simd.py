@@ -235,6 +235,11 @@ class Emitter:
     def round_to_bfloat16(self, value: Any) -> Any:
         return self.builder.fptrunc(value, _BFLOATS)
 
+    def bfloat16_of_two(self, low: Any, high: Any) -> Any:
+        """Two vectors rounded to bfloat16, side by side, as words."""
+        rounded = self._call(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{LANES * 32}", _BFLOAT_PAIRS, high, low)
+        return self.builder.bitcast(rounded, INT_VECTOR)
+
     def multiply_add_integers(self, a: Any, b: Any, c: Any) -> Any:
         """The same of the two int16 in each word, in int32."""
         kind = ir.VectorType(ir.IntType(16), 2 * LANES)
