@@ -280,7 +280,7 @@ def scratch_floats(rows: int, is_tiled: bool, share: int, dim: int, expands: boo
     expands: the cache is one of four bits
     """
     rows = _whole_strips.py_func(rows)
-    floats = 2 * CHUNK + rows * (2 * dim + 2) + _score_floats.py_func(share, dim) + 2 * CHUNK + 2 * share
+    floats = 2 * CHUNK + 2 * rows * dim + _score_floats.py_func(share, dim) + _small_floats.py_func(rows, share)
     floats += expanded_floats.py_func(dim) if expands else 0
     return floats + (_turned_floats.py_func(dim) + CHUNK * dim if is_tiled else 0)
 
@@ -303,6 +303,12 @@ def _score_floats(share, dim):
 
 
 @_pasted
+def _small_floats(rows, share):
+    """Of scales, and of a softmax but for its weighted values; all else begins where a cache line does."""
+    return -(-(2 * CHUNK + 2 * rows + 2 * share) // LANES) * LANES
+
+
+@_pasted
 def _turned_floats(dim):
     return max(dim, 2 * LANES) * TURNED_STRIDE
 
@@ -310,13 +316,13 @@ def _turned_floats(dim):
 @_pasted
 def _divide(rows, share, dim, at):
     """A thread's scratch and its softmax, in the `scratch_floats` at an address."""
-    rows, scores = _whole_strips(rows), _score_floats(share, dim)
+    rows = _whole_strips(rows)
     s_at = at + 8 * CHUNK + 4 * rows * dim
-    scales_at = s_at + 4 * scores
+    acc_at = s_at + 4 * _score_floats(share, dim)
+    scales_at = acc_at + 4 * rows * dim
     q_scales_at = scales_at + 8 * CHUNK
     top_at = q_scales_at + 8 * share
-    acc_at = top_at + 8 * rows
-    turned_at = acc_at + 4 * rows * dim
+    turned_at = scales_at + 4 * _small_floats(rows, share)
     values_at = turned_at + 4 * _turned_floats(dim)
     scratch = Scratch(
         floats_from(at + 8 * CHUNK), floats_from(s_at), floats_from(turned_at), floats_from(values_at),
