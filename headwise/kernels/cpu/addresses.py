@@ -62,6 +62,19 @@ shorts_from = pointer_at(types.int16)
 floats_from, ints_from, longs_from = map(pointer_at, (types.float32, types.int32, types.int64))
 
 
+@intrinsic
+def address_in(typing, pointer, offset):
+    """The address of the number that lies ``offset`` numbers behind a C pointer, or an array's first one."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = args[0]
+        if isinstance(pointer, types.Array):
+            first = context.make_array(pointer)(context, builder, first).data
+        return builder.ptrtoint(builder.gep(first, [args[1]]), _LONG)
+
+    return types.int64(pointer, types.int64), emit
+
+
 def matrix_at(dtype: Any) -> Any:
     """Make the function of an address, rows and columns that gives the contiguous matrix which lies there."""
     kind = types.Array(dtype, 2, "C")

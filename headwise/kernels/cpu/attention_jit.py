@@ -39,9 +39,12 @@ from headwise.kernels.cpu.addresses import (
     shorts_from,
 )
 from headwise.kernels.cpu.attention_micro import (
+    TILED_STRIP,
+    VECTOR_STRIP,
     exp2,
     is_integer,
     is_quantised,
+    is_tiled,
     load_query,
     load_values,
     pair_size,
@@ -53,7 +56,7 @@ from headwise.kernels.cpu.attention_micro import (
     turn_keys,
 )
 from headwise.kernels.cpu.attention_plan import ITEM, KEYS, keys_seen, span_of_part
-from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP, TURNED_STRIDE
+from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP_ROOM, TURNED_STRIDE
 from headwise.kernels.cpu.attention_softmax import (
     LOG2E,
     Scratch,
@@ -68,6 +71,7 @@ from headwise.kernels.cpu.int4 import CODES, expanded_from, is_int4, scales_of_r
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
+from headwise.kernels.cpu.tiles import SIDE, configure, release
 
 _items_at = array_at(numba.from_dtype(ITEM))
 _PLAN_BYTES = PLAN.itemsize
@@ -157,6 +161,8 @@ def _walk_token(step, item, scratch, softmax, first, last, beyond):
 def _walk_tile(step, item, scratch, softmax, first, last):
     """The same for a tile, chunk by chunk."""
     block_size, addresses = step.cache.block_size, scratch.addresses
+    if is_tiled(step.kv):
+        configure(SIDE)
     while first < last:
         count, chunk = 0, min(last - first, CHUNK)
         while count < chunk:
@@ -193,7 +199,7 @@ def _lay_out(step, scratch, count):
     values = CHUNK * dim if is_int4(step.codes) else step.cache.value_offset
     for i in range(CHUNK):
         addresses[i] += values
-    for i in range(0, count, 2):
+    for i in range(0, -(-count // (2 * SIDE)) * (2 * SIDE) if is_tiled(step.kv) else count, 2):
         load_values(step.kv, addresses, i, dim, scratch.values)
 
 
@@ -273,10 +279,16 @@ def scratch_floats(rows: int, is_tiled: bool, share: int, dim: int, expands: boo
 
     expands: the cache is one of four bits
     """
-    rows = -(-rows // STRIP) * STRIP
-    floats = 2 * CHUNK + rows * (2 * dim + 2) + _score_floats.py_func(share, dim) + 2 * CHUNK + 2 * share
+    rows = _whole_strips.py_func(rows)
+    floats = 2 * CHUNK + 2 * rows * dim + _score_floats.py_func(share, dim) + _small_floats.py_func(rows, share)
     floats += expanded_floats.py_func(dim) if expands else 0
     return floats + (_turned_floats.py_func(dim) + CHUNK * dim if is_tiled else 0)
+
+
+@_pasted
+def _whole_strips(rows):
+    """Rows that there is room for: strips are multiplied whole, of either size."""
+    return max(-(-rows // VECTOR_STRIP) * VECTOR_STRIP, -(-rows // TILED_STRIP) * TILED_STRIP)
 
 
 @_pasted
@@ -287,7 +299,13 @@ def expanded_floats(dim):
 
 @_pasted
 def _score_floats(share, dim):
-    return max(STRIP * CHUNK, share * KEYS, dim)  # dim: a query on its way to integers
+    return max(STRIP_ROOM * CHUNK, share * KEYS, dim)  # dim: a query on its way to integers
+
+
+@_pasted
+def _small_floats(rows, share):
+    """Of scales, and of a softmax but for its weighted values; all else begins where a cache line does."""
+    return -(-(2 * CHUNK + 2 * rows + 2 * share) // LANES) * LANES
 
 
 @_pasted
@@ -298,13 +316,13 @@ def _turned_floats(dim):
 @_pasted
 def _divide(rows, share, dim, at):
     """A thread's scratch and its softmax, in the `scratch_floats` at an address."""
-    rows, scores = -(-rows // STRIP) * STRIP, _score_floats(share, dim)
+    rows = _whole_strips(rows)
     s_at = at + 8 * CHUNK + 4 * rows * dim
-    scales_at = s_at + 4 * scores
+    acc_at = s_at + 4 * _score_floats(share, dim)
+    scales_at = acc_at + 4 * rows * dim
     q_scales_at = scales_at + 8 * CHUNK
     top_at = q_scales_at + 8 * share
-    acc_at = top_at + 8 * rows
-    turned_at = acc_at + 4 * rows * dim
+    turned_at = scales_at + 4 * _small_floats(rows, share)
     values_at = turned_at + 4 * _turned_floats(dim)
     scratch = Scratch(
         floats_from(at + 8 * CHUNK), floats_from(s_at), floats_from(turned_at), floats_from(values_at),
@@ -370,6 +388,8 @@ def _attend(kv, codes, own, layer, counters_at, thread):
         fetch_add(counters, FINISHED)
         if item.tokens > 1:
             taken = fetch_add(counters, TAKEN)
+    if is_tiled(kv):
+        release()
 
 
 # --- entry points -------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 
 All take arrays and offsets in elements. Where they do not read the cache themselves, they are given it as their
 first argument, ``kv``, whose dtype alone they look at: products of a cache of fewer bits than float32 go by *pairs* of
-bfloat16 where the CPU multiplies these (`is_paired`). Scratch arrays are float32; one float holds one pair.
+bfloat16 where the CPU multiplies these (`is_paired`), those of several tokens in AMX's tiles where it has them. Scratch
+arrays are float32; one float holds one pair.
 """
 
 from __future__ import annotations
@@ -30,7 +31,31 @@ QUANTISED = (types.int8, FLOAT8)
 
 def is_paired(kv: types.Array) -> bool:
     """Whether tiles of queries over this cache are multiplied as pairs of bfloat16."""
-    return ISA.avx512bf16 and kv.dtype != types.float32
+    return (ISA.avx512bf16 or ISA.amx) and kv.dtype != types.float32
+
+
+@intrinsic
+def is_tiled(typing, kv):
+    """Whether tiles of queries over this cache are multiplied in those of AMX, known when compiling."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.boolean, ISA.amx and is_paired(kv))
+
+    return types.boolean(kv), emit
+
+
+VECTOR_STRIP, TILED_STRIP = 6, 16
+"""Rows that a product takes: as many as their accumulators fit in registers, or in AMX's tiles."""
+
+
+@intrinsic
+def strip_size(typing, kv):
+    """Rows of a tile's strip: `TILED_STRIP` if `is_tiled`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(_N, TILED_STRIP if ISA.amx and is_paired(kv) else VECTOR_STRIP)
+
+    return _N(kv), emit
 
 
 def reader(kv: types.Array) -> type[Emitter]:

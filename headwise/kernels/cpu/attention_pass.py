@@ -18,6 +18,7 @@ from headwise.kernels.cpu.attention_jit import attend_of, scratch_floats
 from headwise.kernels.cpu.attention_plan import Plan
 from headwise.kernels.cpu.attention_softmax import LOG2E
 from headwise.kernels.cpu.kv_write_jit import write_of
+from headwise.kernels.cpu.memory import from_a_line_on
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import head_dim_of, kv_dtype_of
 from headwise.kernels.mla import LATENT_SCALE, is_latent, latent_width
@@ -172,7 +173,8 @@ class PlanTable:
 
     def scratch(self, threads: int, share: int, kernels: CacheKernels) -> NDArray[np.float32]:
         """``[threads, floats]``: what each thread works with."""
-        return np.empty((threads, self.scratch_floats(share, kernels)), np.float32)
+        each = self.scratch_floats(share, kernels)
+        return from_a_line_on(threads * each, np.float32).reshape(threads, each)
 
     def scratch_floats(self, share: int, kernels: CacheKernels) -> int:
         """How many each thread has in `scratch`."""

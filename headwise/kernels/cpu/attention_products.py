@@ -3,15 +3,26 @@
 
 The rows of a tile are multiplied a strip at a time, with keys and values that were laid out for it; those of one token
 with keys and values where they lie in the cache. All take arrays and offsets in elements, and as ``kv`` the cache.
+Where that `is_tiled`, AMX's tiles are configured for `SIDE` rows.
 """
 
 from __future__ import annotations
 
 import numba
 
-from headwise.kernels.cpu.attention_micro import COLUMNS, tile_product, token_pair_size, token_product, token_scores
+from headwise.kernels.cpu.addresses import address_in
+from headwise.kernels.cpu.attention_micro import (
+    COLUMNS,
+    VECTOR_STRIP,
+    is_tiled,
+    tile_product,
+    token_pair_size,
+    token_product,
+    token_scores,
+)
 from headwise.kernels.cpu.attention_plan import KEYS
-from headwise.kernels.cpu.simd import LANES
+from headwise.kernels.cpu.simd import ISA, LANES
+from headwise.kernels.cpu.tiles import SIDE, multiply_columns
 
 CHUNK = 128
 """Keys that a tile takes at a time; a multiple of 2 * LANES."""
@@ -19,8 +30,8 @@ CHUNK = 128
 TURNED_STRIDE = CHUNK + LANES
 """Floats from one row of turned keys to the next: no power of two, whose rows would share cache lines' places."""
 
-STRIP = 6
-"""Rows of a tile's product: as many as their accumulators fit in registers."""
+STRIP_ROOM = 3 * VECTOR_STRIP if ISA.amx else VECTOR_STRIP
+"""Rows of scores that there is room for: AMX's strips may be multiplied in vectors, too, by whole strips of these."""
 
 # Everything LLVM may assume of floats but for NaN and infinity: masked scores are -inf, and NaN must show.
 MATH = {"reassoc", "nsz", "arcp", "contract", "afn"}
@@ -39,25 +50,42 @@ _score_token_1, _score_token_2, _score_token_3, _score_token_4 = (token_scores(r
 
 @_compiled
 def score_strip(kv, q, qo, words, turned, s, rows, width):
-    """``s [STRIP, CHUNK] = q [rows, words] @ turned [words, width]``."""
+    """``s [rows, CHUNK] = q [rows, words] @ turned [words, width]``."""
+    if is_tiled(kv) and words % SIDE == 0:
+        by, sums = address_in(turned, 0), address_in(s, 0)
+        multiply_columns(
+            address_in(q, qo), 4 * words, by, 4 * TURNED_STRIDE, words // SIDE, sums, 4 * CHUNK, width, True
+        )
+        return
+    for first in range(0, rows, VECTOR_STRIP):
+        some = min(VECTOR_STRIP, rows - first)
+        _score_rows(kv, q, qo + first * words, words, turned, s, first * CHUNK, some, width)
+
+
+@_compiled
+def _score_rows(kv, q, qo, words, turned, s, so, rows, width):
     wide, column = COLUMNS * LANES, 0
     while width - column >= wide:
         if rows > 3:
-            _score_6_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
+            _score_6_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, so + column, CHUNK, words)
         else:
-            _score_3_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
+            _score_3_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, so + column, CHUNK, words)
         column += wide
     while column < width:
         if rows > 3:
-            _score_6_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
+            _score_6_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, so + column, CHUNK, words)
         else:
-            _score_3_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
+            _score_3_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, so + column, CHUNK, words)
         column += LANES
 
 
 @_compiled
 def mix_strip(kv, s, values, acc, ao, dim, rows, count):
     """``acc [rows, dim] += s [rows, count] @ values [count, dim]``."""
+    if is_tiled(kv):
+        x, by, sums = address_in(s, 0), address_in(values, 0), address_in(acc, ao)
+        multiply_columns(x, 4 * CHUNK, by, 4 * dim, -(-count // SIDE), sums, 4 * dim, dim, False)
+        return
     wide, column = COLUMNS * LANES, 0
     while dim - column >= wide:
         if rows > 3:

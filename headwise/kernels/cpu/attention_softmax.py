@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
+from headwise.kernels.cpu.addresses import address_in, floats_from
 from headwise.kernels.cpu.attention_micro import (
     LARGEST_INT16,
+    TILED_STRIP,
     exp2,
     is_integer,
     is_quantised,
+    is_tiled,
     pair_size,
     row_copy,
     row_exp2,
@@ -22,17 +25,18 @@ from headwise.kernels.cpu.attention_micro import (
     row_softcap,
     row_times,
     stored_unit,
+    strip_size,
 )
 from headwise.kernels.cpu.attention_plan import KEYS
 from headwise.kernels.cpu.attention_products import (
     CHUNK,
     MATH,
-    STRIP,
     mix_strip,
     mix_token,
     score_strip,
     score_token,
 )
+from headwise.kernels.cpu.attention_strip import raise_tops, strip_powers
 from headwise.kernels.cpu.int4 import expand_rows, is_int4, scales_of_row
 from headwise.kernels.cpu.simd import LANES
 
@@ -141,6 +145,27 @@ def _raise_top(softmax, row, dim, highest):
 
 
 @_pasted
+def _take_strip(kv, s, softmax, strip, some, dim, width, scratch):
+    """Make probabilities of the scores ``s`` of a strip, all of whose rows are computed though only ``some`` are used.
+
+    Shifts and shrinkage of rows lie behind the scores.
+    """
+    top, total = _behind(softmax.top, strip), _behind(softmax.total, strip)
+    shifts, shrinks = _behind(s, TILED_STRIP * CHUNK), _behind(s, TILED_STRIP * CHUNK + TILED_STRIP)
+    if raise_tops(s, CHUNK, width, top, total, shifts, shrinks):
+        for row in range(some):
+            if shrinks[row] != 1.0:
+                at = (strip + row) * dim
+                row_times(softmax.acc, at, softmax.acc, at, dim, shrinks[row])
+    strip_powers(kv, s, CHUNK, width, shifts, _behind(scratch.scales, CHUNK), total)
+
+
+@_pasted
+def _behind(pointer, offset):
+    return floats_from(address_in(pointer, offset))
+
+
+@_pasted
 def load_scales(step, scratch, scales_at, at, count, width):
     """Scales of ``count`` keys and values to ``at``; zeros behind them until ``width``: what lies there may be NaN."""
     values = step.cache.value_scales - step.cache.key_scales
@@ -206,8 +231,8 @@ def attend_chunk(step, item, scratch, softmax, first, count):
     kv, s, scales, dim, share = step.kv, scratch.s, scratch.scales, step.dim, step.share
     window, sink = step.head_window[item.head], step.head_sink[item.head]
     words, rows = dim // pair_size(kv), item.tokens * share
-    for strip in range(0, rows, STRIP):
-        some = min(STRIP, rows - strip)
+    for strip in range(0, rows, strip_size(kv)):
+        some = min(strip_size(kv), rows - strip)
         seen = min(count, item.position + (strip + some - 1) // share + 1 - first)
         if seen <= 0:
             continue
@@ -220,6 +245,11 @@ def attend_chunk(step, item, scratch, softmax, first, count):
             if step.softcap > 0:
                 row_softcap(s, at, width, step.softcap * LOG2E)
             _mask_row(s, at, first, seen, width, item.position + row // share, window, sink)
-            shift = _raise_top(softmax, row, dim, row_max(s, at, width))
-            softmax.total[row] += _tile_exp2(kv, s, at, width, shift, scales, CHUNK, np.float32(1.0))
+        if is_tiled(kv):
+            _take_strip(kv, s, softmax, strip, some, dim, width, scratch)
+        else:
+            for row in range(strip, strip + some):
+                at = (row - strip) * CHUNK
+                shift = _raise_top(softmax, row, dim, row_max(s, at, width))
+                softmax.total[row] += _tile_exp2(kv, s, at, width, shift, scales, CHUNK, np.float32(1.0))
         mix_strip(kv, s, scratch.values, softmax.acc, strip * dim, dim, some, -(-seen // pair_size(kv)))

@@ -27,7 +27,7 @@ from headwise.kernels.cpu.decoder_records import ADDED, LOGITS, NORMED, PLACES, 
 from headwise.kernels.cpu.delta_attention import delta_record, sizes_of_weights
 from headwise.kernels.cpu.experts import room_of
 from headwise.kernels.cpu.matmul import KINDS, PackedWeight, matmul, take_rows
-from headwise.kernels.cpu.memory import Scratch
+from headwise.kernels.cpu.memory import Scratch, from_a_line_on
 from headwise.kernels.cpu.mla_attention import EXPANDED_QUERIES
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import Record, Room, address_of, place_of
@@ -281,15 +281,15 @@ class _Rooms:
     @staticmethod
     def empty(rows: int, decoder: CpuDecoder) -> _Rooms:
         threads, widths = decoder._threads, decoder._phases.widths
-        kept = [np.empty(rows * widths[place], np.float32) for place in PLACES]
+        kept = [from_a_line_on(rows * widths[place], np.float32) for place in PLACES]
         return _Rooms(
             rows,
             stream=kept[STREAM].reshape(rows, decoder._hidden),
             places=np.array([place_of(room) for room in kept], np.int64),
             kept=kept,
-            factors=np.empty(rows * decoder._widest, np.uint32),
+            factors=from_a_line_on(rows * decoder._widest, np.uint32),
             sums=np.empty(rows * decoder._row_sums, np.float32),
-            tiles=np.empty(threads * matmul_jit.TILE, np.float32),
+            tiles=from_a_line_on(threads * matmul_jit.TILE, np.float32),
             values=np.empty(threads * decoder._values, np.float32),
         )
 

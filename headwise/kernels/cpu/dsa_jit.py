@@ -9,11 +9,20 @@ import numba
 import numpy as np
 from numba import types
 
-from headwise.kernels.cpu.attention_micro import is_quantised, load_query, pair_size, stored_unit, turn_keys
-from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP, TURNED_STRIDE, score_strip
+from headwise.kernels.cpu.attention_micro import (
+    is_quantised,
+    is_tiled,
+    load_query,
+    pair_size,
+    stored_unit,
+    strip_size,
+    turn_keys,
+)
+from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP_ROOM, TURNED_STRIDE, score_strip
 from headwise.kernels.cpu.machine_code import callable_from_python
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import LANES
+from headwise.kernels.cpu.tiles import SIDE, configure, release
 
 _compiled = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")
 _load_query = load_query(is_tile=True)
@@ -49,8 +58,8 @@ def _scores_of_row(kv, query, weights, row, q, turned, s, total, count):
     for head in range(heads):
         _load_query(kv, row_of(query, row, head), np.float32(1), q, head * words, dim)
     total[:] = 0
-    for first in range(0, heads, STRIP):
-        some = min(STRIP, heads - first)
+    for first in range(0, heads, strip_size(kv)):
+        some = min(strip_size(kv), heads - first)
         score_strip(kv, q, first * words, words, turned, s, some, count)
         for head in range(some):
             weight, at = weights[row, first + head], head * CHUNK
@@ -81,9 +90,11 @@ def _score_chunks(
     ``out [queries, keys]`` is minus infinity where a key is not visible to a query, or not mapped.
     """
     rows, heads, dim = query.shape
-    addresses, s = np.empty(CHUNK, np.int64), np.zeros(STRIP * CHUNK, np.float32)
+    if is_tiled(kv):
+        configure(SIDE)
+    addresses, s = np.empty(CHUNK, np.int64), np.zeros(STRIP_ROOM * CHUNK, np.float32)
     turned = np.empty(max(dim, 2 * LANES) * TURNED_STRIDE, np.float32)
-    q, total = np.zeros(-(-heads // STRIP) * STRIP * dim, np.float32), np.empty(CHUNK, np.float32)
+    q, total = np.zeros((heads + STRIP_ROOM) * dim, np.float32), np.empty(CHUNK, np.float32)
     for chunk in range(begin, end):
         first = chunk * CHUNK
         count = min(CHUNK, out.shape[1] - first)
@@ -105,3 +116,5 @@ def _score_chunks(
                     out[row, key] = total[i]
                 else:
                     out[row, key] = -np.inf
+    if is_tiled(kv):
+        release()

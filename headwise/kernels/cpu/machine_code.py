@@ -25,6 +25,7 @@ from numba.core import event
 from numba.misc import appdirs
 
 from headwise.errors import ConfigError
+from headwise.kernels.cpu import amx
 
 PACKAGE = Path(__file__).parent
 
@@ -171,7 +172,7 @@ def directory(package: Path = PACKAGE) -> Path:
     configured = _numba.config.CACHE_DIR
     places = [Path(configured)] if configured else [Path(_appdirs.user_cache_dir("headwise")), package / "__pycache__"]
     for place in places:
-        chosen = place / f"{package.name}-{digest(package)}"
+        chosen = place / f"{package.name}-{digest(package)}{'-amx' if amx.is_granted() else ''}"
         if _writable(chosen):
             return chosen
     tried = ", ".join(map(str, places))

@@ -34,9 +34,12 @@ from headwise.kernels.cpu.addresses import (
     record_at,
     words_at,
 )
+from headwise.kernels.cpu.attention_micro import row_times
+from headwise.kernels.cpu.matmul_amx import rows_in_tiles
 from headwise.kernels.cpu.matmul_kinds import (
     INTEGERS,
     PANEL,
+    TILES,
     Bfloat16,
     Codes,
     Float32,
@@ -140,8 +143,11 @@ def _finish(tile, epilogue, bias, out, row, rows, panel):
         if epilogue != PLAIN:
             for c in range(0, half, LANES):
                 _gate(tile, r * PANEL + c, r * PANEL + half + c, epilogue)
-        for c in range(len(target)):
-            target[c] = source[c]
+        if len(target) % LANES == 0:
+            row_times(source, 0, target, 0, len(target), np.float32(1.0))
+        else:
+            for c in range(len(target)):
+                target[c] = source[c]
 
 
 # --- items ----------------------------------------------------------------------------------------------------------
@@ -254,7 +260,8 @@ def _grouped_rows(kind: Kind) -> Any:
     return run
 
 
-_float32_rows, _bfloat16_rows = _plain_rows(Float32()), _plain_rows(Bfloat16())
+_float32_rows = _plain_rows(Float32())
+_bfloat16_rows = rows_in_tiles if TILES else _plain_rows(Bfloat16())
 _of_bytes, _of_codes = (IntegersOfInt8, IntegersOfCodes) if INTEGERS else (Int8, Codes)
 _int8_rows, _int4_rows, _int5_rows, _int6_rows = map(
     _grouped_rows, (_of_bytes(), _of_codes(4), _of_codes(5), _of_codes(6))

@@ -3,7 +3,8 @@
 
 Where the CPU multiplies pairs of bfloat16, a step of a product takes two numbers of depth at once. So it does with AVX2
 alone where a weight's numbers are integers: rows are multiplied as integers of 16 bits with scales of their own
-(`matmul_rows`), by the instruction that adds up two such products in a lane. Elsewhere all is widened to float32.
+(`matmul_rows`), by the instruction that adds up two such products in a lane. Elsewhere all is widened to float32. Where
+the CPU has tiles for it, weights in bfloat16 are multiplied in these (`matmul_amx`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ KINDS = FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 = range(6)
 
 NATIVE = ISA.avx512bf16 and ISA.avx512bw
 """Whether pairs of bfloat16 are multiplied as they are."""
+
+TILES = ISA.amx
+"""Whether weights in bfloat16 are multiplied in tiles (`matmul_amx`)."""
 
 INTEGERS = ISA.avx2 and not ISA.avx512f
 """Whether rows are multiplied as integers with weights that are."""

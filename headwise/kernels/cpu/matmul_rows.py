@@ -14,7 +14,16 @@ from numba.extending import intrinsic, register_jitable
 
 from headwise.kernels.cpu.addresses import floats_at, ints_at, record_at
 from headwise.kernels.cpu.attention_micro import row_copy
-from headwise.kernels.cpu.matmul_kinds import BFLOAT, FLOAT32, INT8, INTEGERS, NATIVE, constant
+from headwise.kernels.cpu.matmul_kinds import (
+    BFLOAT,
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    INTEGERS,
+    NATIVE,
+    TILES,
+    constant,
+)
 from headwise.kernels.cpu.records import WEIGHT
 from headwise.kernels.cpu.simd import LANES, Emitter
 
@@ -34,9 +43,15 @@ def groups_of(weight):
 
 
 @register_jitable
+def _is_pairs(kind: int) -> bool:
+    """Whether rows become pairs of bfloat16, to be multiplied with a weight of this kind."""
+    return (NATIVE and kind != FLOAT32) or (TILES and kind == BFLOAT16)
+
+
+@register_jitable
 def row_factors(kind: int, depth: int) -> int:
     """32-bit numbers that a row becomes, to be multiplied with a weight of this kind and depth."""
-    return depth // 2 if (NATIVE and kind != FLOAT32) or (INTEGERS and kind >= INT8) else depth
+    return depth // 2 if _is_pairs(kind) or (INTEGERS and kind >= INT8) else depth
 
 
 @register_jitable
@@ -92,7 +107,10 @@ def prepare_row(values, weight, row, factors, sums):
     if INTEGERS and weight.kind >= INT8:
         _prepare_integers(values, weight, row, factors, sums)
         return
-    _narrow_row(values, 0, factors, row * stride, weight.depth)
+    if _is_pairs(weight.kind):
+        _paired_row(values, 0, factors, row * stride, weight.depth)
+    else:
+        _rounded_row(values, 0, factors, row * stride, weight.depth)
     if weight.has_minima:
         groups = groups_of(weight)
         each = weight.depth // groups
@@ -104,22 +122,37 @@ def prepare_row(values, weight, row, factors, sums):
 
 
 @intrinsic
-def _narrow_row(typing, x, xa, out, oa, count):
-    """``count`` (a multiple of LANES) floats rounded to bfloat16: as such, or as float32 where those are multiplied."""
+def _paired_row(typing, x, xa, out, oa, count):
+    """``count`` (a multiple of LANES) floats rounded to bfloat16."""
+
+    def store(e: Emitter, value: Any, target: Any, at: Any) -> None:
+        narrow = ir.VectorType(BFLOAT, LANES)
+        place = e.builder.bitcast(e.at(target, e.times(at, LANES // 2)), narrow.as_pointer())
+        e.builder.store(e.builder.fptrunc(value, narrow), place, align=4)
+
+    return _of_vectors(store, x, out)
+
+
+@intrinsic
+def _rounded_row(typing, x, xa, out, oa, count):
+    """The same as float32, where those are multiplied."""
+
+    def store(e: Emitter, value: Any, target: Any, at: Any) -> None:
+        place = e.builder.bitcast(e.at(target, e.times(at, LANES)), _FLOAT_LANES.as_pointer())
+        e.builder.store(_rounded_lanes(e, value), place, align=4)
+
+    return _of_vectors(store, x, out)
+
+
+def _of_vectors(store: Any, x: Any, out: Any) -> Any:
+    """What an intrinsic returns that has ``store(emitter, vector, target, its number)`` called for each of a row."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         e = Emitter(context, builder, signature, args)
         x, xa, out, oa, count = e.args
         source, target = e.at(x, xa), e.at(out, oa)
         with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
-            value = e.load(e.at(source, e.times(loop.index, LANES)))
-            if NATIVE:
-                narrow = ir.VectorType(BFLOAT, LANES)
-                place = e.at(target, e.times(loop.index, LANES // 2))
-                builder.store(builder.fptrunc(value, narrow), builder.bitcast(place, narrow.as_pointer()), align=4)
-            else:
-                place = builder.bitcast(e.at(target, e.times(loop.index, LANES)), _FLOAT_LANES.as_pointer())
-                builder.store(_rounded_lanes(e, value), place, align=4)
+            store(e, e.load(e.at(source, e.times(loop.index, LANES))), target, loop.index)
         return context.get_dummy_value()
 
     n = types.intp

@@ -41,6 +41,15 @@ class Slabs:
         return array
 
 
+def from_a_line_on(count: int, dtype: Any) -> NDArray[Any]:
+    """``[count]`` of a dtype, with anything in it, from a cache line on: loads of as much as a line then take one."""
+    size = count * np.dtype(dtype).itemsize
+    memory = np.empty(size + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    array: NDArray[Any] = memory[start : start + size].view(dtype)
+    return array
+
+
 def present(num_bytes: int) -> NDArray[np.uint8]:
     """``uint8 [num_bytes]`` with anything in it, whose pages are there: no step waits for the system to make them."""
     memory = np.empty(num_bytes, np.uint8)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.cpu.memory import from_a_line_on
+
 _N = np.int64
 
 KEPT_BYTES = 16 << 20
@@ -223,7 +225,7 @@ class Room:
         """``length`` elements, or more. Those of a call that takes more than `KEPT_BYTES` are that call's alone."""
         if len(self._array) >= length:
             return self._array
-        array = np.empty(length, self._array.dtype)
+        array = from_a_line_on(length, self._array.dtype)
         if array.nbytes <= KEPT_BYTES:
             self._array = array
         return array

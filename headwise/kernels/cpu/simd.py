@@ -15,20 +15,27 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from headwise.kernels.cpu import amx
+
 _SLOW_PAIRS = frozenset({"sapphirerapids", "emeraldrapids"})
 """CPUs, as LLVM names them, that multiply pairs of bfloat16 at half the rate of float32's multiply-and-add: a prompt's
-products come at 290 GFLOP/s there if they are widened first, else at 190 (two cores of an Emerald Rapids)."""
+products come at 290 GFLOP/s there if they are widened first, else at 190 (two cores of an Emerald Rapids). Both have
+AMX, too."""
 
 
 @dataclass(frozen=True)
 class Isa:
-    """Instructions of the CPU that Numba compiles for, and that are worth it; false for all that is not x86."""
+    """Instructions of the CPU that Numba compiles for, and that are worth it; false for all that is not x86.
+
+    amx: tiles of bfloat16 are multiplied, and this process may do that
+    """
 
     avx2: bool
     avx512f: bool
     avx512bw: bool
     avx512bf16: bool
     f16c: bool
+    amx: bool = False
 
 
 def _features() -> dict[str, bool]:
@@ -38,16 +45,21 @@ def _features() -> dict[str, bool]:
 
 
 def _compiled_for(cpu: str, features: Mapping[str, bool]) -> Isa:
+    needed = ("amx-tile", "amx-bf16", "avx512f", "avx512bf16")
+    has_tiles = all(features.get(name) for name in needed) and amx.is_granted()
     is_old = llvmlite.binding.llvm_version_info[0] < 20  # whose intrinsics for bfloat16 had other types
     if is_old or cpu in _SLOW_PAIRS:
         features = {**features, "avx512bf16": False}
-    return Isa(**{name: bool(features.get(name)) for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "f16c")})
+    known = {name: bool(features.get(name)) for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "f16c")}
+    return Isa(**known, amx=has_tiles)
 
 
 ISA = _compiled_for(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name(), _features())
 
 
 def _named(isa: Isa, features: Mapping[str, bool], machine: str) -> str:
+    if isa.amx:
+        return "amx-bf16"
     if isa.avx512bf16:
         return "avx512-bf16"
     known = ("avx512f", "avx2", "avx", "sse2", "neon")
@@ -222,6 +234,11 @@ class Emitter:
 
     def round_to_bfloat16(self, value: Any) -> Any:
         return self.builder.fptrunc(value, _BFLOATS)
+
+    def bfloat16_of_two(self, low: Any, high: Any) -> Any:
+        """Two vectors rounded to bfloat16, side by side, as words."""
+        rounded = self._call(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{LANES * 32}", _BFLOAT_PAIRS, high, low)
+        return self.builder.bitcast(rounded, INT_VECTOR)
 
     def multiply_add_integers(self, a: Any, b: Any, c: Any) -> Any:
         """The same of the two int16 in each word, in int32."""

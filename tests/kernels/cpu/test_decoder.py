@@ -155,8 +155,12 @@ def test_layers_with_latents_compute_what_they_do_one_by_one(name: str, kv_dtype
     model = model_of(config_of(name), name=name)
     fused, layered = (np.concatenate(run(model, way, FEW, kv_dtype)) for way in (CacheShown, LayerByCall))
     difference = np.abs(fused - layered).max(axis=1) / np.abs(layered).max()
-    assert np.median(difference) < 1e-5
-    assert difference.max() < (1e-4 if kv_dtype == "float32" else 0.03)
+    if kv_dtype == "float32":
+        assert difference.max() < 1e-4
+        assert np.median(difference) < 1e-5
+    else:  # narrow numbers, as above; where CPUs multiply pairs of bfloat16, probabilities are, too
+        assert difference.max() < 0.03
+        assert np.median(difference) < 1e-3
 
 
 @pytest.mark.parametrize("name", OVER_LATENTS)

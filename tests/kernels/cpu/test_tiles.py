@@ -1,0 +1,82 @@
+"""Products in AMX's tiles have one order of sums, and vectors that multiply few rows keep to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.cpu import amx
+from headwise.kernels.cpu.matmul import matmul, pack_float
+from headwise.kernels.cpu.matmul_kinds import PANEL
+from headwise.kernels.cpu.matmul_tiles import VECTORS_ALONE, blockwise_tile
+from headwise.kernels.cpu.simd import ISA
+
+PAIRS = 16
+"""Pairs of depth of a block."""
+
+
+def normal(*shape: int, seed: int = 1) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def rounded(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    return to_float32(to_bits(numbers))
+
+
+def summed_by_blocks(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``x [rows, depth] @ weight [columns, depth].T`` in float32, in the order of `headwise.kernels.cpu.tiles`.
+
+    Products of two bfloat16 are exact in float32, so it does not matter whether they are rounded before they are added.
+    """
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for block in range(0, x.shape[1], 2 * PAIRS):
+        halves = np.zeros((2, *total.shape), np.float32)
+        for pair in range(PAIRS):
+            for half in range(2):
+                at = block + 2 * pair + half
+                halves[half] += x[:, at, None] * weight[None, :, at]
+        total += halves[0] + halves[1]
+    return total
+
+
+def compiled(rows: int) -> Any:
+    tile = blockwise_tile(rows, VECTORS_ALONE)
+
+    @numba.njit(error_model="numpy")
+    def run(x: Any, weight: Any, turns: int, out: Any) -> None:
+        first = turns // 2 // PAIRS * PAIRS  # in two parts, as what is deeper than a cache is multiplied
+        tile(x, 0, turns, weight, 0, first, out, 0, 1)
+        tile(x, first, turns, weight, first * PANEL * 4, turns - first, out, 0, 0)
+
+    return run
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_vectors_sum_as_tiles_do_to_the_bit(rows: int) -> None:
+    depth = 7 * 2 * PAIRS
+    x, weight = normal(rows, depth), normal(PANEL, depth, seed=2)
+    packed, out = pack_float(weight, "bfloat16").packed, np.empty((rows, PANEL), np.float32)
+    pairs = to_bits(x).reshape(-1).view(np.uint32)
+    compiled(rows)(pairs, packed.reshape(-1).view(np.uint8), depth // 2, out.reshape(-1))
+    np.testing.assert_array_equal(out, summed_by_blocks(rounded(x), rounded(weight)))
+
+
+@pytest.mark.skipif(not ISA.amx, reason="this CPU has no AMX, or this process no leave to use it")
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 32, 45, 130])
+def test_any_number_of_rows_is_summed_in_that_order_to_the_bit(rows: int) -> None:
+    depth, columns = 2048 + 96, 200  # more than is multiplied at once, and no whole panels
+    x, weight = normal(rows, depth), normal(columns, depth, seed=2)
+    found = matmul(x, pack_float(weight, "bfloat16"), 2)
+    np.testing.assert_array_equal(found, summed_by_blocks(rounded(x), rounded(weight)))
+
+
+def test_tiles_are_granted_only_where_the_cpu_has_them() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    has_tiles = cpuinfo.exists() and "amx_tile" in cpuinfo.read_text().split()
+    assert has_tiles or not amx.is_granted()
