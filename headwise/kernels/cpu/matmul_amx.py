@@ -32,6 +32,8 @@ _one, _two = blockwise_tile(1, VECTORS_ALONE), blockwise_tile(2, VECTORS_ALONE)
 @_pasted
 def rows_in_tiles(weight, factors, stride, sums, row, rows, panel, turn, turns, tile, ahead):
     """Some rows times some turns of a panel, as `matmul_jit._plain_rows` has it."""
+    if rows <= 0:  # the last blocks of a product may have none
+        return
     if rows <= 2:
         data, at = bytes_at(weight.data, weight.data_bytes), (panel * weight.turns + turn) * _STRIDE
         if rows == 1:

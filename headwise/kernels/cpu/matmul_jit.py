@@ -37,6 +37,7 @@ from headwise.kernels.cpu.addresses import (
 from headwise.kernels.cpu.attention_micro import row_times
 from headwise.kernels.cpu.matmul_amx import rows_in_tiles
 from headwise.kernels.cpu.matmul_kinds import (
+    BFLOAT16,
     INTEGERS,
     PANEL,
     TILES,
@@ -62,10 +63,11 @@ from headwise.kernels.cpu.matmul_tiles import (
 from headwise.kernels.cpu.records import PRODUCT
 from headwise.kernels.cpu.simd import LANES, Emitter
 from headwise.kernels.cpu.threads import fetch_add, take_item, wait_for
+from headwise.kernels.cpu.tiles import MOST_ROWS
 from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ROW_BLOCK = 96
-"""Rows of an item at most: they stay in the L2 cache beside a panel. A whole number of tiles."""
+"""Rows of an item at most: they stay in the L2 cache beside a panel. A whole number of tiles, of either kind."""
 
 DEPTH_BYTES = 1 << 18
 """Bytes of a panel that are multiplied with all rows of an item before the next ones are: they stay in the L2 cache."""
@@ -409,7 +411,8 @@ def cut_of(weight, rows, threads):
     blocks, each = -(-rows // ROW_BLOCK), ROW_BLOCK
     if is_by_rows(rows, threads):
         blocks = -(-rows // (ROW_BLOCK * threads)) * threads
-        each = -(-rows // (blocks * TILE_ROWS[0])) * TILE_ROWS[0]
+        step = MOST_ROWS if TILES and weight.kind == BFLOAT16 else TILE_ROWS[0]
+        each = -(-rows // (blocks * step)) * step
     return each, blocks, -(-weight.columns // PANEL)
 
 

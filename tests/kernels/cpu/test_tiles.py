@@ -68,9 +68,12 @@ def test_vectors_sum_as_tiles_do_to_the_bit(rows: int) -> None:
 
 
 @pytest.mark.skipif(not ISA.amx, reason="this CPU has no AMX, or this process no leave to use it")
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 32, 45, 130])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 32, 45, 130, 385])
 def test_any_number_of_rows_is_summed_in_that_order_to_the_bit(rows: int) -> None:
-    depth, columns = 2048 + 96, 200  # more than is multiplied at once, and no whole panels
+    depth, columns = (
+        2048 + 96,
+        200,
+    )  # more than is multiplied at once, and no whole panels; of 385 rows a block has none
     x, weight = normal(rows, depth), normal(columns, depth, seed=2)
     found = matmul(x, pack_float(weight, "bfloat16"), 2)
     np.testing.assert_array_equal(found, summed_by_blocks(rounded(x), rounded(weight)))
