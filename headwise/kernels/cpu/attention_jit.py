@@ -10,8 +10,8 @@ keys and values are read where they lie, once for up to four query heads. While 
 is prefetched: blocks lie anywhere in memory, where the processor's own prefetching cannot follow.
 
 A tile of several tokens is bound by arithmetic. It goes by chunks of CHUNK keys, which are turned and laid out for
-the products once for all rows, then by strips of STRIP rows: scores, softmax and weighted values of a strip, while
-its scores are in the L1 cache.
+the products once for all rows, then by strips of `strip_size` rows: scores, softmax and weighted values of a strip,
+while its scores are in the L1 cache.
 """
 
 from __future__ import annotations
