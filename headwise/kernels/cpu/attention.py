@@ -37,8 +37,8 @@ class NumbaKernels:
     rows, which may lie apart; ``out`` is C-contiguous float32, the arrays of batch and heads C-contiguous int32.
 
     Over float32 KV all is float32. Over KV of fewer bits queries and probabilities are rounded to bfloat16 where the
-    CPU has AVX512-BF16 (else not), and one token's over int8 to 15 bits of their row's largest where it has AVX512-BW;
-    sums are float32, or exact integers.
+    CPU has AVX512-BF16 (else not; with AMX those of several tokens alone), and one token's over int8 to 15 bits of
+    their row's largest where it has AVX512-BW; sums are float32, or exact integers.
 
     Raises:
         ConfigError: ``threads`` is not between 1 and the number of cores this process may use, or there are no kernels

@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 
 from headwise.kernels.cpu.float8 import FLOAT8, FLOAT8_UNIT, Float8Emitter
 from headwise.kernels.cpu.simd import FLOAT, INT, INT_VECTOR, ISA, LANES, VECTOR, Emitter, bit_reversed, element_bytes
+from headwise.kernels.cpu.tiles import SIDE
 
 COLUMNS = LANES // 4
 """Vectors per row of the widest product: 6 rows by this many accumulators stay in registers."""
@@ -30,13 +31,13 @@ QUANTISED = (types.int8, FLOAT8)
 
 
 def is_paired(kv: types.Array) -> bool:
-    """Whether tiles of queries over this cache are multiplied as pairs of bfloat16."""
+    """Whether several tokens' queries over this cache are multiplied as pairs of bfloat16."""
     return (ISA.avx512bf16 or ISA.amx) and kv.dtype != types.float32
 
 
 @intrinsic
 def is_tiled(typing, kv):
-    """Whether tiles of queries over this cache are multiplied in those of AMX, known when compiling."""
+    """Whether that is in AMX's tiles, known when compiling."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.get_constant(types.boolean, ISA.amx and is_paired(kv))
@@ -44,7 +45,7 @@ def is_tiled(typing, kv):
     return types.boolean(kv), emit
 
 
-VECTOR_STRIP, TILED_STRIP = 6, 16
+VECTOR_STRIP, TILED_STRIP = 6, SIDE
 """Rows that a product takes: as many as their accumulators fit in registers, or in AMX's tiles."""
 
 

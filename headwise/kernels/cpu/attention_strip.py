@@ -2,6 +2,7 @@
 """The softmax of a strip of 16 rows at once, whose scores AMX's tiles give faster than row by row can use them.
 
 One row's maximum and sum take a tree of shuffles, and so do those of LANES rows, of which each is a lane at the end.
+Where there are no such tiles, callers never come here, and nothing is emitted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numba.extending import intrinsic
 
 from headwise.kernels.cpu.attention_micro import QUANTISED, TILED_STRIP
 from headwise.kernels.cpu.float8 import FLOAT8, FLOAT8_UNIT
-from headwise.kernels.cpu.simd import LANES, Emitter, bit_reversed
+from headwise.kernels.cpu.simd import ISA, LANES, Emitter, bit_reversed
 
 _N, _LONG = types.intp, ir.IntType(64)
 
@@ -34,6 +35,8 @@ def raise_tops(typing, s, stride, width, top, total, shifts, shrinks):
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if not ISA.amx:
+            return context.get_constant(types.boolean, False)
         e = Emitter(context, builder, signature, args)
         s, stride, width, top, total, shifts, shrinks = e.args
         rows = [e.at(s, e.times(stride, row)) for row in range(TILED_STRIP)]
@@ -66,6 +69,8 @@ def strip_powers(typing, kv, s, stride, width, shifts, scales, total):
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if not ISA.amx:
+            return context.get_dummy_value()
         e = Emitter(context, builder, signature, args)
         _, s, stride, width, shifts, scales, total = e.args
         sums = []

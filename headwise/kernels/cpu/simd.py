@@ -45,9 +45,9 @@ def _features() -> dict[str, bool]:
 
 
 def _compiled_for(cpu: str, features: Mapping[str, bool]) -> Isa:
-    needed = ("amx-tile", "amx-bf16", "avx512f", "avx512bf16")
-    has_tiles = all(features.get(name) for name in needed) and amx.is_granted()
     is_old = llvmlite.binding.llvm_version_info[0] < 20  # whose intrinsics for bfloat16 had other types
+    needed = ("amx-tile", "amx-bf16", "avx512f", "avx512bf16")
+    has_tiles = not is_old and all(features.get(name) for name in needed) and amx.is_granted()
     if is_old or cpu in _SLOW_PAIRS:
         features = {**features, "avx512bf16": False}
     known = {name: bool(features.get(name)) for name in ("avx2", "avx512f", "avx512bw", "avx512bf16", "f16c")}

@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from headwise.kernels.cpu.simd import Emitter
+from headwise.kernels.cpu.simd import ISA, Emitter
 
 _pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
@@ -53,6 +53,8 @@ def _configuration(rows: int) -> list[int]:
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
+    if not ISA.amx:  # nothing is emitted where callers never come here
+        return
     kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import resource
 import weakref
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
+import pytest
 
-from headwise.kernels.cpu.memory import CACHE_LINE, HUGE_PAGE, Slabs, present
+from headwise.kernels.cpu.attention_jit import scratch_floats
+from headwise.kernels.cpu.memory import CACHE_LINE, HUGE_PAGE, Slabs, from_a_line_on, present
 
 
 def address(array: np.ndarray) -> int:
@@ -53,3 +55,18 @@ def test_writing_to_an_arena_waits_for_no_page() -> None:
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     arena[...] = 1
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 16
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(1, np.float32), (1000, np.uint32), (77, np.int64)])
+def test_room_that_is_loaded_by_whole_lines_begins_with_one(count: int, dtype: type) -> None:
+    for _ in range(5):
+        room = from_a_line_on(count, dtype)
+        assert (room.shape, room.dtype) == ((count,), dtype)
+        assert room.ctypes.data % CACHE_LINE == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 192])
+@pytest.mark.parametrize(("share", "dim"), [(1, 16), (3, 64), (7, 128), (16, 576)])
+def test_each_thread_s_scratch_of_attention_is_whole_lines(rows: int, share: int, dim: int) -> None:
+    for is_tiled, expands in product([False, True], repeat=2):
+        assert scratch_floats(rows, is_tiled, share, dim, expands) * 4 % CACHE_LINE == 0
