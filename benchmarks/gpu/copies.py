@@ -125,6 +125,7 @@ def open_traffic(bench: Bench, block_size: int) -> Iterator[Traffic]:
     manager = TransferManager(
         layout, ranges, device, host.array, copy=copy, input_stream=rig.copy_stream("load"),
         output_stream=rig.copy_stream("store"), load_timeout_s=LONGEST_S,
+        piece_bytes=copy.piece_bytes,
     )  # fmt: skip
     piece = int((ranges[..., 1] - ranges[..., 0]).max())
     try:

@@ -13,9 +13,13 @@ Runs = NDArray[np.int64]
 
 
 class BlockCopy(Protocol):
-    """Copies parts of blocks from one arena to another; safe to call from several threads at once."""
+    """Copies parts of blocks from one arena to another; safe to call from several threads at once.
+
+    piece_bytes: bytes of a block that are worth a copy of their own: with less, copies take longer for each byte
+    """
 
     name: str
+    piece_bytes: int
 
     def __call__(
         self, source: Array, target: Array, pairs: NDArray[np.int32], ranges: NDArray[np.int64], block_bytes: int
@@ -52,6 +56,7 @@ class ReferenceBlockCopy:
     """`BlockCopy` in NumPy, slow and plain: what every other implementation is compared with."""
 
     name = "reference"
+    piece_bytes = 0
 
     def __call__(
         self,

@@ -27,6 +27,7 @@ class NumbaBlockCopy:
     """
 
     name = "numba"
+    piece_bytes = 0
 
     def __init__(self, threads: int) -> None:
         from headwise.kernels import block_copy_jit

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import GpuFailedError, LayerSwapTimeoutError
-from headwise.transfer.base import Event, Stream
+from headwise.transfer.base import ALL, Event, Stream
 
 EVENT_SETS = 3
 """Event sets made at start: one load that a step waits for, one that the next step brings, one being collected."""
@@ -22,10 +22,10 @@ class Load:
     """One batch of blocks on their way to the device.
 
     pairs:  ``int32 [m, 3]`` (group, host block, device block)
-    layers: the layers that have bytes in those blocks, ascending; each is one piece of work
+    layers: the first layer of each piece of work, ascending: it is needed from that layer on
     bytes:  of all its pieces together
-    events: one per layer of the model, of which the first ``len(layers)`` are used, in order
-    copy_layer: copies a layer's part
+    events: one per piece that a load may have, of which the first ``len(layers)`` are used, in order
+    copy_piece: copies the piece that begins with a layer
     submitted: number of pieces that the stream has
     waited: number of pieces that the forward pass has waited for
     lost:   it failed or was given up; its pieces that have not begun yet copy nothing
@@ -36,7 +36,7 @@ class Load:
     layers: Sequence[int]
     bytes: int
     events: list[Event]
-    copy_layer: Callable[[int], None]
+    copy_piece: Callable[[int], None]
     submitted: int = 0
     waited: int = 0
     lost: bool = False
@@ -63,14 +63,15 @@ class Load:
 
 
 class LayerDoneCounter:
-    """Submits loads to a stream layer by layer, and lets the forward pass wait for the layer it has come to.
+    """Submits loads to a stream piece by piece, in the order of layers, and lets the forward pass wait for the layer it
+    has come to.
 
     Used by one thread. Event sets rotate: a load takes a free one, and gives it back when it is collected.
     """
 
-    def __init__(self, stream: Stream, num_layers: int, timeout_s: float) -> None:
+    def __init__(self, stream: Stream, num_pieces: int, timeout_s: float) -> None:
         self._stream = stream
-        self._num_layers = num_layers
+        self._num_pieces = num_pieces
         self._timeout_s = timeout_s
         self._free = [self._make_events() for _ in range(EVENT_SETS)]
         self._loads: list[Load] = []
@@ -86,12 +87,13 @@ class LayerDoneCounter:
         pairs: NDArray[np.int32],
         layers: Sequence[int],
         num_bytes: int,
-        copy_layer: Callable[[int], None],
+        copy_piece: Callable[[int], None],
     ) -> None:
-        """One piece of work per layer, ``copy_layer(layer)``: submit as many of them as is worth it now."""
+        """A piece of work per first layer, ``copy_piece(layer)``: submit as many of them as is worth it now."""
         events = self._free.pop() if self._free else self._make_events()
-        load = Load(pairs, layers, num_bytes, events, copy_layer)
-        self._submit(load, self._stream.lookahead)
+        load = Load(pairs, layers, num_bytes, events, copy_piece)
+        # Where submitting takes the caller's time, the rest is worth it once a layer waits for the first one.
+        self._submit(load, ALL if self._stream.lookahead >= ALL else 1)
         self._loads.append(load)
         if layers:
             self._gates.append(load)
@@ -168,14 +170,14 @@ class LayerDoneCounter:
         return collected
 
     def _make_events(self) -> list[Event]:
-        return [self._stream.make_event() for _ in range(self._num_layers)]
+        return [self._stream.make_event() for _ in range(self._num_pieces)]
 
 
 def _run_piece(load: Load, layer: int) -> None:
     if load.lost:
         return
     try:
-        load.copy_layer(layer)
+        load.copy_piece(layer)
     except BaseException as error:
         load.lost, load.error = True, error
         raise

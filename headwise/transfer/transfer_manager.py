@@ -18,6 +18,7 @@ from headwise.errors import GpuFailedError, first_line
 from headwise.kernels.block_copy import BlockCopy, check_ranges
 from headwise.transfer.base import Event, Stream, ends_by
 from headwise.transfer.layer_done import LayerDoneCounter, Load
+from headwise.transfer.load_pieces import load_pieces
 from headwise.transfer.stats import TransferStats as TransferStats
 from headwise.transfer.stats import TransferTotals
 
@@ -44,6 +45,7 @@ class TransferManager:
 
     layer_ranges: ``int64 [layers, groups, 2]``, the bytes ``[first, last)`` of each layer within a block of each
                   group; empty where a group has no member in the layer
+    piece_bytes:  layers are loaded together where they have less in a block, see `load_pieces`
     device_arena, host_arena: flat uint8, whole numbers of ``layout.block_bytes``
     copy:         from arena to arena; on a GPU it enqueues on the current stream
     clock:        in seconds, for the timeout of `drain`
@@ -64,17 +66,20 @@ class TransferManager:
         output_stream: Stream,
         clock: Callable[[], float] = time.monotonic,
         load_timeout_s: float = 10.0,
+        piece_bytes: int = 0,
     ) -> None:
         _check_arenas(layout, layer_ranges, device_arena, host_arena)
         self._block_bytes = layout.block_bytes
-        self._ranges = np.ascontiguousarray(layer_ranges, dtype=np.int64)
-        self._range_bytes = self._ranges[..., 1] - self._ranges[..., 0]
+        pieces = load_pieces(np.ascontiguousarray(layer_ranges, dtype=np.int64), piece_bytes)
+        self._ranges = dict(zip(pieces.first_layers.tolist(), pieces.ranges, strict=True))
+        self._first_layers = pieces.first_layers
+        self._range_bytes = pieces.ranges[..., 1] - pieces.ranges[..., 0]
         self._whole_block = np.array([[0, layout.block_bytes]], dtype=np.int64)
         self._device, self._host = device_arena, host_arena
         self._copy = copy
         self._input, self._output = input_stream, output_stream
         self._clock = clock
-        self._layers = LayerDoneCounter(input_stream, len(self._ranges), load_timeout_s)
+        self._layers = LayerDoneCounter(input_stream, len(self._first_layers), load_timeout_s)
         self._stores: deque[tuple[NDArray[np.int32], Event]] = deque()
         self._marks: deque[tuple[int, Event]] = deque()
         self._settled = 0
@@ -83,23 +88,24 @@ class TransferManager:
     # ---- host to device ----
 
     def load(self, pairs: NDArray[np.int32]) -> None:
-        """Start to copy ``pairs [m, 3]`` (group, host block, device block), layer by layer. Returns at once.
+        """Start to copy ``pairs [m, 3]`` (group, host block, device block), layers in order. Returns at once.
 
         Raises:
             ValueError: a group that ``layer_ranges`` do not tell of.
         """
         if not len(pairs):
             return
-        counts, groups = np.bincount(pairs[:, 0], minlength=self._ranges.shape[1]), self._ranges.shape[1]
+        groups = self._range_bytes.shape[1]
+        counts = np.bincount(pairs[:, 0], minlength=groups)
         if len(counts) > groups:
             raise ValueError(f"group {len(counts) - 1} cannot be loaded: layer_ranges tell of {groups} groups")
-        layer_bytes = self._range_bytes @ counts
+        piece_bytes = self._range_bytes @ counts
         in_order = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))].astype(np.int32)  # neighbours become one copy
-        copy_layer = partial(self._copy_layer, in_order)
-        self._layers.start(pairs, np.flatnonzero(layer_bytes).tolist(), int(layer_bytes.sum()), copy_layer)
+        first_layers = self._first_layers[piece_bytes > 0].tolist()
+        self._layers.start(pairs, first_layers, int(piece_bytes.sum()), partial(self._copy_piece, in_order))
 
-    def _copy_layer(self, pairs: NDArray[np.int32], layer: int) -> None:
-        self._copy(self._host, self._device, pairs, self._ranges[layer], self._block_bytes)
+    def _copy_piece(self, pairs: NDArray[np.int32], first_layer: int) -> None:
+        self._copy(self._host, self._device, pairs, self._ranges[first_layer], self._block_bytes)
 
     def wait_layer(self, layer: int) -> None:
         """Right before layer ``layer``'s attention: wait until layers ``[0, layer]`` of all loads so far are complete.

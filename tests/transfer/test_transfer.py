@@ -200,6 +200,29 @@ def test_a_layer_that_was_passed_over_is_complete_with_the_next(slow):
     assert slow.layers_on_device(2, 5) == [True, True, True]
 
 
+def test_layers_that_are_loaded_together_are_there_from_the_first_of_them_on(clock):
+    layout = BlockLayout(block_size=4, slots=8, roles=LAYOUT.roles, alignment=16)
+    ends = np.arange(1, 9)[:, None] * layout.slot_bytes
+    ranges = np.stack([ends - layout.slot_bytes, ends], axis=2)
+    device = np.zeros(layout.block_bytes, np.uint8)
+    host = np.repeat(np.arange(1, 9, dtype=np.uint8), layout.slot_bytes)  # of one block
+    input_stream = SimulatedStream(clock, delay_s=lambda: 1.0, lookahead=2)
+    manager = TransferManager(
+        layout, ranges, device, host, copy=ReferenceBlockCopy(), input_stream=input_stream,
+        output_stream=SimulatedStream(clock), load_timeout_s=WAIT_S, clock=clock, piece_bytes=1 << 20,
+    )  # fmt: skip
+    manager.load(int32((0, 0, 0)))
+    seen = []
+    for layer in range(8):
+        manager.wait_layer(layer)
+        seen.append((clock.now, int(device[:: layout.slot_bytes].astype(bool).sum())))
+    # One layer, one, and then two at a time.
+    assert seen == [(1, 1), (2, 2), (3, 4), (3, 4), (4, 6), (4, 6), (5, 8), (5, 8)]
+    assert manager.finish_loads().tolist() == []
+    np.testing.assert_array_equal(device, host)
+    assert manager.load_stats().bytes == layout.block_bytes
+
+
 def test_finish_loads_waits_for_loads_that_no_layer_waited_for(slow):
     slow.manager.load(int32((0, 5, 2)))
     assert slow.manager.finish_loads().tolist() == []

@@ -4,14 +4,17 @@
     many of at least a crossover   the copy engines, all in one cuMemcpyBatchAsync
     many smaller ones              a kernel that reads and writes pinned host memory directly (`block_copy.cu`)
 
-The copy engines need microseconds per piece, but none of the multiprocessors; where the one outweighs the other differs
-by card and bus, and is measured at start.
+The copy engines take none of the multiprocessors, and copy an H200's pieces of 32 KiB as fast as any; but the driver
+takes the host a microsecond for each piece. Where that is more than the kernel takes to copy one differs by host and
+bus, and is measured at start.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,14 @@ from headwise.kernels.cuda.launch import address_of
 from headwise.kernels.cuda.programs import CudaPrograms, Programs
 from headwise.kernels.cuda.staging import StagingRing
 
-CROSSOVER_BYTES = 28 << 10
+CROSSOVER_BYTES = 48 << 10
 """Pieces of this size on go to the copy engines, where it was not measured."""
 
 CANDIDATES = tuple(kib << 10 for kib in (2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128))
 """Sizes of pieces at which the two ways are compared."""
+
+PIECE_BYTES = 128 << 10
+"""Of a block, which the copy engines bring in more time than the host takes to ask for it."""
 
 FEW = 4
 """Up to so many pieces are not worth gathering: a call of cudaMemcpyAsync takes 2 us."""
@@ -40,9 +46,10 @@ SOURCE, KERNEL = "block_copy.cu", "copy_pieces"
 CHUNK_BYTES = 2048
 """Bytes a warp copies at a time: ``CHUNK`` of the source."""
 
-THREADS = 256
-BLOCKS = 16
-"""Blocks of the kernel at most: 256 KiB in flight fill any bus, and leave the forward pass most multiprocessors."""
+THREADS = 1024
+BLOCKS = 4
+"""Blocks of the kernel at most: 256 KiB in flight fill any bus. Where one of them is, however small, a multiprocessor
+has no room for a prompt's attention: so they are few and large."""
 
 _MEASURED_PIECES, _REPEATS = 64, 3
 _TABLE_ROW_BYTES = 3 * 8
@@ -61,6 +68,7 @@ class CudaBlockCopy:
     """
 
     name = "cuda"
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, driver: CopyDriver, programs: Programs, crossover_bytes: int = CROSSOVER_BYTES) -> None:
         self.crossover_bytes = crossover_bytes
@@ -140,8 +148,9 @@ def make_cuda_block_copy(cubins: Path) -> CudaBlockCopy:
     return copy
 
 
-def measure_crossover(copy: CudaBlockCopy, driver: CopyDriver) -> int:
-    """The first of `CANDIDATES` for which the copy engines are no slower than the kernel, both directions together."""
+def measure_crossover(copy: CudaBlockCopy, driver: CopyDriver, clock: Callable[[], float] = time.perf_counter) -> int:
+    """The first of `CANDIDATES` that the host enqueues on the copy engines in no more time than the kernel takes to
+    copy them, both directions together. clock: in seconds"""
     memory = driver.allocate(2 * _MEASURED_PIECES * CANDIDATES[-1])
     host, device = memory.host.ctypes.data, memory.device
     mapped = driver.device_address(host, memory.host.nbytes)
@@ -150,20 +159,33 @@ def measure_crossover(copy: CudaBlockCopy, driver: CopyDriver) -> int:
     for size in CANDIDATES:
         begins = np.arange(_MEASURED_PIECES) * 2 * size
         pieces = np.stack([begins, begins, np.full_like(begins, size)])
-        by_kernel = _seconds(driver, copy.copy_by_kernel, pieces, mapped, device)
-        if _seconds(driver, copy.copy_by_engines, pieces, host, device) <= by_kernel:
+        _, copied = _seconds(driver, copy.copy_by_kernel, pieces, mapped, device, clock)
+        enqueued, _ = _seconds(driver, copy.copy_by_engines, pieces, host, device, clock)
+        if enqueued <= copied:
             return size
     return 2 * CANDIDATES[-1]
 
 
-def _seconds(driver: CopyDriver, way: Any, pieces: Pieces, host: int, device: int) -> float:
-    """The best of some runs, to the device and back; the first, which wakes things up, is not counted."""
+def _seconds(
+    driver: CopyDriver,
+    way: Callable[[Pieces], None],
+    pieces: Pieces,
+    host: int,
+    device: int,
+    clock: Callable[[], float],
+) -> tuple[float, float]:
+    """What it takes to enqueue, and to copy, to the device and back: the best of some runs; the first, which wakes
+    things up, is not counted."""
+    enqueued = list[float]()
 
     def there_and_back() -> None:
+        began = clock()
         way(_placed(pieces, host, device))
         way(_placed(pieces, device, host))
+        enqueued.append(clock() - began)
 
-    return min([driver.seconds(there_and_back) for _ in range(1 + _REPEATS)][1:])
+    copied = [driver.seconds(there_and_back) for _ in range(1 + _REPEATS)]
+    return min(enqueued[1:]), min(copied[1:])
 
 
 def _placed(pieces: Pieces, source: int, target: int) -> Pieces:

@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 class CopyEvent(Protocol):
     """A point on a stream."""
 
+    @property
+    def done(self) -> bool:
+        """Whether the stream has passed it. Never waits."""
+
     def synchronize(self) -> None:
         """Let the host wait until the stream is through with what was enqueued before this point."""
 

@@ -24,12 +24,16 @@ def plan_pieces(
         ValueError: as `BlockCopy`.
     """
     check_ranges(ranges, block_bytes)
+    if not len(pairs):
+        return np.empty((3, 0), dtype=np.int64)
     counts = (len(ranges), source_bytes // block_bytes, target_bytes // block_bytes)
-    outside = np.flatnonzero(((pairs < 0) | (pairs >= counts)).any(axis=1))
-    if len(outside):
-        raise bad_pair(pairs, int(outside[0]), *counts)
-    first, size = ranges[pairs[:, 0], 0], (ranges[:, 1] - ranges[:, 0])[pairs[:, 0]]
-    begins = pairs[:, 1:].T.astype(np.int64) * block_bytes + first
+    groups, *blocks = np.ascontiguousarray(pairs.T, dtype=np.int64)
+    for numbers, count in zip((groups, *blocks), counts, strict=True):
+        if numbers.min() < 0 or numbers.max() >= count:
+            outside = ((pairs < 0) | (pairs >= counts)).any(axis=1)
+            raise bad_pair(pairs, int(np.flatnonzero(outside)[0]), *counts)
+    first, size = ranges[groups, 0], (ranges[:, 1] - ranges[:, 0])[groups]
+    begins = np.stack(blocks) * block_bytes + first
     if not size.all():
         begins, size = begins[:, size > 0], size[size > 0]
     return _joined(begins, size)
@@ -39,8 +43,11 @@ def _joined(begins: NDArray[np.int64], size: NDArray[np.int64]) -> Pieces:
     """Pieces at ``begins [2, m]`` of ``size [m]`` bytes, those that continue the one before joined to it."""
     if not len(size):
         return np.empty((3, 0), dtype=np.int64)
-    continues = (begins[:, 1:] == begins[:, :-1] + size[:-1]).all(axis=0)
-    starts = np.flatnonzero(np.concatenate(([True], ~continues)))
+    ends = begins[:, :-1] + size[:-1]
+    breaks = np.flatnonzero((begins[0, 1:] != ends[0]) | (begins[1, 1:] != ends[1])) + 1
+    if len(breaks) == len(size) - 1:
+        return np.stack([*begins, size])
+    starts = np.concatenate(([0], breaks))
     return np.stack([*begins[:, starts], np.add.reduceat(size, starts)])
 
 

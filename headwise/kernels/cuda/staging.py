@@ -56,6 +56,8 @@ class StagingRing:
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         assert size <= self.num_bytes, f"a table of {size} bytes in a ring of {self.num_bytes}"
         begin = self._head if self._head + size <= self.num_bytes else 0
+        while self._in_flight and self._in_flight[0][2].done:  # few are left to look through
+            self._in_flight.popleft()
         while any(first < begin + size and begin < last for first, last, _ in self._in_flight):
             self._in_flight[0][2].synchronize()
             self._in_flight.popleft()  # not before: of what cannot be waited for, the bytes stay taken
@@ -74,6 +76,8 @@ class StagingRing:
 
 class _Never:
     """The `CopyEvent` of a stream that failed before it could be recorded."""
+
+    done = False
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -66,15 +66,17 @@ class KVOffload:
         num_bytes = card.spec.num_host_blocks * card.layout.block_bytes
         shares = {"is_shared": True} if SHARED_MEMORY in transports else {}
         self._arena = device.host_arena(num_bytes, **shares)
+        copy = device.block_copy()
         self._manager = TransferManager(
             card.layout,
             layer_ranges(card.plan, card.layouts, rank),
             device_arena,
             self._arena.array,
-            copy=device.block_copy(),
+            copy=copy,
             input_stream=device.copy_stream("headwise-load"),
             output_stream=device.copy_stream("headwise-store"),
             load_timeout_s=config.load_timeout_s,
+            piece_bytes=copy.piece_bytes,
         )
         if storage is None and config.storage:
             storage = open_rank_storage(config, card, rank)

@@ -154,6 +154,7 @@ class WatchedCopy:
     """
 
     name = "simulated"
+    piece_bytes = 0
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

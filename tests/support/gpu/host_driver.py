@@ -75,6 +75,9 @@ class HostDriver:
             self._stream.popleft()()
             self._done += 1
 
+    def has_passed(self, position: int) -> bool:
+        return self._done >= position
+
     def launch(self, work: Callable[[], Any]) -> None:
         """Enqueue a kernel."""
         if self.refuses_launches:
@@ -89,6 +92,11 @@ class HostDriver:
 class HostEvent:
     def __init__(self, driver: HostDriver, position: int) -> None:
         self._driver, self._position = driver, position
+
+    @property
+    def done(self) -> bool:
+        self._driver.faults.check()
+        return self._driver.has_passed(self._position)
 
     def synchronize(self) -> None:
         self._driver.waits += 1
