@@ -9,6 +9,7 @@
 #include "numbers.cuh"
 #include "vectors.cuh"
 #include "norms.cuh"
+#include "activations.cuh"
 
 // ---- RMS norm ----
 
@@ -70,29 +71,6 @@ extern "C" __global__ void add_rms_norm(
 }
 
 // ---- gated activations ----
-
-struct Silu {
-    static __device__ __forceinline__ float of(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
-};
-
-// 0.5 * (1 + tanh(u)) is the sigmoid of 2 * u.
-struct GeluTanh {
-    static __device__ __forceinline__ float of(float gate, float up)
-    {
-        const float argument = 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate));  // 2 * sqrt(2 / pi)
-        return gate / (1.0f + expf(-argument)) * up;
-    }
-};
-
-// See `Activation` in kernels/fused.py. Comparisons, not fminf: NaN stays NaN.
-struct Clamped {
-    static __device__ __forceinline__ float of(float gate, float up)
-    {
-        gate = gate > 7.0f ? 7.0f : gate;
-        up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
-        return gate / (1.0f + expf(-1.702f * gate)) * (up + 1.0f);
-    }
-};
 
 // A thread, a vector of the output.
 template <class Activation>

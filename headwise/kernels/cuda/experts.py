@@ -1,4 +1,5 @@
-"""Mixtures of experts on a GPU, from a router's logits to the sum: the host half of `experts.cu` and `experts_jit.py`.
+"""Mixtures of experts on a GPU, from a router's logits to the sum: the host half of `experts.cu` and `experts_jit.py`,
+and for weights that are codes of `packed_experts.cu` and `packed_experts_jit.py`.
 
 Five launches a layer, known from shapes alone: a token's experts are chosen, its assignments sorted by expert,
 multiplied with the experts' ``gate | up`` and with their down projections, and added up. Shared experts are experts
@@ -16,9 +17,10 @@ import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
+from headwise.kernels.cuda import packed
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
 from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, addresses_of
-from headwise.kernels.cuda.packed import TYPES, PackedForm, PackedMatrix, code_type, constants_of, typed
+from headwise.kernels.cuda.packed import TYPES, CodesTile, PackedForm, PackedMatrix, code_type, constants_of, typed
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.tiles import ProductTile, expert_tiles
 from headwise.kernels.experts import Routing
@@ -32,14 +34,24 @@ MOST_ASSIGNED = 32
 MOST_EXPERTS = 1024
 """To choose from: a lane keeps 32 scores."""
 
-_SCALED_SUMS_ROWS = 16
-"""Of a tile, up to which scales of codes are applied to sums."""
+PACKED_SOURCE, PACKED_KERNEL = "packed_experts.cu", "multiply_packed_experts"
+FEW_ROWS, _FEW_COLUMNS, _FEW_WARPS = 16, 16, 4
+"""Of a tile that `packed_experts.cu` multiplies: rows; columns, twice as many where there are no gates; and warps."""
+
+_FEW = {bits: CodesTile(FEW_ROWS, 2, ahead, most_warps=_FEW_WARPS) for bits, ahead in ((8, 2), (4, 1))}
+"""By bits of a code."""
+
+
+_ACTIVATIONS = {"": "None", "silu": "Silu", "gelu_tanh": "GeluTanh", "clamped": "Clamped"}
+"""What `packed_experts.cu` calls each."""
 
 _PLACES = (
     "bias:x", "shares:*fp32", "out:x", "order:*i32", "tile_expert:*i32", "width:i32", "depth:i32", "per_row:i32",
 )  # fmt: skip
 _SIGNATURE = ("x:x", "weight:x", *_PLACES)
 _PACKED_SIGNATURE = ("x:x", "codes:codes", "scale:*fp32", "minimum:*fp32", *_PLACES)
+_POINTERS = ("x", "codes", "scale", "minimum", "bias", "shares", "out", "order", "tile_expert")
+"""Parameters of `packed_experts.cu`, in their order; numbers follow."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,29 @@ class ExpertShape:
         """Experts of a token."""
         return self.routing.per_token + self.shared
 
+    @property
+    def up(self) -> Projection:
+        """``gate | up``, and what comes of both."""
+        return Projection(self.inner, self.hidden, self.activation, self.up_codes)
+
+    @property
+    def down(self) -> Projection:
+        return Projection(self.hidden, self.inner, "", self.down_codes)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A product of rows of ``depth`` with each expert's weights. activation: of gates; "": there are none"""
+
+    width: int
+    depth: int
+    activation: str
+    codes: PackedForm | None
+
+    def takes_codes(self, rows: int) -> bool:
+        """Whether `packed_experts.cu` multiplies tiles of so many rows."""
+        return self.codes is not None and packed.multiplies_codes(self.codes) and rows == FEW_ROWS
+
 
 @dataclass(frozen=True)
 class StackedExperts:
@@ -92,9 +127,12 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class _Kernels:
+    """few: tiles of `FEW_ROWS` times codes"""
+
     choose: Kernel
     sort: Kernel
     add: Kernel
+    few: dict[Projection, Kernel]
 
 
 def check_experts(shape: ExpertShape) -> None:
@@ -119,7 +157,35 @@ def check_experts(shape: ExpertShape) -> None:
 def variants_of(shape: ExpertShape, sm: int) -> Iterator[Variant]:
     """All Triton kernels of such a layer on a card of compute capability ``sm``."""
     for tile in expert_tiles(shape.dtype, sm):
-        yield from _products(shape, tile)
+        for projection in (shape.up, shape.down):
+            if not projection.takes_codes(tile.rows):
+                yield _product(shape, tile, projection)
+
+
+def programs_of(shape: ExpertShape) -> Iterator[tuple[str, Defines]]:
+    """The CUDA C++ files of such a layer, with their macros."""
+    yield SOURCE, defines_of(shape)
+    for projection in _of_codes(shape):
+        yield PACKED_SOURCE, _defines_of_codes(shape, projection)
+
+
+def _of_codes(shape: ExpertShape) -> list[Projection]:
+    return [projection for projection in (shape.up, shape.down) if projection.takes_codes(FEW_ROWS)]
+
+
+def _defines_of_codes(shape: ExpertShape, projection: Projection) -> Defines:
+    assert projection.codes is not None
+    return {
+        **packed.defines_of(projection.codes, _FEW[projection.codes.bits]),
+        "ACTIVATION": _ACTIVATIONS[projection.activation],
+        "BIAS": int(shape.has_bias),
+        "WEIGHS": int(_weighs(shape, projection)),
+    }
+
+
+def _weighs(shape: ExpertShape, projection: Projection) -> bool:
+    """Whether rows are multiplied by their shares there."""
+    return shape.weighs_input == bool(projection.activation)
 
 
 def defines_of(shape: ExpertShape) -> Defines:
@@ -173,7 +239,12 @@ class CudaExperts:
             program.kernel("choose_experts", THREADS),
             program.kernel("sort_by_expert", SORT_THREADS),
             program.kernel("add_parts", THREADS),
+            {projection: self._few(shape, projection) for projection in _of_codes(shape)},
         )
+
+    def _few(self, shape: ExpertShape, projection: Projection) -> Kernel:
+        program = self._programs(PACKED_SOURCE, _defines_of_codes(shape, projection))
+        return program.kernel(PACKED_KERNEL, _FEW_WARPS * WARP)
 
     def mix(self, x: Array, logits: Array, experts: StackedExperts, tokens: Array) -> Array:
         """What experts make of ``x [T, hidden]``, by router ``logits [T, experts]``.
@@ -195,11 +266,10 @@ class CudaExperts:
         gated = self._empty((assignments, shape.inner), x.dtype)
         parts = self._empty((assignments, shape.hidden), x.dtype)
         placed = {"shares": shares, "order": order, "tile_expert": tile_expert}
-        up, down = _products(shape, tile)
         gate_up = {"x": x, **_weights(experts.gate_up), "bias": experts.gate_up_bias, "out": gated}
-        self._multiply(up, tiles, {**gate_up, **placed}, (shape.inner, shape.hidden, shape.assigned))
+        self._multiply(shape, shape.up, tile, tiles, {**gate_up, **placed}, shape.assigned)
         projection = {"x": gated, **_weights(experts.down), "bias": experts.down_bias, "out": parts}
-        self._multiply(down, tiles, {**projection, **placed}, (shape.hidden, shape.inner, 1))
+        self._multiply(shape, shape.down, tile, tiles, {**projection, **placed}, 1)
         out = self._empty(x.shape, x.dtype)
         vectors = shape.hidden * x.dtype.itemsize // VECTOR_BYTES
         kernels.add(
@@ -223,13 +293,30 @@ class CudaExperts:
         return chosen, shares
 
     def _multiply(
-        self, variant: Variant, tiles: int, arrays: dict[str, Array | None], sizes: tuple[int, int, int]
+        self,
+        shape: ExpertShape,
+        projection: Projection,
+        tile: ProductTile,
+        tiles: int,
+        arrays: dict[str, Array | None],
+        per_row: int,
     ) -> None:
-        """sizes: width, depth and per_row, see `experts_jit.multiply_experts`"""
-        numbers = dict(zip(("width", "depth", "per_row"), map(np.int32, sizes), strict=True))
-        columns = -(-sizes[0] // dict(variant.constants)["BLOCK_N"])
+        """arrays, per_row: see `experts_jit.multiply_experts` and `packed_experts.cu`"""
+        width, depth = projection.width, projection.depth
+        if projection.takes_codes(tile.rows):
+            assert projection.codes is not None
+            columns = _FEW_COLUMNS if projection.activation else 2 * _FEW_COLUMNS
+            pointers = addresses_of(*(arrays[name] for name in _POINTERS))
+            self._kernels[shape].few[projection](
+                (-(-width // columns), tiles, 1),
+                (*pointers, width, depth, per_row, packed.group_steps(projection.codes, depth)),
+            )
+            return
+        variant = _product(shape, tile, projection)
+        numbers = {"width": np.int32(width), "depth": np.int32(depth), "per_row": np.int32(per_row)}
         names = [name for name, _ in variant.signature]
         arguments = [numbers[name] if name in numbers else addresses_of(arrays[name])[0] for name in names]
+        columns = -(-width // dict(variant.constants)["BLOCK_N"])
         self._launcher.launch(variant, (tiles * columns, 1, 1), arguments)
 
 
@@ -241,37 +328,22 @@ def _weights(weight: Array | PackedMatrix) -> dict[str, Array | None]:
 
 
 @lru_cache
-def _products(shape: ExpertShape, tile: ProductTile) -> tuple[Variant, Variant]:
-    """Of tokens and ``gate | up``, and of what comes of that and the down projection."""
-    up = _product(shape, tile, tile.gated_columns, (shape.hidden, shape.inner), shape.activation, shape.up_codes)
-    return up, _product(shape, tile, tile.columns, (shape.inner, shape.hidden), "", shape.down_codes)
-
-
-def _product(
-    shape: ExpertShape,
-    tile: ProductTile,
-    columns: int,
-    sizes: tuple[int, int],
-    activation: str,
-    codes: PackedForm | None,
-) -> Variant:
-    """sizes: depth and width; codes: the form of weights; None: they are of the shape's dtype"""
-    depth, width = sizes
-    multiples = [name for name, number in (("width", width), ("depth", depth)) if number % 16 == 0]
+def _product(shape: ExpertShape, tile: ProductTile, projection: Projection) -> Variant:
+    codes, columns = projection.codes, tile.gated_columns if projection.activation else tile.columns
+    sizes = {"width": projection.width, "depth": projection.depth}
+    multiples = [name for name, number in sizes.items() if number % 16 == 0]
     common = (
-        ("ACTIVATION", activation), ("BIAS", shape.has_bias), ("WEIGHS", shape.weighs_input == bool(activation)),
+        ("ACTIVATION", projection.activation), ("BIAS", shape.has_bias), ("WEIGHS", _weighs(shape, projection)),
     )  # fmt: skip
-    if codes is not None and tile.rows <= _SCALED_SUMS_ROWS:
-        columns = max(columns, VECTOR_BYTES * WARP * tile.warps // codes.step)  # a thread loads 16 bytes
     block: tuple[tuple[str, Any], ...] = (("BLOCK_M", tile.rows), ("BLOCK_N", columns))
     if codes is None:
         signature = typed(_SIGNATURE, {"x": TYPES[shape.dtype]})
-        block += (("BLOCK_K", tile.depth), ("EVEN", depth % tile.depth == 0))
+        block += (("BLOCK_K", tile.depth), ("EVEN", projection.depth % tile.depth == 0))
     else:
         signature = typed(_PACKED_SIGNATURE, {"x": TYPES[shape.dtype], "codes": code_type(codes)})
-        block += (*constants_of(codes, tile.depth), ("SCALES_SUMS", tile.rows <= _SCALED_SUMS_ROWS))
+        block += constants_of(codes, tile.depth)
     return Variant(
-        kernel="multiply_experts" if codes is None else "multiply_packed_experts",
+        kernel="multiply_experts" if codes is None else PACKED_KERNEL,
         signature=signature,
         constants=(*block, *common),
         multiples=(*(name for name, type_ in signature if type_.startswith("*")), *multiples),

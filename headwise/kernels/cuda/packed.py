@@ -1,13 +1,13 @@
-"""Weights of 4 and 8 bits on a GPU: the host half of `packed_jit.py`.
+"""Weights of 4 and 8 bits on a GPU: the host half of `packed.cu` and `packed_jit.py`.
 
 Few rows are multiplied with the codes as they lie in memory, since then reading them is what takes time. For many rows
 the weight is made floats first, into memory that is given back at once, and cuBLAS multiplies: that costs two more
-passes over the weight, which the product of so many rows outweighs.
+passes over the weight, which the product of so many rows outweighs. So do float32's, which are there to compare with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -18,33 +18,45 @@ from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
 from headwise.kernels.code_bytes import GPU_SCALES
-from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, addresses_of
+from headwise.kernels.cuda.elementwise import NUMBERS
+from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, addresses_of
+from headwise.kernels.cuda.programs import Defines, Programs
 
-MODULE = "packed_jit"
+MODULE, SOURCE, KERNEL = "packed_jit", "packed.cu", "multiply_packed"
 FEW_ROWS = 64
 """Rows up to which codes are multiplied: with more, tensor cores set the pace."""
 
 _COLUMNS = 64
 _LEAST_STEP, MOST_STEP = 16, 128
 """Bytes of a row's codes that a program takes at a time."""
-_MOST_SPLITS = 8
-_ADDED = 1024
 TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 MIDDLE = 8
 """What is added to a code of 4 bits, from -8 to 7, in memory."""
 
+_WARP, _TILE_ROWS, _PRODUCT_STEP = 32, 16, 64
+_WARPS = (4, 8, 16)
+"""Of a block."""
+
 
 @dataclass(frozen=True)
-class _Tile:
-    """``rows`` at most, ``step`` bytes of codes at a time, at most."""
+class CodesTile:
+    """What a block has: the macros TOKENS, TILES, AHEAD and MOST_WARPS of `packed.cuh`.
 
-    rows: int
-    step: int
-    warps: int
+    warps: that a multiprocessor is to have, at least: the blocks of a narrow weight have more of them
+    """
+
+    tokens: int
+    tiles: int
+    ahead: int
+    most_warps: int = 16
+    warps: int = 13
 
 
-_TILES = (_Tile(16, MOST_STEP, 4), _Tile(FEW_ROWS, 32, 8))
-"""With larger steps or fewer warps, 64 rows have no room in registers."""
+PRODUCT_TILES = {
+    8: (CodesTile(8, 1, 2, warps=24), CodesTile(16, 2, 2), CodesTile(32, 2, 1, most_warps=8)),
+    4: (CodesTile(8, 2, 1), CodesTile(16, 1, 2), CodesTile(32, 2, 1, most_warps=8)),
+}
+"""By bits of a code, then by rows of x: those that took an H200 least time. What is behind is for any more rows."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +171,38 @@ def form_of(
 
 def variants_of(form: PackedForm) -> tuple[Variant, ...]:
     """All Triton kernels of such weights."""
-    products = (_product(form, tile, is_split) for tile in _TILES for is_split in (False, True))
-    return (*products, _sum(form.dtype), _expansion(form))
+    return (_expansion(form),)
+
+
+def programs_of(form: PackedForm) -> Iterator[tuple[str, Defines]]:
+    """The CUDA C++ files of such weights, with their macros: one for each of their `PRODUCT_TILES`."""
+    if multiplies_codes(form):
+        for tile in PRODUCT_TILES[form.bits]:
+            yield SOURCE, defines_of(form, tile)
+
+
+def multiplies_codes(form: PackedForm) -> bool:
+    """Whether `CudaPacked.multiply` takes such weights."""
+    return form.dtype != "float32"
+
+
+def defines_of(form: PackedForm, tile: CodesTile) -> Defines:
+    """The macros of `packed.cuh`."""
+    return {
+        "NUMBER": NUMBERS[form.dtype], "BITS": form.bits, "FLOATS": int(form.is_float),
+        "MINIMA": int(form.has_minimum), "STEP": product_step(form),
+        "TOKENS": tile.tokens, "TILES": tile.tiles, "AHEAD": tile.ahead, "MOST_WARPS": tile.most_warps,
+    }  # fmt: skip
+
+
+def product_step(form: PackedForm) -> int:
+    """Bytes of a row's codes that products take at a time."""
+    return min(form.step, _PRODUCT_STEP)
+
+
+def group_steps(form: PackedForm, depth: int) -> int:
+    """Steps of a group's columns; of a row in 4 bits, each is in one half."""
+    return (form.group or depth) // product_step(form)
 
 
 class CudaPacked:
@@ -169,39 +211,47 @@ class CudaPacked:
     empty: ``empty(shape, dtype)`` gives an uninitialised array on the device
     """
 
-    def __init__(self, launcher: TritonLauncher, empty: Callable[[tuple[int, ...], Any], Array]) -> None:
-        self._launcher, self._empty = launcher, empty
+    def __init__(
+        self, launcher: TritonLauncher, programs: Programs, empty: Callable[[tuple[int, ...], Any], Array]
+    ) -> None:
+        self._launcher, self._programs, self._empty = launcher, programs, empty
+        self._kernels: dict[PackedForm, dict[tuple[CodesTile, int], Kernel]] = {}
 
     def prepare(self, form: PackedForm) -> None:
-        """Compile or load what products with such matrices need, so that they only enqueue."""
+        """Compile or load all that products with such matrices need, so that they only enqueue."""
         for variant in variants_of(form):
             self._launcher.prepare(variant)
+        if form in self._kernels or not multiplies_codes(form):
+            return
+        made = {tile: self._programs(SOURCE, defines_of(form, tile)) for tile in PRODUCT_TILES[form.bits]}
+        self._kernels[form] = {
+            (tile, warps): program.kernel(KERNEL, warps * _WARP)
+            for tile, program in made.items()
+            for warps in _WARPS
+            if warps <= tile.most_warps
+        }
 
     def multiply(self, x: Array, matrix: PackedMatrix) -> Array:
-        """``x [rows, depth] @ matrix.T``, of 1 to `FEW_ROWS` rows whose elements lie side by side."""
+        """``x [rows, depth] @ matrix.T``, of 1 to `FEW_ROWS` rows whose elements lie side by side, and that begin at
+        multiples of 16 bytes; of a form that `multiplies_codes` and was prepared."""
         (width, depth), form, rows = matrix.shape, matrix.form, x.shape[0]
-        tile = next(each for each in _TILES if each.rows >= rows)
-        columns, steps = -(-width // _COLUMNS), depth * form.bits // 8 // min(form.step, tile.step)
-        splits = max(1, min(_MOST_SPLITS, steps // 2, 2 * self._launcher.sms // columns))
+        tiles = PRODUCT_TILES[form.bits]
+        tile = next((each for each in tiles if each.tokens >= rows), tiles[-1])
+        blocks = -(-rows // tile.tokens), -(-width // (_TILE_ROWS * tile.tiles))
         out = self._empty((rows, width), x.dtype)
-        partial = self._empty((splits, rows, width), np.float32) if splits > 1 else None
-        self._launcher.launch(
-            _product(form, tile, splits > 1),
-            (columns, splits, 1),
+        self._kernels[form][tile, self._warps(tile, blocks[0] * blocks[1])](
+            (*blocks, 1),
             (
-                *addresses_of(x, matrix.codes, matrix.scale, matrix.minimum, out, partial),
-                rows, width, depth, x.strides[0] // x.dtype.itemsize,
-                splits,
+                *addresses_of(x, matrix.codes, matrix.scale, matrix.minimum, out), x.strides[0],
+                rows, width, depth, group_steps(form, depth),
             ),
         )  # fmt: skip
-        if partial is not None:
-            count = rows * width
-            self._launcher.launch(
-                _sum(form.dtype),
-                (-(-count // _ADDED), 1, 1),
-                (*addresses_of(partial, out), count, splits),
-            )
         return out
+
+    def _warps(self, tile: CodesTile, blocks: int) -> int:
+        """Of each block, so that every multiprocessor has as many as it should."""
+        wanted = tile.warps * self._launcher.sms
+        return next(warps for warps in _WARPS if blocks * warps >= wanted or warps == tile.most_warps)
 
     def expand(self, matrix: PackedMatrix, dtype: np.dtype[Any]) -> Array:
         """The matrix as floats ``[width, depth]``."""
@@ -216,28 +266,12 @@ class CudaPacked:
 
 
 @lru_cache
-def _product(form: PackedForm, tile: _Tile, is_split: bool) -> Variant:
-    return _variant(
-        "multiply_packed",
-        form,
-        ("x:x", "codes", "scale:*fp32", "minimum:*fp32", "out:x", "partial:*fp32",
-         "rows:i32", "width:i32", "depth:i32", "x_stride:i32", "splits:i32"),
-        (("BLOCK_M", tile.rows), ("BLOCK_N", _COLUMNS), *constants_of(form, tile.step), ("SPLIT", is_split)),
-        tile.warps,
-        stages=4,
-    )  # fmt: skip
-
-
-@lru_cache
 def _expansion(form: PackedForm) -> Variant:
-    pointers = ("codes", "scale:*fp32", "minimum:*fp32", "out:x", "width:i32", "depth:i32")
-    return _variant("expand_packed", form, pointers, (("BLOCK_N", _COLUMNS), *constants_of(form)))
-
-
-@lru_cache
-def _sum(dtype: str) -> Variant:
-    form = PackedForm(dtype, 8, 0, 0, False)
-    return _variant("add_splits", form, ("partial:*fp32", "out:x", "count:i32", "splits:i32"), (("BLOCK", _ADDED),))
+    parameters = ("codes", "scale:*fp32", "minimum:*fp32", "out:x", "width:i32", "depth:i32")
+    signature = typed(parameters, {"x": TYPES[form.dtype], "": code_type(form)})
+    multiples = tuple(name for name, type_ in signature if type_.startswith("*") or name == "depth")
+    constants = (("BLOCK_N", _COLUMNS), *constants_of(form))
+    return Variant("expand_packed", signature, constants, multiples, num_warps=4, num_stages=1, module=MODULE)
 
 
 def constants_of(form: PackedForm, most: int = MOST_STEP) -> tuple[tuple[str, Any], ...]:
@@ -257,16 +291,3 @@ def typed(parameters: tuple[str, ...], types: dict[str, str]) -> tuple[tuple[str
     """The signature of ``name:type`` each, where a type may stand for one of ``types``."""
     pairs = [parameter.partition(":")[::2] for parameter in parameters]
     return tuple((name, types.get(type_, type_)) for name, type_ in pairs)
-
-
-def _variant(
-    kernel: str,
-    form: PackedForm,
-    parameters: tuple[str, ...],
-    constants: tuple[tuple[str, Any], ...],
-    warps: int = 4,
-    stages: int = 1,
-) -> Variant:
-    signature = typed(parameters, {"x": TYPES[form.dtype], "": code_type(form)})
-    multiples = tuple(name for name, type_ in signature if type_.startswith("*") or name in ("depth", "x_stride"))
-    return Variant(kernel, signature, constants, multiples, num_warps=warps, num_stages=stages, module=MODULE)

@@ -1,8 +1,8 @@
 """Products of tokens with experts whose weights are codes, in Triton: `experts_jit` with weights of `packed_jit`.
 
-Codes are read as they lie, for any number of rows: nothing is expanded in memory. A tile of few rows multiplies codes,
-and applies scales to sums, in float32. For many rows that would be as much arithmetic as the products are: there a
-tile's weights are made in registers, rounded to the dtype of tokens.
+Codes are read as they lie, for any number of rows: nothing is expanded in memory. A tile's weights are made in
+registers, rounded to the dtype of tokens. Tiles of few rows multiply codes, and apply scales to sums: they are in
+`packed_experts.cu`, but for those of float32, which tensor cores would round.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -12,14 +12,12 @@ from triton.runtime.jit import JITFunction
 
 from headwise.kernels.cuda.codes_jit import nibbles_of, numbers_of
 from headwise.kernels.cuda.experts_jit import finish
-from headwise.kernels.cuda.packed_jit import group_of, with_step
+from headwise.kernels.cuda.packed_jit import group_of
 
 
 @JITFunction
-def with_codes(total, values, numbers, scale, minimum, MINIMA: tl.constexpr, SCALES_SUMS: tl.constexpr):
-    """`with_step`, or the same of weights that are made first."""
-    if SCALES_SUMS:
-        return with_step(total, values, numbers, scale, minimum, MINIMA)
+def with_codes(total, values, numbers, scale, minimum, MINIMA: tl.constexpr):
+    """``total [M, N]`` and what ``values [M, K]`` and ``numbers [N, K]`` of one group add; ``scale``: where its are."""
     weights = numbers.to(tl.float32) * tl.load(scale)[:, None]
     if MINIMA:
         weights += tl.load(minimum)[:, None]
@@ -30,7 +28,7 @@ def with_codes(total, values, numbers, scale, minimum, MINIMA: tl.constexpr, SCA
 def multiply_packed_experts(
     x, codes, scale, minimum, bias, shares, out, order, tile_expert, width, depth, per_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    FLOATS: tl.constexpr, MINIMA: tl.constexpr, SCALES_SUMS: tl.constexpr, ACTIVATION: tl.constexpr,
+    FLOATS: tl.constexpr, MINIMA: tl.constexpr, ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
     """`multiply_experts` of codes ``[experts, width, depth * BITS / 8]``, or with ``ACTIVATION`` twice as wide.
@@ -67,21 +65,21 @@ def multiply_packed_experts(
             at_high = group_of(begin + row_bytes, GROUP) * every
             values_high = tl.load(rows + begin + row_bytes)
             low, high = nibbles_of(tl.load(left + begin), x.dtype.element_ty)
-            gate = with_codes(gate, values, low, scale + at, minimum + at, MINIMA, SCALES_SUMS)
-            gate = with_codes(gate, values_high, high, scale + at_high, minimum + at_high, MINIMA, SCALES_SUMS)
+            gate = with_codes(gate, values, low, scale + at, minimum + at, MINIMA)
+            gate = with_codes(gate, values_high, high, scale + at_high, minimum + at_high, MINIMA)
         else:
             numbers = numbers_of(tl.load(left + begin), x.dtype.element_ty, FLOATS)
-            gate = with_codes(gate, values, numbers, scale + at, minimum + at, MINIMA, SCALES_SUMS)
+            gate = with_codes(gate, values, numbers, scale + at, minimum + at, MINIMA)
         if ACTIVATION != "":
             at += width
             if BITS == 4:
                 at_high += width
                 low, high = nibbles_of(tl.load(right + begin), x.dtype.element_ty)
-                up = with_codes(up, values, low, scale + at, minimum + at, MINIMA, SCALES_SUMS)
-                up = with_codes(up, values_high, high, scale + at_high, minimum + at_high, MINIMA, SCALES_SUMS)
+                up = with_codes(up, values, low, scale + at, minimum + at, MINIMA)
+                up = with_codes(up, values_high, high, scale + at_high, minimum + at_high, MINIMA)
             else:
                 numbers = numbers_of(tl.load(right + begin), x.dtype.element_ty, FLOATS)
-                up = with_codes(up, values, numbers, scale + at, minimum + at, MINIMA, SCALES_SUMS)
+                up = with_codes(up, values, numbers, scale + at, minimum + at, MINIMA)
     finish(
         gate, up, bias, shares, out, place, column, read, expert, width, ACTIVATION=ACTIVATION, BIAS=BIAS, WEIGHS=WEIGHS
     )

@@ -119,12 +119,15 @@ def precompile(
             experts.check_experts(mixture)
             for variant in experts.variants_of(mixture, target.sm):
                 yield cubins.get(variant).path
-            yield cubin_path(directory, experts.SOURCE, experts.defines_of(mixture), target.sm, target.cuda)
+            for source, defines in experts.programs_of(mixture):
+                yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for each in sums:
             yield cubin_path(directory, all_reduce.SOURCE, each.defines(), target.sm, target.cuda)
         for form in packed_forms:
             for variant in packed.variants_of(form):
                 yield cubins.get(variant).path
+            for source, defines in packed.programs_of(form):
+                yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for delta in deltas:
             for variant in delta_variants(delta, target.sm).values():
                 yield cubins.get(variant).path

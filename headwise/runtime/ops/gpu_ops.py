@@ -14,7 +14,7 @@ from headwise.kernels.cuda.elementwise import CudaElementwise
 from headwise.kernels.cuda.experts import CudaExperts, StackedExperts
 from headwise.kernels.cuda.launch import TritonLauncher, address_of
 from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
-from headwise.kernels.cuda.packed import FEW_ROWS, CudaPacked, PackedMatrix, pack
+from headwise.kernels.cuda.packed import FEW_ROWS, CudaPacked, PackedMatrix, multiplies_codes, pack
 from headwise.kernels.cuda.programs import Programs
 from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Activation
@@ -66,7 +66,7 @@ class GpuOps(ArrayOps):
         """
         super().__init__(xp, dtype)
         self._weights_dtype = weights_dtype
-        self._packed = CudaPacked(launcher, self.xp.empty)
+        self._packed = CudaPacked(launcher, programs, self.xp.empty)
         self._experts = CudaExperts(launcher, programs, self.xp.empty)
         self._likeliest = CudaLikeliest(programs, dtype, lambda size: xp.zeros(size, np.uint8), threads)
         self._kernels = CudaElementwise(programs)
@@ -93,7 +93,7 @@ class GpuOps(ArrayOps):
     def linear(self, x: Array, weight: Array | PackedMatrix, bias: Array | None = None) -> Array:
         if not isinstance(weight, PackedMatrix):
             return super().linear(x, weight, bias)
-        if 0 < len(x) <= FEW_ROWS:
+        if 0 < len(x) <= FEW_ROWS and multiplies_codes(weight.form):
             y = self._packed.multiply(self._aligned(x), weight)
         else:
             y = self.matmul(x, self._packed.expand(weight, self.dtype).T)

@@ -34,14 +34,13 @@ LLAMA = AttentionShape(share=4, head_dim=128, block_size=64, q_dtype="bfloat16",
 PREFILL, DECODE = 0, 1
 
 
-def sums_in(dtype: str) -> Variant:
+def expansion_in(dtype: str) -> Variant:
     """The kernel that compiles in no time."""
-    return next(each for each in packed.variants_of(packed.form_of(dtype, 8, 32, False)) if each.kernel == "add_splits")
+    (expansion,) = packed.variants_of(packed.form_of(dtype, 8, 32, False))
+    return expansion
 
 
-SUMS = sums_in("bfloat16")
-
-"""Bytes of the types that are passed by value; pointers have 8."""
+SMALL = expansion_in("bfloat16")
 
 SOAK = [pytest.mark.soak]
 EACH_SM = [90, *(pytest.param(sm, marks=pytest.mark.soak) for sm in (80, 100))]
@@ -200,7 +199,7 @@ def test_decode_of_quantised_blocks_smaller_than_a_tile_overlaps_its_loads(sm: i
 
 @pytest.mark.parametrize("cuda", [12, 13])
 def test_machine_code_is_made_for_the_cuda_of_the_driver(cuda: int) -> None:
-    compiled = compile_variant(SUMS, Target(90, cuda))
+    compiled = compile_variant(SMALL, Target(90, cuda))
     version = re.search(r"^\.version (\d+)\.", compiled.ptx, re.MULTILINE)
     assert version is not None
     assert int(version.group(1)) <= cuda - 4  # PTX 8 belongs to CUDA 12, PTX 9 to CUDA 13
@@ -225,11 +224,11 @@ def test_every_tile_is_one_the_kernels_take(sm: int) -> None:
 
 
 def test_a_variant_is_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = CubinCache(tmp_path, Target(90, 12)).get(SUMS)
+    first = CubinCache(tmp_path, Target(90, 12)).get(SMALL)
     assert first.path.read_bytes().startswith(b"\x7fELF")
-    assert first.parameters >= len(SUMS.signature)
+    assert first.parameters >= len(SMALL.signature)
     monkeypatch.setattr(cubins, "compile_variant", None)
-    assert CubinCache(tmp_path, Target(90, 12)).get(SUMS) == first
+    assert CubinCache(tmp_path, Target(90, 12)).get(SMALL) == first
     assert len(list(tmp_path.iterdir())) == 2  # nothing half written is left
 
 
@@ -252,11 +251,11 @@ def test_every_target_and_variant_has_its_own_file(tmp_path: Path, monkeypatch: 
 def test_machine_code_made_elsewhere_serves_where_triton_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = CubinCache(tmp_path, Target(90, 12)).get(SUMS)
+    here = CubinCache(tmp_path, Target(90, 12)).get(SMALL)
     monkeypatch.setattr(cubins, "_triton_version", lambda: None)
-    assert CubinCache(tmp_path, Target(90, 12)).get(SUMS) == here
+    assert CubinCache(tmp_path, Target(90, 12)).get(SMALL) == here
     with pytest.raises(ConfigError, match=r"no machine code.*sm80.*pip install triton.*precompile"):
-        CubinCache(tmp_path, Target(80, 12)).get(SUMS)
+        CubinCache(tmp_path, Target(80, 12)).get(SMALL)
 
 
 @pytest.mark.parametrize(("installed", "found"), [(None, "3.10.0"), ("3.6.0", "3.10.0"), ("3.10.0", "3.10.0")])
@@ -267,12 +266,12 @@ def test_of_what_was_made_the_newest_that_is_not_older_than_ours_serves(
     monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
     for version in ("3.9.1", "3.10.0", "3.11.0"):
         monkeypatch.setattr(cubins, "_triton_version", lambda version=version: version)
-        path = CubinCache(tmp_path, Target(90, 12)).get(SUMS).path
+        path = CubinCache(tmp_path, Target(90, 12)).get(SMALL).path
         assert path.stem.endswith(f"-triton{version}"), "what is older is compiled anew"
     path.with_suffix(".json").unlink()
     monkeypatch.setattr(cubins, "compile_variant", None)
     monkeypatch.setattr(cubins, "_triton_version", lambda: installed)
-    assert CubinCache(tmp_path, Target(90, 12)).get(SUMS).path.stem.endswith(f"-triton{found}")
+    assert CubinCache(tmp_path, Target(90, 12)).get(SMALL).path.stem.endswith(f"-triton{found}")
 
 
 @pytest.mark.parametrize(("version", "is_told"), [(None, False), ("3.6.0", True), ("3.9.0", False), ("3.10.0", False)])
@@ -300,13 +299,13 @@ def test_a_kernel_that_is_serialised_is_named_whenever_it_is_taken(
     monkeypatch.setattr(cubins, "_triton_version", lambda: "3.9.0")
     cache = CubinCache(tmp_path, Target(90, 12))
     for _ in range(2):  # compiled, and found
-        assert cache.get(SUMS).threads == 128
+        assert cache.get(SMALL).threads == 128
         (record,) = caplog.records
-        assert re.match("kernel add_splits {.*} is slower than it could be: .* serialises", record.message)
+        assert re.match("kernel expand_packed {.*} is slower than it could be: .* serialises", record.message)
         caplog.clear()
     monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: replace(made, is_serialised=False))
     monkeypatch.setattr(cubins, "_triton_version", lambda: "3.10.0")
-    cache.get(SUMS)
+    cache.get(SMALL)
     assert not caplog.records
 
 
@@ -318,13 +317,13 @@ def test_missing_triton_and_an_unusable_directory_are_config_errors(
         CubinCache(tmp_path / "file" / "kernels", Target(90, 12))
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match="pip install triton"):
-        compile_variant(SUMS, Target(90, 12))
+        compile_variant(SMALL, Target(90, 12))
 
 
 def test_what_does_not_compile_names_the_kernel_and_the_card() -> None:
-    signature = tuple((name, type_.replace("bf16", "fp8e4nv")) for name, type_ in SUMS.signature)
-    wrong = replace(SUMS, signature=signature)
-    with pytest.raises(ConfigError, match=r"(?s)add_splits does not compile for sm_80.*fp8e4nv"):
+    signature = tuple((name, type_.replace("bf16", "fp8e4nv")) for name, type_ in SMALL.signature)
+    wrong = replace(SMALL, signature=signature)
+    with pytest.raises(ConfigError, match=r"(?s)expand_packed does not compile for sm_80.*fp8e4nv"):
         compile_variant(wrong, Target(80, 12))
 
 
@@ -363,11 +362,11 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     weights = ["--weight-bits", "4", "--weight-group", "128"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *weights])
     made_now = {Path(line).name.partition("-")[0] for line in capsys.readouterr().out.splitlines()}
-    assert {"multiply_packed", "expand_packed", "add_splits"} <= made_now
+    assert {"packed", "expand_packed"} <= made_now
     fp8 = ["--weight-bits", "8", "--weight-group", "128", "--weight-floats", "--hidden-size", "2560"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *mixture, *fp8])
     made_now = {Path(line).name.partition("-")[0] for line in capsys.readouterr().out.splitlines()}
-    assert made_now >= {"multiply_packed_experts", "multiply_packed"}
+    assert made_now >= {"multiply_packed_experts", "packed_experts", "packed"}
     assert "multiply_experts" not in made_now
     with pytest.raises(SystemExit, match="--weight-floats are FP8, which has 8 bits: give --weight-bits 8, not 4"):
         precompile.main([str(tmp_path), "--sm", "90", *model, "--weight-bits", "4", "--weight-floats"])
@@ -477,7 +476,7 @@ def test_each_program_of_a_launch_has_the_memory_its_code_asks_for(
 @pytest.mark.soak
 @pytest.mark.parametrize("sm", [90, 100])
 def test_by_tma_no_thread_copies_what_all_rows_see(sm: int) -> None:
-    shape = AttentionShape(4, 64, 64, "bfloat16", "bfloat16")
+    shape = AttentionShape(4, 128, 64, "bfloat16", "bfloat16")
     by_tma, by_copies = (variant_code(variants_of(shape, sm, tma)[PREFILL], Target(sm, 12)) for tma in (True, False))
     assert by_tma.scratch_bytes == 2 * 128, "two descriptors"
     assert by_tma.ptx.count("cp.async.bulk.tensor.3d") >= 2
@@ -497,7 +496,8 @@ def test_a_driver_that_refuses_the_code_is_named_with_the_remedy(
 def test_interpreting_a_kernel_leaves_the_compiler_as_it_was() -> None:
     from headwise.kernels.cuda.interpreter import InterpreterLauncher
 
-    parts, out = np.ones((2, 64), np.float32), np.zeros(64, np.float32)
-    InterpreterLauncher().launch(sums_in("float32"), (1, 1, 1), [parts.ctypes.data, out.ctypes.data, 64, 2])
+    codes, scale, out = np.ones((1, 32), np.int8), np.full((1, 1), 2, np.float32), np.zeros((1, 32), np.float32)
+    places = (array.ctypes.data for array in (codes, scale, scale, out))
+    InterpreterLauncher().launch(expansion_in("float32"), (1, 1, 1), [*places, 1, 32])
     assert (out == 2.0).all()
-    assert compile_variant(SUMS, Target(90, 12)).cubin.startswith(b"\x7fELF")
+    assert compile_variant(SMALL, Target(90, 12)).cubin.startswith(b"\x7fELF")

@@ -1,13 +1,15 @@
-"""Weights of 4 and 8 bits on a GPU: products in Triton's interpreter, in poisoned memory."""
+"""Weights of 4 and 8 bits on a GPU: products in the shim, expansion in Triton's interpreter, in poisoned memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu.machine_code import TARGETS, variant_code
+from support.gpu.cuda_shim import ShimPrograms
+from support.gpu.machine_code import TARGETS, machine_code, spilled, variant_code
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -16,8 +18,17 @@ from headwise.errors import ConfigError
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Variant
-from headwise.kernels.cuda.packed import CudaPacked, PackedForm, PackedMatrix, pack, variants_of
-from headwise.kernels.cuda.tiles import SHARED_BYTES_FROM_90
+from headwise.kernels.cuda.packed import (
+    SOURCE,
+    CudaPacked,
+    PackedForm,
+    PackedMatrix,
+    multiplies_codes,
+    pack,
+    programs_of,
+    variants_of,
+)
+from headwise.kernels.cuda.programs import Defines
 from headwise.runtime.ops.quantised import GroupQuantised
 
 CODES = {
@@ -48,47 +59,93 @@ def packed(matrix: GroupQuantised, dtype: str = "float32") -> PackedMatrix:
     return pack(matrix, dtype, lambda array: array)
 
 
+def in_memory(sms: int = 132) -> CudaPacked:
+    return CudaPacked(InterpreterLauncher(sms=sms), ShimPrograms(), poisoned)
+
+
+def product(x: np.ndarray, matrix: GroupQuantised, sms: int = 132) -> np.ndarray:
+    kernels, mine = in_memory(sms), packed(matrix, x.dtype.name)
+    kernels.prepare(mine.form)
+    found = kernels.multiply(x, mine)
+    assert found.dtype == x.dtype
+    return found.astype(np.float32)
+
+
+def check_product(x: np.ndarray, matrix: GroupQuantised, sms: int = 132) -> None:
+    expected = x.astype(np.float32) @ matrix.dequantised().T
+    close = {"float16": 1e-3, "bfloat16": 8e-3}[x.dtype.name] * np.abs(expected).max()
+    np.testing.assert_allclose(product(x, matrix, sms), expected, rtol=0, atol=close)
+
+
+def rows_of(count: int, depth: int, dtype: str) -> np.ndarray:
+    return np.random.default_rng(count).standard_normal((count, depth), np.float32).astype(numpy_dtype(dtype))
+
+
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize(("group", "has_minimum"), [(32, False), (64, True), (192, False)])
-def test_codes_are_multiplied_and_expanded_as_they_are_read(kind: str, group: int, has_minimum: bool) -> None:
+def test_codes_are_expanded_as_they_are_read(kind: str, group: int, has_minimum: bool) -> None:
     matrix = draw(kind, 83, 192, group, has_minimum)
-    mine, kernels = packed(matrix), CudaPacked(InterpreterLauncher(), poisoned)
+    mine = packed(matrix)
     assert mine.form.bits == (8 if matrix.bits == 8 else 4)
-    expected = matrix.dequantised()
-    np.testing.assert_allclose(kernels.expand(mine, np.dtype(np.float32)), expected, rtol=1e-5, atol=1e-5)
-    x = np.random.default_rng(1).standard_normal((3, 192), np.float32)
-    np.testing.assert_allclose(kernels.multiply(x, mine), x @ expected.T, rtol=1e-4, atol=1e-4)
+    found = in_memory().expand(mine, np.dtype(np.float32))
+    np.testing.assert_allclose(found, matrix.dequantised(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize(("group", "has_minimum"), [(32, False), (64, True), (192, False), (48, True)])
+def test_codes_are_multiplied_as_they_lie(kind: str, dtype: str, group: int, has_minimum: bool) -> None:
+    """In steps of 64, 32 and 16 bytes. Groups of a half begin anywhere in it."""
+    check_product(rows_of(3, 192, dtype), draw(kind, 83, 192, group, has_minimum))
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(1, "uint4"), (8, "int8"), (16, "uint4"), (17, "int8"), (64, "uint4")])
 @pytest.mark.parametrize("sms", [1, 40])
-def test_any_few_rows_lying_apart_in_one_pass_or_in_splits_of_the_depth(rows: int, sms: int) -> None:
-    matrix = draw("uint4", 70, 1024, 64)
-    kernels = CudaPacked(InterpreterLauncher(sms=sms), poisoned)
-    x = np.full((rows, 1040), np.nan, np.float32)[:, :1024]
-    x[:] = np.random.default_rng(rows).standard_normal(x.shape)
-    found = kernels.multiply(x, packed(matrix))
-    np.testing.assert_allclose(found, x @ matrix.dequantised().T, rtol=1e-3, atol=1e-3)
+def test_any_few_rows_lying_apart_by_few_warps_and_by_many(rows: int, kind: str, sms: int) -> None:
+    x = np.full((rows, 1040), np.nan, numpy_dtype("bfloat16"))[:, :1024]
+    x[:] = rows_of(rows, 1024, "bfloat16")
+    check_product(x, draw(kind, 70, 1024, 64), sms)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "uint4"])
+def test_no_row_depends_on_those_beside_it(kind: str) -> None:
+    matrix, x = draw(kind, 48, 256, 64), rows_of(8, 256, "bfloat16")
+    together = product(x, matrix)
+    np.testing.assert_array_equal(together[5], product(x[5:6], matrix)[0])
+    x[:5], x[6:] = np.nan, np.inf
+    np.testing.assert_array_equal(together[5], product(x, matrix)[5])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
-def test_sums_are_in_float32_whatever_the_dtype(kind: str, dtype: str) -> None:
-    matrix = draw(kind, 64, 512, 128)
-    x = np.random.default_rng(2).standard_normal((5, 512), np.float32).astype(numpy_dtype(dtype))
-    found = CudaPacked(InterpreterLauncher(), poisoned).multiply(x, packed(matrix, dtype))
-    assert found.dtype == x.dtype
-    expected = (x.astype(np.float32) @ matrix.dequantised().T).astype(x.dtype)
-    np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), rtol=0.01, atol=0.01)
+def test_every_code_is_exactly_its_number(kind: str, dtype: str) -> None:
+    """Each is multiplied with 1 once, and all others with 0."""
+    matrix = draw(kind, 16, 256, 256)
+    codes = np.arange(256) if matrix.bits == 8 else np.arange(256) % 16 - 8
+    if kind == "fp8":
+        codes[codes & 127 == 127] = 0
+    matrix = replace(
+        matrix, codes=np.tile(codes.astype(matrix.codes.dtype), (16, 1)), scale=np.ones((16, 1), np.float32)
+    )
+    ones = np.eye(256, dtype=np.float32).astype(numpy_dtype(dtype))
+    found = np.concatenate([product(ones[at : at + 64], matrix) for at in range(0, 256, 64)])
+    np.testing.assert_array_equal(found[:, 0], matrix.dequantised()[0])
+
+
+def test_float32_is_not_multiplied_with_codes() -> None:
+    assert [multiplies_codes(replace(AWQ, dtype=dtype)) for dtype in ("float16", "bfloat16", "float32")] == [
+        True,
+        True,
+        False,
+    ]
+    assert not list(programs_of(replace(AWQ, dtype="float32")))
 
 
 def test_codes_of_4_bits_take_8_where_halves_of_a_row_share_no_whole_steps() -> None:
     matrix = draw("uint4", 16, 144, 48)
     mine = packed(matrix)
     assert mine.form == PackedForm("float32", 8, 48, 16, has_minimum=False)
-    x = np.random.default_rng(3).standard_normal((2, 144), np.float32)
-    found = CudaPacked(InterpreterLauncher(), poisoned).multiply(x, mine)
-    np.testing.assert_allclose(found, x @ matrix.dequantised().T, rtol=1e-4, atol=1e-4)
+    check_product(rows_of(2, 144, "bfloat16"), matrix)
 
 
 def test_groups_that_no_program_can_take_are_refused() -> None:
@@ -109,9 +166,23 @@ def every_variant() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("sm", "variant"), list(every_variant()))
-def test_machine_code_reads_16_bytes_at_a_time_and_spills_nothing(sm: int, variant: Variant) -> None:
-    compiled = variant_code(variant, Target(sm, 12))
-    assert compiled.spilled_bytes == 0
-    if variant.kernel == "multiply_packed":
-        assert compiled.ptx.count("cp.async.cg.shared.global") >= 4, "loads overlap products"
-        assert compiled.shared_bytes <= SHARED_BYTES_FROM_90
+def test_machine_code_of_the_expansion_spills_nothing(sm: int, variant: Variant) -> None:
+    assert variant_code(variant, Target(sm, 12)).spilled_bytes == 0
+
+
+def every_program() -> Iterator[Any]:
+    for sm in TARGETS:
+        for form in (AWQ, FP8, replace(FP8, is_float=False), replace(AWQ, has_minimum=False)):
+            for at, (_, defines) in enumerate(programs_of(form)):
+                marks = () if sm == 90 and form == AWQ else pytest.mark.soak
+                yield pytest.param(
+                    sm, defines, id=f"sm{sm}-{form.bits}-{form.is_float}-{form.has_minimum}-{at}", marks=marks
+                )
+
+
+@pytest.mark.parametrize(("sm", "defines"), list(every_program()))
+def test_machine_code_of_products_uses_tensor_cores_and_spills_nothing(sm: int, defines: Defines) -> None:
+    compiled = machine_code(SOURCE, defines, sm)
+    assert spilled(compiled) == []
+    assert compiled.ptx.count("mma.sync") >= 4
+    assert compiled.ptx.count("ld.global.nc.L1::no_allocate.L2::128B.v4") >= 4

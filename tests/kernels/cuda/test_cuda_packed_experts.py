@@ -9,18 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import ShimPrograms
-from support.gpu.machine_code import TARGETS, variant_code
+from support.gpu.machine_code import TARGETS, machine_code, spilled, variant_code
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
 from headwise.errors import ConfigError
 from headwise.kernels.cuda import experts as cuda_experts
 from headwise.kernels.cuda.cubins import Target
-from headwise.kernels.cuda.experts import CudaExperts, ExpertShape, StackedExperts, variants_of
+from headwise.kernels.cuda.experts import (
+    PACKED_SOURCE,
+    CudaExperts,
+    ExpertShape,
+    StackedExperts,
+    programs_of,
+    variants_of,
+)
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.packed import CudaPacked, PackedMatrix, form_of, pack
 from headwise.kernels.cuda.packed_parts import columns_of
+from headwise.kernels.cuda.programs import Defines
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, ProductTile
 from headwise.kernels.experts import Mixture, Routing
 from headwise.runtime.ops.numpy_ops import NumpyOps
@@ -31,7 +39,7 @@ HIDDEN, INNER, EXPERTS = 128, 64, 4
 ROUTING = Routing(EXPERTS, 2, 1e-12)
 MANY = ProductTile(32, 64, 64, 64, 4, 2, least_rows=6)
 SMALL = (ProductTile(16, 64, 64, 64, 4, 2), MANY)
-"""The first one scales sums, the other one weights."""
+"""The first one scales sums, but of float32, the other one weights."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ def test_experts_that_are_not_alike_are_refused_by_their_number() -> None:
 @pytest.mark.parametrize("name", ["awq", "fp8", "int8 by row"])
 def test_columns_that_cut_through_groups_have_smaller_ones(name: str) -> None:
     matrix = replace(KINDS[name], group=KINDS[name].group * 2).draw(np.random.default_rng(0), 8, 128, 0)
-    kernels = CudaPacked(InterpreterLauncher(), poisoned)
+    kernels = CudaPacked(InterpreterLauncher(), ShimPrograms(), poisoned)
     for start, stop in ((0, 96), (32, 64), (64, 128)):
         part = columns_of(np, packed(matrix, "float32"), start, stop)
         assert part.form.group == (32 if name != "int8 by row" and stop - start == 96 else 0)
@@ -182,7 +190,7 @@ def every_product() -> Iterator[Any]:
         for sm in TARGETS:
             for variant in variants_of(shape, sm):
                 sizes = dict(variant.constants)
-                is_telling = sm == 90 and sizes["ACTIVATION"] and name == "awq" and sizes["BLOCK_M"] == 16
+                is_telling = sm == 90 and sizes["ACTIVATION"] and name == "awq" and sizes["BLOCK_M"] == 64
                 case = f"{name}-sm{sm}-{sizes['BLOCK_M']}-{sizes['ACTIVATION'] or 'down'}"
                 yield pytest.param(sm, variant, id=case, marks=() if is_telling else pytest.mark.soak)
 
@@ -194,3 +202,19 @@ def test_products_read_16_bytes_at_a_time_and_spill_nothing(sm: int, variant: Va
     assert compiled.spilled_bytes == 0
     assert not compiled.is_serialised
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+
+
+def every_program() -> Iterator[Any]:
+    for name, shape in SERVED.items():
+        for sm in TARGETS:
+            for source, defines in programs_of(shape):
+                if source == PACKED_SOURCE:
+                    marks = () if sm == 90 and name == "awq" else pytest.mark.soak
+                    yield pytest.param(sm, defines, id=f"{name}-sm{sm}-{defines['ACTIVATION']}", marks=marks)
+
+
+@pytest.mark.parametrize(("sm", "defines"), list(every_program()))
+def test_products_of_few_rows_use_tensor_cores_and_spill_nothing(sm: int, defines: Defines) -> None:
+    compiled = machine_code(PACKED_SOURCE, defines, sm)
+    assert spilled(compiled) == []
+    assert compiled.ptx.count("mma.sync") >= 8

@@ -29,7 +29,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 
 namespace shim {
 
-constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr unsigned kWarp = 32, kMostThreads = 1024, kMostSent = 6;
 constexpr size_t kStack = 64 << 10;
 enum State { kReady, kAtShuffle, kAtBarrier, kDone };
 
@@ -67,7 +67,8 @@ struct Thread {
     Context context;
     alignas(16) char stack[kStack];
     State state;
-    unsigned index, shuffle, sent[2], turn;  // what a warp's threads send is kept for two turns, until all have read it
+    unsigned index, shuffle, turn;
+    unsigned sent[2][kMostSent];  // what a warp's threads send is kept for two turns, until all have read it
 };
 
 inline Context scheduler;
@@ -85,15 +86,22 @@ inline void wait(State state) {
     switch_fibers(&current->context, &scheduler);
 }
 
+// Every thread of the warp sends `count` words. Returns the first of the warp's threads, whose `sent[turn]` has them.
+inline const Thread* exchange(const unsigned* words, unsigned count, unsigned kind, unsigned& turn) {
+    Thread* self = current;
+    turn = self->turn++ % 2;
+    memcpy(self->sent[turn], words, count * sizeof *words);
+    self->shuffle = kind;
+    wait(kAtShuffle);
+    return threads + self->index / kWarp * kWarp;
+}
+
 // Every thread of the warp sends `bits`; returns what lane `from` sent.
 inline unsigned exchange(unsigned mask, unsigned bits, unsigned from, unsigned kind) {
     if (mask != 0xffffffffu) fail("a shuffle of part of a warp", mask);
-    Thread* self = current;
-    unsigned turn = self->turn++ % 2;
-    self->sent[turn] = bits;
-    self->shuffle = kind;
-    wait(kAtShuffle);
-    return threads[self->index / kWarp * kWarp + from].sent[turn];
+    unsigned turn;
+    const Thread* warp = exchange(&bits, 1, kind, turn);
+    return warp[from].sent[turn][0];
 }
 
 inline bool all_are(State state, unsigned first, unsigned last) {
@@ -200,6 +208,7 @@ inline uint4 load_fresh(const char* from) { return *reinterpret_cast<const uint4
 template <class T> T __ldcg(const T* from) { return *from; }
 
 template <class T> T __ldcs(const T* from) { return *from; }
+template <class T> T load_once(const T* from) { return *from; }
 template <class T> void __stcs(T* to, T value) { *to = value; }
 
 inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
@@ -221,6 +230,43 @@ inline unsigned short f32_to_f16(float value) {
     frexpf(size, &exponent);
     return sign | ((exponent + 13) << 10) + (int)rintf(ldexpf(size, 11 - exponent));  // the leading 1 adds to the exponent
 }
+
+inline float bf16_to_f32(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+template <bool BF> float shim_number(unsigned pair, int at) {
+    unsigned short bits = pair >> at * 16;
+    return BF ? bf16_to_f32(bits) : f16_to_f32(bits);
+}
+inline unsigned short shim_bf16(float value) {
+    unsigned bits = __float_as_uint(value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+template <bool BF> unsigned fused(unsigned a, unsigned b, unsigned c) {
+    unsigned pair = 0;
+    for (int at = 0; at < 2; at++) {
+        float sum = shim_number<BF>(a, at) * shim_number<BF>(b, at) + shim_number<BF>(c, at);
+        pair |= (unsigned)(BF ? shim_bf16(sum) : f32_to_f16(sum)) << at * 16;
+    }
+    return pair;
+}
+template <bool BF> void add_products(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    unsigned turn, words[6] = {a[0], a[1], a[2], a[3], b[0], b[1]}, lane = shim_lane();
+    const shim::Thread* warp = shim::exchange(words, 6, 5000, turn);
+    for (int at = 0; at < 4; at++) {
+        unsigned row = lane / 4, column = lane % 4 * 2 + at % 2;
+        for (int k = 0; k < 16; k++) {  // which lane of four has it, in which register, and in which half of that
+            unsigned from = k % 8 / 2, part = k / 8;
+            sums[at] += shim_number<BF>(warp[row * 4 + from].sent[turn][2 * part + at / 2], k % 2) *
+                        shim_number<BF>(warp[column * 4 + from].sent[turn][4 + part], k % 2);
+        }
+    }
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
+    unsigned long long bytes = (unsigned long long)b << 32 | a;
+    unsigned made = 0;
+    for (int i = 0; i < 4; i++) made |= (unsigned)(bytes >> (selectors >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return made;
+}
+inline int min(int a, int b) { return a < b ? a : b; }
 
 // Called by what `-fsanitize=alignment` adds to each access to memory.
 extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(void*, unsigned long address) {
