@@ -1,7 +1,7 @@
 """Block copy between a GPU's memory and pinned host memory: which pieces go which way.
 
     pieces that are few            cudaMemcpyAsync, a call each; coalesced runs mostly end here
-    many of at least a crossover   the copy engines, all in one cuMemcpyBatchAsync
+    many of at least a crossover   the copy engines, by cuMemcpyBatchAsync
     many smaller ones              a kernel that reads and writes pinned host memory directly (`block_copy.cu`)
 
 The copy engines take none of the multiprocessors, and copy an H200's pieces of 32 KiB as fast as any; but the driver
@@ -35,6 +35,9 @@ CANDIDATES = tuple(kib << 10 for kib in (2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48
 
 PIECE_BYTES = 128 << 10
 """Of a block, which the copy engines bring in more time than the host takes to ask for it."""
+
+BATCH_PIECES = 128
+"""Of a call to the copy engines: they begin when it returns."""
 
 FEW = 4
 """Up to so many pieces are not worth gathering: a call of cudaMemcpyAsync takes 2 us."""
@@ -94,9 +97,12 @@ class CudaBlockCopy:
             self.copy_each(_placed(pieces, *addresses))
             return
         split = split_pieces(pieces, self.crossover_bytes, FEW)
-        self.copy_by_kernel(_placed(split.kernel, mapped[0], mapped[1]))
-        self.copy_by_engines(_placed(split.batch, *addresses))
-        self.copy_each(_placed(split.single, *addresses))
+        if split.kernel.shape[1]:
+            self.copy_by_kernel(_placed(split.kernel, mapped[0], mapped[1]))
+        if split.batch.shape[1]:
+            self.copy_by_engines(_placed(split.batch, *addresses))
+        if split.single.shape[1]:
+            self.copy_each(_placed(split.single, *addresses))
 
     def copy_each(self, placed: Pieces) -> None:
         """Enqueue a copy of every piece, given by addresses."""
@@ -104,12 +110,12 @@ class CudaBlockCopy:
             self._driver.copy(target, source, size)
 
     def copy_by_engines(self, placed: Pieces) -> None:
-        """Enqueue copies of pieces, given by addresses, by the copy engines: all at once where that is to be had."""
-        if not placed.shape[1]:
-            return
-        sources, targets, sizes = placed.view(np.uint64)
-        if not self._driver.copy_batch(targets, sources, sizes):
-            self.copy_each(placed)
+        """Enqueue copies of pieces, given by addresses, by the copy engines: many at once where that is to be had."""
+        for first in range(0, placed.shape[1], BATCH_PIECES):
+            some = placed[:, first : first + BATCH_PIECES]
+            sources, targets, sizes = some.view(np.uint64)
+            if not self._driver.copy_batch(targets, sources, sizes):
+                self.copy_each(some)
 
     def copy_by_kernel(self, placed: Pieces) -> None:
         """Enqueue kernels that copy pieces, given by the addresses at which kernels find them."""

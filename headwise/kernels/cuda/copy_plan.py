@@ -27,13 +27,13 @@ def plan_pieces(
     if not len(pairs):
         return np.empty((3, 0), dtype=np.int64)
     counts = (len(ranges), source_bytes // block_bytes, target_bytes // block_bytes)
-    groups, *blocks = np.ascontiguousarray(pairs.T, dtype=np.int64)
-    for numbers, count in zip((groups, *blocks), counts, strict=True):
-        if numbers.min() < 0 or numbers.max() >= count:
-            outside = ((pairs < 0) | (pairs >= counts)).any(axis=1)
-            raise bad_pair(pairs, int(np.flatnonzero(outside)[0]), *counts)
+    most = pairs.max(axis=0).tolist()
+    if pairs.min() < 0 or any(largest >= count for largest, count in zip(most, counts, strict=True)):
+        outside = ((pairs < 0) | (pairs >= counts)).any(axis=1)
+        raise bad_pair(pairs, int(np.flatnonzero(outside)[0]), *counts)
+    groups = pairs[:, 0]
     first, size = ranges[groups, 0], (ranges[:, 1] - ranges[:, 0])[groups]
-    begins = np.stack(blocks) * block_bytes + first
+    begins = np.multiply(pairs[:, 1:].T, block_bytes, dtype=np.int64, order="C") + first
     if not size.all():
         begins, size = begins[:, size > 0], size[size > 0]
     return _joined(begins, size)
@@ -65,8 +65,11 @@ def split_pieces(pieces: Pieces, crossover_bytes: int, few: int) -> Split:
 
     Up to ``few`` on one side are copied by calls of their own: nothing is gained by gathering them.
     """
-    large = pieces[2] >= crossover_bytes
+    none, large = pieces[:, :0], pieces[2] >= crossover_bytes
+    count = int(large.sum())
+    if pieces.shape[1] > few and count in (0, pieces.shape[1]):
+        return Split(none, pieces, none) if count else Split(none, none, pieces)
     sides = pieces[:, large], pieces[:, ~large]
-    single = np.concatenate([side for side in (pieces[:, :0], *sides) if side.shape[1] <= few], axis=1)
+    single = np.concatenate([side for side in (none, *sides) if side.shape[1] <= few], axis=1)
     batch, kernel = (side if side.shape[1] > few else side[:, :0] for side in sides)
     return Split(single, batch, kernel)

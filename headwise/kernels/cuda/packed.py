@@ -52,11 +52,12 @@ class CodesTile:
     warps: int = 13
 
 
+_MANY = CodesTile(32, 2, 1, most_warps=8)
 PRODUCT_TILES = {
-    8: (CodesTile(8, 1, 2, warps=24), CodesTile(16, 2, 2), CodesTile(32, 2, 1, most_warps=8)),
-    4: (CodesTile(8, 2, 1), CodesTile(16, 1, 2), CodesTile(32, 2, 1, most_warps=8)),
+    8: {8: CodesTile(8, 1, 2, warps=24), 32: CodesTile(16, 2, 2), FEW_ROWS: _MANY},
+    4: {8: CodesTile(8, 2, 1), 16: CodesTile(16, 1, 2), FEW_ROWS: _MANY},
 }
-"""By bits of a code, then by rows of x: those that took an H200 least time. What is behind is for any more rows."""
+"""By bits of a code, then by rows of x at most: those that took an H200 least time."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def variants_of(form: PackedForm) -> tuple[Variant, ...]:
 def programs_of(form: PackedForm) -> Iterator[tuple[str, Defines]]:
     """The CUDA C++ files of such weights, with their macros: one for each of their `PRODUCT_TILES`."""
     if multiplies_codes(form):
-        for tile in PRODUCT_TILES[form.bits]:
+        for tile in PRODUCT_TILES[form.bits].values():
             yield SOURCE, defines_of(form, tile)
 
 
@@ -223,7 +224,7 @@ class CudaPacked:
             self._launcher.prepare(variant)
         if form in self._kernels or not multiplies_codes(form):
             return
-        made = {tile: self._programs(SOURCE, defines_of(form, tile)) for tile in PRODUCT_TILES[form.bits]}
+        made = {tile: self._programs(SOURCE, defines_of(form, tile)) for tile in PRODUCT_TILES[form.bits].values()}
         self._kernels[form] = {
             (tile, warps): program.kernel(KERNEL, warps * _WARP)
             for tile, program in made.items()
@@ -235,8 +236,7 @@ class CudaPacked:
         """``x [rows, depth] @ matrix.T``, of 1 to `FEW_ROWS` rows whose elements lie side by side, and that begin at
         multiples of 16 bytes; of a form that `multiplies_codes` and was prepared."""
         (width, depth), form, rows = matrix.shape, matrix.form, x.shape[0]
-        tiles = PRODUCT_TILES[form.bits]
-        tile = next((each for each in tiles if each.tokens >= rows), tiles[-1])
+        tile = next(tile for most, tile in PRODUCT_TILES[form.bits].items() if most >= rows)
         blocks = -(-rows // tile.tokens), -(-width // (_TILE_ROWS * tile.tiles))
         out = self._empty((rows, width), x.dtype)
         self._kernels[form][tile, self._warps(tile, blocks[0] * blocks[1])](

@@ -20,7 +20,14 @@ from support.gpu.host_faults import CUDARuntimeError
 
 from headwise.kernels.block_copy import ReferenceBlockCopy
 from headwise.kernels.cuda import block_copy, copy_driver
-from headwise.kernels.cuda.block_copy import CANDIDATES, CROSSOVER_BYTES, FEW, CudaBlockCopy, measure_crossover
+from headwise.kernels.cuda.block_copy import (
+    BATCH_PIECES,
+    CANDIDATES,
+    CROSSOVER_BYTES,
+    FEW,
+    CudaBlockCopy,
+    measure_crossover,
+)
 from headwise.kernels.cuda.copy_driver import BatchCopy
 from headwise.kernels.cuda.copy_plan import plan_pieces, split_pieces
 
@@ -84,6 +91,14 @@ def test_the_kernel_copies_pieces_of_any_size_and_alignment_and_nothing_else(mak
     make(driver, 0).copy_by_kernel(pieces)
     driver.finish()
     np.testing.assert_array_equal(target, expected)
+
+
+def test_the_copy_engines_begin_before_all_is_enqueued(make):
+    source, target, driver = some_bytes(600 * 64, seed=1), some_bytes(600 * 64, seed=2), HostDriver()
+    make(driver, 0)(source, target, scattered(600), np.array([[0, 64]]), 64)
+    assert driver.calls == [("batch", BATCH_PIECES), ("batch", BATCH_PIECES), ("batch", 300 - 2 * BATCH_PIECES)]
+    driver.finish()
+    np.testing.assert_array_equal(target.reshape(-1, 64)[::2], source.reshape(-1, 64)[:600:2][::-1])
 
 
 def test_each_piece_goes_the_way_of_its_size(make):
