@@ -23,12 +23,17 @@ ROWS = (
     ("Llama-3.2-1B, random weights, decode of 1, 8, 64 at 1k: of a copy's bandwidth", "model",
      ("graphs_b1_of_bandwidth", "graphs_b8_of_bandwidth", "graphs_b64_of_bandwidth"), 2),
     ("Its first token of 128, 1,024 tokens: ms", "model", ("graphs_prefill_128", "graphs_prefill_1024"), 1),
-    ("Its token chosen by top-k and top-p, 64 rows: us", "model", "draw_top_k_top_p", 0),
+    ("A weight of 14,336 x 4,096 in int8, int4 with minima, FP8, times one row: speed over bfloat16's", "products",
+     ("int8_1_over_floats", "int4_1_over_floats", "fp8_1_over_floats"), 2),
+    ("The same, times 64 rows", "products",
+     ("int8_64_over_floats", "int4_64_over_floats", "fp8_64_over_floats"), 2),
+    ("A token of Llama-3.2-1B chosen by top-k and top-p, 64 rows: us", "model", "draw_top_k_top_p", 0),
     ("ERNIE-4.5's attention, half of the heads with a window, 16k: time to first token, between tokens, over none",
      "published", ("ttft_over_uniform", "tbt_over_uniform"), 2),
     ("Throughput in the same memory with recycling, over that without", "recycling", "throughput_ratio", 2),
     ("Load of 64-token blocks from the host: of a plain copy's speed, hidden behind a prompt", "copies",
      ("block64_h2d", "block64_hidden"), 2),
+    ("Of 16-token blocks", "copies", ("block16_h2d", "block16_hidden"), 2),
     ("SmolLM2-135M in float32: greedy tokens that are the CPU's, of 128", "smollm2", "tokens_float32", 0),
 )  # fmt: skip
 """(what, section, its number or numbers, digits)."""

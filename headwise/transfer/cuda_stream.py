@@ -97,7 +97,7 @@ class CudaStream:
     had them before is through with them.
     """
 
-    lookahead = 2
+    lookahead = 1  # the host waits for no piece: the next ones are submitted long before they are needed
 
     def __init__(self, device: int) -> None:
         import cupy

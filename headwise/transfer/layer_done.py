@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import GpuFailedError, LayerSwapTimeoutError
-from headwise.transfer.base import ALL, Event, Stream
+from headwise.transfer.base import Event, Stream
 
 EVENT_SETS = 3
 """Event sets made at start: one load that a step waits for, one that the next step brings, one being collected."""
@@ -92,8 +92,7 @@ class LayerDoneCounter:
         """A piece of work per first layer, ``copy_piece(layer)``: submit as many of them as is worth it now."""
         events = self._free.pop() if self._free else self._make_events()
         load = Load(pairs, layers, num_bytes, events, copy_piece)
-        # Where submitting takes the caller's time, the rest is worth it once a layer waits for the first one.
-        self._submit(load, ALL if self._stream.lookahead >= ALL else 1)
+        self._submit(load, self._stream.lookahead)
         self._loads.append(load)
         if layers:
             self._gates.append(load)

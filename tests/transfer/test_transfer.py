@@ -206,7 +206,7 @@ def test_layers_that_are_loaded_together_are_there_from_the_first_of_them_on(clo
     ranges = np.stack([ends - layout.slot_bytes, ends], axis=2)
     device = np.zeros(layout.block_bytes, np.uint8)
     host = np.repeat(np.arange(1, 9, dtype=np.uint8), layout.slot_bytes)  # of one block
-    input_stream = SimulatedStream(clock, delay_s=lambda: 1.0, lookahead=2)
+    input_stream = SimulatedStream(clock, delay_s=lambda: 1.0, lookahead=1)
     manager = TransferManager(
         layout, ranges, device, host, copy=ReferenceBlockCopy(), input_stream=input_stream,
         output_stream=SimulatedStream(clock), load_timeout_s=WAIT_S, clock=clock, piece_bytes=1 << 20,

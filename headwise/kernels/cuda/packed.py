@@ -54,7 +54,7 @@ class CodesTile:
 
 _MANY = CodesTile(32, 2, 1, most_warps=8)
 PRODUCT_TILES = {
-    8: {8: CodesTile(8, 1, 2, warps=24), 32: CodesTile(16, 2, 2), FEW_ROWS: _MANY},
+    8: {8: CodesTile(8, 1, 2, warps=24), 48: CodesTile(16, 2, 2), FEW_ROWS: _MANY},
     4: {8: CodesTile(8, 2, 1), 16: CodesTile(16, 1, 2), FEW_ROWS: _MANY},
 }
 """By bits of a code, then by rows of x at most: those that took an H200 least time."""
