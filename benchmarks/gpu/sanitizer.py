@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from gpu.bench import Bench
+from gpu.codes import check_codes
 from gpu.correctness import (
     OWN_OPS,
     Case,
@@ -152,3 +153,4 @@ def _others(bench: Bench, case: Case, rng: np.random.Generator) -> None:
         check_ops(bench, device.ops, "bfloat16", rng, only=OWN_OPS)
         check_sampling(bench, device, "bfloat16", rng)
         check_block_tables(bench, device, rng)
+    check_codes(bench, rng)
