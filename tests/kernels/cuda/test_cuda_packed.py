@@ -91,12 +91,16 @@ def test_codes_are_expanded_as_they_are_read(kind: str, group: int, has_minimum:
     np.testing.assert_allclose(found, matrix.dequantised(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize(("group", "has_minimum"), [(32, False), (64, True), (192, False), (48, True)])
-def test_codes_are_multiplied_as_they_lie(kind: str, dtype: str, group: int, has_minimum: bool) -> None:
+def test_codes_are_multiplied_as_they_lie(kind: str, group: int, has_minimum: bool) -> None:
     """In steps of 64, 32 and 16 bytes. Groups of a half begin anywhere in it."""
-    check_product(rows_of(3, 192, dtype), draw(kind, 83, 192, group, has_minimum))
+    check_product(rows_of(3, 192, "bfloat16"), draw(kind, 83, 192, group, has_minimum))
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_and_so_they_are_with_float16(kind: str) -> None:
+    check_product(rows_of(3, 192, "float16"), draw(kind, 83, 192, 64))
 
 
 @pytest.mark.parametrize(("rows", "kind"), [(1, "uint4"), (8, "int8"), (16, "uint4"), (17, "int8"), (64, "uint4")])
@@ -128,7 +132,7 @@ def test_every_code_is_exactly_its_number(kind: str, dtype: str) -> None:
         matrix, codes=np.tile(codes.astype(matrix.codes.dtype), (16, 1)), scale=np.ones((16, 1), np.float32)
     )
     ones = np.eye(256, dtype=np.float32).astype(numpy_dtype(dtype))
-    found = np.concatenate([product(ones[at : at + 64], matrix) for at in range(0, 256, 64)])
+    found = np.concatenate([product(ones[at : at + 8], matrix) for at in range(0, 256, 8)])
     np.testing.assert_array_equal(found[:, 0], matrix.dequantised()[0])
 
 

@@ -15,9 +15,10 @@ import subprocess
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,20 +57,28 @@ _one_launch: dict[str, threading.Lock] = defaultdict(threading.Lock)
 class ShimKernel:
     """`Kernel` that runs at once, on arguments that are packed as for the driver, by the letters of its parameters.
 
+    build:     its library, built when it is first launched: most of those that are prepared never are
     backwards: threads and blocks take turns in descending order
     """
 
-    def __init__(self, library: Path, name: str, parameters: str, threads: int, backwards: bool) -> None:
-        self.name = name
-        self._launch = ctypes.CDLL(str(library))[f"shim_launch_{name}"]
-        self._lock = _one_launch[str(library)]
-        self._launch.restype = ctypes.c_char_p
+    def __init__(self, build: Callable[[], Path], name: str, parameters: str, threads: int, backwards: bool) -> None:
+        self.name, self._build = name, build
         self._threads, self._backwards = threads, backwards
         self._packed, self._count = PackedArguments(parameters), len(parameters)
         self._widths = (ctypes.c_uint * self._count)(*map(struct.calcsize, parameters))
 
+    @cached_property
+    def _library(self) -> str:
+        return str(self._build())
+
+    @cached_property
+    def _launch(self) -> Any:
+        launch = ctypes.CDLL(self._library)[f"shim_launch_{self.name}"]
+        launch.restype = ctypes.c_char_p
+        return launch
+
     def __call__(self, grid: Grid, arguments: Sequence[Argument]) -> None:
-        with self._lock:
+        with _one_launch[self._library]:
             self._packed.pack(arguments)
             error = self._launch(
                 (ctypes.c_uint * 3)(*grid), self._threads, self._widths, self._count, self._packed.pointers,
@@ -106,10 +115,11 @@ class ShimProgram:
         assert not shared_bytes, "the shim has no dynamic shared memory"
         if parameters is None:
             parameters = cuda_parameters(self._source.read_text(), name)
+        return ShimKernel(self._built, name, parameters, threads, self._backwards)
+
+    def _built(self) -> Path:
         library = _library(self._source, self._defines, self._directory)
-        if self._apart:
-            library = _copied(library, self._apart)
-        return ShimKernel(library, name, parameters, threads, self._backwards)
+        return _copied(library, self._apart) if self._apart else library
 
 
 def _copied(library: Path, apart: str) -> Path:
