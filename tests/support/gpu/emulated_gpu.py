@@ -230,6 +230,7 @@ class FinishedCopy:
     """The block copy of a GPU that returns when the copies are done: the streams here are threads."""
 
     name = "emulated"
+    piece_bytes = CudaBlockCopy.piece_bytes
 
     def __init__(self, libraries: Path) -> None:
         self._driver, self._lock = HostDriver(), threading.Lock()
