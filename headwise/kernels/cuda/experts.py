@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,6 @@ FEW_ROWS, _FEW_COLUMNS, _FEW_WARPS = 16, 16, 4
 _FEW = {bits: CodesTile(FEW_ROWS, 2, ahead, most_warps=_FEW_WARPS) for bits, ahead in ((8, 2), (4, 1))}
 """By bits of a code."""
 
-
 _ACTIVATIONS = {"": "None", "silu": "Silu", "gelu_tanh": "GeluTanh", "clamped": "Clamped"}
 """What `packed_experts.cu` calls each."""
 
@@ -50,8 +48,7 @@ _PLACES = (
 )  # fmt: skip
 _SIGNATURE = ("x:x", "weight:x", *_PLACES)
 _PACKED_SIGNATURE = ("x:x", "codes:codes", "scale:*fp32", "minimum:*fp32", *_PLACES)
-_POINTERS = ("x", "codes", "scale", "minimum", "bias", "shares", "out", "order", "tile_expert")
-"""Parameters of `packed_experts.cu`, in their order; numbers follow."""
+"""`packed_experts.cu` has the same parameters, and ``group_steps`` behind them."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +79,26 @@ class ExpertShape:
         return self.routing.per_token + self.shared
 
     @property
-    def up(self) -> Projection:
-        """``gate | up``, and what comes of both."""
-        return Projection(self.inner, self.hidden, self.activation, self.up_codes)
-
-    @property
-    def down(self) -> Projection:
-        return Projection(self.hidden, self.inner, "", self.down_codes)
+    def projections(self) -> tuple[Projection, Projection]:
+        """``gate | up``, and what comes of both; and down."""
+        return (
+            Projection(self.inner, self.hidden, self.assigned, self.activation, self.up_codes),
+            Projection(self.hidden, self.inner, 1, "", self.down_codes),
+        )
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A product of rows of ``depth`` with each expert's weights. activation: of gates; "": there are none"""
+    """A product of rows of ``depth`` with each expert's weights.
+
+    per_row:    assignments of a row
+    activation: of gates; "": there are none
+    codes:      the form of weights; None: they are of the shape's dtype
+    """
 
     width: int
     depth: int
+    per_row: int
     activation: str
     codes: PackedForm | None
 
@@ -126,13 +128,33 @@ class StackedExperts:
 
 
 @dataclass(frozen=True)
+class _Product:
+    """How a projection's tiles of some rows are multiplied.
+
+    names:   of the arrays that the kernel is given, in their order
+    numbers: what it is given behind them
+    columns: blocks of a tile
+    """
+
+    kernel: Kernel
+    names: tuple[str, ...]
+    numbers: tuple[np.int32, ...]
+    columns: int
+
+    def __call__(self, tiles: int, arrays: dict[str, Array | None]) -> None:
+        """Enqueue it. arrays: see `experts_jit.multiply_experts` and `packed_experts.cu`"""
+        addresses = addresses_of(*[arrays[name] for name in self.names])
+        self.kernel((tiles * self.columns, 1, 1), (*addresses, *self.numbers))
+
+
+@dataclass(frozen=True)
 class _Kernels:
-    """few: tiles of `FEW_ROWS` times codes"""
+    """products: with ``gate | up`` and with down, by the rows of a tile"""
 
     choose: Kernel
     sort: Kernel
     add: Kernel
-    few: dict[Projection, Kernel]
+    products: dict[int, tuple[_Product, _Product]]
 
 
 def check_experts(shape: ExpertShape) -> None:
@@ -157,20 +179,17 @@ def check_experts(shape: ExpertShape) -> None:
 def variants_of(shape: ExpertShape, sm: int) -> Iterator[Variant]:
     """All Triton kernels of such a layer on a card of compute capability ``sm``."""
     for tile in expert_tiles(shape.dtype, sm):
-        for projection in (shape.up, shape.down):
+        for projection in shape.projections:
             if not projection.takes_codes(tile.rows):
-                yield _product(shape, tile, projection)
+                yield _variant(shape, tile, projection)
 
 
 def programs_of(shape: ExpertShape) -> Iterator[tuple[str, Defines]]:
     """The CUDA C++ files of such a layer, with their macros."""
     yield SOURCE, defines_of(shape)
-    for projection in _of_codes(shape):
-        yield PACKED_SOURCE, _defines_of_codes(shape, projection)
-
-
-def _of_codes(shape: ExpertShape) -> list[Projection]:
-    return [projection for projection in (shape.up, shape.down) if projection.takes_codes(FEW_ROWS)]
+    for projection in shape.projections:
+        if projection.takes_codes(FEW_ROWS):
+            yield PACKED_SOURCE, _defines_of_codes(shape, projection)
 
 
 def _defines_of_codes(shape: ExpertShape, projection: Projection) -> Defines:
@@ -232,19 +251,30 @@ class CudaExperts:
         if shape in self._kernels:
             return
         check_experts(shape)
-        for variant in variants_of(shape, self._launcher.sm):
-            self._launcher.prepare(variant)
-        program = self._programs(SOURCE, defines_of(shape))
+        program, (up, down) = self._programs(SOURCE, defines_of(shape)), shape.projections
         self._kernels[shape] = _Kernels(
             program.kernel("choose_experts", THREADS),
             program.kernel("sort_by_expert", SORT_THREADS),
             program.kernel("add_parts", THREADS),
-            {projection: self._few(shape, projection) for projection in _of_codes(shape)},
+            {
+                tile.rows: (self._product(shape, tile, up), self._product(shape, tile, down))
+                for tile in expert_tiles(shape.dtype, self._launcher.sm)
+            },
         )
 
-    def _few(self, shape: ExpertShape, projection: Projection) -> Kernel:
-        program = self._programs(PACKED_SOURCE, _defines_of_codes(shape, projection))
-        return program.kernel(PACKED_KERNEL, _FEW_WARPS * WARP)
+    def _product(self, shape: ExpertShape, tile: ProductTile, projection: Projection) -> _Product:
+        codes, sizes = projection.codes, [projection.width, projection.depth, projection.per_row]
+        signature: tuple[str, ...] = _SIGNATURE if codes is None else _PACKED_SIGNATURE
+        if codes is not None and projection.takes_codes(tile.rows):
+            program = self._programs(PACKED_SOURCE, _defines_of_codes(shape, projection))
+            kernel = program.kernel(PACKED_KERNEL, _FEW_WARPS * WARP)
+            columns = _FEW_COLUMNS if projection.activation else 2 * _FEW_COLUMNS
+            sizes.append(packed.group_steps(codes, projection.depth))
+        else:
+            variant = _variant(shape, tile, projection)
+            kernel, columns = self._launcher.prepare(variant), dict(variant.constants)["BLOCK_N"]
+        names = tuple(parameter.partition(":")[0] for parameter in signature if not parameter.endswith(":i32"))
+        return _Product(kernel, names, tuple(map(np.int32, sizes)), -(-projection.width // columns))
 
     def mix(self, x: Array, logits: Array, experts: StackedExperts, tokens: Array) -> Array:
         """What experts make of ``x [T, hidden]``, by router ``logits [T, experts]``.
@@ -267,9 +297,9 @@ class CudaExperts:
         parts = self._empty((assignments, shape.hidden), x.dtype)
         placed = {"shares": shares, "order": order, "tile_expert": tile_expert}
         gate_up = {"x": x, **_weights(experts.gate_up), "bias": experts.gate_up_bias, "out": gated}
-        self._multiply(shape, shape.up, tile, tiles, {**gate_up, **placed}, shape.assigned)
-        projection = {"x": gated, **_weights(experts.down), "bias": experts.down_bias, "out": parts}
-        self._multiply(shape, shape.down, tile, tiles, {**projection, **placed}, 1)
+        down = {"x": gated, **_weights(experts.down), "bias": experts.down_bias, "out": parts}
+        for multiply, arrays in zip(kernels.products[tile.rows], (gate_up, down), strict=True):
+            multiply(tiles, {**arrays, **placed})
         out = self._empty(x.shape, x.dtype)
         vectors = shape.hidden * x.dtype.itemsize // VECTOR_BYTES
         kernels.add(
@@ -292,33 +322,6 @@ class CudaExperts:
         )  # fmt: skip
         return chosen, shares
 
-    def _multiply(
-        self,
-        shape: ExpertShape,
-        projection: Projection,
-        tile: ProductTile,
-        tiles: int,
-        arrays: dict[str, Array | None],
-        per_row: int,
-    ) -> None:
-        """arrays, per_row: see `experts_jit.multiply_experts` and `packed_experts.cu`"""
-        width, depth = projection.width, projection.depth
-        if projection.takes_codes(tile.rows):
-            assert projection.codes is not None
-            columns = _FEW_COLUMNS if projection.activation else 2 * _FEW_COLUMNS
-            pointers = addresses_of(*(arrays[name] for name in _POINTERS))
-            self._kernels[shape].few[projection](
-                (-(-width // columns), tiles, 1),
-                (*pointers, width, depth, per_row, packed.group_steps(projection.codes, depth)),
-            )
-            return
-        variant = _product(shape, tile, projection)
-        numbers = {"width": np.int32(width), "depth": np.int32(depth), "per_row": np.int32(per_row)}
-        names = [name for name, _ in variant.signature]
-        arguments = [numbers[name] if name in numbers else addresses_of(arrays[name])[0] for name in names]
-        columns = -(-width // dict(variant.constants)["BLOCK_N"])
-        self._launcher.launch(variant, (tiles * columns, 1, 1), arguments)
-
 
 def _weights(weight: Array | PackedMatrix) -> dict[str, Array | None]:
     """By the names of parameters."""
@@ -327,8 +330,7 @@ def _weights(weight: Array | PackedMatrix) -> dict[str, Array | None]:
     return {"weight": weight}
 
 
-@lru_cache
-def _product(shape: ExpertShape, tile: ProductTile, projection: Projection) -> Variant:
+def _variant(shape: ExpertShape, tile: ProductTile, projection: Projection) -> Variant:
     codes, columns = projection.codes, tile.gated_columns if projection.activation else tile.columns
     sizes = {"width": projection.width, "depth": projection.depth}
     multiples = [name for name, number in sizes.items() if number % 16 == 0]

@@ -29,17 +29,17 @@ constexpr int COLUMNS = IS_GATED ? TILE : 2 * TILE;  // of out, that a block com
 // shares:         [assignments]: before an activation and its biases, which is as if the token were multiplied, else at
 //                 the end
 // order:          [tiles, TOKENS], assignments, or -1; tile_expert: [tiles], or -1
-// grid:           (columns of out, COLUMNS each; tiles); threads: up to MOST_WARPS warps
+// grid:           tiles times columns of out, COLUMNS each; threads: up to MOST_WARPS warps
 extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 2) multiply_packed_experts(
     const char* x, const char* codes, const float* scale, const float* minimum, const char* bias, const float* shares,
     char* out, const int* order, const int* tile_expert, int width, int depth, int per_row, int group_steps)
 {
     __shared__ Shared shared;
-    const int expert = tile_expert[blockIdx.y];
+    const int blocks = (width + COLUMNS - 1) / COLUMNS, tile = blockIdx.x / blocks, expert = tile_expert[tile];
     if (expert < 0) return;
-    order += blockIdx.y * TOKENS;
+    order += tile * TOKENS;
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, of_row = threadIdx.x % WARP / 4;
-    const int first_column = blockIdx.x * COLUMNS, row_bytes = depth * BITS / 8, steps = row_bytes / STEP;
+    const int first_column = blockIdx.x % blocks * COLUMNS, row_bytes = depth * BITS / 8, steps = row_bytes / STEP;
     const int every = IS_GATED ? 2 * width : width;
     const long long before = static_cast<long long>(expert) * every, groups = steps * HALVES / group_steps;
     Weight weight = {codes + before * row_bytes, scale + before * groups, minimum + before * groups, row_bytes, every,

@@ -137,11 +137,8 @@ def test_every_code_is_exactly_its_number(kind: str, dtype: str) -> None:
 
 
 def test_float32_is_not_multiplied_with_codes() -> None:
-    assert [multiplies_codes(replace(AWQ, dtype=dtype)) for dtype in ("float16", "bfloat16", "float32")] == [
-        True,
-        True,
-        False,
-    ]
+    assert multiplies_codes(AWQ)
+    assert not multiplies_codes(replace(AWQ, dtype="float32"))
     assert not list(programs_of(replace(AWQ, dtype="float32")))
 
 
