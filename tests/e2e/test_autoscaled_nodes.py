@@ -6,6 +6,7 @@ import pytest
 import ray
 from support.autoscaled import autoscaled
 from support.endless_load import EndlessLoad
+from support.engine_requests import each_engine_has
 from support.reference import sure_answers
 from support.waiting import eventually
 
@@ -56,7 +57,7 @@ def test_a_load_gets_a_node_and_gives_it_back_and_loses_no_request() -> None:
         eventually(lambda: any(state.startswith("waits for a node") for state in states()), otherwise=client.stats)
         eventually(lambda: nodes() == 2, otherwise=states)
         eventually(lambda: [state[:6] for state in states()] == ["serves", "serves"], otherwise=client.stats)
-        eventually(lambda: all(engine["requests"]["finished"] for engine in client.stats()["engines"].values()))
+        eventually(lambda: each_engine_has(client, "finished"))
         assert load.end() > 0
         eventually(lambda: len(states()) == 1, otherwise=client.stats)
         eventually(lambda: nodes() == 1, otherwise=ray.nodes)

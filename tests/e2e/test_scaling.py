@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 from support.endless_load import EndlessLoad
+from support.engine_requests import each_engine_has
 from support.reference import Answer, sure_answers
 from support.waiting import PATIENCE_S, eventually
 
@@ -116,7 +117,7 @@ def test_one_engine_becomes_three_and_one_again_under_load_and_every_request_get
     assert client.scale(3) == "1 -> 3: set by hand"
     assert client.scale(3) == "3: set by hand"
     eventually(lambda: len(serving(client)) == 3, otherwise=client.stats)
-    eventually(lambda: all(engine["requests"]["finished"] for engine in client.stats()["engines"].values()))
+    eventually(lambda: each_engine_has(client, "finished"))
     client.scale(3, split=(2, 1))
     changed = "2 for prompts, 1 to decode -> 1 for prompts, 2 to decode"
     eventually(lambda: changed in decided(client), otherwise=lambda: decided(client))
@@ -170,7 +171,7 @@ def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_
     client.scale(2)
     eventually(lambda: len(serving(client)) == 2)
     load = EndlessLoad(client, STREAMS, TOKENS)
-    eventually(lambda: all(each["requests"]["running"] for each in client.stats()["engines"].values()))
+    eventually(lambda: each_engine_has(client, "running"))
     client.scale(1)
     eventually(lambda: "draining" in fleet(client).values())
     (name,) = (name for name, state in fleet(client).items() if state == "draining")

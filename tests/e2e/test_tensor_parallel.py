@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine_requests import num_requests
 from support.reference import Answer, answers, assert_same
 from support.tiny_checkpoints import checkpoint
 from support.waiting import eventually
@@ -23,14 +24,9 @@ def engine(client: Client) -> dict[str, Any]:
     return stats
 
 
-def num_finished(stats: dict[str, Any]) -> int:
-    """Requests; the first report of an engine may be of the time before it had workers."""
-    return int(stats["requests"]["finished"]) if "requests" in stats else 0
-
-
 def serve(client: Client, wanted: list[Answer], tokens: int) -> dict[str, Any]:
     """Serve so many tokens of all prompts; the engine's statistics once all copies are where they should go."""
-    finished = num_finished(engine(client)) + len(wanted)
+    finished = num_requests(engine(client), "finished") + len(wanted)
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     results = client.generate([answer.prompt_ids for answer in wanted], sampling)
     for answer, result in zip(wanted, results, strict=True):
@@ -38,7 +34,7 @@ def serve(client: Client, wanted: list[Answer], tokens: int) -> dict[str, Any]:
 
     def is_settled() -> bool:
         stats = engine(client)  # they may be of a while ago
-        if num_finished(stats) < finished:
+        if num_requests(stats, "finished") < finished:
             return False
         return not stats["host"]["queued_blocks"] and not stats["storage"]["queued_puts"]
 
