@@ -158,7 +158,7 @@ def _prepare(step, phase, is_first, before, counters, number, values, thread, ah
                     packed = weight_at(weight)
                     for i in range(columns, packed.depth):
                         values[i] = 0.0
-                    prepare_row(values, packed, row, factors, sums)
+                    prepare_row(values, packed, row, rows, factors, sums)
             elif len(before) > 0:
                 _norm_row(here, before, eps, here)
         fetch_add(counters, number)

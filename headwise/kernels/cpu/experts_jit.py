@@ -249,33 +249,42 @@ def _choose_and_deal(mixture, call, counters, count_at, parts, thread, tile):
 
 @_called
 def _ready(source, columns, factor, weight, row, factors, sums, rows, values):
-    """Make a row times ``factor`` what a product takes, in place ``row`` of ``rows``."""
+    """Make a row times ``factor`` what a product takes, as number ``row`` of its ``rows``."""
     packed, here = weight_at(weight), floats_at(source, columns)
     for i in range(columns):
         values[i] = here[i] * factor
     for i in range(columns, packed.depth):
         values[i] = 0.0
     factors, sums = words_at(factors, rows * factor_stride(packed)), floats_at(sums, rows * sums_stride(packed))
-    prepare_row(values, packed, row, factors, sums)
+    prepare_row(values, packed, row, rows, factors, sums)
 
 
 @_pasted
-def _ready_rows(mixture, call, which, first, slots, shared, counters, phase, thread, values):
-    """Rows for the products ``which``, of so many slots from ``first`` on, and ``shared`` ones of the shared expert."""
+def _ready_rows(mixture, call, which, parts, some, first, slots, shared, counters, phase, thread, values):
+    """Rows for the products ``which``, of so many slots from ``first`` on, which is where the part ``some`` begins, and
+    ``shared`` ones of the shared expert. Those of a part are what its expert's product takes."""
     order, weights = longs_at(call.order, first + slots), floats_at(call.weights, call.rows * mixture.per_token)
     mlp, other, count = _mlp_at(mixture.mlps), _shared(mixture), slots + shared
+    packed = weight_at(mlp.weights[which])
     begin, end, share = take_rows(counters, phase, count, thread, call.threads)
     while begin < end:
+        part = some
         for i in range(begin, end):
             row, factor = i - slots, np.float32(1.0)
             if i < slots:
+                while parts[3 * part + 2] <= first + i:
+                    part += 1
+                at, rows = parts[3 * part + 1] - first, parts[3 * part + 2] - parts[3 * part + 1]
                 source, columns = call.gated + i * mlp.size * 4, mlp.size
                 if which == GATE:
                     place, columns = order[first + i], mixture.columns
                     source = call.x + place // mixture.per_token * columns * 4
                     if mixture.weighs_input != 0:
                         factor = weights[place]
-                _ready(source, columns, factor, mlp.weights[which], i, call.factors, call.sums, slots, values)
+                _ready(
+                    source, columns, factor, mlp.weights[which], i - at, call.factors + 4 * at * factor_stride(packed),
+                    call.sums + 4 * at * sums_stride(packed), rows, values,
+                )  # fmt: skip
             else:
                 source, columns = call.shared_gated + row * other.size * 4, other.size
                 if which == GATE:
@@ -389,7 +398,9 @@ def _mix(mixture_address, mixing_address, counters_address, thread):
         shared = call.rows if run == 0 and mixture.has_shared != 0 else np.int64(0)
         phase = (_PHASES + _OF_SLOTS * run) * each
         for which in range(DOWN + 1):
-            _ready_rows(mixture, call, which, first, here, shared, counters, phase + which * each, thread, values)
+            _ready_rows(
+                mixture, call, which, parts, some, first, here, shared, counters, phase + which * each, thread, values
+            )
             _multiply_parts(mixture, call, which, parts, some, last, shared, counters, counter, thread)
         _add_up(mixture, call, first, here, counters, phase + (DOWN + 1) * each, thread)
         some = last

@@ -33,6 +33,9 @@ KINDS = dict(zip(("float32", "bfloat16", "int8", "int4", "int5", "int6"), matmul
 PACKED_VERSION = 2
 """Goes up when the same weight is packed differently: copies of packed weights on disk are then made again."""
 
+PACKED_FORMAT = f"numba {PACKED_VERSION}, in tiles" if matmul_kinds.TILES else f"numba {PACKED_VERSION}"
+"""Names what `packing_jit` makes of a weight here."""
+
 THREAD_FLOPS = 2_000_000
 """Multiplications that are worth waking a thread for, where weights come from caches."""
 

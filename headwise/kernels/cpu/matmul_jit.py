@@ -468,7 +468,7 @@ def _multiply(address, thread):
             x = floats_at(call.x + row * inputs * 4, inputs)
             for i in range(inputs):
                 values[i] = x[i]
-            prepare_row(values, weight, row, factors, sums)
+            prepare_row(values, weight, row, rows, factors, sums)
             fetch_add(counters, 1)
             row = fetch_add(counters, 0)
         wait_for(counters, 1, rows)

@@ -26,6 +26,7 @@ from headwise.kernels.cpu.matmul_kinds import (
 )
 from headwise.kernels.cpu.records import WEIGHT
 from headwise.kernels.cpu.simd import LANES, Emitter
+from headwise.kernels.cpu.tiles import SIDE
 
 _MATH = {"nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
@@ -98,9 +99,19 @@ def _prepare_integers(values, weight, row, factors, sums):
 
 
 @_pasted
-def prepare_row(values, weight, row, factors, sums):
-    """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and what goes with them."""
+def prepare_row(values, weight, row, rows, factors, sums):
+    """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and what goes with them.
+
+    row: its number of the ``rows`` that the weight is multiplied with at once. Where that is done in tiles, a tile's
+    rows lie side by side: [groups of up to `SIDE` rows, depth / 2 / SIDE, rows of the group, SIDE] pairs of depth.
+    """
     stride = factor_stride(weight)
+    if TILES and weight.kind == BFLOAT16:
+        first = row // SIDE * SIDE
+        _tiled_row(
+            values, factors, first * stride + (row - first) * SIDE, min(SIDE, rows - first) * SIDE, stride // SIDE
+        )
+        return
     if weight.kind == FLOAT32:
         row_copy(values, 0, factors, row * stride, stride)
         return
@@ -131,6 +142,26 @@ def _paired_row(typing, x, xa, out, oa, count):
         e.builder.store(e.builder.fptrunc(value, narrow), place, align=4)
 
     return _of_vectors(store, x, out)
+
+
+@intrinsic
+def _tiled_row(typing, x, out, oa, step, blocks):
+    """Floats rounded to bfloat16: `SIDE` pairs, and the next ones ``step`` words behind these, ``blocks`` times."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if not TILES:  # callers never come here
+            return context.get_dummy_value()
+        e = Emitter(context, builder, signature, args)
+        x, out, oa, step, blocks = e.args
+        target = e.at(out, oa)
+        with cgutils.for_range(builder, blocks) as loop:
+            low = e.at(x, e.times(loop.index, 2 * SIDE))
+            pairs = e.bfloat16_of_two(e.load(low), e.load(e.at(low, step.type(LANES))))
+            e.store(pairs, e.at(target, builder.mul(loop.index, step)))
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(x, out, n, n, n), emit
 
 
 @intrinsic

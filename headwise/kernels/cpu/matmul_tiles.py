@@ -19,7 +19,6 @@ from numba.extending import intrinsic
 
 from headwise.kernels.cpu.matmul_kinds import PANEL, Kind, constant, load_integer, load_vector, splat
 from headwise.kernels.cpu.simd import ISA, LANES, Emitter
-from headwise.kernels.cpu.tiles import SIDE
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -64,56 +63,6 @@ def plain_tile(kind: Kind, rows: int, vectors: int, lines: int = 0) -> Any:
         return types.void(x, n, n, w, n, n, tile, n, n, n), emit
 
     return run
-
-
-def blockwise_tile(rows: int, vectors: int) -> Any:
-    """Make ``tile[r, j] (+)= x[r] . weight[:, j]`` of pairs of bfloat16 with a weight of these, summed as AMX does it.
-
-    That is block by block of `SIDE` turns, of which even and odd products have sums of their own: what is multiplied
-    is exact, and so results are those of `tiles.tile_sums` to the bit. Arguments are `plain_tile`'s first ones.
-    """
-
-    @intrinsic
-    def run(typing, x, xa, xs, w, wa, turns, tile, ta, fresh):
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            e = Emitter(context, builder, signature, args)
-            x, xa, xs, w, wa, turns, tile, ta, fresh = e.args
-            x_rows, w = [e.at(x, xa, e.times(xs, row)) for row in range(rows)], e.at(w, wa)
-            cells = _cells(e, e.at(tile, ta), rows, vectors)
-            is_fresh = builder.icmp_signed("!=", fresh, fresh.type(0))
-            totals = [e.variable(builder.select(is_fresh, e.fill(0.0), e.load(cell))) for cell in cells]
-            halves = [[e.variable(e.fill(0.0)) for _ in cells] for _ in range(2)]
-            with cgutils.for_range(builder, builder.udiv(turns, turns.type(SIDE))) as block:
-                for each in (*halves[0], *halves[1]):
-                    e.update(each, e.fill(0.0))
-                first = e.times(block.index, SIDE)
-                with cgutils.for_range(builder, turns.type(SIDE)) as loop:
-                    turn = builder.add(first, loop.index)
-                    pairs = [e.at(w, e.times(turn, 4 * PANEL), turn.type(4 * LANES * v)) for v in range(vectors)]
-                    weights = [_halves_of(e, load_vector(e, pair, _INTS)) for pair in pairs]
-                    for row, place in enumerate(x_rows):
-                        both = _halves_of(e, splat(e, load_integer(e, e.at(place, turn))))
-                        for v in range(vectors):
-                            for sums, factor, weight in zip(halves, both, weights[v], strict=True):
-                                total = sums[row * vectors + v]
-                                e.update(total, e.multiply_add(factor, weight, e.value(total)))
-                for total, even, odd in zip(totals, *halves, strict=True):
-                    both = builder.fadd(e.value(even), e.value(odd))
-                    e.update(total, builder.fadd(e.value(total), both))
-            for cell, total in zip(cells, totals, strict=True):
-                e.store(e.value(total), cell)
-            return context.get_dummy_value()
-
-        n = types.intp
-        return types.void(x, n, n, w, n, n, tile, n, n), emit
-
-    return run
-
-
-def _halves_of(e: Emitter, pairs: Any) -> list[Any]:
-    """The first and the second number of each pair of bfloat16, as floats."""
-    low, high = e.builder.shl(pairs, constant(_INTS, 16)), e.builder.and_(pairs, constant(_INTS, 0xFFFF0000))
-    return [e.builder.bitcast(half, _FLOATS) for half in (low, high)]
 
 
 def grouped_tile(kind: Kind, rows: int, vectors: int) -> Any:

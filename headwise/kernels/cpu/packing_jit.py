@@ -4,7 +4,8 @@
 Layouts, all with `PANEL` columns (outputs of the weight) side by side, so that one vector holds neighbouring columns:
 
     float32   [panels, turns, PANEL]        float32: a turn is a number of depth
-    bfloat16  [panels, turns, PANEL, 2]     uint16: a pair of depth
+    bfloat16  [panels, turns, PANEL, 2]     uint16: a pair of depth; where they are multiplied in tiles, these lie one
+              behind the other: [panels, turns / SIDE, PANEL / SIDE, SIDE turns, SIDE columns, 2]
     int8      [panels, turns, PANEL, 2]     int8: a pair of depth
     int4      [panels, turns, PANEL, 2]     uint16: eight of depth, the code at 2 j + p in word p, digit j
     int5      [panels, turns, 5, PANEL, 2]  uint16: 32 of depth; `code_words` has the codes at 2 j + p in words p
@@ -34,10 +35,11 @@ from headwise.kernels.cpu.addresses import (
     words_at,
 )
 from headwise.kernels.cpu.code_words import depth_of, pack_and_get, words_of
-from headwise.kernels.cpu.matmul_kinds import BFLOAT16, FLOAT32, INT4, INT5, INT8, PANEL
+from headwise.kernels.cpu.matmul_kinds import BFLOAT16, FLOAT32, INT4, INT5, INT8, PANEL, TILES
 from headwise.kernels.cpu.matmul_tiles import widened_half
 from headwise.kernels.cpu.records import PACKING, TAKING
 from headwise.kernels.cpu.threads import fetch_add
+from headwise.kernels.cpu.tiles import SIDE
 
 _packing_at, _taking_at = record_at(PACKING), record_at(TAKING)
 _pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
@@ -53,9 +55,17 @@ def _rounded(number):
 
 
 @_pasted
-def _pair_at(panel, turns, k, depth, c):
-    """Where the number at ``k`` of column ``c`` lies, with ``depth`` numbers a turn: half of them in each of two."""
-    return ((panel * turns + k // depth) * PANEL + c) * 2 + (k & 1)
+def _pair_at(panel, turns, k, c):
+    """Where the number at ``k`` of column ``c`` lies, of pairs of depth."""
+    return ((panel * turns + k // 2) * PANEL + c) * 2 + (k & 1)
+
+
+@_pasted
+def _bfloat16_at(panel, turns, k, c):
+    if not TILES:
+        return _pair_at(panel, turns, k, c)
+    turn, tile = panel * turns + k // 2, c // SIDE
+    return (((turn // SIDE * (PANEL // SIDE) + tile) * SIDE + turn % SIDE) * SIDE + c % SIDE) * 2 + (k & 1)
 
 
 def _codes(bits: int) -> tuple[Any, Any]:
@@ -96,11 +106,11 @@ def _pack_column(own, row, panel, c):
     elif own.kind == BFLOAT16:
         bits, pairs = words_at(own.source + row * inputs * 4, inputs), halves_at(own.packed, 2 * size)
         for k in range(inputs):
-            pairs[_pair_at(panel, turns, k, 2, c)] = _rounded(bits[k])
+            pairs[_bfloat16_at(panel, turns, k, c)] = _rounded(bits[k])
     elif own.kind == INT8:
         codes, bytes_ = int8s_at(own.source + row * inputs, inputs), int8s_at(own.packed, 2 * size)
         for k in range(inputs):
-            bytes_[_pair_at(panel, turns, k, 2, c)] = codes[k]
+            bytes_[_pair_at(panel, turns, k, c)] = codes[k]
     elif own.kind == INT4:
         _pack_int4(own, row, panel, c)
     elif own.kind == INT5:
@@ -114,7 +124,7 @@ def _code(own, panel, c, k):
     """A weight's code at ``k`` of a column."""
     if own.kind == INT8:
         codes = int8s_at(own.packed, 2 * own.panels * own.turns * PANEL)
-        return np.int64(codes[_pair_at(panel, own.turns, k, 2, c)])
+        return np.int64(codes[_pair_at(panel, own.turns, k, c)])
     if own.kind == INT4:
         return _int4_at(own, panel, c, k)
     if own.kind == INT5:
@@ -169,7 +179,7 @@ def _take(address, thread):
                 out[k] = floats[(panel * turns + k) * PANEL + c]
         elif own.kind == BFLOAT16:
             for k in range(inputs):
-                bits[k] = np.uint32(words[_pair_at(panel, turns, k, 2, c)]) << np.uint32(16)
+                bits[k] = np.uint32(words[_bfloat16_at(panel, turns, k, c)]) << np.uint32(16)
         else:
             _take_codes(own, panel, c, out)
         i = fetch_add(counter, 0)

@@ -4,7 +4,7 @@
 A tile has up to 16 rows of 64 bytes: 16 rows of ``x``, each with 32 numbers of depth; or 16 pairs of depth of what they
 are multiplied with, each of 16 columns; or 16 rows of 16 sums. `TDPBF16PS` multiplies the first with the second and
 adds to the third, at eight times the rate of vectors. Few rows are no reason to use these instead: weights come no
-faster from memory, and other sums would be rounded otherwise.
+faster from memory, and other sums would be rounded otherwise. Tiles whose rows lie side by side come fastest.
 
 An output is the sum over blocks of 32 of depth, one after the other; in a block first all even and all odd products
 are summed. That is one order whatever rows and columns are computed together.
@@ -91,18 +91,24 @@ def release(typing):
 def tile_sums(x_tiles: Sequence[int], by_tiles: Sequence[int]) -> Any:
     """Make ``sums[r, j] (+)= x[r] . by[:, j]`` of as many rows and columns as these tiles have.
 
-    Arguments, addresses and bytes from one row to the next: ``x, x_stride, by, by_stride, blocks`` (of `SIDE` pairs of
-    depth), ``sums, sums_stride, fresh``: whether they begin at 0; ``ahead, lines``: so many lines are prefetched that
-    lie so many bytes behind each block of ``by``.
+    Arguments, addresses and bytes: ``x``; from one of its rows to the next, ``x_stride``, and from a block of depth to
+    the next, ``x_step``; ``x_beyond, beyond_step``, the same of rows beyond `SIDE`; ``by``, from a pair of depth to the
+    next, ``by_stride``, from `SIDE` columns to the next ones, ``by_next``, and from a block of depth to the next,
+    ``by_step``; ``blocks`` of `SIDE` pairs of depth; ``sums, sums_stride``, and ``fresh``: whether they begin at 0;
+    ``ahead, lines``: so many lines are prefetched that lie so many bytes behind each block of ``by``.
     """
 
     @intrinsic
-    def run(typing, x, x_stride, by, by_stride, blocks, sums, sums_stride, fresh, ahead, lines):
+    def run(
+        typing, x, x_stride, x_step, x_beyond, beyond_step, by, by_stride, by_next, by_step, blocks, sums, sums_stride,
+        fresh, ahead, lines,
+    ):  # fmt: skip
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             e = Emitter(context, builder, signature, args)
-            x, x_stride, by, by_stride, blocks, sums, sums_stride, fresh, ahead, lines = e.args
-            x, by, sums = (builder.inttoptr(place, _POINTER) for place in (x, by, sums))
-            x_rows = [e.at(x, e.times(x_stride, SIDE * row)) for row in range(len(x_tiles))]
+            x, x_stride, x_step, x_beyond, beyond_step, by, by_stride, by_next, by_step, blocks, *rest = e.args
+            sums, sums_stride, fresh, ahead, lines = rest
+            x, x_beyond, by, sums = (builder.inttoptr(place, _POINTER) for place in (x, x_beyond, by, sums))
+            x_rows = tuple(zip(x_tiles, (x, x_beyond), (x_step, beyond_step), strict=False))
             cells = [
                 e.at(sums, e.times(sums_stride, SIDE * row), _LONG(column * ROW_BYTES))
                 for row in range(len(x_tiles))
@@ -115,16 +121,16 @@ def tile_sums(x_tiles: Sequence[int], by_tiles: Sequence[int]) -> Any:
                 with go_on:
                     for tile, cell in enumerate(cells):
                         _call(builder, "tileloadd64", _number(tile), cell, sums_stride)
-            block_bytes = e.times(by_stride, SIDE)
             with cgutils.for_range(builder, blocks) as loop:
-                at = e.at(by, builder.mul(loop.index, block_bytes))
+                at = e.at(by, builder.mul(loop.index, by_step))
                 there = e.at(at, ahead)
                 with cgutils.for_range(builder, lines) as line:
                     e.prefetch(e.at(there, e.times(line.index, ROW_BYTES)))
-                for tile, row in zip(x_tiles, x_rows, strict=True):
-                    _call(builder, "tileloadd64", _number(tile), e.at(row, e.times(loop.index, ROW_BYTES)), x_stride)
+                for tile, rows, step in x_rows:
+                    place = e.at(rows, builder.mul(loop.index, step))
+                    _call(builder, "tileloadd64", _number(tile), place, x_stride)
                 for column, own in enumerate(by_tiles):
-                    _call(builder, "tileloadd64", _number(own), e.at(at, _LONG(column * ROW_BYTES)), by_stride)
+                    _call(builder, "tileloadd64", _number(own), e.at(at, e.times(by_next, column)), by_stride)
                     for row, tile in enumerate(x_tiles):
                         total = row * len(by_tiles) + column
                         _call(builder, "tdpbf16ps", _number(total), _number(tile), _number(own))
@@ -132,7 +138,7 @@ def tile_sums(x_tiles: Sequence[int], by_tiles: Sequence[int]) -> Any:
                 _call(builder, "tilestored64", _number(tile), cell, sums_stride)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 10), emit
+        return types.void(*[types.intp] * 15), emit
 
     return run
 
@@ -146,16 +152,25 @@ one_by_four, one_by_two, one_by_one = (tile_sums((_ONE_X,), _SOME_WEIGHTS[:count
 
 @_pasted
 def multiply_columns(x, x_stride, by, by_stride, blocks, sums, sums_stride, columns, fresh):
-    """As `tile_sums`, of up to `SIDE` rows, for which tiles are configured, and any multiple of `SIDE` of columns."""
-    column = 0
+    """As `tile_sums`, of up to `SIDE` rows, for which tiles are configured, and any multiple of `SIDE` of columns.
+
+    Rows of ``x`` and pairs of depth of ``by`` lie in rows, with so many bytes from one to the next.
+    """
+    column, step = 0, SIDE * by_stride
     while column < columns:
-        left, at = columns - column, 4 * column
+        left, here, to = columns - column, by + 4 * column, sums + 4 * column
         if left >= 4 * SIDE:
-            one_by_four(x, x_stride, by + at, by_stride, blocks, sums + at, sums_stride, fresh, 0, 0)
+            one_by_four(
+                x, x_stride, ROW_BYTES, 0, 0, here, by_stride, ROW_BYTES, step, blocks, to, sums_stride, fresh, 0, 0
+            )
             column += 4 * SIDE
         elif left >= 2 * SIDE:
-            one_by_two(x, x_stride, by + at, by_stride, blocks, sums + at, sums_stride, fresh, 0, 0)
+            one_by_two(
+                x, x_stride, ROW_BYTES, 0, 0, here, by_stride, ROW_BYTES, step, blocks, to, sums_stride, fresh, 0, 0
+            )
             column += 2 * SIDE
         else:
-            one_by_one(x, x_stride, by + at, by_stride, blocks, sums + at, sums_stride, fresh, 0, 0)
+            one_by_one(
+                x, x_stride, ROW_BYTES, 0, 0, here, by_stride, ROW_BYTES, step, blocks, to, sums_stride, fresh, 0, 0
+            )
             column += SIDE

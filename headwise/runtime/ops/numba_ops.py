@@ -40,7 +40,7 @@ class NumbaOps(NumpyOps):
 
     name = "numba"
     products = "headwise"
-    packed_format = f"numba {packed.PACKED_VERSION}"
+    packed_format = packed.PACKED_FORMAT
 
     def __init__(self, threads: int, weights_dtype: str = "float32") -> None:
         super().__init__()

@@ -1,11 +1,9 @@
-"""Products in AMX's tiles have one order of sums, and vectors that multiply few rows keep to it."""
+"""Products in AMX's tiles have one order of sums, whatever the number of rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import numba
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -14,7 +12,6 @@ from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.cpu import amx
 from headwise.kernels.cpu.matmul import matmul, pack_float
 from headwise.kernels.cpu.matmul_kinds import PANEL
-from headwise.kernels.cpu.matmul_tiles import VECTORS_ALONE, blockwise_tile
 from headwise.kernels.cpu.simd import ISA
 
 PAIRS = 16
@@ -45,26 +42,16 @@ def summed_by_blocks(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDA
     return total
 
 
-def compiled(rows: int) -> Any:
-    tile = blockwise_tile(rows, VECTORS_ALONE)
-
-    @numba.njit(error_model="numpy")
-    def run(x: Any, weight: Any, turns: int, out: Any) -> None:
-        first = turns // 2 // PAIRS * PAIRS  # in two parts, as what is deeper than a cache is multiplied
-        tile(x, 0, turns, weight, 0, first, out, 0, 1)
-        tile(x, first, turns, weight, first * PANEL * 4, turns - first, out, 0, 0)
-
-    return run
+def in_tiles(weight: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """A panel of bfloat16, ``[blocks, tiles, pairs, columns, 2]``."""
+    split = to_bits(weight).reshape(PANEL // PAIRS, PAIRS, -1, PAIRS, 2)
+    return np.ascontiguousarray(split.transpose(2, 0, 3, 1, 4)).reshape(-1)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_vectors_sum_as_tiles_do_to_the_bit(rows: int) -> None:
-    depth = 7 * 2 * PAIRS
-    x, weight = normal(rows, depth), normal(PANEL, depth, seed=2)
-    packed, out = pack_float(weight, "bfloat16").packed, np.empty((rows, PANEL), np.float32)
-    pairs = to_bits(x).reshape(-1).view(np.uint32)
-    compiled(rows)(pairs, packed.reshape(-1).view(np.uint8), depth // 2, out.reshape(-1))
-    np.testing.assert_array_equal(out, summed_by_blocks(rounded(x), rounded(weight)))
+@pytest.mark.skipif(not ISA.amx, reason="this CPU has no AMX, or this process no leave to use it")
+def test_a_weight_lies_in_tiles() -> None:
+    weight = normal(PANEL, 6 * 2 * PAIRS)
+    np.testing.assert_array_equal(pack_float(weight, "bfloat16").packed.reshape(-1), in_tiles(weight))
 
 
 @pytest.mark.skipif(not ISA.amx, reason="this CPU has no AMX, or this process no leave to use it")
