@@ -83,7 +83,7 @@ def strip_powers(typing, kv, s, stride, width, shifts, scales, total):
                 offsets = [builder.add(e.times(loop.index, 2 * LANES), width.type(half * LANES)) for half in range(2)]
                 factors = [_factor(e, kv, e.at(scales, offset)) for offset in offsets]
                 for row, shift, each in zip(rows, lowered, own, strict=True):
-                    powers = [e.exp2(builder.fsub(e.load(e.at(row, at)), shift), degree=4) for at in offsets]
+                    powers = [e.quick_exp2(builder.fsub(e.load(e.at(row, at)), shift)) for at in offsets]
                     e.update(each, e.add(e.value(each), e.add(*powers)))
                     if factors[0] is not None:
                         powers = [builder.fmul(*both) for both in zip(powers, factors, strict=True)]

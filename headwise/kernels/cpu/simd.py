@@ -96,8 +96,15 @@ _FLAGS = ("contract", "nsz")
 _LINE = 64
 
 
-def _exp2_polynomial(degree: int) -> list[float]:
-    fit = np.polynomial.Chebyshev.interpolate(np.exp2, degree, domain=[-0.5, 0.5])
+_ALL_LANES = (ir.Constant(VECTOR, [0.0] * LANES), ir.IntType(16)(-1), INT(4))
+"""Last arguments of AVX-512's intrinsics: nothing is kept, all is computed, and rounded as usual."""
+
+_DOWN = 9
+"""To whole numbers below, of the instruction that takes these off; without a complaint that they are not exact."""
+
+
+def _exp2_polynomial(degree: int, lowest: float = -0.5) -> list[float]:
+    fit = np.polynomial.Chebyshev.interpolate(np.exp2, degree, domain=[lowest, lowest + 1])
     return [float(c) for c in fit.convert(kind=np.polynomial.Polynomial).coef]
 
 
@@ -308,17 +315,29 @@ class Emitter:
         lowest = self.fill(-200.0 if ISA.avx512f else -126.0)
         whole = self._rint(self.larger(x, lowest))
         rest = self.builder.fsub(self.larger(lowest, x) if ISA.avx512f else x, whole)  # of NaN in this order NaN
-        *coefficients, power = _exp2_polynomial(degree)
-        result = self.fill(power)
-        for coefficient in reversed(coefficients):
-            result = self.multiply_add(result, rest, self.fill(coefficient))
+        result = self._polynomial(_exp2_polynomial(degree), rest)
         if ISA.avx512f:
-            flags = (ir.Constant(VECTOR, [0.0] * LANES), ir.IntType(16)(-1), INT(4))
-            return self._call("llvm.x86.avx512.mask.scalef.ps.512", VECTOR, result, whole, *flags)
+            return self._call("llvm.x86.avx512.mask.scalef.ps.512", VECTOR, result, whole, *_ALL_LANES)
         bits = self.builder.add(self.builder.fptosi(whole, INT_VECTOR), ir.Constant(INT_VECTOR, [127] * LANES))
         factor = self.builder.bitcast(self.builder.shl(bits, ir.Constant(INT_VECTOR, [23] * LANES)), VECTOR)
         kept = self.builder.fcmp_unordered(">", x, lowest)
         return self.builder.select(kept, self.builder.fmul(result, factor), self.fill(0.0))
+
+    def quick_exp2(self, x: Any) -> Any:
+        """``2 ** x`` for ``x <= 126`` with a relative error of 4e-6, in fewer instructions, all of AVX512-DQ's CPUs.
+
+        The instruction that scales by a power of two takes ``x`` rounded down, and so another one gives what is left.
+        """
+        nothing, lanes, by_x = _ALL_LANES
+        rest = self._call("llvm.x86.avx512.mask.reduce.ps.512", VECTOR, x, INT(_DOWN), nothing, lanes, by_x)
+        result = self._polynomial(_exp2_polynomial(4, lowest=0.0), rest)
+        return self._call("llvm.x86.avx512.mask.scalef.ps.512", VECTOR, result, x, *_ALL_LANES)
+
+    def _polynomial(self, coefficients: list[float], x: Any) -> Any:
+        result = self.fill(coefficients[-1])
+        for coefficient in reversed(coefficients[:-1]):
+            result = self.multiply_add(result, x, self.fill(coefficient))
+        return result
 
     # --- between lanes ---
 
