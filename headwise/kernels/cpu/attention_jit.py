@@ -71,7 +71,7 @@ from headwise.kernels.cpu.int4 import CODES, expanded_from, is_int4, scales_of_r
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
-from headwise.kernels.cpu.tiles import SIDE, configure, release
+from headwise.kernels.cpu.tiles import SIDE, configure, release, stay_awake
 
 _items_at = array_at(numba.from_dtype(ITEM))
 _PLAN_BYTES = PLAN.itemsize
@@ -196,11 +196,15 @@ def _lay_out(step, scratch, count):
         addresses[i] = addresses[count - 1]
     for i in range(0, -(-count // (2 * LANES)) * (2 * LANES), LANES):
         turn_keys(step.kv, addresses, i, dim, scratch.turned, TURNED_STRIDE)
+        if is_tiled(step.kv):
+            stay_awake()
     values = CHUNK * dim if is_int4(step.codes) else step.cache.value_offset
     for i in range(CHUNK):
         addresses[i] += values
     for i in range(0, -(-count // (2 * SIDE)) * (2 * SIDE) if is_tiled(step.kv) else count, 2):
         load_values(step.kv, addresses, i, dim, scratch.values)
+        if is_tiled(step.kv) and i % LANES == 0:
+            stay_awake()
 
 
 @_pasted

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 from headwise.kernels.cpu.attention_micro import QUANTISED, TILED_STRIP
 from headwise.kernels.cpu.float8 import FLOAT8, FLOAT8_UNIT
 from headwise.kernels.cpu.simd import ISA, LANES, Emitter, bit_reversed
+from headwise.kernels.cpu.tiles import emit_stay_awake
 
 _N, _LONG = types.intp, ir.IntType(64)
 
@@ -45,6 +46,7 @@ def raise_tops(typing, s, stride, width, top, total, shifts, shrinks):
             at = e.times(loop.index, LANES)
             for row, most in zip(rows, highest, strict=True):
                 e.update(most, e.larger(e.load(e.at(row, at)), e.value(most)))
+        emit_stay_awake(builder)
         found = e.fold(bit_reversed([e.value(most) for most in highest]), e.larger)
         before = e.load(top)
         after, nothing, none = e.larger(found, before), e.fill(-math.inf), e.fill(0.0)
@@ -89,6 +91,7 @@ def strip_powers(typing, kv, s, stride, width, shifts, scales, total):
                         powers = [builder.fmul(*both) for both in zip(powers, factors, strict=True)]
                     e.store(e.bfloat16_of_two(*powers), e.at(row, e.times(loop.index, LANES)))
             sums += [e.value(each) for each in own]
+            emit_stay_awake(builder)
         e.store(e.add(e.load(total), e.fold(bit_reversed(sums), e.add)), total)
         return context.get_dummy_value()
 

@@ -134,6 +134,8 @@ def _prepare(step, phase, is_first, before, counters, number, values, thread, ah
     """See `ROWS`. is_first: there is nothing to be added yet; before: the norm before what follows"""
     rows, eps, columns, weight = step.rows, phase.eps, phase.columns, phase.weight
     factors, sums = words_at(step.factors, step.factors_length), floats_at(step.sums, step.sums_length)
+    is_as_it_is = weight != 0 and phase.kept < 0 and phase.gate_kind == NO_GATE and len(before) == 0
+    is_as_it_is = is_as_it_is and weight_at(weight).depth == columns
     first, last, share = take_rows(counters, number, rows, thread, step.threads)
     while first < last:
         for row in range(first, last):
@@ -145,7 +147,9 @@ def _prepare(step, phase, is_first, before, counters, number, values, thread, ah
                 if phase.scale != np.float32(1):
                     for i in range(columns):
                         here[i] *= phase.scale
-            if weight != 0 or phase.kept >= 0:
+            if is_as_it_is:
+                prepare_row(here, weight_at(weight), row, rows, factors, sums)
+            elif weight != 0 or phase.kept >= 0:
                 if len(before) > 0:
                     _norm_row(here, before, eps, values)
                 else:

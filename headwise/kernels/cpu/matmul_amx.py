@@ -6,7 +6,7 @@ from __future__ import annotations
 import numba
 
 from headwise.kernels.cpu.matmul_kinds import PANEL
-from headwise.kernels.cpu.tiles import MOST_ROWS, ROW_BYTES, SIDE, configure, one_by_four, release, two_by_two
+from headwise.kernels.cpu.tiles import MOST_ROWS, ROW_BYTES, SIDE, configure, one_by_four, two_by_two
 
 _pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
@@ -61,4 +61,3 @@ def rows_in_tiles(weight, factors, stride, sums, row, rows, panel, turn, turns, 
                 2 * lines,
             )  # fmt: skip
         done += some
-    release()

@@ -63,7 +63,7 @@ from headwise.kernels.cpu.matmul_tiles import (
 from headwise.kernels.cpu.records import PRODUCT
 from headwise.kernels.cpu.simd import LANES, Emitter
 from headwise.kernels.cpu.threads import fetch_add, take_item, wait_for
-from headwise.kernels.cpu.tiles import MOST_ROWS
+from headwise.kernels.cpu.tiles import MOST_ROWS, release, stay_awake
 from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ROW_BLOCK = 96
@@ -77,6 +77,9 @@ MOST_ALONE = 2
 
 TILE = ROW_BLOCK * PANEL
 """Floats of a thread's scratch."""
+
+AWAKE_ROWS = 8
+"""Rows that an epilogue takes 0.2 us for, at most."""
 
 PLAIN, SILU, GELU, CLAMPED = range(4)
 """Epilogues: as it is; or ``act(gate) * up``, where a panel is half gate, half up."""
@@ -129,12 +132,14 @@ def _smaller(builder: Any, x: Any, most: Any) -> Any:
 
 
 @_pasted
-def _finish(tile, epilogue, bias, out, row, rows, panel):
-    """Write ``tile``, the product of some rows with a panel, to ``out``."""
+def _finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
+    """Write ``tile``, the product of some rows with a panel, to ``out``. in_tiles: AMX has made it, and goes on to."""
     half = PANEL // 2
     width = PANEL if epilogue == PLAIN else half
     first, last = panel * width, min((panel + 1) * width, out.shape[1])
     for r in range(rows):
+        if in_tiles and r % AWAKE_ROWS == 0:
+            stay_awake()
         # Arrays of their own, for loops over them become vector loops: a computed index may be negative for Numba.
         source = floats_at(tile.ctypes.data + r * PANEL * 4, PANEL)
         target = floats_at(out.ctypes.data + ((row + r) * out.shape[1] + first) * 4, last - first)
@@ -280,6 +285,7 @@ def _product(rows_of_kind: Any) -> Any:
     `take_item` counts in the ``threads`` behind it; tile: `TILE` floats of the thread's own; beyond: where this thread
     reads on when it is through, 0 if that is not known
     """
+    in_tiles = rows_of_kind is rows_in_tiles
 
     @_pasted
     def product(
@@ -308,9 +314,11 @@ def _product(rows_of_kind: Any) -> Any:
             for turn in range(0, weight.turns, each):
                 turns = min(each, weight.turns - turn)
                 rows_of_kind(weight, factors, stride, sums, row, some, panel, turn, turns, tile, ahead)
-            _finish(tile, epilogue, bias, out, row, some, panel)
+            _finish(tile, epilogue, bias, out, row, some, panel, in_tiles)
             fetch_add(counters, counter)
             item = following
+        if in_tiles:
+            release()
 
     return product
 
