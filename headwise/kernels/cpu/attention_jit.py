@@ -64,10 +64,12 @@ from headwise.kernels.cpu.attention_softmax import (
     Step,
     attend_chunk,
     attend_segment,
+    behind,
     expand_keys,
     load_scales,
 )
 from headwise.kernels.cpu.int4 import CODES, expanded_from, is_int4, scales_of_row
+from headwise.kernels.cpu.matmul_rows import tiled_row
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
@@ -250,8 +252,15 @@ def _store(step, item, softmax, first):
                     sink = step.sink_logits[head + h] * np.float32(LOG2E) - softmax.top[row]
                     total += exp2(min(sink, LARGEST_POWER))
                 inverse = np.float32(1.0) / total
-            out = floats_from(step.out + ((item.token + token) * step.out_row + (head + h) * dim) * 4)
-            row_times(softmax.acc, row * dim, out, 0, dim, inverse)
+            place = item.token + token
+            if step.out_words > 0:
+                row_times(softmax.acc, row * dim, softmax.acc, row * dim, dim, inverse)
+                seen, out = behind(softmax.acc, row * dim), floats_from(step.out)
+                blocks = dim // (2 * SIDE)
+                tiled_row(seen, out, place, step.rows, step.out_words, (head + h) * blocks, blocks)
+            else:
+                out = floats_from(step.out + (place * step.out_row + (head + h) * dim) * 4)
+                row_times(softmax.acc, row * dim, out, 0, dim, inverse)
 
 
 @_compiled
@@ -340,11 +349,11 @@ def _divide(rows, share, dim, at):
 def _step_of(kv, codes, own, layer):
     dim, heads = own.dim, layer.heads
     return Step(
-        own.query, own.query_row, own.query_head, own.out, own.q_heads * dim, kv, codes, floats_from(own.cache.arena),
-        own.cache, ints_from(own.tables), own.table_columns, own.groups, ints_from(heads[HEAD_GROUP, 0]),
-        ints_from(heads[HEAD_SLOT, 0]), ints_from(heads[HEAD_WINDOW, 0]), ints_from(heads[HEAD_SINK, 0]),
-        floats_from(layer.sink_logits[0]), layer.sink_logits[1] > 0, own.factor, own.softcap,
-        own.q_heads // own.kv_heads, dim,
+        own.query, own.query_row, own.query_head, own.out, own.q_heads * dim, layer.out_words, own.rows, kv, codes,
+        floats_from(own.cache.arena), own.cache, ints_from(own.tables), own.table_columns, own.groups,
+        ints_from(heads[HEAD_GROUP, 0]), ints_from(heads[HEAD_SLOT, 0]), ints_from(heads[HEAD_WINDOW, 0]),
+        ints_from(heads[HEAD_SINK, 0]), floats_from(layer.sink_logits[0]), layer.sink_logits[1] > 0, own.factor,
+        own.softcap, own.q_heads // own.kv_heads, dim,
     )  # fmt: skip
 
 

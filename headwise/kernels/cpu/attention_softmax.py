@@ -50,7 +50,7 @@ class Step(NamedTuple):
     """All that stays the same during one call. Pointers know no lengths.
 
     query:   address of ``float32 [tokens, q_heads, dim]``; ..._row, ..._head: floats from row to row, head to head
-    out:     address of the same, where heads lie side by side
+    out:     address of the same, where heads lie side by side; ``out_words``: as `records.LAYER` has it, of ``rows``
     kv:      pointer to the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16), ``int8`` or
              ``uint8`` (E4M3); of int4 to what the thread has expanded, room for ``2 * CHUNK`` rows
     codes:   pointer to the arena, of int4 as ``int16``; else the same as ``kv``
@@ -68,6 +68,8 @@ class Step(NamedTuple):
     query_head: Any
     out: Any
     out_row: Any
+    out_words: Any
+    rows: Any
     kv: Any
     codes: Any
     scales: Any
@@ -150,18 +152,18 @@ def _take_strip(kv, s, softmax, strip, some, dim, width, scratch):
 
     Shifts and shrinkage of rows lie behind the scores.
     """
-    top, total = _behind(softmax.top, strip), _behind(softmax.total, strip)
-    shifts, shrinks = _behind(s, TILED_STRIP * CHUNK), _behind(s, TILED_STRIP * CHUNK + TILED_STRIP)
+    top, total = behind(softmax.top, strip), behind(softmax.total, strip)
+    shifts, shrinks = behind(s, TILED_STRIP * CHUNK), behind(s, TILED_STRIP * CHUNK + TILED_STRIP)
     if raise_tops(s, CHUNK, width, top, total, shifts, shrinks):
         for row in range(some):
             if shrinks[row] != 1.0:
                 at = (strip + row) * dim
                 row_times(softmax.acc, at, softmax.acc, at, dim, shrinks[row])
-    strip_powers(kv, s, CHUNK, width, shifts, _behind(scratch.scales, CHUNK), total)
+    strip_powers(kv, s, CHUNK, width, shifts, behind(scratch.scales, CHUNK), total)
 
 
 @_pasted
-def _behind(pointer, offset):
+def behind(pointer, offset):
     return floats_from(address_in(pointer, offset))
 
 

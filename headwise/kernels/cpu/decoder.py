@@ -22,7 +22,7 @@ from headwise.kernels.cpu.attention_pass import PlanTable
 from headwise.kernels.cpu.attention_plan import Planner
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_phases
 from headwise.kernels.cpu.decoder_kinds import Angles, DeltaKind, Kind, Passes, StepCache, kind_of
-from headwise.kernels.cpu.decoder_phases import Phases
+from headwise.kernels.cpu.decoder_phases import Phases, words_of_heads
 from headwise.kernels.cpu.decoder_records import ADDED, LOGITS, NORMED, PLACES, QUERY_SCALES, SIDES, STREAM
 from headwise.kernels.cpu.delta_attention import delta_record, sizes_of_weights
 from headwise.kernels.cpu.experts import room_of
@@ -56,6 +56,7 @@ class CpuDecoder:
                 record["delta"] = place_of(self._deltas[-1])
             elif isinstance(layer.attention, GroupedQueries):
                 record["sink_logits"] = _span(layer.attention.sink_logits)
+                record["out_words"] = words_of_heads(layer.attention)
         each = records.LAYER.itemsize
         places = [self._table.ctypes.data + index * each for index in range(len(layers))]
         self._phases = Phases.of(layers, places, shape.activation, shape.eps)

@@ -177,11 +177,12 @@ def _multiply(step, phase, counters, counters_at, number, tile, thread):
     ahead, end = np.int64(0), np.int64(0)
     if phase.following != 0:
         ahead, end = share_of(weight_at(phase.following), step.rows, thread, step.threads)
+    factors = step.factors if phase.prepared < 0 else step.places[phase.prepared]
     call_at(
         step.products[weight.kind],
         (
             phase.weight, phase.bias, phase.bias_length, phase.epilogue, step.places[phase.out], phase.out_columns,
-            step.factors, step.sums, step.rows, counters_at, number, tile, thread, step.threads, ahead,
+            factors, step.sums, step.rows, counters_at, number, tile, thread, step.threads, ahead,
         ),
     )  # fmt: skip
     return wait_and_prefetch(counters, number, items_of(weight, step.rows, step.threads), ahead, end), end

@@ -15,7 +15,7 @@ from headwise.kernels.cpu import decoder_records as at
 from headwise.kernels.cpu import matmul_jit
 from headwise.kernels.cpu.experts import PackedExperts
 from headwise.kernels.cpu.gates import padded
-from headwise.kernels.cpu.matmul import EPILOGUES, PackedWeight
+from headwise.kernels.cpu.matmul import BLOCK_INPUTS, EPILOGUES, PackedWeight, is_in_tiles
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.fused import (
     Activation,
@@ -198,6 +198,10 @@ class _Maker:
         spans = [_span(norm) for norm in norms]
         self._add({"kind": at.WRITE, "norms": spans, "copies_keys": copies, "is_scaled": attention.is_scaled})
         self._add({"kind": at.ATTEND})
+        if words := words_of_heads(attention):
+            self._widen(at.HEADS_SEEN, words)
+            self._product(attention.out, at.ADDED, attention.out_bias, prepared=at.HEADS_SEEN)
+            return
         self._add(self.rows(at.HEADS_SEEN, attention.out.inputs, attention.out) | gate)
         self._product(attention.out, at.ADDED, attention.out_bias)
 
@@ -235,6 +239,10 @@ class _Maker:
 
     def _gated(self, mlp: GatedLayer, out: int, gate: Fields | None = None) -> None:
         """A gated MLP of rows that are prepared for it."""
+        if gate is None and is_in_tiles(mlp.gate_up) and is_in_tiles(mlp.down):
+            self._product(mlp.gate_up, at.GATED, mlp.gate_up_bias, self.epilogue, rows_of=mlp.down)
+            self._product(mlp.down, out, mlp.down_bias, prepared=at.GATED)
+            return
         self._product(mlp.gate_up, at.GATED, mlp.gate_up_bias, self.epilogue)
         self._add(self.rows(at.GATED, mlp.down.inputs, mlp.down) | (gate or {}))
         self._product(mlp.down, out, mlp.down_bias)
@@ -279,15 +287,24 @@ class _Maker:
         return {"gate_kind": kind, "gate": place, "gate_row": row, "gate_at": first}
 
     def _product(
-        self, weight: PackedWeight, out: int, bias: Floats | None = None, epilogue: int = matmul_jit.PLAIN
+        self,
+        weight: PackedWeight,
+        out: int,
+        bias: Floats | None = None,
+        epilogue: int = matmul_jit.PLAIN,
+        rows_of: PackedWeight | None = None,
+        prepared: int = NO_PLACE,
     ) -> None:
+        """rows_of: what comes out is prepared for that weight; prepared: where rows are that were so before"""
         columns = weight.outputs if epilogue == matmul_jit.PLAIN else weight.outputs // 2
+        if rows_of is not None:
+            columns, epilogue = rows_of.row_factors, epilogue + matmul_jit.AS_ROWS
         self._widen(out, columns)
         self.weights.append(weight)
         place, length = _span(bias)
         self._add({
             "kind": at.PRODUCT, "weight": place_of(weight.table), "bias": place, "bias_length": length,
-            "epilogue": epilogue, "out": out, "out_columns": columns,
+            "epilogue": epilogue, "out": out, "out_columns": columns, "prepared": prepared,
         })  # fmt: skip
 
     def _add(self, phase: Fields) -> None:
@@ -332,6 +349,12 @@ class LatentSizes:
     @property
     def width(self) -> int:
         return self.rank + self.rotated
+
+
+def words_of_heads(attention: GroupedQueries) -> int:
+    """`records.LAYER` has them: of attention that nothing gates, whose product is computed in tiles."""
+    is_prepared = attention.gate is None and is_in_tiles(attention.out) and not attention.head_dim % BLOCK_INPUTS
+    return attention.out.row_factors if is_prepared else 0
 
 
 def kept_parts(attention: GroupedQueries) -> int:

@@ -48,8 +48,8 @@ PHASE = np.dtype(
     [
         *numbers(
             "kind layer number source source_row columns addend kept gate gate_row gate_at gate_kind weight"
-            " bias bias_length epilogue out out_columns following which record copies_keys is_scaled mixture heads"
-            " plain rank rotated inputs outputs up tail"
+            " bias bias_length epilogue out out_columns prepared following which record copies_keys is_scaled mixture"
+            " heads plain rank rotated inputs outputs up tail"
         ),
         ("after", _N, (2,)),
         ("before", _N, (2,)),
@@ -65,7 +65,8 @@ ROWS:    rows ``source [rows, columns]``, ``source_row`` apart, get ``addend``, 
          and gated (see `NO_GATE`: by rows of ``gate``, ``gate_row`` apart, from ``gate_at`` on) they are prepared for
          the product with ``weight``, if that is not 0, and copied to ``kept``, if that is not negative; with neither
          they stay where they are, normed
-PRODUCT: what rows were prepared as times ``weight [.., out_columns]``, with ``bias`` and ``epilogue``, to ``out``;
+PRODUCT: what rows were prepared as, in ``prepared``, or in `STEP`'s room if that is negative, times
+         ``weight [.., out_columns]``, with ``bias`` and ``epilogue``, to ``out``, see `matmul_jit.AS_ROWS`;
          ``following`` is the weight of the product behind it, to be prefetched; 0: unknown
 WRITE:   heads are normed by ``norms``, those that have some, queries and keys rotated, and keys and values written to
          the cache of kind ``which``, as ``record``, a `LAYER`, says. copies_keys: values are keys, before all that.

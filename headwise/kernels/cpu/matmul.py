@@ -48,8 +48,8 @@ THREAD_ROWS = 4
 GROUP_STEP = 16
 """Numbers of a group are a multiple of this: of what a vector has, and of a turn of most codes."""
 
-_DEPTH_STEP = 32
-"""Inputs of a narrow weight are padded to a multiple of this."""
+BLOCK_INPUTS = 32
+"""Inputs of a narrow weight are padded to a multiple of this: those of a block in AMX's tiles."""
 
 _LAYOUTS: Mapping[str, tuple[Any, int, tuple[int, ...]]] = {
     "float32": (np.float32, 1, (PANEL,)),
@@ -112,7 +112,7 @@ def pack_float(weight: NDArray[np.float32], dtype: str, gated: bool = False) -> 
     """
     weight = np.ascontiguousarray(weight, dtype=np.float32)
     order, (outputs, inputs) = _order(len(weight), gated), weight.shape
-    depth = inputs if dtype == "float32" else _padded(inputs, _DEPTH_STEP)
+    depth = inputs if dtype == "float32" else _padded(inputs, BLOCK_INPUTS)
     packed = _packed(dtype, weight, order, depth)
     return _packed_weight(KINDS[dtype], dtype, outputs, inputs, gated, packed, depth)
 
@@ -137,7 +137,7 @@ def pack_quantised(
     if group % GROUP_STEP:
         raise ValueError(f"codes have a scale for each {group} inputs, which are no multiple of {GROUP_STEP}")
     bits = bits_in_memory(bits, group, on_gpu=False)
-    dtype, depth = f"int{bits}", _padded(inputs, max(group, _DEPTH_STEP))
+    dtype, depth = f"int{bits}", _padded(inputs, max(group, BLOCK_INPUTS))
     offset = 1 << bits - 1 if bits < 8 and codes.dtype == np.int8 else 0
     stored = codes.astype(np.int8, copy=False)
     if bits < 8:
@@ -256,6 +256,11 @@ def pack_bias(bias: NDArray[np.float32], gated: bool = False) -> NDArray[np.floa
     """``bias [outputs]`` in the order of a weight's packed outputs."""
     order = _order(len(bias), gated)
     return np.where(order >= 0, bias[np.maximum(order, 0)], 0).astype(np.float32)
+
+
+def is_in_tiles(weight: PackedWeight) -> bool:
+    """Whether it is multiplied in AMX's tiles."""
+    return matmul_kinds.TILES and weight.dtype == "bfloat16"
 
 
 def make_ready(dtype: str) -> None:

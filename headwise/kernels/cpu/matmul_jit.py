@@ -49,7 +49,7 @@ from headwise.kernels.cpu.matmul_kinds import (
     IntegersOfInt8,
     Kind,
 )
-from headwise.kernels.cpu.matmul_rows import factor_stride, prepare_row, sums_stride, weight_at
+from headwise.kernels.cpu.matmul_rows import factor_stride, prepare_row, sums_stride, tiled_row, weight_at
 from headwise.kernels.cpu.matmul_tiles import (
     FEW_VECTORS,
     LINE,
@@ -83,6 +83,10 @@ AWAKE_ROWS = 8
 
 PLAIN, SILU, GELU, CLAMPED = range(4)
 """Epilogues: as it is; or ``act(gate) * up``, where a panel is half gate, half up."""
+
+AS_ROWS = 4
+"""Added to one of the latter where both weights are multiplied in tiles: what comes of it is not ``out``, but rows that
+are prepared for the next product, whose ``columns`` are then words."""
 
 _MATH = {"nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
@@ -134,8 +138,8 @@ def _smaller(builder: Any, x: Any, most: Any) -> Any:
 @_pasted
 def _finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
     """Write ``tile``, the product of some rows with a panel, to ``out``. in_tiles: AMX has made it, and goes on to."""
-    half = PANEL // 2
-    width = PANEL if epilogue == PLAIN else half
+    half, act = PANEL // 2, epilogue % AS_ROWS
+    width = PANEL if act == PLAIN else half
     first, last = panel * width, min((panel + 1) * width, out.shape[1])
     for r in range(rows):
         if in_tiles and r % AWAKE_ROWS == 0:
@@ -147,10 +151,12 @@ def _finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
             own = floats_at(bias.ctypes.data + panel * PANEL * 4, PANEL)
             for c in range(PANEL):
                 source[c] += own[c]
-        if epilogue != PLAIN:
+        if act != PLAIN:
             for c in range(0, half, LANES):
-                _gate(tile, r * PANEL + c, r * PANEL + half + c, epilogue)
-        if len(target) % LANES == 0:
+                _gate(tile, r * PANEL + c, r * PANEL + half + c, act)
+        if in_tiles and epilogue >= AS_ROWS:
+            tiled_row(source, out, row + r, out.shape[0], out.shape[1], panel, 1)
+        elif len(target) % LANES == 0:
             row_times(source, 0, target, 0, len(target), np.float32(1.0))
         else:
             for c in range(len(target)):

@@ -99,6 +99,14 @@ def _prepare_integers(values, weight, row, factors, sums):
 
 
 @_pasted
+def tiled_row(values, factors, row, rows, stride, block, blocks):
+    """Values as a row's ``blocks`` from number ``block`` on, as `prepare_row` has rows of ``stride`` words in tiles."""
+    first = row // SIDE * SIDE
+    step = min(SIDE, rows - first) * SIDE
+    _paired_blocks(values, factors, first * stride + (row - first) * SIDE + block * step, step, blocks)
+
+
+@_pasted
 def prepare_row(values, weight, row, rows, factors, sums):
     """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and what goes with them.
 
@@ -107,10 +115,7 @@ def prepare_row(values, weight, row, rows, factors, sums):
     """
     stride = factor_stride(weight)
     if TILES and weight.kind == BFLOAT16:
-        first = row // SIDE * SIDE
-        _tiled_row(
-            values, factors, first * stride + (row - first) * SIDE, min(SIDE, rows - first) * SIDE, stride // SIDE
-        )
+        tiled_row(values, factors, row, rows, stride, 0, stride // SIDE)
         return
     if weight.kind == FLOAT32:
         row_copy(values, 0, factors, row * stride, stride)
@@ -145,7 +150,7 @@ def _paired_row(typing, x, xa, out, oa, count):
 
 
 @intrinsic
-def _tiled_row(typing, x, out, oa, step, blocks):
+def _paired_blocks(typing, x, out, oa, step, blocks):
     """Floats rounded to bfloat16: `SIDE` pairs, and the next ones ``step`` words behind these, ``blocks`` times."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

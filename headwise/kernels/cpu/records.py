@@ -61,9 +61,13 @@ counters: `matmul_jit.PRODUCT_COUNTERS` and one for each of the ``threads``, tha
 HEAD_GROUP, HEAD_SLOT, HEAD_WINDOW, HEAD_SINK = HEADS = range(4)
 """Arrays of a layer's heads, as in `headwise.kernels.base.HeadTable`."""
 
-LAYER = np.dtype([("heads", _N, (len(HEADS), 2)), ("sink_logits", _N, (2,)), *numbers("plan delta")])
+LAYER = np.dtype([("heads", _N, (len(HEADS), 2)), ("sink_logits", _N, (2,)), *numbers("plan delta out_words")])
 """What attention or a delta-net is told of a layer: address and length of what says where its heads lie, and of learned
-sinks' logits (0 where it has none); which `PLAN` is its own; and a `DELTA` in place of attention, 0 for none."""
+sinks' logits (0 where it has none); which `PLAN` is its own; and a `DELTA` in place of attention, 0 for none.
+
+out_words: of a row that attention prepares for the product that follows, in tiles (`matmul_rows.tiled_row`); 0: what
+           comes out is float32
+"""
 
 PLAN = np.dtype(numbers("items item_count parts part_count rows is_tiled partial_rows"))
 """A plan of attention: see `attention_plan.Plan`."""
