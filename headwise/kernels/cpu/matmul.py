@@ -6,6 +6,7 @@ kept in is its *kind*: float32, bfloat16, or integers with a scale per group of 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ EPILOGUES = {
     "clamped": matmul_jit.CLAMPED,
 }
 KINDS = dict(zip(("float32", "bfloat16", "int8", "int4", "int5", "int6"), matmul_kinds.KINDS, strict=True))
-PACKED_VERSION = 2
+PACKED_VERSION = 3
 """Goes up when the same weight is packed differently: copies of packed weights on disk are then made again."""
 
 PACKED_FORMAT = f"numba {PACKED_VERSION}, in tiles" if matmul_kinds.TILES else f"numba {PACKED_VERSION}"
@@ -137,7 +138,7 @@ def pack_quantised(
     if group % GROUP_STEP:
         raise ValueError(f"codes have a scale for each {group} inputs, which are no multiple of {GROUP_STEP}")
     bits = bits_in_memory(bits, group, on_gpu=False)
-    dtype, depth = f"int{bits}", _padded(inputs, max(group, BLOCK_INPUTS))
+    dtype, depth = f"int{bits}", _padded(inputs, math.lcm(group, BLOCK_INPUTS))
     offset = 1 << bits - 1 if bits < 8 and codes.dtype == np.int8 else 0
     stored = codes.astype(np.int8, copy=False)
     if bits < 8:
@@ -259,7 +260,7 @@ def pack_bias(bias: NDArray[np.float32], gated: bool = False) -> NDArray[np.floa
 
 
 def is_in_tiles(weight: PackedWeight) -> bool:
-    """Whether it is multiplied in AMX's tiles."""
+    """Whether AMX's tiles multiply it as it lies: what computes its rows may leave them in tiles, too."""
     return matmul_kinds.TILES and weight.dtype == "bfloat16"
 
 

@@ -6,16 +6,14 @@ from __future__ import annotations
 import numba
 
 from headwise.kernels.cpu.matmul_kinds import PANEL
-from headwise.kernels.cpu.tiles import MOST_ROWS, ROW_BYTES, SIDE, configure, one_by_four, two_by_two
+from headwise.kernels.cpu.tiles import MOST_ROWS, ROW_BYTES, SIDE, TILE_BYTES, configure, one_by_four, two_by_two
 
 _pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
 _STRIDE = PANEL * 4
 """Bytes from one row of sums to the next; and of a turn of a panel."""
 
-_TILE_BYTES = SIDE * ROW_BYTES
-
-_BLOCK_BYTES = PANEL // SIDE * _TILE_BYTES
+_BLOCK_BYTES = PANEL // SIDE * TILE_BYTES
 """Of a panel, that one step of depth takes: its tiles, one behind the other."""
 
 _HALF_BYTES = _BLOCK_BYTES // 2
@@ -47,17 +45,17 @@ def rows_in_tiles(weight, factors, stride, sums, row, rows, panel, turn, turns, 
         at, there = to + done * _STRIDE, ahead + done // SIDE * lines * ROW_BYTES
         if some > SIDE:
             two_by_two(
-                x, ROW_BYTES, step, beyond, beyond_step, by, ROW_BYTES, _TILE_BYTES, _BLOCK_BYTES, blocks, at, _STRIDE,
+                x, ROW_BYTES, step, beyond, beyond_step, by, ROW_BYTES, TILE_BYTES, _BLOCK_BYTES, blocks, at, _STRIDE,
                 fresh, there, lines,
             )  # fmt: skip
             there += lines * ROW_BYTES - _HALF_BYTES
             two_by_two(
-                x, ROW_BYTES, step, beyond, beyond_step, by + _HALF_BYTES, ROW_BYTES, _TILE_BYTES, _BLOCK_BYTES, blocks,
+                x, ROW_BYTES, step, beyond, beyond_step, by + _HALF_BYTES, ROW_BYTES, TILE_BYTES, _BLOCK_BYTES, blocks,
                 at + _STRIDE // 2, _STRIDE, fresh, there, lines,
             )  # fmt: skip
         else:
             one_by_four(
-                x, ROW_BYTES, step, 0, 0, by, ROW_BYTES, _TILE_BYTES, _BLOCK_BYTES, blocks, at, _STRIDE, fresh, there,
+                x, ROW_BYTES, step, 0, 0, by, ROW_BYTES, TILE_BYTES, _BLOCK_BYTES, blocks, at, _STRIDE, fresh, there,
                 2 * lines,
             )  # fmt: skip
         done += some

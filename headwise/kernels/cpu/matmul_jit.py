@@ -35,9 +35,11 @@ from headwise.kernels.cpu.addresses import (
     words_at,
 )
 from headwise.kernels.cpu.attention_micro import row_times
+from headwise.kernels.cpu.codes_amx import SCRATCH, codes_in_tiles
 from headwise.kernels.cpu.matmul_amx import rows_in_tiles
 from headwise.kernels.cpu.matmul_kinds import (
-    BFLOAT16,
+    FLOAT32,
+    INT8,
     INTEGERS,
     PANEL,
     TILES,
@@ -49,7 +51,14 @@ from headwise.kernels.cpu.matmul_kinds import (
     IntegersOfInt8,
     Kind,
 )
-from headwise.kernels.cpu.matmul_rows import factor_stride, prepare_row, sums_stride, tiled_row, weight_at
+from headwise.kernels.cpu.matmul_rows import (
+    ROWS_IN_VECTORS,
+    factor_stride,
+    prepare_row,
+    sums_stride,
+    tiled_row,
+    weight_at,
+)
 from headwise.kernels.cpu.matmul_tiles import (
     FEW_VECTORS,
     LINE,
@@ -75,8 +84,8 @@ DEPTH_BYTES = 1 << 18
 MOST_ALONE = 2
 """Rows that leave no time to prefetch the next panel: they wait for memory, whose own prefetching does as well."""
 
-TILE = ROW_BLOCK * PANEL
-"""Floats of a thread's scratch."""
+TILE = ROW_BLOCK * PANEL + (SCRATCH if TILES else 0)
+"""Floats of a thread's scratch: an item's sums, and what `codes_amx` takes."""
 
 AWAKE_ROWS = 8
 """Rows that an epilogue takes 0.2 us for, at most."""
@@ -137,7 +146,10 @@ def _smaller(builder: Any, x: Any, most: Any) -> Any:
 
 @_pasted
 def _finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
-    """Write ``tile``, the product of some rows with a panel, to ``out``. in_tiles: AMX has made it, and goes on to."""
+    """Write ``tile``, the product of some rows with a panel, to ``out``.
+
+    in_tiles: AMX has made it, and goes on to: its tiles are configured
+    """
     half, act = PANEL // 2, epilogue % AS_ROWS
     width = PANEL if act == PLAIN else half
     first, last = panel * width, min((panel + 1) * width, out.shape[1])
@@ -276,9 +288,12 @@ def _grouped_rows(kind: Kind) -> Any:
 _float32_rows = _plain_rows(Float32())
 _bfloat16_rows = rows_in_tiles if TILES else _plain_rows(Bfloat16())
 _of_bytes, _of_codes = (IntegersOfInt8, IntegersOfCodes) if INTEGERS else (Int8, Codes)
-_int8_rows, _int4_rows, _int5_rows, _int6_rows = map(
-    _grouped_rows, (_of_bytes(), _of_codes(4), _of_codes(5), _of_codes(6))
-)
+_integers = (_of_bytes(), *map(_of_codes, (4, 5, 6)))
+if TILES:
+    _pairs = (Int8(native=True), *(Codes(bits, native=True) for bits in (4, 5, 6)))
+    _int8_rows, _int4_rows, _int5_rows, _int6_rows = map(codes_in_tiles, _pairs, _integers)
+else:
+    _int8_rows, _int4_rows, _int5_rows, _int6_rows = map(_grouped_rows, _integers)
 
 
 PRODUCT_INTEGERS = 15
@@ -291,7 +306,8 @@ def _product(rows_of_kind: Any) -> Any:
     `take_item` counts in the ``threads`` behind it; tile: `TILE` floats of the thread's own; beyond: where this thread
     reads on when it is through, 0 if that is not known
     """
-    in_tiles = rows_of_kind is rows_in_tiles
+    has_tiles = TILES and rows_of_kind is not _float32_rows
+    in_vectors = ROWS_IN_VECTORS if has_tiles and rows_of_kind is not rows_in_tiles else 0
 
     @_pasted
     def product(
@@ -304,6 +320,7 @@ def _product(rows_of_kind: Any) -> Any:
         tile, counters = floats_at(tile, TILE), longs_at(counters, counter + 1 + threads)
         each, panel_bytes = _turns_at_once(weight, rows), weight.data_bytes // -(-weight.columns // PANEL)
         block_rows, blocks, panels = cut_of(weight, rows, threads)
+        in_tiles = has_tiles and rows > in_vectors
         each_blocks, count = blocks // threads if is_by_rows(rows, threads) else blocks, blocks * panels
         item, share = take_item(counters, counter + 1, thread, threads, count)
         while item < count:
@@ -403,7 +420,7 @@ def product_of(kind: int) -> Any:
 @_pasted
 def _turns_at_once(weight, rows):
     """Turns of a panel that are multiplied with all rows of an item before the next ones are."""
-    if rows <= TILE_ROWS[0]:
+    if rows <= TILE_ROWS[0] or (TILES and weight.kind >= INT8):
         return weight.turns
     panel_bytes = weight.data_bytes // -(-weight.columns // PANEL)
     each = DEPTH_BYTES * weight.turns // panel_bytes
@@ -425,7 +442,7 @@ def cut_of(weight, rows, threads):
     blocks, each = -(-rows // ROW_BLOCK), ROW_BLOCK
     if is_by_rows(rows, threads):
         blocks = -(-rows // (ROW_BLOCK * threads)) * threads
-        step = MOST_ROWS if TILES and weight.kind == BFLOAT16 else TILE_ROWS[0]
+        step = MOST_ROWS if TILES and weight.kind != FLOAT32 else TILE_ROWS[0]
         each = -(-rows // (blocks * step)) * step
     return each, blocks, -(-weight.columns // PANEL)
 

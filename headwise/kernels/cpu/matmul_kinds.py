@@ -4,7 +4,7 @@
 Where the CPU multiplies pairs of bfloat16, a step of a product takes two numbers of depth at once. So it does with AVX2
 alone where a weight's numbers are integers: rows are multiplied as integers of 16 bits with scales of their own
 (`matmul_rows`), by the instruction that adds up two such products in a lane. Elsewhere all is widened to float32. Where
-the CPU has tiles for it, weights in bfloat16 are multiplied in these (`matmul_amx`).
+the CPU has tiles for it, bfloat16 is multiplied in these: weights in it (`matmul_amx`), and integers (`codes_amx`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NATIVE = ISA.avx512bf16 and ISA.avx512bw
 """Whether pairs of bfloat16 are multiplied as they are."""
 
 TILES = ISA.amx
-"""Whether weights in bfloat16 are multiplied in tiles (`matmul_amx`)."""
+"""Whether bfloat16 is multiplied in tiles."""
 
 INTEGERS = ISA.avx2 and not ISA.avx512f
 """Whether rows are multiplied as integers with weights that are."""
@@ -131,7 +131,12 @@ class Bfloat16(Kind):
 
 
 class Int8(Kind):
-    turn_bytes, column_bytes, x_per_turn = 2 * PANEL, 2, 1 if NATIVE else 2
+    """native: whether its numbers become pairs of bfloat16"""
+
+    turn_bytes, column_bytes = 2 * PANEL, 2
+
+    def __init__(self, native: bool = NATIVE) -> None:
+        self.native, self.x_per_turn = native, 1 if native else 2
 
     def steps(self, e: Emitter, pointer: Any, vectors: int, prepared: Any) -> Iterator[tuple[int, list[Any]]]:
         places = [_vector_at(e, pointer, v, 2) for v in range(vectors)]
@@ -161,13 +166,17 @@ class Int8(Kind):
 
 
 class Codes(Kind):
-    """Codes of ``bits`` bits from 0 on, as `code_words` has them; ``offset`` is taken off each."""
+    """Codes of ``bits`` bits from 0 on, as `code_words` has them; ``offset`` is taken off each.
 
-    def __init__(self, bits: int) -> None:
+    native: whether they become pairs of bfloat16
+    """
+
+    def __init__(self, bits: int, native: bool = NATIVE) -> None:
+        self.native = native
         self._bits, self._words, depth = bits, words_of(bits), depth_of(bits)
         self.turn_bytes, self.column_bytes = 4 * PANEL * self._words, 4
-        self.x_per_turn, self._places = depth // 2 if NATIVE else depth, depth // 2
-        self._looks_up = NATIVE or (ISA.avx512f and bits <= MOST_LOOKED_UP)
+        self.x_per_turn, self._places = depth // 2 if native else depth, depth // 2
+        self._looks_up = native or (ISA.avx512f and bits <= MOST_LOOKED_UP)
 
     def prepare(self, e: Emitter, offset: Any) -> Any:
         """Registers with what each code stands for; or what turns a code with `_LARGE` into it."""
@@ -231,7 +240,9 @@ class _OfIntegers(Kind):
 
 
 class IntegersOfInt8(_OfIntegers, Int8):
-    x_per_turn = 1
+    def __init__(self) -> None:
+        super().__init__()
+        self.x_per_turn = 1
 
     def steps(self, e: Emitter, pointer: Any, vectors: int, prepared: Any) -> Iterator[tuple[int, list[Any]]]:
         raw, places = ir.VectorType(ir.IntType(8), 2 * LANES), (_vector_at(e, pointer, v, 2) for v in range(vectors))

@@ -34,6 +34,9 @@ _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="n
 _FLOAT_LANES, _INT_LANES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
+ROWS_IN_VECTORS = 2
+"""Rows that are multiplied with integers in vectors where there are tiles, too: these would come half as fast."""
+
 weight_at = record_at(WEIGHT)
 
 
@@ -110,20 +113,21 @@ def tiled_row(values, factors, row, rows, stride, block, blocks):
 def prepare_row(values, weight, row, rows, factors, sums):
     """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and what goes with them.
 
-    row: its number of the ``rows`` that the weight is multiplied with at once. Where that is done in tiles, a tile's
-    rows lie side by side: [groups of up to `SIDE` rows, depth / 2 / SIDE, rows of the group, SIDE] pairs of depth.
+    row: its number of the ``rows`` that the weight is multiplied with at once. Where that is done in tiles (with
+    integers of more than `ROWS_IN_VECTORS`), a tile's rows lie side by side: [groups of up to `SIDE` rows,
+    depth / 2 / SIDE, rows of the group, SIDE] pairs of depth.
     """
     stride = factor_stride(weight)
-    if TILES and weight.kind == BFLOAT16:
-        tiled_row(values, factors, row, rows, stride, 0, stride // SIDE)
-        return
     if weight.kind == FLOAT32:
         row_copy(values, 0, factors, row * stride, stride)
         return
     if INTEGERS and weight.kind >= INT8:
         _prepare_integers(values, weight, row, factors, sums)
         return
-    if _is_pairs(weight.kind):
+    words = weight.depth // 2
+    if TILES and (weight.kind == BFLOAT16 or rows > ROWS_IN_VECTORS):
+        tiled_row(values, factors, row, rows, words, 0, words // SIDE)
+    elif _is_pairs(weight.kind):
         _paired_row(values, 0, factors, row * stride, weight.depth)
     else:
         _rounded_row(values, 0, factors, row * stride, weight.depth)

@@ -37,6 +37,29 @@ LINE = 64
 """Bytes of a cache line."""
 
 
+class PlaceEmitter(Emitter):
+    """With what lies at addresses."""
+
+    VECTOR_BYTES = 4 * LANES
+
+    def pointers(self, *addresses: Any) -> list[Any]:
+        """To bytes."""
+        return [self.builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in addresses]
+
+    def floats(self, place: Any) -> Any:
+        """The vector of floats at a pointer."""
+        return self.load(self.builder.bitcast(place, ir.FloatType().as_pointer()))
+
+    def halves(self, place: Any, vector: int) -> Any:
+        """Vector number ``vector`` of the finite float16 numbers at a pointer, as floats."""
+        place = self.at(place, ir.IntType(64)(vector * LANES * 2))
+        return _widened_halves(self, load_vector(self, place, ir.VectorType(_I16, LANES)))
+
+    def number(self, place: Any) -> Any:
+        """A vector of the float at a pointer."""
+        return self.fill(self.builder.load(self.builder.bitcast(place, ir.FloatType().as_pointer())))
+
+
 def plain_tile(kind: Kind, rows: int, vectors: int, lines: int = 0) -> Any:
     """Make ``tile[r, j] (+)= x[r] . weight[:, j]`` of a weight without scales.
 
@@ -235,6 +258,7 @@ def _half_vector(e: Emitter, array: Any, at: Any, vector: int) -> Any:
 
 
 def _widened_halves(e: Emitter, bits: Any) -> Any:
+    """A vector of finite float16 numbers, given as their bits, as float32."""
     if ISA.f16c:
         return e.builder.fpext(e.builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
     # By integers: LLVM would call a function for it, which is not there. Exponents are 112 apart.

@@ -37,6 +37,14 @@ MOST_ROWS = 2 * SIDE
 ROW_BYTES = 64
 """Bytes of a tile's row; and of a cache line."""
 
+TILE_BYTES = SIDE * ROW_BYTES
+
+BLOCK = 2 * SIDE
+"""Numbers of depth that tiles multiply at once; with `HALVES` half as many."""
+
+HALVES = MOST_ROWS + 1
+"""Added to a number of rows: tiles are shaped for half a block."""
+
 _X, _WEIGHTS = (4, 5), (6, 7)
 """Tiles, by number, where two of rows are multiplied with two of columns; sums are those from 0 on."""
 _ONE_X, _SOME_WEIGHTS = 4, (5, 6, 7, 5)
@@ -47,9 +55,23 @@ def _configuration(rows: int) -> list[int]:
     """The 64 bytes that say what shape each tile has (palette 1), for so many rows of ``x``."""
     first, second = min(rows, SIDE), max(rows - SIDE, 0)
     of_rows = [first, first, second, second, first, second] if second else [first] * 5 + [SIDE]
-    heights = [*of_rows, SIDE, SIDE]
-    widths = [byte for _ in heights for byte in (ROW_BYTES, 0)]
-    return [1, *[0] * 15, *widths, *[0] * 16, *heights, *[0] * 8]
+    return _shapes([*of_rows, SIDE, SIDE], [ROW_BYTES] * 8)
+
+
+def _halved(rows: int) -> list[int]:
+    """The same where a tile of rows, and those that it is multiplied with, have half a block of depth."""
+    pairs = SIDE // 2
+    widths = [*[ROW_BYTES] * _ONE_X, ROW_BYTES // 2, *[ROW_BYTES] * 3]
+    return _shapes([*[min(rows, SIDE)] * 5, pairs, pairs, pairs], widths)
+
+
+def _shapes(heights: list[int], widths: list[int]) -> list[int]:
+    return [1, *[0] * 15, *(byte for width in widths for byte in (width, 0)), *[0] * 16, *heights, *[0] * 8]
+
+
+def tile_call(builder: Any, name: str, *args: Any) -> None:
+    """Emit an instruction; tiles are given by their numbers."""
+    _call(builder, name, *(_number(arg) if isinstance(arg, int) else arg for arg in args))
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
@@ -65,10 +87,14 @@ def _number(tile: int) -> Any:
 
 @intrinsic
 def configure(typing, rows):
-    """Shape all tiles for so many rows, 1 to `MOST_ROWS`: up to `SIDE` are multiplied by those of one tile of rows."""
+    """Shape all tiles for so many rows, 1 to `MOST_ROWS`: up to `SIDE` are multiplied by those of one tile of rows.
+
+    With `HALVES` more, up to `SIDE` rows of half a block.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        table = bytearray(byte for rows in range(MOST_ROWS + 1) for byte in _configuration(max(1, rows)))
+        shapes = (of(max(1, rows)) for of in (_configuration, _halved) for rows in range(MOST_ROWS + 1))
+        table = bytearray(byte for shape in shapes for byte in shape)
         place = cgutils.global_constant(builder, "headwise.tiles", cgutils.make_bytearray(table))
         first = builder.bitcast(place, _POINTER)
         _call(builder, "ldtilecfg", builder.gep(first, [builder.mul(args[0], args[0].type(ROW_BYTES))]))

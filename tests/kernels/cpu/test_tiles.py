@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.cpu import amx
-from headwise.kernels.cpu.matmul import matmul, pack_float
+from headwise.kernels.cpu.matmul import matmul, pack_float, pack_quantised
 from headwise.kernels.cpu.matmul_kinds import PANEL
 from headwise.kernels.cpu.simd import ISA
 
@@ -34,7 +34,7 @@ def summed_by_blocks(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDA
     total = np.zeros((len(x), len(weight)), np.float32)
     for block in range(0, x.shape[1], 2 * PAIRS):
         halves = np.zeros((2, *total.shape), np.float32)
-        for pair in range(PAIRS):
+        for pair in range(min(PAIRS, (x.shape[1] - block) // 2)):
             for half in range(2):
                 at = block + 2 * pair + half
                 halves[half] += x[:, at, None] * weight[None, :, at]
@@ -59,6 +59,48 @@ def test_any_number_of_rows_is_summed_in_that_order_to_the_bit(rows: int) -> Non
     x, weight = normal(rows, depth), normal(columns, depth, seed=2)
     found = matmul(x, pack_float(weight, "bfloat16"), 2)
     np.testing.assert_array_equal(found, summed_by_blocks(rounded(x), rounded(weight)))
+
+
+def summed_by_parts(x: NDArray[np.float32], codes: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``x [rows, depth]`` times codes ``[columns, depth]`` with a scale for each group of inputs, in the order of
+    `headwise.kernels.cpu.codes_amx`: products with scales are not rounded before they are added.
+    """
+    group, most = codes.shape[1] // scale.shape[1], 4 * 2 * PAIRS
+    unit = 2 * PAIRS if group % (2 * PAIRS) == 0 else PAIRS
+    total, first = np.zeros((len(x), len(codes)), np.float32), 0
+    while first < x.shape[1]:
+        end = min((first // group + 1) * group, (first // most + 1) * most)
+        part = np.zeros_like(total)
+        for at in range(first, end, unit):
+            part += summed_by_blocks(x[:, at : at + unit], codes[:, at : at + unit].astype(np.float32))
+        scaled = part.astype(np.float64) * scale[None, :, first // group]
+        total, first = (total + scaled).astype(np.float32), end
+    return total
+
+
+@pytest.mark.skipif(not ISA.amx, reason="this CPU has no AMX, or this process no leave to use it")
+@pytest.mark.parametrize("group", [16, 32, 48, 64, 128, 160, 960, 1920])
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, 97])
+def test_integers_are_summed_by_groups_and_four_blocks_in_any_number_of_rows(group: int, rows: int) -> None:
+    depth, columns = 1920, 70
+    x, codes = normal(rows, depth), np.random.default_rng(group).integers(-127, 128, (columns, depth), np.int8)
+    scale = normal(columns, depth // group, seed=2).astype(np.float16).astype(np.float32)
+    found = matmul(x, pack_quantised(codes, scale, None, 8), 2)
+    np.testing.assert_array_equal(found, summed_by_parts(rounded(x), codes, scale))
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("group", [16, 48, 128, 160, 960, 1920])
+def test_a_row_among_others_is_what_it_is_alone_however_many_inputs_have_a_scale_and_a_minimum(
+    bits: int, group: int
+) -> None:
+    depth, columns = 1920, 70
+    x, codes = normal(97, depth), np.random.default_rng(group).integers(0, 1 << bits, (columns, depth), np.uint8)
+    scale, minimum = (normal(columns, depth // group, seed=seed) for seed in (2, 3))
+    weight = pack_quantised(codes, scale, minimum, bits)
+    whole = matmul(x, weight, 2)
+    for rows in (1, 2, 3, 16):
+        np.testing.assert_array_equal(matmul(x[:rows], weight, 1), whole[:rows])
 
 
 def test_tiles_are_granted_only_where_the_cpu_has_them() -> None:

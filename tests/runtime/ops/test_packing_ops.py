@@ -47,7 +47,7 @@ def packed_parts(weights_dtype: str) -> Iterator[PackedParts]:
 
 
 WEIGHTS_DTYPES = ("float32", "bfloat16", "int8", "gguf")
-PACKED_AS = {"numba 2": 2155613146, "numba 2, in tiles": 107741200}
+PACKED_AS = {"numba 3": 2155613146, "numba 3, in tiles": 107741200}
 """What the bytes of all weights above come to; the latter where AMX multiplies them."""
 
 
