@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
@@ -13,6 +14,9 @@ import pytest
 from hypothesis import settings
 
 from headwise.sockets.context import num_open
+
+# Thousands of tests and all that they import are a million objects, which are garbage at no time.
+gc.set_threshold(10_000, 20, 50)
 
 settings.register_profile("headwise", deadline=None)  # a timing is no proof: other programs may have the cores
 settings.load_profile("headwise")

@@ -108,34 +108,42 @@ def generate(client: Client, answer: Answer) -> GenerationResult:
 # ---- by hand ----
 
 
-def test_one_engine_becomes_three_and_one_again_under_load_and_every_request_gets_its_tokens(
+def test_one_engine_becomes_two_and_one_again_under_load_and_every_request_gets_its_tokens(
     deployment: Deployment, client: Client
 ) -> None:
     """The one has a host cache, though nothing said that there would be others: so they fetch from it, too."""
     assert deployment.config.host_cache == CONFIG.kv_cache
-    load = EndlessLoad(client, LONG_STREAMS, LONG_TOKENS)
-    assert client.scale(3) == "1 -> 3: set by hand"
-    assert client.scale(3) == "3: set by hand"
-    eventually(lambda: len(serving(client)) == 3, otherwise=client.stats)
+    load = EndlessLoad(client, STREAMS, TOKENS)
+    assert client.scale(2) == "1 -> 2: set by hand"
+    assert client.scale(2) == "2: set by hand"
+    eventually(lambda: len(serving(client)) == 2, otherwise=client.stats)
     eventually(lambda: each_engine_has(client, "finished"))
+    assert all(engine["host"]["total_blocks"] for engine in client.stats()["engines"].values())
+    before = deployment.actor_pids()
+    assert client.scale(1) == "2 -> 1: set by hand"
+    eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
+    assert load.end() > 0
+    (left,) = serving(client)
+    (gone,) = (before[name] for name in before if name.startswith("engine-") and name != left)
+    eventually(lambda: not Path(f"/proc/{gone}").exists())
+    eventually(lambda: list(client.stats()["engines"]) == [left])
+    assert client.stats()["faults"] == []
+    assert client.stats()["scheduler"]["refused"] == 0
+    eventually(lambda: ray.available_resources()["CPU"] == pytest.approx(CPUS - ENGINE_CPUS - WORKER_CPUS))
+
+
+@pytest.mark.soak
+def test_engines_change_their_roles_as_the_load_asks_for_it_and_no_request_is_lost(client: Client) -> None:
+    load = EndlessLoad(client, LONG_STREAMS, LONG_TOKENS)
     client.scale(3, split=(2, 1))
     changed = "2 for prompts, 1 to decode -> 1 for prompts, 2 to decode"
     eventually(lambda: changed in decided(client), otherwise=lambda: decided(client))
     eventually(lambda: sorted(roles(client)) == ["decode", "decode", "prefill"], otherwise=client.stats)
     load.goes_on()
-    assert all(engine["host"]["total_blocks"] for engine in client.stats()["engines"].values())
     client.scale(3, split=(0, 0))
-    before = deployment.actor_pids()
-    assert client.scale(1) == "3 -> 1: set by hand"
+    client.scale(1)
     eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
     assert load.end() > 0
-    (left,) = serving(client)
-    gone = [before[name] for name in before if name.startswith("engine-") and name != left]
-    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in gone))
-    eventually(lambda: list(client.stats()["engines"]) == [left])
-    assert client.stats()["faults"] == []
-    assert client.stats()["scheduler"]["refused"] == 0
-    eventually(lambda: ray.available_resources()["CPU"] == pytest.approx(CPUS - ENGINE_CPUS - WORKER_CPUS))
 
 
 @pytest.mark.soak
