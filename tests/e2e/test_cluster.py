@@ -52,6 +52,7 @@ CONFIG = EngineConfig(
     kv_cache="64MiB",
     block_size=16,
     cpu_threads=1,
+    tokenizer_processes=1,
     prefetch="wait_complete",
     storage_timeout_s=120.0,
     engine_timeout_s=120.0,  # nothing here hangs, but for a machine that is busy with something else

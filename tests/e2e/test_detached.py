@@ -36,6 +36,7 @@ CONFIG = EngineConfig(
     kv_cache="64MiB",
     block_size=16,
     cpu_threads=1,
+    tokenizer_processes=1,
     dtype="float32",
     weights_dtype="gguf",  # `sure_answers` in a third of the time
     engine_timeout_s=60.0,

@@ -54,6 +54,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -
         max_model_len=512,
         kv_cache="64MiB",
         block_size=16,
+        cpu_threads=1,
+        tokenizer_processes=1,
         engine_timeout_s=120.0,  # nothing here hangs, but for a machine that is busy with something else
         front_timeout_s=120.0,
     )
