@@ -13,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+from headwise.runtime.config import threads
 from headwise.sockets.context import num_open
 
 # Thousands of tests and all that they import are a million objects, which are garbage at no time.
@@ -37,6 +38,16 @@ def what_is_logged_stays_the_same() -> Iterator[None]:
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines_compute_on_one_thread() -> Iterator[None]:
+    """Where tests do not say otherwise: they share the cores with others, and threads that wait for each other's take a
+    quarter more of them. What several threads do together is for tests of kernels, and of `test_tokens`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "usable_cores", lambda: 1)
+        yield
 
 
 LONGEST = (
