@@ -12,6 +12,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+from threadpoolctl import ThreadpoolController
 
 from headwise.runtime.config import threads
 from headwise.sockets.context import num_open
@@ -48,6 +49,13 @@ def engines_compute_on_one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "usable_cores", lambda: 1)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def numpy_computes_on_one_thread_again() -> Iterator[None]:
+    """Engines whose tensors are NumPy's have its products run on their threads, which here would spin ever after."""
+    yield
+    ThreadpoolController().select(internal_api="openblas").limit(limits=1)
 
 
 LONGEST = (

@@ -246,7 +246,7 @@ def smollm2(bench: Bench) -> None:
     else:
         expected = expected_tokens(
             options.smollm2, rig.work, bench.sizes.greedy, tensor_ops="numpy", kernels="reference",
-            block_size=bench.sizes.block_size,
+            block_size=bench.sizes.block_size, cpu_threads=0 if bench.sizes.long else 1,
         )  # fmt: skip
     for dtype in ("float32", "bfloat16"):
         with rows.case(f"tokens_{dtype}") as begin:

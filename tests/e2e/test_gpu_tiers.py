@@ -64,7 +64,7 @@ def on_a_cpu(model: Path, kv_dtype: str) -> LocalEngine:
     """By the reference kernels."""
     config = EngineConfig(
         model=str(model), dtype="float32", kv_dtype=kv_dtype, kv_cache="8MiB", max_model_len=256,
-        block_size=BLOCK, max_batched_tokens=32, tensor_ops="numpy", kernels="reference",
+        block_size=BLOCK, max_batched_tokens=32, tensor_ops="numpy", kernels="reference", cpu_threads=1,
     )  # fmt: skip
     return LocalEngine(config)
 

@@ -98,5 +98,7 @@ def tokens_and_errors(engine: LocalEngine, params: SamplingParams) -> list[tuple
 
 
 def configuration(model: Path, **changes: object) -> EngineConfig:
-    values = {"model": str(model), "block_size": 8, "max_batched_tokens": 64, "max_num_seqs": 8, **changes}
+    """On one thread, as `BASE` of `support.engine.loaded_model` is, and for its reason."""
+    sizes = {"block_size": 8, "max_batched_tokens": 64, "max_num_seqs": 8, "cpu_threads": 1}
+    values = {"model": str(model), **sizes, **changes}
     return EngineConfig.from_dict(values)
