@@ -43,6 +43,10 @@ from headwise.runtime.worker.sampler import NOT_FINITE, Draws
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
 
+ON_A_GPU = {"device": "cuda", "dtype": "float32", "kv_cache": "1MiB"}
+"""Of engines whose pool need not be measured, by the largest step that there may be."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
@@ -72,7 +76,7 @@ def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
 def test_prefills_sizes_are_those_for_which_the_host_would_be_slower_than_the_card(
     model: Path, libraries: Path
 ) -> None:
-    given = {"device": "cuda", "dtype": "float32", "max_batched_tokens": 512, "cuda_graphs": True}
+    given = {**ON_A_GPU, "max_batched_tokens": 512, "cuda_graphs": True}
     sizes = []
     for asked in (-1, 24):
         gpu = EmulatedGpu(libraries, "float32")
@@ -88,7 +92,7 @@ def test_prefills_sizes_are_those_for_which_the_host_would_be_slower_than_the_ca
 def test_experts_are_chosen_on_the_device_and_steps_with_them_are_graphs(tmp_path: Path, libraries: Path) -> None:
     model = write_moe_model(tmp_path)
     expected = answers(LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")))
-    gpu = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
+    gpu = LocalEngine(configuration(model, **ON_A_GPU), EmulatedGpu(libraries, "float32"))
     steps = steps_in_pieces(gpu)
     assert answers(gpu) == expected
     assert any(tokens > sum(queries) for tokens, queries in steps), "padding asks nothing of experts"
@@ -128,13 +132,7 @@ def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=0)
     with LocalEngine(configuration(expanded, device="cpu", tensor_ops="numpy", kernels="reference")) as cpu:
         expected = cpu.generate([PROMPT], params)[0]
-    given = {
-        "device": "cuda",
-        "dtype": "float32",
-        "weights_dtype": weights_dtype,
-        "max_batched_tokens": 128,
-        "kv_cache": "1MiB",
-    }
+    given = {**ON_A_GPU, "weights_dtype": weights_dtype, "max_batched_tokens": 128}
     with LocalEngine(configuration(quantised, **given), EmulatedGpu(libraries, "float32", weights_dtype)) as gpu:
         layer = gpu._worker._model._layers[1]
         experts = getattr(layer.mlp, "experts", None)
@@ -151,7 +149,7 @@ def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
 
 def test_weights_rounded_to_8_bits_say_nearly_the_same(tmp_path: Path, libraries: Path) -> None:
     model = write_model(tmp_path / "dense")
-    given = {"device": "cuda", "dtype": "float32", "weights_dtype": "int8", "kv_cache": "1MiB"}
+    given = {**ON_A_GPU, "weights_dtype": "int8"}
     with LocalEngine(configuration(model, **given), EmulatedGpu(libraries, "float32", "int8")) as gpu:
         weight = gpu._worker._model._layers[0].mlp.down.weight
         assert isinstance(weight, PackedMatrix)
@@ -172,7 +170,7 @@ def test_fp8_that_is_no_number_is_refused(libraries: Path) -> None:
 def test_experts_that_groups_do_not_divide_are_refused_before_weights_are_read(tmp_path: Path, libraries: Path) -> None:
     model = write_moe_model(tmp_path)
     (model / "model.safetensors").write_bytes(b"never read")
-    given = {"device": "cuda", "dtype": "float32", "weights_dtype": "int8", "kv_cache": "1MiB"}
+    given = {**ON_A_GPU, "weights_dtype": "int8"}
     with pytest.raises(ConfigError, match=r"int8: an expert of .* has rows of 12 numbers on each of 1 ranks, .* of 32"):
         LocalEngine(configuration(model, **given), EmulatedGpu(libraries, "float32", "int8"))
 
@@ -181,7 +179,7 @@ def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:
     tiers = {"host_cache": "8MiB", "write_policy": "write_through"}
     gpu = EmulatedGpu(libraries, "float32")
     greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    with LocalEngine(configuration(model, device="cuda", dtype="float32", **tiers), gpu) as engine:
+    with LocalEngine(configuration(model, **ON_A_GPU, **tiers), gpu) as engine:
         first = engine.generate([PROMPT], greedy)[0]
         assert engine.reset_cache("device") > 0
         seen, copies = ["load"], engine._worker._copies
@@ -216,7 +214,7 @@ def test_a_decode_step_sends_numbers_of_its_sequences_and_of_some_blocks_at_once
 
     gpu.ops.step_upload = counting  # type: ignore[method-assign]
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+    with LocalEngine(configuration(model, **ON_A_GPU), gpu) as engine:
         engine.generate([PROMPT * 2], greedy)
     assert 140 // 8 * 2 > 30, "block ids that this context has"
     assert set(sent[-8:]) == {6 + 4 * LEAST_CHANGES}, "numbers of the sequence, and new blocks, if there are any"
@@ -268,7 +266,7 @@ def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(tmp_path: 
         expected = engine.generate(prompts, params)
     gpu = EmulatedGpu(libraries, "float32")
     seen = count_draws(gpu)
-    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+    with LocalEngine(configuration(model, **ON_A_GPU), gpu) as engine:
         found = engine.generate(prompts, params)
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     assert re.fullmatch("[a-f]{5}[0-9]", found[5].text)
@@ -295,7 +293,7 @@ def test_graphs_of_decode_steps_have_the_likeliest_tokens_and_nothing_else_of_sa
 
     monkeypatch.setattr(ShimKernel, "__call__", noted)
     sampling = {"likeliest", "survey", "bin_all", "bin_range", "draw", "edit"}
-    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+    with LocalEngine(configuration(model, **ON_A_GPU), gpu) as engine:
         engine.generate([PROMPT[:9]], SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.0))
         assert {name for name, _ in launched} & sampling == {"likeliest"}
         drawn = SamplingParams(max_tokens=5, ignore_eos=True, top_k=5, top_p=0.9, seed=1, presence_penalty=1)
@@ -316,7 +314,7 @@ def test_a_row_without_numbers_fails_its_request_alone(
         engine = LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference"))
     else:
         gpu = EmulatedGpu(libraries, "float32")
-        engine = LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu)
+        engine = LocalEngine(configuration(model, **ON_A_GPU), gpu)
     with engine:
         expected = engine.generate(SHORT_PROMPTS, params)
         lose_numbers(engine._worker)
@@ -360,7 +358,7 @@ def test_narrow_numbers_give_nearly_the_same_logits(
     with LocalEngine(wide) as engine:
         expected = engine.generate([PROMPT], wanted)[0]
     with LocalEngine(
-        configuration(model, device="cuda", **changes), EmulatedGpu(libraries, changes["dtype"])
+        configuration(model, **{**ON_A_GPU, **changes}), EmulatedGpu(libraries, changes["dtype"])
     ) as engine:
         found = engine.generate([PROMPT], wanted)[0]
     assert expected.logprobs is not None

@@ -35,7 +35,7 @@ class GpuEngine:
     epoch = 1
 
     def __init__(self, name: str, model: Path, engines: dict[str, GpuEngine], **options: Any) -> None:
-        tiers = {"host_cache": "8MiB", "write_policy": "write_back", "max_replicas": 2, **options}
+        tiers = {"kv_cache": "1MiB", "host_cache": "8MiB", "write_policy": "write_back", "max_replicas": 2, **options}
         self.config = configuration(model, device="cuda", dtype="float32", **tiers)
         self.name, self._engines, self.inbox = name, engines, list[Any]()
         self.gpu = HostGpu(may_open_own=True)

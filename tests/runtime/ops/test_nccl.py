@@ -428,7 +428,8 @@ def expected(model: Path, libraries: Path) -> Callable[[str], list[list[int]]]:
 
     @cache
     def say(dtype: str) -> list[list[int]]:
-        return answers(LocalEngine(configuration(model, device="cuda", dtype=dtype), EmulatedGpu(libraries, dtype)))
+        config = configuration(model, device="cuda", dtype=dtype, kv_cache="1MiB")
+        return answers(LocalEngine(config, EmulatedGpu(libraries, dtype)))
 
     return say
 
