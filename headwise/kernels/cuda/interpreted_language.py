@@ -7,7 +7,7 @@ and shape anew for every operation: most of the time that a kernel of small tile
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -174,6 +174,12 @@ class _Semantic(TritonSemantic):  # type: ignore[misc]
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> tuple[Any, Any]:
+        if arithmetic_check and type(lhs) is tl.tensor and _is_known(rhs) and not lhs.dtype.is_ptr():
+            wanted, number = _beside(rhs, lhs.dtype, _lengths_beside(lhs), False, div_or_mod)
+            return lhs if lhs.dtype is wanted else self.cast(lhs, wanted), number
+        if arithmetic_check and type(rhs) is tl.tensor and _is_known(lhs) and not rhs.dtype.is_ptr():
+            wanted, number = _beside(lhs, rhs.dtype, _lengths_beside(rhs), True, div_or_mod)
+            return number, rhs if rhs.dtype is wanted else self.cast(rhs, wanted)
         if arithmetic_check and type(lhs) is type(rhs) is tl.tensor:
             left, right = lhs.dtype, rhs.dtype
             if not left.is_ptr() and not right.is_ptr():
@@ -215,6 +221,30 @@ class _Semantic(TritonSemantic):  # type: ignore[misc]
 @cache
 def _computation_type(*types: Any) -> Any:
     return TritonSemantic.computation_type_impl(interpreter_semantic, *types)
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it is a number that equals none of another meaning, as 0.0 does."""
+    return type(value) is int or (type(value) is float and value != 0)
+
+
+def _lengths_beside(tensor: Any) -> tuple[int, ...] | None:
+    return _lengths_of(tensor.type) if tensor.type.is_block() else None
+
+
+@lru_cache(maxsize=1 << 12, typed=True)
+def _beside(
+    number: float, kind: Any, lengths: tuple[int, ...] | None, is_left: bool, div_or_mod: bool
+) -> tuple[Any, Any]:
+    """What a tensor of ``kind`` and a number are computed in, and the number as a tensor of it and of this shape."""
+    of = interpreter_semantic.to_tensor_type(number)
+    both = (of, True, kind, False) if is_left else (kind, False, of, True)
+    wanted = _computation_type(*both, div_or_mod)
+    tensor = interpreter_semantic._cast_to_computation_type(number, wanted)
+    tensor.handle.data.flags.writeable = False  # whoever meets the same number gets the same memory
+    if lengths is not None:
+        tensor = interpreter_semantic._filled(tensor, tl.block_type(wanted, lengths))
+    return wanted, tensor
 
 
 # ---- arrays ----

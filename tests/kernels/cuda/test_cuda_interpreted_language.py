@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -90,3 +92,31 @@ def test_shapes_are_broadcast_as_triton_does(left: tuple[int, ...], right: tuple
         assert one.type == other.type
         assert [length.value for length in one.shape] == [length.value for length in other.shape]
         np.testing.assert_array_equal(one.handle.data, other.handle.data)
+
+
+NUMBERS = [0, 1, -1, 7, 1 << 20, 1 << 31, 1 << 40, 1 << 63, 0.0, -0.0, 1.5, -2.5e-40, float("inf"), True, False]
+KINDS = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64]
+
+
+@pytest.mark.parametrize("shape", [(), (1, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.usefixtures("language")
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_numbers_beside_tensors_are_what_triton_has_them_be(kind: Any, shape: tuple[int, ...]) -> None:
+    """Also when one that equals them came before."""
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape or (1,)).astype(interpreter._get_np_dtype(kind))
+    tensor = tl.tensor(TensorHandle(array, kind), tl.block_type(kind, list(shape)) if shape else kind)
+    for number, is_left, of_quotients in product(NUMBERS * 2, (False, True), (False, True)):
+        both = (number, tensor) if is_left else (tensor, number)
+        of_triton = partial(TritonSemantic.binary_op_type_checking_impl, interpreter_semantic)
+        try:
+            expected = of_triton(*both, div_or_mod=of_quotients)
+        except (ValueError, TypeError) as error:
+            with pytest.raises(type(error)):
+                interpreter_semantic.binary_op_type_checking_impl(*both, div_or_mod=of_quotients)
+            continue
+        found = interpreter_semantic.binary_op_type_checking_impl(*both, div_or_mod=of_quotients)
+        for one, other in zip(found, expected, strict=True):
+            assert one.type == other.type
+            assert one.handle.data.dtype == other.handle.data.dtype
+            assert one.handle.data.tobytes() == other.handle.data.tobytes()
