@@ -43,11 +43,11 @@ def test_bytes_per_token_of_windowed_heads_follow_from_the_planner_alone(capsys:
     assert found["simulated_ratio_a800"] > 1.0
 
 
-def conversations(path: Path) -> Path:
+def conversations(path: Path, turns: int = 10) -> Path:
     """A trace of six conversations whose prompts grow by two blocks a turn."""
     lines, ids = [], iter(range(10_000))
     histories: list[list[int]] = [[next(ids) for _ in range(4)] for _ in range(6)]
-    for turn in range(10):
+    for turn in range(turns):
         for number, history in enumerate(histories):
             history += [next(ids), next(ids)]
             record = {"timestamp": 4000 * turn + 300 * number, "input_length": 512 * len(history), "output_length": 20}
@@ -77,7 +77,7 @@ def test_peer_loads_are_compared_over_a_trace(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_elastic_replicas_are_compared_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = conversations(tmp_path / "trace.jsonl.gz")
+    trace = conversations(tmp_path / "trace.jsonl.gz", turns=5)
     found = quick_figures("autoscaling", capsys, "--trace", str(trace))
     assert found["lost_requests"] == 0
     assert set(found["hours"]) == {"headwise", "ray_ongoing", "ray_ttft", "queue_length", "foreseen", "fixed"}

@@ -22,7 +22,7 @@ from headwise.runtime.worker.worker import ModelWorker
 
 pytestmark = pytest.mark.model
 
-PROMPT, OUTPUT = 160, 12
+PROMPT, OUTPUT = 112, 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
 
 

@@ -80,7 +80,8 @@ def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
 def test_prompts_one_by_one_and_whole(loaded: LoadedModel) -> None:
     engine, executor = loaded.engine(max_batched_tokens=4096)
     tokens = loaded.tokens(12)
-    for answer in (answer.first(tokens) for answer in reference(loaded, longest=800)[-4:]):
+    prompts = 2 if loaded.name in MODELS else 4  # the last one is the longest
+    for answer in (answer.first(tokens) for answer in reference(loaded, longest=800)[-prompts:]):
         sampling = {answer.name: replace(GREEDY, max_tokens=tokens)}
         assert_same(answer, serve(engine, loaded.preprocessor, [answer], sampling)[answer.name].token_ids)
     executor.close()

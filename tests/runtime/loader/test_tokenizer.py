@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ TINY = {
     "sentencepiece_strip": wrap(sentencepiece_tokenizer(strip=1)),
     "words": wrap(word_tokenizer()),
 }
+
+
+@cache
+def of_demo_model(name: str) -> Tokenizer:
+    """Read once: it takes a second."""
+    return Tokenizer.from_directory(resolve_model(name, EngineConfig().cache_path))
 
 
 def streamed(tokenizer: Tokenizer, ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
@@ -134,7 +141,7 @@ def test_special_tokens_are_hidden_and_added_ones_shown() -> None:
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
 def test_demo_tokenizers_stream_what_they_decode(model: str, examples: int) -> None:
-    tokenizer = Tokenizer.from_directory(resolve_model(model, EngineConfig().cache_path))
+    tokenizer = of_demo_model(model)
 
     @settings(max_examples=examples)
     @given(
@@ -156,7 +163,7 @@ def test_demo_tokenizers_stream_what_they_decode(model: str, examples: int) -> N
     ],
 )
 def test_demo_tokenizers_give_the_models_own_ids(model: str, text: str, ids: list[int]) -> None:
-    tokenizer = Tokenizer.from_directory(resolve_model(model, EngineConfig().cache_path))
+    tokenizer = of_demo_model(model)
     assert tokenizer.encode(text) == ids
     for sample in ("naïve café 😀", "  indented\n\n\n\tcode = 1234", "日本語 и русский"):
         assert tokenizer.decode(tokenizer.encode(sample)) == sample
@@ -164,7 +171,7 @@ def test_demo_tokenizers_give_the_models_own_ids(model: str, text: str, ids: lis
 
 @pytest.mark.model
 def test_smollm2_ends_its_turn_with_im_end_and_has_a_chat_template() -> None:
-    tokenizer = Tokenizer.from_directory(resolve_model("smollm2-135m", EngineConfig().cache_path))
+    tokenizer = of_demo_model("smollm2-135m")
     assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_ids[-1]]
     assert tokenizer.render_chat(HELLO).endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
 
