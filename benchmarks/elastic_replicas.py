@@ -73,7 +73,7 @@ QUICK = Size(
     phase_s=2.0,
     downscale_delay_s=2.0,
 )
-SMOKE = replace(QUICK, engines=1, phase_s=0.5)
+SMOKE = replace(QUICK, engines=1, documents=1, users=(1, 2), phase_s=0.5)
 QUESTION_TOKENS = 24
 TARGET_TTFT_S = 30.0
 """So long that the room for running sequences decides, not this machine's speed."""

@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sequences and rounds: seconds")
     quick = parser.parse_args(arguments).quick
-    rounds, full = (1, 512) if quick else (9, SEQUENCES)
+    rounds, full = (1, 256) if quick else (9, SEQUENCES)
     prefixes = [tokens(SHARED) for _ in range(PREFIXES * full // SEQUENCES)]
     print(f"{'nodes':>6} {'blocks':>8}  {'operation':<12} {'per second':>11} {'p50, us':>8} {'p99, us':>8}")
     results: dict[int, dict[str, list[list[float]]]] = {}
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         f"ingest: {zmq_rate:,.0f} flushes of {BLOCKS} blocks a second, {zmq_rate * BLOCKS * HASH_BYTES / 1e6:.0f} MB/s"
     )
-    decided = decisions(prefixes, stored, 64, 200 if quick else 10_000)
+    decided = decisions(prefixes, stored, 64, 100 if quick else 10_000)
     print(
         f"decision: {len(decided) / sum(decided):,.0f} a second, p50 {percentile(decided, 50):.0f} us, "
         f"p99 {percentile(decided, 99):.0f} us"

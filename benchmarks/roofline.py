@@ -40,11 +40,11 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.cpu.matmul import matmul, pack_float
 from headwise.runtime.cli.terminal import progress
 from headwise.runtime.config.decode_reads import cache_reads, decode_reads
+from headwise.runtime.config.device import resolve_device
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.resolve import resolve_model
-from headwise.runtime.worker.device import resolve_device
 
 SETTLE_S = 0.2
 """Idle threads of a BLAS look for work for so long before they sleep."""

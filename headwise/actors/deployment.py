@@ -408,9 +408,9 @@ def _check_here(config: EngineConfig, progress: Progress) -> None:
     """Raise why this machine's devices do not go with the configuration, or the model does not, before a Ray instance
     is started that has these devices and no others."""
     from headwise.actors.placement import gpus_here
+    from headwise.runtime.config.device import resolve_device
     from headwise.runtime.config.model_card import read_model_card
     from headwise.runtime.loader.resolve import resolve_model
-    from headwise.runtime.worker.device import resolve_device
 
     config = resolve_device(config, gpus_here())
     read_model_card(config, resolve_model(config.model, config.cache_path, progress), identify=False)

@@ -17,9 +17,9 @@ from headwise.actors.addresses import EVERY_INTERFACE
 from headwise.actors.demand import Demand, NodeHas, in_order
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
+from headwise.runtime.config.device import resolve_device
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.host_cache import NodeRoom, resolve_host_cache
-from headwise.runtime.worker.device import resolve_device
 
 _HEAD = "node:__internal_head__"
 """Resource that Ray gives to a cluster's head."""

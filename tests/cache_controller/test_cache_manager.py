@@ -552,11 +552,12 @@ def _run(machine: type[CacheMachine], examples: int) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
 
 
+@pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "machine", [WindowsMachine, StatesMachine, StatesAndWindowsMachine, FullMachine, SinksMachine, ShortWindowsMachine]
 )
-def test_caches_of_other_groups_keep_their_promises(machine) -> None:
-    _run(machine, 20)
+def test_caches_of_other_groups_keep_their_promises(machine, examples: int) -> None:
+    _run(machine, examples)
 
 
 @pytest.mark.soak

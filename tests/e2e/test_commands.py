@@ -73,7 +73,8 @@ def is_open(port: int, host: str = "127.0.0.1") -> bool:
 def test_the_demo_answers_serves_its_second_question_from_the_cache_and_leaves_no_process(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
-    for part in ("models", "downloads"):
+    for part in ("models", "downloads", "packed"):
+        (CACHE / part).mkdir(parents=True, exist_ok=True)
         (cache / part).symlink_to(CACHE / part)
     done = subprocess.run(
         [sys.executable, "-m", "headwise", "demo", "--cache-dir", str(cache), "--kv-cache", "64MiB"],

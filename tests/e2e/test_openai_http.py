@@ -56,6 +56,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -
         block_size=16,
         cpu_threads=1,
         tokenizer_processes=1,
+        standby=False,  # test_failover has one
         engine_timeout_s=120.0,  # nothing here hangs, but for a machine that is busy with something else
         front_timeout_s=120.0,
     )

@@ -172,7 +172,7 @@ def test_a_prompt_that_another_engine_computes_or_has_goes_on_with_the_reference
         ("qwen3", "float8_e4m3fn", 1, 1, 16),
         ("qwen3", "int4", 2, 1, 16),
         ("deepseek-v3", "int8", 1, 2, 16),  # latents, whose rotated part has two bytes
-        ("three heads", "float32", 1, 3, 16),
+        pytest.param("three heads", "float32", 1, 3, 16, marks=pytest.mark.soak),
         ("three heads", "int8", 3, 1, 16),
         ("qwen3-next", "int8", 1, 2, 128),  # chosen by the model
         ("gpt-oss", "int8", 2, 1, 64),  # likewise

@@ -12,7 +12,7 @@ from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, SamplingParams
 
-REST_S = 0.5
+REST_S = 1.0
 """Of a reader between two answers: what happens to the deployment needs the cores, too."""
 
 

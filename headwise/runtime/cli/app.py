@@ -303,10 +303,10 @@ def info(
         return
     from headwise.kernels.cuda.cards import count_cards
     from headwise.runtime.cli.terminal import progress
+    from headwise.runtime.config.device import resolve_device
     from headwise.runtime.config.info import describe
     from headwise.runtime.config.model_card import read_model_card
     from headwise.runtime.loader.resolve import resolve_model
-    from headwise.runtime.worker.device import resolve_device
 
     config = resolve_device(options.load(), count_cards())
     with progress() as bars:

@@ -14,6 +14,7 @@ from headwise.kernels.cuda.cards import count_cards
 from headwise.runtime.client.local_calls import LocalCalls
 from headwise.runtime.client.worker_process import WorkerProcess, has_channel
 from headwise.runtime.config.block_storage import open_lookup
+from headwise.runtime.config.device import resolve_device
 from headwise.runtime.config.engine_config import EngineConfig, storage_without_host_cache
 from headwise.runtime.config.model_card import ModelCard, with_pool
 from headwise.runtime.engine.core import EngineCore
@@ -24,7 +25,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
-from headwise.runtime.worker.device import Device, resolve_device
+from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.memory_check import check_memory
 from headwise.runtime.worker.worker import ModelWorker
 

@@ -13,8 +13,8 @@ import pytest
 
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.cards import Card, check_room, count_cards, open_card, spare_bytes
+from headwise.runtime.config.device import resolve_device
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.worker.device import resolve_device
 
 GIB = 1 << 30
 

@@ -219,7 +219,15 @@ def test_thresholds_of_bfloat16_are_found_wherever_they_are(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [3.0, -3.0, 2.0**-12, -(2.0**-12), 512.0, -512.0, 0.0])
+@pytest.mark.parametrize(
+    "value",
+    [
+        3.0,
+        -(2.0**-12),
+        0.0,
+        *(pytest.param(value, marks=pytest.mark.soak) for value in (-3.0, 2.0**-12, 512.0, -512.0)),
+    ],
+)
 def test_of_equals_at_the_threshold_the_first_are_kept(shim: ShimPrograms, dtype: str, value: float) -> None:
     """By top-k, by top-p, and by one behind the other; in bins of one key, and in others."""
     scores = np.full((16, 3000), -np.inf, numpy_dtype(dtype))

@@ -14,6 +14,8 @@ from support.tiny_models import write_llama_gguf
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError, ModelError
 from headwise.kernels.native_dtypes import multiplies_bfloat16
+from headwise.runtime.config import device
+from headwise.runtime.config.device import resolve_device
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import chosen
 from headwise.runtime.config.model_card import check_unchanged, read_model_card
@@ -21,8 +23,6 @@ from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.gguf_convert import converted_directory
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.ops.select import resolve_ops_name
-from headwise.runtime.worker import device
-from headwise.runtime.worker.device import resolve_device
 
 
 @pytest.fixture

@@ -428,7 +428,7 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=50)
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [6, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("machine", [*MACHINES, pytest.param(EngineMachine, marks=pytest.mark.soak)])
 def test_tiers_never_change_a_token_and_the_books_balance(machine, examples: int) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
