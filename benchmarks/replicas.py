@@ -56,6 +56,7 @@ class Size:
     users:    conversations that have a request under way at a time
     faults:   of `FAULTS`, in this order
     rest_s:   of a stream's reader, before it asks anew
+    calm_s:   before each fault
     peer_tokens, peer_prompts: prompts that another engine has computed: their length, and how many are measured
     alone:    whether these have a deployment of their own
     """
@@ -70,6 +71,7 @@ class Size:
     users: int = 3
     streams: int = 9
     rest_s: float = 0.0
+    calm_s: float = 3.0
     peer_tokens: int = 4000
     peer_prompts: int = 3
     alone: bool = True
@@ -104,7 +106,8 @@ SMOKE = replace(
     conversations=2,
     document_tokens=48,
     faults=("scheduler",),
-    rest_s=0.5,
+    rest_s=1.0,
+    calm_s=1.0,
     peer_tokens=192,
     alone=False,
 )
@@ -267,7 +270,7 @@ FAULTS: dict[str, Callable[[Deployment, Client], tuple[int, int]]] = {
 def break_things(deployment: Deployment, client: Client, size: Size, seed: int) -> dict[str, Any]:
     load, recovery = Load(client, size, seed), dict[str, Any]()
     for fault in size.faults:
-        time.sleep(3.0)
+        time.sleep(size.calm_s)
         while not deployment.has_standby:  # one is made some seconds after the last one was needed
             time.sleep(0.1)
         pid, number = FAULTS[fault](deployment, client)

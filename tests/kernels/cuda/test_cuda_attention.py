@@ -101,7 +101,7 @@ def cases(draw: st.DrawFn) -> Case:
 NARROW = [Dtypes("float16", "float16"), Dtypes("float32", "int8"), Dtypes("bfloat16", INT4)]
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(case=cases(), dtypes=st.sampled_from(NARROW))
 @example(case=Case((1,), (2,), ((0, 0),) * 2, share=7, head_dim=64, block_size=1, seed=1762), dtypes=NARROW[2])
 def test_any_batch_of_narrow_numbers_matches_the_reference(case: Case, dtypes: Dtypes) -> None:
