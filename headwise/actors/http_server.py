@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headwise.actors.addresses import check_free, endpoint_to
-from headwise.actors.ending import Ending, leave_in_time
+from headwise.actors.ending import Ending, die_when_told_to, leave_in_time
 from headwise.actors.front import About, Front
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
@@ -39,6 +39,7 @@ class HttpServerActor:
     def __init__(
         self, config: EngineConfig, name: str, scheduler: str, keys: ClientKeys | None, start: int = 0
     ) -> None:
+        die_when_told_to()
         show_log_lines()
         self._config = config
         self._name = name

@@ -353,7 +353,7 @@ def test_a_request_is_a_span_of_its_caller_s_trace(client: openai.OpenAI, collec
     assert told["gen_ai.usage.output_tokens"] == 8
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_is_killed_is_started_again_and_the_other_answers(
     deployment: Deployment, client: openai.OpenAI, how: signal.Signals
 ) -> None:
