@@ -260,13 +260,14 @@ def codes_in_tiles(kind: Kind, floats: Kind) -> Any:
 
     @_pasted
     def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile, ahead):
+        """Of all turns of a panel, whichever are asked for: `matmul_jit` asks for all."""
         if rows <= 0:  # the last blocks of a product may have none
             return
         groups = groups_of(weight)
         first, own, sums_stride = sums.ctypes.data + row * groups * 4, panel * groups * PANEL * 2, groups * 4
         scales, minima = weight.scales + own, weight.minima + own if weight.has_minima else 0
         data, x, to = weight.data + panel * weight.turns * turn_bytes, factors.ctypes.data, tile.ctypes.data
-        if row == 0 and rows <= ROWS_IN_VECTORS:
+        if row == 0 and rows <= ROWS_IN_VECTORS:  # all that there are, or the first block would have more
             of_one_or_two(weight, x, 4 * stride, data, scales, minima, first, sums_stride, rows, to)
             return
         tiles, block, last, halves = to + (len(tile) - SCRATCH) * 4, 0, weight.depth // BLOCK, _unit(weight) < BLOCK
