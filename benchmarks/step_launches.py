@@ -181,9 +181,9 @@ class Counted:
                     sys.modules[each] = module
 
     def __call__(self, source: str, defines: Defines) -> Program:
-        return CudaProgram(source, self)
+        return CudaProgram(source, self, self.sm)
 
-    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
+    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0, waits: bool = False) -> Kernel:
         """One that is packed for the driver, which is not called."""
 
         def launch(*given: Any) -> int:
@@ -191,7 +191,7 @@ class Counted:
             return 0
 
         driver = Driver(SimpleNamespace(cuLaunchKernelEx=launch), lambda: STREAM)
-        return DriverKernel(driver, SimpleNamespace(ptr=ADDRESS), name, parameters, threads, shared_bytes)
+        return DriverKernel(driver, SimpleNamespace(ptr=ADDRESS), name, parameters, threads, shared_bytes, waits)
 
     def prepare(self, variant: Variant) -> Kernel:
         if variant not in self._variants:

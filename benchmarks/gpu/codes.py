@@ -19,7 +19,7 @@ from headwise.kernels.experts import Routing
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
-from headwise.runtime.ops.quantised import GroupQuantised
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 DTYPE, GROUP, HIDDEN, INNER, EXPERTS = "bfloat16", 64, 256, 128, 5
 KINDS = {"int8": (np.int8, -128, 128, 8), "int4": (np.uint8, 0, 16, 4), "fp8": (np.uint8, 0, 256, 8)}
@@ -39,8 +39,18 @@ def compile_codes(kind: str, target: Target, directory: Path) -> int:
 
 
 def check_codes(bench: Bench, rng: np.random.Generator) -> None:
-    """Products with codes of each kind, for few rows and many, against NumPy's with the numbers that they stand for."""
+    """Products with codes of each kind, for few rows and many, against NumPy's with the numbers that they stand for;
+    and of few rows with numbers of 16 bits."""
     dense, mixed = ((1, 37, 100), (3, 60, 400)) if bench.sizes.long else ((3,), (3,))
+    with bench.rows.case("own_products") as begin:
+        begin()
+        given = {"device": "cuda", "dtype": DTYPE, "overlap_kernels": True, "cache_dir": str(bench.rig.work)}
+        device = bench.rig.device(EngineConfig.from_dict(given))
+        with device.current():
+            for rows in (1, 8, 13) if bench.sizes.long else (3,):
+                x, floats = _rounded(rng, rows, HIDDEN), _rounded(rng, 323, HIDDEN)
+                found, wanted = (_product(ops, x, floats) for ops in (device.ops, NumpyOps()))
+                bench.rows.check_error(f"linear_own_{rows}", _distance(found, wanted), _TOLERANCE)
     for kind in KINDS:
         with bench.rows.case(f"codes_{kind}") as begin:
             begin()
@@ -73,7 +83,7 @@ def draw_codes(kind: str, rng: np.random.Generator, width: int, depth: int) -> G
     return GroupQuantised(codes, scale, minimum, GROUP, bits, is_float)
 
 
-def _product(ops: TensorOps, x: NDArray[np.float32], matrix: GroupQuantised) -> NDArray[np.float32]:
+def _product(ops: TensorOps, x: NDArray[np.float32], matrix: Matrix) -> NDArray[np.float32]:
     return ops.numpy(ops.linear(ops.tensor(x), ops.linear_weight(matrix)))
 
 

@@ -70,8 +70,10 @@ class _Locked:
 
 
 class _Gpu(EmulatedGpu):
-    def __init__(self, libraries: Path, dtype: str, programs: Programs, weights_dtype: str = "auto") -> None:
-        super().__init__(libraries, dtype, weights_dtype)
+    def __init__(
+        self, libraries: Path, dtype: str, programs: Programs, weights_dtype: str = "auto", own_products: bool = False
+    ) -> None:
+        super().__init__(libraries, dtype, weights_dtype, own_products)
         self._programs = programs
 
     def block_copy(self) -> CudaBlockCopy:
@@ -101,7 +103,7 @@ class EmulatedRig:
         return nullcontext()
 
     def device(self, config: EngineConfig) -> Device:
-        return _Gpu(self._libraries, config.dtype_name, self.programs, config.weights_dtype)
+        return _Gpu(self._libraries, config.dtype_name, self.programs, config.weights_dtype, config.overlap_kernels)
 
     @property
     def open_device(self) -> Callable[[EngineConfig, int], Device]:

@@ -35,12 +35,17 @@ MOST_DRAW_US = 60.0
 """For 64 rows of 128k scores with top-k, top-p or both."""
 
 
+GRAPHS, OVERLAP, EAGER = "graphs", "overlap", "eager"
+WAYS: dict[str, dict[str, Any]] = {GRAPHS: {}, OVERLAP: {"overlap_kernels": True}, EAGER: {"cuda_graphs": False}}
+"""How steps of one model are run, and what an engine is told for it."""
+
 MOST_HOST_US = 100.0
 """Of the worker's thread for a decode step, calls into CuPy and the driver included."""
 
 
 def model(bench: Bench) -> None:
-    """Steps of a random Llama-3.2-1B, with and without CUDA graphs: decode against its memory traffic, and prefill."""
+    """Steps of a random Llama-3.2-1B, by CUDA graphs, by these with kernels that overlap, and without: decode against
+    its memory traffic, and prefill."""
     sizes, rig = bench.sizes, bench.rig
     config = random_models(sizes, bench.options.layers)[LLAMA]
     directory = write_checkpoint(rig.work / LLAMA, config)
@@ -54,29 +59,35 @@ def model(bench: Bench) -> None:
         "kv_cache": str(max(sizes.decode_batches) * (longest + 2 * sizes.block_size) * kv_token_bytes(config)),
     }
     bandwidth, tokens = bench.bandwidth, {}
-    for name, graphs in (("graphs", True), ("eager", False)):
+    for name, fields in WAYS.items():
         with bench.rows.case(name) as begin:
             begin()
             began = time.perf_counter()
-            with serving(rig, engine_config(rig, directory, **shared, cuda_graphs=graphs)) as opened:
+            with serving(rig, engine_config(rig, directory, **shared, **fields)) as opened:
                 bench.rows.add(f"{name}_start", time.perf_counter() - began, "s", note="until the engine is ready")
                 tokens[name] = [
                     _decode(bench, opened, config, name, batch, bandwidth) for batch in sizes.decode_batches
                 ]
-                _prefill(bench, opened, config, name)
-                if graphs:
+                if name != OVERLAP:
+                    _prefill(bench, opened, config, name)
+                if name == GRAPHS:
                     _decode(bench, opened, config, "sampled", max(sizes.decode_batches), bandwidth, sampled)
                     for batch in host_batches:
                         _host(bench, opened, config, batch)
                 captured = opened.captured_graphs
-                bench.rows.check(f"{name}_recorded", graphs == (captured > 0), f"{captured} graphs")
-    if len(tokens) == 2:
-        pairs = [pair for both in zip(*tokens.values(), strict=True) for pair in zip(*both, strict=True)]
-        same = sum(one == other for one, other in pairs) / len(pairs)
-        bench.rows.add("graphs_same_tokens", same, note="sequences; random weights leave many tokens nearly equal")
+                bench.rows.check(f"{name}_recorded", (name != EAGER) == (captured > 0), f"{captured} graphs")
+    for name in (GRAPHS, OVERLAP):
+        if {name, EAGER} <= tokens.keys():
+            _same_tokens(bench, name, tokens[name], tokens[EAGER])
     with bench.rows.case("draw") as begin:
         begin()
         _sampling(bench, max(sizes.decode_batches), config["vocab_size"])
+
+
+def _same_tokens(bench: Bench, name: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+    pairs = [pair for both in zip(found, expected, strict=True) for pair in zip(*both, strict=True)]
+    same = sum(one == other for one, other in pairs) / len(pairs)
+    bench.rows.add(f"{name}_same_tokens", same, note="sequences; random weights leave many tokens nearly equal")
 
 
 def moe(bench: Bench) -> None:

@@ -10,18 +10,20 @@ from gpu.bench import Bench
 from gpu.codes import DTYPE, KINDS, draw_codes
 from gpu.mixtures import experts_of
 
+from headwise.kernels.cuda.packed import PLAIN_ROWS
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.ops.quantised import Matrix
 from headwise.runtime.worker.device import Device
 
-FLOATS = "floats"
+FLOATS, OWN = "floats", "own"
+"""Weights of 16 bits, times them by cuBLAS and by headwise's own kernel."""
 
 
 def products(bench: Bench) -> None:
     """Bytes of a weight over the time of a product and a copy's bandwidth; of codes, too, how much faster it is than
     the same in floats, by cuBLAS. Then so much of a layer of experts, from the router's logits to their sum."""
     seconds = dict[tuple[str, int], float]()
-    for kind in (FLOATS, *KINDS):
+    for kind in (FLOATS, OWN, *KINDS):
         with bench.rows.case(kind) as begin:
             begin()
             _dense(bench, kind, seconds)
@@ -39,6 +41,8 @@ def _dense(bench: Bench, kind: str, seconds: dict[tuple[str, int], float]) -> No
     with device.current():
         weight = device.ops.linear_weight(matrix)
         for count in bench.sizes.few_rows:
+            if kind == OWN and count > PLAIN_ROWS:
+                break
             x = device.ops.tensor(rng.standard_normal((count, bench.sizes.weight[1]), dtype=np.float32))
             taken = bench.seconds({"ours": partial(device.ops.linear, x, weight)})["ours"]
             note = f"{taken * 1e6:.1f} us, {num_bytes / 2**20:.0f} MiB"
@@ -72,12 +76,13 @@ def _over_floats(
 
 def _device(bench: Bench, kind: str) -> Device:
     given = {"device": "cuda", "dtype": DTYPE, "cache_dir": str(bench.rig.work)}
-    return bench.rig.device(EngineConfig.from_dict(given | ({} if kind == FLOATS else {"weights_dtype": kind})))
+    told = {FLOATS: {}, OWN: {"overlap_kernels": True}}.get(kind, {"weights_dtype": kind})
+    return bench.rig.device(EngineConfig.from_dict(given | told))
 
 
 def _draw(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Matrix, int]:
     """A matrix ``[width, depth]``, and its bytes on the device."""
-    if kind == FLOATS:
+    if kind in (FLOATS, OWN):
         return rng.standard_normal(shape, dtype=np.float32), 2 * shape[0] * shape[1]
     codes = draw_codes(kind, rng, *shape)
     scales = codes.scale.nbytes * (1 if codes.minimum is None else 2)

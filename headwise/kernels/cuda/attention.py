@@ -14,7 +14,7 @@ from headwise.cache_controller.dtypes import packed_bytes
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.launch import OVERLAPS, OVERLAPS_FROM, Array, Kernel, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, decode_tile, is_read_by_words, prefill_tile, tma_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
@@ -373,14 +373,14 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     }
     whole = {"BLOCK_N": prefill.keys, "MIN_SPLIT_TILES": 1, "SPLIT_TILES": 1}
     return _Plan(
-        prefill=_attend_variant(shape, prefill, tokens, DECODE=False, **whole),
-        decode=_attend_variant(shape, decode, 1, DECODE=True, **split),
+        prefill=_attend_variant(shape, prefill, tokens, sm, DECODE=False, **whole),
+        decode=_attend_variant(shape, decode, 1, sm, DECODE=True, **split),
         tokens=tokens,
         parts=prefill.parts,
     )
 
 
-def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants: Any) -> Variant:
+def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, sm: int, **constants: Any) -> Variant:
     paired = constants["DECODE"] and is_read_by_words(shape.head_dim, shape.q_dtype, shape.kv_dtype)
     constants |= {
         "SHARE": shape.share,
@@ -399,6 +399,7 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "BULK": tile.tma,
         "PAIRED": paired,
         "IS_E4M3": paired and shape.kv_dtype == "float8_e4m3fn",
+        OVERLAPS: constants["DECODE"] and sm >= OVERLAPS_FROM,
     }
     signature = _typed(ATTEND_SIGNATURE, shape, paired)
     multiples = PACKED_MULTIPLES if shape.kv_dtype == INT4 else MULTIPLES

@@ -31,6 +31,7 @@ from headwise.kernels.cuda.cached_jit import (
     widened,
 )
 from headwise.kernels.cuda.merge_jit import merge_parts, store_mean, store_part, with_sink
+from headwise.kernels.cuda.overlap_jit import let_next_begin, wait_for_earlier
 from headwise.kernels.cuda.walk_jit import (
     NEVER,
     SEARCHED,
@@ -313,7 +314,7 @@ def attend(
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr, BULK: tl.constexpr,
-    PAIRED: tl.constexpr, IS_E4M3: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    PAIRED: tl.constexpr, IS_E4M3: tl.constexpr, SPLIT_TILES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -333,7 +334,12 @@ def attend(
     With ``PAIRED`` a decode reads several elements of its cache as one of 16 bits, which with ``IS_E4M3`` are e4m3.
 
     With ``BULK`` those tiles of a prompt that all rows see come by the tensor memory accelerator, block by block.
+
+    With ``OVERLAPS`` it is launched, and has the next kernel launched, as `overlap.cuh` says.
     """
+    if OVERLAPS:
+        let_next_begin()
+        wait_for_earlier()
     if DECODE:
         unit, kv_head = tl.program_id(0), tl.program_id(1)
         window = window_of(head_window, kv_head)

@@ -15,9 +15,12 @@ from headwise.errors import ConfigError
 from headwise.kernels.cuda.parameters import Argument, PackedArguments
 
 _CONFIG = struct.Struct("@7IPPI")
-"""``CUlaunchConfig``: grid and block, dynamic shared memory, stream, and attributes, of which there are none."""
+"""``CUlaunchConfig``: grid and block, dynamic shared memory, stream, and attributes: where they are, how many."""
 
 _CONFIG_WORDS = 7
+
+_MAY_OVERLAP = struct.pack("@I4xi60x", 6, 1)
+"""``CUlaunchAttribute``: ``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``, which is allowed."""
 
 _INVALID_CONTEXT = 201
 """``CUresult`` where the calling thread has no context: it has not called CUDA's runtime yet."""
@@ -26,6 +29,7 @@ _INVALID_CONTEXT = 201
 class Driver:
     """The driver's calls for a launch.
 
+    overlaps:       whether kernels that wait by themselves may begin before those in front of them have ended
     library:        the driver; by default the one of this machine
     current_stream: tells the ``cudaStream_t`` that the calling thread enqueues to; by default CuPy's
     enter_context:  gives the calling thread the device's context; by default by CuPy
@@ -39,7 +43,9 @@ class Driver:
         library: Any | None = None,
         current_stream: Callable[[], int] | None = None,
         enter_context: Callable[[], object] | None = None,
+        overlaps: bool = False,
     ) -> None:
+        self.overlaps = overlaps
         self._library = library or ctypes.CDLL("libcuda.so.1")
         try:
             self.launch = self._library.cuLaunchKernelEx
@@ -62,16 +68,26 @@ class Driver:
 class DriverKernel:
     """`headwise.kernels.cuda.launch.Kernel` of machine code that is loaded.
 
-    function:   CuPy's, which keeps its code loaded; ``ptr`` is the ``CUfunction``
-    parameters: their letters, see `headwise.kernels.cuda.parameters`
+    function:    CuPy's, which keeps its code loaded; ``ptr`` is the ``CUfunction``
+    parameters:  their letters, see `headwise.kernels.cuda.parameters`
+    waits:       by itself for what is before it on its stream, so the driver need not: see `overlap.cuh`
     """
 
     def __init__(
-        self, driver: Driver, function: Any, name: str, parameters: str, threads: int, shared_bytes: int = 0
+        self,
+        driver: Driver,
+        function: Any,
+        name: str,
+        parameters: str,
+        threads: int,
+        shared_bytes: int = 0,
+        waits: bool = False,
     ) -> None:
         self._driver, self._function, self._name = driver, function, name
         self._block = threads, 1, 1, shared_bytes
         self._arguments = PackedArguments(parameters)
+        self._attribute = ctypes.create_string_buffer(_MAY_OVERLAP, len(_MAY_OVERLAP))
+        self._attributes = (ctypes.addressof(self._attribute), 1) if waits and driver.overlaps else (0, 0)
         self._config = (ctypes.c_uint64 * _CONFIG_WORDS)()
         self._call = ctypes.addressof(self._config), function.ptr, ctypes.addressof(self._arguments.pointers), None
 
@@ -86,7 +102,7 @@ class DriverKernel:
             return
         driver = self._driver
         self._arguments.pack(arguments)
-        _CONFIG.pack_into(self._config, 0, *grid, *self._block, driver.current_stream(), 0, 0)
+        _CONFIG.pack_into(self._config, 0, *grid, *self._block, driver.current_stream(), *self._attributes)
         status = driver.launch(*self._call)
         if status == _INVALID_CONTEXT:
             driver.enter_context()

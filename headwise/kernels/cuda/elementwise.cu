@@ -6,6 +6,7 @@
 // Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of input and output; HELD, the vectors of a row that a
 // thread keeps while the row is normed.
 
+#include "overlap.cuh"
 #include "numbers.cuh"
 #include "vectors.cuh"
 #include "norms.cuh"
@@ -22,6 +23,8 @@ extern "C" __global__ void rms_norm(
     const char* x, const float* __restrict__ weight, char* out, long long token_stride, long long head_stride,
     int rows, int heads, int vectors, int group, float eps)
 {
+    let_next_begin();
+    wait_for_earlier();
     const int row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group, at = threadIdx.x % group;
     const bool here = row < rows;  // threads without a row go along: a sum needs all of them
     const char* from = x + row / heads * token_stride + row % heads * head_stride;
@@ -42,6 +45,8 @@ extern "C" __global__ void add_rms_norm(
     const char* x, const char* addend, const char* bias, const float* __restrict__ weight, char* sum, char* out,
     int rows, int vectors, int group, float eps)
 {
+    let_next_begin();
+    wait_for_earlier();
     const int row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group, at = threadIdx.x % group;
     const bool here = row < rows;
     const long long begin = static_cast<long long>(row) * vectors * VECTOR;
@@ -100,18 +105,24 @@ __device__ __forceinline__ void gated(
 extern "C" __global__ void silu_mul(
     const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
 {
+    let_next_begin();
+    wait_for_earlier();
     gated<Silu>(gate_up, out, bias, token_stride, count, vectors);
 }
 
 extern "C" __global__ void gelu_tanh_mul(
     const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
 {
+    let_next_begin();
+    wait_for_earlier();
     gated<GeluTanh>(gate_up, out, bias, token_stride, count, vectors);
 }
 
 extern "C" __global__ void clamped_mul(
     const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
 {
+    let_next_begin();
+    wait_for_earlier();
     gated<Clamped>(gate_up, out, bias, token_stride, count, vectors);
 }
 
@@ -144,12 +155,16 @@ __device__ __forceinline__ void times_sigmoid(
 extern "C" __global__ void sigmoid_mul(
     const char* x, const char* gate, char* out, long long gate_stride, int count, int vectors)
 {
+    let_next_begin();
+    wait_for_earlier();
     times_sigmoid<false>(x, gate, out, gate_stride, count, vectors);
 }
 
 extern "C" __global__ void sigmoid_mul_rows(
     const char* x, const char* gate, char* out, long long gate_stride, int count, int vectors)
 {
+    let_next_begin();
+    wait_for_earlier();
     times_sigmoid<true>(x, gate, out, gate_stride, count, vectors);
 }
 
@@ -162,6 +177,8 @@ extern "C" __global__ void sigmoid_mul_rows(
 extern "C" __global__ void gather_rows(
     const char* table, const int* ids, char* out, long long row_stride, int count, int vectors, float scale)
 {
+    let_next_begin();
+    wait_for_earlier();
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= count) return;
     Floats floats = widened(load(table + ids[index / vectors] * row_stride + index % vectors * VECTOR));

@@ -113,7 +113,10 @@ class _Language:
     def inline_asm_elementwise(
         text: str, operands: str, inputs: Sequence[Any], dtype: Any, is_pure: bool, pack: int
     ) -> Any:
-        """All of the inputs' shapes that they have together; ``operands`` and ``is_pure`` are the compiler's."""
+        """All of the inputs' shapes that they have together; ``operands`` and ``is_pure`` are the compiler's. Without
+        inputs it is about the order of kernels, which here is always that of their launches."""
+        if not inputs:
+            return None
         arrays = np.broadcast_arrays(*(tensor.handle.data for tensor in inputs))
         types = dtype if isinstance(dtype, tuple) else (dtype,)
         made = run_inline(

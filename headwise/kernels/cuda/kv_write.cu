@@ -8,6 +8,7 @@
 // Macros of a variant: HEAD_DIM, a multiple of 16 up to 256, or of 32 up to 512; INPUT, one of F16, BF16, F32; CACHE, the same or one of
 // INT8, E4M3, which store a scale per row, or INT4, of whole groups of 32, which stores a scale and a minimum for each.
 
+#include "overlap.cuh"
 #include "numbers.cuh"
 #include "e4m3.cuh"
 #include "nibbles.cuh"
@@ -200,7 +201,7 @@ __device__ __forceinline__ void store_packed(char* to, char* scales, const Packe
 // bias:               [query_heads + 2 * kv_heads, HEAD_DIM] of queries, keys, values, or null
 // arena, layout:      see BlockLayout; *_at are byte offsets of the roles within a slot
 // batch, tables, ...: see AttentionBatch and HeadTable; table_stride is from row to row of block_tables
-// grid:               the tokens; threads: any number of warps
+// grid:               the tokens, and any number of blocks for each; threads: any number of warps
 extern "C" __global__ void write_kv(
     char* query, const char* key, const char* value, const float* cosines, const float* sines,
     const char* bias, char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
@@ -210,6 +211,8 @@ extern "C" __global__ void write_kv(
     long long value_at, long long key_scale_at, long long value_scale_at,
     int batch, int groups, int table_stride, int block_size, int query_heads, int kv_heads)
 {
+    let_next_begin();
+    wait_for_earlier();
     const int token = blockIdx.x;
     const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
     if (sequence == batch) return;  // padding
@@ -220,7 +223,7 @@ extern "C" __global__ void write_kv(
     const int at = threadIdx.x % GROUP;
     const int rows = query_heads + 2 * kv_heads;
     // Lanes without a row go along: a warp's shuffles need all of it.
-    for (int first = 0; first < rows; first += blockDim.x / GROUP) {
+    for (int first = blockIdx.y * (blockDim.x / GROUP); first < rows; first += gridDim.y * (blockDim.x / GROUP)) {
         const int row = first + threadIdx.x / GROUP;
         const bool is_query = row < query_heads, is_value = row >= query_heads + kv_heads;
         const bool here = row < rows && at < LANES;

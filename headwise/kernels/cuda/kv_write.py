@@ -30,6 +30,7 @@ SCALED = (*QUANTISED, INT4)
 
 SOURCE, KERNEL = "kv_write.cu", "write_kv"
 THREADS = 128
+MOST_BLOCKS = 512
 VECTOR_BYTES = 16
 """Rows are read and written in vectors of this size, and aligned to it."""
 
@@ -43,6 +44,11 @@ class _Variant:
     kernel: Kernel
     places: tuple[int, ...]
     """In bytes: blocks, slots, and roles in these."""
+
+    def parts_of(self, tokens: int, rows: int) -> int:
+        """Blocks for a token of so many rows: where tokens are few, none of them has two of its rows wait in turn."""
+        together = THREADS // max(8, 1 << (self.head_dim // (8 if self.head_dim <= 256 else 16) - 1).bit_length())
+        return max(1, min(-(-rows // together), MOST_BLOCKS // tokens))
 
 
 class CudaKvWrite:
@@ -142,7 +148,7 @@ class CudaKvWrite:
             raise ConfigError(f"the arena begins at {arena_at:#x}: align it to {VECTOR_BYTES} bytes")
         batch_at, batch_sizes = self._of_batch(batch)
         variant.kernel(
-            (tokens, 1, 1),
+            (tokens, variant.parts_of(tokens, q_heads + 2 * kv_heads), 1),
             (
                 query_at, key_at, value_at, _address(cosines), _address(sines), _address(bias), arena_at, *batch_at,
                 address_of(heads.group), address_of(heads.slot), query_stride, key_stride, value_stride,

@@ -38,6 +38,12 @@ def addresses_of(*arrays: Array | None) -> tuple[int, ...]:
     return tuple([0 if array is None else address_of(array) for array in arrays])
 
 
+OVERLAPS_FROM = 90
+"""The compute capability from which on kernels may begin before those in front of them have ended."""
+
+OVERLAPS = "OVERLAPS"
+"""The constant of a Triton kernel that may: it waits by itself, see `overlap_jit`."""
+
 _ALL_SHARED = 100
 """Percent of an SM's first-level cache for shared memory: as many blocks fit as that has room for."""
 
@@ -73,8 +79,8 @@ class CubinProgram:
         self._path, self._driver = path, driver
         self._module = cupy.RawModule(path=str(path))
 
-    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
-        """See `Program.kernel`; ``parameters`` are letters, as `headwise.kernels.cuda.parameters` has them."""
+    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0, waits: bool = False) -> Kernel:
+        """See `Program.kernel`, and of ``parameters`` and ``waits`` `DriverKernel`."""
         try:
             raw = self._module.get_function(name)
             if shared_bytes > STATIC_SHARED_BYTES:
@@ -86,7 +92,7 @@ class CubinProgram:
                 f"the driver does not take kernel {name!r} of {self._path.name} ({error}): its compiler may be newer "
                 "than the driver; update the driver, or install the Triton or CuPy made for its CUDA version"
             ) from error
-        return DriverKernel(self._driver, function, name, parameters, threads, shared_bytes)
+        return DriverKernel(self._driver, function, name, parameters, threads, shared_bytes, waits)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,11 @@ class Variant:
     num_warps: int
     num_stages: int
     module: str = "attention_jit"
+
+    @property
+    def waits(self) -> bool:
+        """See `DriverKernel`."""
+        return (OVERLAPS, True) in self.constants
 
     @property
     def parameters(self) -> str:
@@ -154,7 +165,7 @@ class CupyLauncher:
         appended = file.parameters - len(variant.signature)
         parameters = variant.parameters + POINTER * appended
         program = CubinProgram(file.path, self._driver)
-        kernel = program.kernel(file.name, parameters, file.threads, file.shared_bytes)
+        kernel = program.kernel(file.name, parameters, file.threads, file.shared_bytes, variant.waits)
         return _TritonKernel(kernel, appended, file.scratch_bytes)
 
     def launch(self, variant: Variant, grid: Grid, arguments: Sequence[Argument]) -> None:

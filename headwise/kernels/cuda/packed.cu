@@ -1,6 +1,10 @@
-// Products of few rows with weights of 4 and 8 bits. Macros of a variant: NUMBER, F16 or BF16, the dtype of x and out, and
-// those that `packed.cuh` wants.
+// Products of few rows with weights of 4 and 8 bits, and of 16, which are numbers. Macros of a variant: NUMBER, F16 or BF16,
+// the dtype of x and out; those that `packed.cuh` wants; LEAST_BLOCKS, of which a multiprocessor has room at once.
+//
+// What comes first of the weight is on its way to registers, and of numbers the rest to the second-level cache, before x is
+// there: see `overlap.cuh`.
 
+#include "overlap.cuh"
 #include "numbers.cuh"
 #include "matrix.cuh"
 #include "codes.cuh"
@@ -12,11 +16,12 @@
 // scale, minimum: [groups, width]; a group is `group_steps` steps of one half of a row
 // grid:           (rows of x, TOKENS each; rows of the weight, 16 * TILES each): blocks that read the same codes are
 //                 neighbours, and all but one find them in the cache; threads: up to MOST_WARPS warps
-extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) multiply_packed(
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, LEAST_BLOCKS) multiply_packed(
     const char* x, const char* codes, const float* scale, const float* minimum, char* out,
     long long x_stride, int rows, int width, int depth, int group_steps)
 {
     __shared__ Shared shared;
+    let_next_begin();
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, of_row = threadIdx.x % WARP / 4;
     const int first_row = blockIdx.y * BLOCK_ROWS, first_token = blockIdx.x * TOKENS;
     Weight weight = {codes, scale, minimum, depth * BITS / 8, width, group_steps};
@@ -29,8 +34,10 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32) multiply_packed(
     for (int i = 0; i < EIGHTS; i++) tokens.at[i] = min(first_token + i * EIGHT + of_row, rows - 1) * x_stride;
 
     const int steps = weight.row_bytes / STEP, each = (steps + warps - 1) / warps;
+    const int first = warp * each, last = min((warp + 1) * each, steps);
     Sums sums = {};
-    add_steps(sums, weight, tokens, warp * each, min((warp + 1) * each, steps), steps);
+    if (PLAIN) prefetch_steps(weight, first_row, first + AHEAD, last);
+    add_steps(sums, weight, tokens, first, last, steps, [] { wait_for_earlier(); });
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; eight++) {
         share(shared, sums, eight);

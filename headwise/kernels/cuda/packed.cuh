@@ -5,17 +5,20 @@
 // and nothing passes through shared memory until the warps of a block, each of which has a part of the depth, add up
 // their sums. Scales are applied to the sums of a step, which is within a group, in float32.
 //
-// Wants `matrix.cuh`, `codes.cuh`, and the macros BITS of a code, 4 or 8; FLOATS, if those of 8 are float8_e4m3fn, not
+// Wants `matrix.cuh`, `codes.cuh`, and the macros BITS of a code, 4 or 8, or 16: numbers of x's dtype; FLOATS, if those of 8 are float8_e4m3fn, not
 // int8; MINIMA, if there are any; STEP, bytes of a row's codes that are taken at a time: 16, 32 or 64; TOKENS, rows of x
 // of a block, a multiple of 8; TILES of 16 rows of the weight that a block has; AHEAD, steps that are on their way;
 // MOST_WARPS of a block.
 
 constexpr int WARP = 32;
+constexpr int NUMBER_BYTES = 2;
 constexpr int TILE = 16, EIGHT = 8;  // rows of the weight, and of x, in an instruction
 constexpr int BLOCK_ROWS = TILES * TILE, EIGHTS = TOKENS / EIGHT;
+constexpr bool PLAIN = BITS == 16;                            // numbers, not codes: there are no scales
 constexpr int LANE_BYTES = STEP / 4, WORDS = LANE_BYTES / 4;  // of a row's codes, in one step
+constexpr int FOURS = PLAIN ? WORDS / 2 : WORDS;              // of codes, of each half of a row
+constexpr int X_BYTES = PLAIN ? 1 : NUMBER_BYTES;             // of x, for a byte of codes
 constexpr int HALVES = BITS == 4 ? 2 : 1;                     // a step of 4-bit codes has columns of both halves of a row
-constexpr int NUMBER_BYTES = 2;
 
 // Of a weight [rows, depth], what a lane reads: of rows g and g + 8 of each tile, where lanes 4 * g to 4 * g + 3 are a row's.
 struct Weight {
@@ -76,7 +79,7 @@ __device__ __forceinline__ void load_step(Held& held, const Weight& weight, Next
         for (int j = 0; j < 2; j++)
             load_codes(held.codes[i][j], next.codes + static_cast<long long>(weight.rows[i][j]) * weight.row_bytes);
 #pragma unroll
-    for (int half = 0; half < HALVES; half++) {
+    for (int half = 0; half < HALVES && !PLAIN; half++) {
         load_factors(held.scale[half], weight.scale + next.group_at[half], weight.rows);
         if (MINIMA) load_factors(held.minimum[half], weight.minimum + next.group_at[half], weight.rows);
         if (--next.left[half] == 0) next.left[half] = weight.group_steps, next.group_at[half] += weight.every;
@@ -86,7 +89,7 @@ __device__ __forceinline__ void load_step(Held& held, const Weight& weight, Next
 
 // Numbers of x in the columns of a lane's codes, of a row of each eight.
 struct Numbers {
-    unsigned pairs[EIGHTS][WORDS][2];
+    unsigned pairs[EIGHTS][FOURS][2];
 };
 
 __device__ __forceinline__ void load_numbers(Numbers& numbers, const char* x, const Rows& rows)
@@ -95,24 +98,26 @@ __device__ __forceinline__ void load_numbers(Numbers& numbers, const char* x, co
     for (int eight = 0; eight < EIGHTS; eight++) {
         auto& pairs = numbers.pairs[eight];
         const char* from = x + rows.at[eight];
-        if constexpr (WORDS == 1) {
+        if constexpr (FOURS == 1) {
             const uint2 two = *reinterpret_cast<const uint2*>(from);
             pairs[0][0] = two.x, pairs[0][1] = two.y;
         } else {
 #pragma unroll
-            for (int word = 0; word < WORDS; word += 2) {
-                const uint4 four = reinterpret_cast<const uint4*>(from)[word / 2];
-                pairs[word][0] = four.x, pairs[word][1] = four.y, pairs[word + 1][0] = four.z, pairs[word + 1][1] = four.w;
+            for (int i = 0; i < FOURS; i += 2) {
+                const uint4 four = reinterpret_cast<const uint4*>(from)[i / 2];
+                pairs[i][0] = four.x, pairs[i][1] = four.y, pairs[i + 1][0] = four.z, pairs[i + 1][1] = four.w;
             }
         }
     }
 }
 
-__device__ __forceinline__ void numbers_of(unsigned (&pairs)[2], unsigned codes, int half)
+// Of the `four`th four codes.
+__device__ __forceinline__ void numbers_of(unsigned (&pairs)[2], const unsigned (&codes)[WORDS], int four, int half)
 {
-    if constexpr (BITS == 4) of_nibbles(pairs, codes >> half * 4);
-    else if constexpr (FLOATS) of_e4m3(pairs, codes);
-    else of_int8(pairs, codes);
+    if constexpr (PLAIN) pairs[0] = codes[2 * four], pairs[1] = codes[2 * four + 1];
+    else if constexpr (BITS == 4) of_nibbles(pairs, codes[four] >> half * 4);
+    else if constexpr (FLOATS) of_e4m3(pairs, codes[four]);
+    else of_int8(pairs, codes[four]);
 }
 
 using Sums = float[TILES][EIGHTS][4];
@@ -124,26 +129,28 @@ __device__ __forceinline__ void add_half(Sums& sums, const Held& held, int half,
     constexpr unsigned ONES[4] = {ONE_TWICE, ONE_TWICE, ONE_TWICE, ONE_TWICE};
     Numbers numbers;
     load_numbers(numbers, x, rows);
-    Sums products = {};
+    Sums scaled = {};
+    Sums& products = PLAIN ? sums : scaled;
     float of_x[EIGHTS][4] = {};
 #pragma unroll
-    for (int word = 0; word < WORDS; word++) {
+    for (int four = 0; four < FOURS; four++) {
         unsigned weights[TILES][4];
 #pragma unroll
         for (int i = 0; i < TILES; i++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 unsigned pairs[2];
-                numbers_of(pairs, held.codes[i][j][word], half);
+                numbers_of(pairs, held.codes[i][j], four, half);
                 weights[i][j] = pairs[0], weights[i][2 + j] = pairs[1];
             }
 #pragma unroll
         for (int eight = 0; eight < EIGHTS; eight++) {
 #pragma unroll
-            for (int i = 0; i < TILES; i++) add_products<IS_BF16>(products[i][eight], weights[i], numbers.pairs[eight][word]);
-            if (MINIMA) add_products<IS_BF16>(of_x[eight], ONES, numbers.pairs[eight][word]);
+            for (int i = 0; i < TILES; i++) add_products<IS_BF16>(products[i][eight], weights[i], numbers.pairs[eight][four]);
+            if (MINIMA) add_products<IS_BF16>(of_x[eight], ONES, numbers.pairs[eight][four]);
         }
     }
+    if (PLAIN) return;
 #pragma unroll
     for (int i = 0; i < TILES; i++)
 #pragma unroll
@@ -156,9 +163,23 @@ __device__ __forceinline__ void add_half(Sums& sums, const Held& held, int half,
             }
 }
 
+// Has what a warp reads of the weight, from step `first` on, brought to the second-level cache.
+__device__ __forceinline__ void prefetch_steps(const Weight& weight, int first_row, int first, int last)
+{
+#if __CUDA_ARCH__ >= 900
+    const int lane = threadIdx.x % WARP;
+    if (first >= last || lane >= TILES * TILE || first_row + lane >= weight.every) return;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::
+        "l"(weight.codes + static_cast<long long>(first_row + lane) * weight.row_bytes + first * STEP), "r"((last - first) * STEP));
+#endif
+}
+
 // The sums over steps `first` to `last` of the `steps` that a row has, of a lane: of its rows of the weight and, two each,
-// rows 2 * t and 2 * t + 1 of each eight of x, as `add_products` has them.
-__device__ __forceinline__ void add_steps(Sums& sums, const Weight& weight, const Rows& rows, int first, int last, int steps)
+// rows 2 * t and 2 * t + 1 of each eight of x, as `add_products` has them. `until_x` is called once weights are on their
+// way, before anything of x is read.
+template <class Ready>
+__device__ __forceinline__ void add_steps(
+    Sums& sums, const Weight& weight, const Rows& rows, int first, int last, int steps, Ready until_x)
 {
     const int at = first * STEP + threadIdx.x % 4 * LANE_BYTES;
     Next next = {weight.codes + at};
@@ -172,7 +193,8 @@ __device__ __forceinline__ void add_steps(Sums& sums, const Weight& weight, cons
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
         if (first + i < last) load_step(held[i], weight, next);
-    const char* x = rows.first + static_cast<long long>(at) * NUMBER_BYTES;
+    until_x();
+    const char* x = rows.first + static_cast<long long>(at) * X_BYTES;
 #pragma unroll 1
     for (int step = first; step < last; step += AHEAD) {
 #pragma unroll
@@ -180,10 +202,10 @@ __device__ __forceinline__ void add_steps(Sums& sums, const Weight& weight, cons
             if (step + i >= last) break;
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
-                add_half(sums, held[i], half, x + static_cast<long long>(half) * weight.row_bytes * NUMBER_BYTES, rows);
+                add_half(sums, held[i], half, x + static_cast<long long>(half) * weight.row_bytes * X_BYTES, rows);
                 if (HALVES > 1) __syncwarp();  // else numbers of both halves are loaded first, and spill
             }
-            x += STEP * NUMBER_BYTES;
+            x += STEP * X_BYTES;
             if (step + i + AHEAD < last) load_step(held[i], weight, next);
         }
     }

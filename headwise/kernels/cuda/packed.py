@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits on a GPU: the host half of `packed.cu` and `packed_jit.py`.
+"""Weights of 4 and 8 bits on a GPU, and few rows times those of 16: the host half of `packed.cu` and `packed_jit.py`.
 
 Few rows are multiplied with the codes as they lie in memory, since then reading them is what takes time. For many rows
 the weight is made floats first, into memory that is given back at once, and cuBLAS multiplies: that costs two more
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import gcd
 from typing import Any, Protocol
 
@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
 from headwise.kernels.code_bytes import GPU_SCALES
-from headwise.kernels.cuda.elementwise import NUMBERS
+from headwise.kernels.cuda.elementwise import NUMBERS, is_dense
 from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, addresses_of
 from headwise.kernels.cuda.programs import Defines, Programs
 
 MODULE, SOURCE, KERNEL = "packed_jit", "packed.cu", "multiply_packed"
 FEW_ROWS = 64
 """Rows up to which codes are multiplied: with more, tensor cores set the pace."""
+
+PLAIN, PLAIN_ROWS = 16, 16
+"""Bits of what is no code, but numbers of the dtype of x; rows up to which such weights are multiplied here."""
 
 _COLUMNS = 64
 _LEAST_STEP, MOST_STEP = 16, 128
@@ -43,6 +46,7 @@ class CodesTile:
     """What a block has: the macros TOKENS, TILES, AHEAD and MOST_WARPS of `packed.cuh`.
 
     warps: that a multiprocessor is to have, at least: the blocks of a narrow weight have more of them
+    least_blocks: of which a multiprocessor has room at once
     """
 
     tokens: int
@@ -50,21 +54,23 @@ class CodesTile:
     ahead: int
     most_warps: int = 16
     warps: int = 13
+    least_blocks: int = 1
 
 
 _MANY = CodesTile(32, 2, 1, most_warps=8)
 PRODUCT_TILES = {
     8: {8: CodesTile(8, 1, 2, warps=24), 48: CodesTile(16, 2, 2), FEW_ROWS: _MANY},
+    PLAIN: {8: CodesTile(8, 1, 4, least_blocks=2), PLAIN_ROWS: CodesTile(16, 1, 2, least_blocks=2)},
     4: {8: CodesTile(8, 2, 1), 16: CodesTile(16, 1, 2), FEW_ROWS: _MANY},
 }
-"""By bits of a code, then by rows of x at most: those that took an H200 least time."""
+"""By bits of a code, then by rows of x at most: those that took an H200 least time; of `PLAIN` unmeasured."""
 
 
 @dataclass(frozen=True)
 class PackedForm:
     """What the machine code of a product depends on besides the card.
 
-    dtype: of activations; bits: of a code; group: neighbours with a scale in common, 0: a whole row
+    dtype: of activations; bits: of a code, or `PLAIN`; group: neighbours with a scale in common, 0: a whole row
     step:  bytes taken at a time
     is_float: codes are float8_e4m3fn, else integers
     """
@@ -80,6 +86,7 @@ class PackedForm:
 @dataclass(frozen=True)
 class PackedMatrix:
     """A weight ``[width, depth]`` on the device; of a layer's experts, an axis of them comes first in every array.
+    `PLAIN` ones have numbers for codes, and no scales.
 
     codes:   uint8 ``[width, depth / 2]``, two plus 8 to a byte, or int8 or float8_e4m3fn (uint8) ``[width, depth]``
     scale:   float32 ``[depth / group, width]``
@@ -148,6 +155,22 @@ def pack(matrix: Grouped, dtype: str, send: Callable[[NDArray[Any]], Array]) -> 
     )
 
 
+def plain(weight: Array, dtype: str) -> PackedMatrix | None:
+    """``weight [width, depth]`` of ``dtype``, as it lies on the device, for products of up to `PLAIN_ROWS` rows; None
+    where its rows are not read by whole vectors."""
+    width, depth = weight.shape
+    step = _PRODUCT_STEP // weight.itemsize
+    if weight.itemsize * 8 != PLAIN or not is_dense(weight, (width, depth), weight.dtype) or depth % step:
+        return None
+    return PackedMatrix(plain_form(dtype), (width, depth), weight, None, None)
+
+
+@cache
+def plain_form(dtype: str) -> PackedForm:
+    """Of weights that are numbers of ``dtype``, of 16 bits."""
+    return PackedForm(dtype, PLAIN, 0, _PRODUCT_STEP, False)
+
+
 def bits_taken(bits: int, depth: int, group: int) -> int:
     """Of a code in memory: 4 only where halves of a row are a multiple of 16 in whole groups."""
     return 4 if bits == 4 and depth % 2 == 0 and gcd(group, depth // 2) % _LEAST_STEP == 0 else 8
@@ -172,7 +195,7 @@ def form_of(
 
 def variants_of(form: PackedForm) -> tuple[Variant, ...]:
     """All Triton kernels of such weights."""
-    return (_expansion(form),)
+    return () if form.bits == PLAIN else (_expansion(form),)
 
 
 def programs_of(form: PackedForm) -> Iterator[tuple[str, Defines]]:
@@ -190,9 +213,11 @@ def multiplies_codes(form: PackedForm) -> bool:
 def defines_of(form: PackedForm, tile: CodesTile) -> Defines:
     """The macros of `packed.cuh`."""
     return {
+
         "NUMBER": NUMBERS[form.dtype], "BITS": form.bits, "FLOATS": int(form.is_float),
         "MINIMA": int(form.has_minimum), "STEP": product_step(form),
         "TOKENS": tile.tokens, "TILES": tile.tiles, "AHEAD": tile.ahead, "MOST_WARPS": tile.most_warps,
+        "LEAST_BLOCKS": tile.least_blocks,
     }  # fmt: skip
 
 
@@ -203,7 +228,7 @@ def product_step(form: PackedForm) -> int:
 
 def group_steps(form: PackedForm, depth: int) -> int:
     """Steps of a group's columns; of a row in 4 bits, each is in one half."""
-    return (form.group or depth) // product_step(form)
+    return (form.group or depth) * (2 if form.bits == PLAIN else 1) // product_step(form)
 
 
 class CudaPacked:
@@ -233,8 +258,8 @@ class CudaPacked:
         }
 
     def multiply(self, x: Array, matrix: PackedMatrix) -> Array:
-        """``x [rows, depth] @ matrix.T``, of 1 to `FEW_ROWS` rows whose elements lie side by side, and that begin at
-        multiples of 16 bytes; of a form that `multiplies_codes` and was prepared."""
+        """``x [rows, depth] @ matrix.T``, of 1 to `FEW_ROWS` rows, `PLAIN_ROWS` of a `PLAIN` matrix, whose elements lie
+        side by side, and that begin at multiples of 16 bytes; of a form that `multiplies_codes` and was prepared."""
         (width, depth), form, rows = matrix.shape, matrix.form, x.shape[0]
         tile = next(tile for most, tile in PRODUCT_TILES[form.bits].items() if most >= rows)
         blocks = -(-rows // tile.tokens), -(-width // (_TILE_ROWS * tile.tiles))

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 2) multiply_packed
 
     const int each = (steps + warps - 1) / warps;
     Sums sums = {};
-    add_steps(sums, weight, tokens, warp * each, min((warp + 1) * each, steps), steps);
+    add_steps(sums, weight, tokens, warp * each, min((warp + 1) * each, steps), steps, [] {});
     const auto* biases = reinterpret_cast<const unsigned short*>(bias) + before;
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; eight++) {

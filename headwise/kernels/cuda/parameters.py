@@ -36,10 +36,21 @@ def cuda_parameters(text: str, kernel: str) -> str:
     Raises:
         ConfigError: the source has no such kernel, or one with parameters of other types.
     """
-    found = re.search(rf"__global__ void (?:__launch_bounds__\([^)]*\) )?{kernel}\(([^)]*)\)", text)
+    found = _head_of(text, kernel)
+    return "".join(_letter(kernel, parameter) for parameter in found[1].split(",") if parameter.strip())
+
+
+def waits_by_itself(text: str, kernel: str) -> bool:
+    """Whether ``kernel``, of a source in CUDA C++, waits by itself for those before it: see `overlap.cuh`."""
+    body, _, _ = text[_head_of(text, kernel).end() :].partition("\n}")
+    return "wait_for_earlier()" in body
+
+
+def _head_of(text: str, kernel: str) -> re.Match[str]:
+    found = re.search(rf"__global__ void (?:__launch_bounds__\((?:[^()]|\([^)]*\))*\) )?{kernel}\(([^)]*)\)", text)
     if found is None:
         raise ConfigError(f"the source has no kernel {kernel!r}")
-    return "".join(_letter(kernel, parameter) for parameter in found[1].split(",") if parameter.strip())
+    return found
 
 
 def _letter(kernel: str, parameter: str) -> str:

@@ -148,6 +148,8 @@ def _any_programs(dtype: np.dtype[Any]) -> Iterator[tuple[str, Defines]]:
     yield logit_edits.SOURCE, elementwise.variant_of(dtype)
     if dtype != np.float32:  # of edited logits
         yield sampling.SOURCE, elementwise.variant_of(np.dtype(np.float32))
+    if dtype.itemsize == 2:
+        yield from packed.programs_of(packed.plain_form(str(dtype)))
     yield block_tables.SOURCE, {}
     yield step_tokens.SOURCE, {}
     yield block_copy.SOURCE, {}

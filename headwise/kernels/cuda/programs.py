@@ -12,9 +12,9 @@ from typing import Protocol
 
 from headwise.kernels.cuda.driver import Driver
 from headwise.kernels.cuda.files import write_whole
-from headwise.kernels.cuda.launch import CubinProgram, Kernel, Program, current_card, driver_cuda
+from headwise.kernels.cuda.launch import OVERLAPS_FROM, CubinProgram, Kernel, Program, current_card, driver_cuda
 from headwise.kernels.cuda.nvrtc import MAJORS, Compiled, find_nvrtc
-from headwise.kernels.cuda.parameters import cuda_parameters
+from headwise.kernels.cuda.parameters import cuda_parameters, waits_by_itself
 
 SOURCES = Path(__file__).parent
 """Where the ``.cu`` files lie."""
@@ -49,25 +49,30 @@ class CudaPrograms:
     def __call__(self, source: str, defines: Defines) -> Program:
         """See `Programs`."""
         path = cubin_path(self._directory, source, defines, self._sm, self._newest)
-        return CudaProgram(source, CubinProgram(path, self._driver))
+        return CudaProgram(source, CubinProgram(path, self._driver), self._sm)
 
 
 class MachineCode(Protocol):
     """Kernels whose parameters must be told: see `CubinProgram`."""
 
-    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
+    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0, waits: bool = False) -> Kernel:
         """See `CubinProgram.kernel`."""
 
 
 class CudaProgram:
-    """`Program` of a CUDA C++ file. code: the same as machine code"""
+    """`Program` of a CUDA C++ file.
 
-    def __init__(self, source: str, code: MachineCode) -> None:
-        self._text, self._code = source_text(source), code
+    code: the same as machine code
+    sm:   compute capability that it is for
+    """
+
+    def __init__(self, source: str, code: MachineCode, sm: int) -> None:
+        self._text, self._code, self._can_wait = source_text(source), code, sm >= OVERLAPS_FROM
 
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
         """See `Program.kernel`."""
-        return self._code.kernel(name, cuda_parameters(self._text, name), threads, shared_bytes)
+        waits = self._can_wait and waits_by_itself(self._text, name)
+        return self._code.kernel(name, cuda_parameters(self._text, name), threads, shared_bytes, waits)
 
 
 def cubin_path(directory: Path, source: str, defines: Defines, sm: int, newest: int = MAJORS[-1]) -> Path:

@@ -226,6 +226,11 @@ class EngineConfig:
         "On GPUs of compute capability 9.0 on, let the tensor memory accelerator bring a prompt's keys and values, "
         "where heads are 128 or 256 numbers that the cache has as they are.",
     )
+    overlap_kernels: bool = _option(
+        False,
+        "On GPUs of compute capability 9.0 on, let kernels begin before those in front of them have ended, and read "
+        "weights meanwhile; products of up to 16 rows are headwise's own then. Not measured yet.",
+    )
     one_shot_all_reduce: bool = _option(
         True,
         "Sum small tensors of ranks on GPUs in one launch, by memory that they share, where they can: else all go by "

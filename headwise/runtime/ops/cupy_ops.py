@@ -29,7 +29,7 @@ class CupyOps(GpuOps):
 
     dtype: of weights and activations: float32, float16 or bfloat16
     programs, launcher: compile the kernels, and run them
-    weights_dtype: see `GpuOps`
+    weights_dtype, own_products: see `GpuOps`
 
     Raises:
         ConfigError: there are no kernels for ``dtype``.
@@ -37,8 +37,15 @@ class CupyOps(GpuOps):
 
     name, products = "cupy", "cuBLAS"
 
-    def __init__(self, dtype: str, programs: Programs, launcher: TritonLauncher, weights_dtype: str = "auto") -> None:
-        super().__init__(cupy, numpy_dtype(dtype), programs, launcher, weights_dtype)
+    def __init__(
+        self,
+        dtype: str,
+        programs: Programs,
+        launcher: TritonLauncher,
+        weights_dtype: str = "auto",
+        own_products: bool = False,
+    ) -> None:
+        super().__init__(cupy, numpy_dtype(dtype), programs, launcher, weights_dtype, own_products=own_products)
         self._graphs = CudaGraphs()
         self._fetches = PinnedFetches()
         self._cublas = Cublas(partial(cupy.empty, dtype="uint8"))  # no cycle: memory goes with the last reference

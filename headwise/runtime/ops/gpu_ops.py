@@ -14,7 +14,16 @@ from headwise.kernels.cuda.elementwise import CudaElementwise
 from headwise.kernels.cuda.experts import CudaExperts, StackedExperts
 from headwise.kernels.cuda.launch import TritonLauncher, address_of
 from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
-from headwise.kernels.cuda.packed import FEW_ROWS, CudaPacked, PackedMatrix, multiplies_codes, pack
+from headwise.kernels.cuda.packed import (
+    FEW_ROWS,
+    PLAIN_ROWS,
+    CudaPacked,
+    PackedMatrix,
+    multiplies_codes,
+    pack,
+    plain,
+    plain_form,
+)
 from headwise.kernels.cuda.programs import Programs
 from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Activation
@@ -58,15 +67,20 @@ class GpuOps(ArrayOps):
         launcher: TritonLauncher,
         weights_dtype: str = "auto",
         threads: int = THREADS,
+        own_products: bool = False,
     ) -> None:
         """
         weights_dtype: of weights in memory: int8 (a scale for each group), int4, fp8 or gguf (quantised as in the
                        checkpoint or the GGUF file; what is not quantised there is of ``dtype``), else ``dtype``
         threads:       of a thread block that searches a row of logits; see `CudaLikeliest`
+        own_products:  whether those of few rows with weights of 16 bits are `CudaPacked`'s, too
         """
         super().__init__(xp, dtype)
         self._weights_dtype = weights_dtype
+        self._plain_rows = PLAIN_ROWS if own_products and dtype.itemsize == 2 else 0
         self._packed = CudaPacked(launcher, programs, self.xp.empty)
+        if self._plain_rows:
+            self._packed.prepare(plain_form(dtype.name))
         self._experts = CudaExperts(launcher, programs, self.xp.empty)
         self._likeliest = CudaLikeliest(programs, dtype, lambda size: xp.zeros(size, np.uint8), threads)
         self._kernels = CudaElementwise(programs)
@@ -91,9 +105,11 @@ class GpuOps(ArrayOps):
         return self.upload(array)
 
     def linear(self, x: Array, weight: Array | PackedMatrix, bias: Array | None = None) -> Array:
+        if not isinstance(weight, PackedMatrix) and 0 < len(x) <= self._plain_rows:
+            weight = plain(weight.T, self.dtype.name) or weight
         if not isinstance(weight, PackedMatrix):
-            return super().linear(x, weight, bias)
-        if 0 < len(x) <= FEW_ROWS and multiplies_codes(weight.form):
+            y = self.matmul(x, weight)
+        elif 0 < len(x) <= FEW_ROWS and multiplies_codes(weight.form):
             y = self._packed.multiply(self._aligned(x), weight)
         else:
             y = self.matmul(x, self._packed.expand(weight, self.dtype).T)

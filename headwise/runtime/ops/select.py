@@ -16,7 +16,12 @@ def resolve_ops_name(name: str, on_gpu: bool = False) -> str:
 
 
 def make_gpu_ops(
-    name: str, dtype: str, programs: Programs, launcher: TritonLauncher, weights_dtype: str = "auto"
+    name: str,
+    dtype: str,
+    programs: Programs,
+    launcher: TritonLauncher,
+    weights_dtype: str = "auto",
+    own_products: bool = False,
 ) -> TensorOps:
     """The tensor operations on CuPy's current device.
 
@@ -24,6 +29,7 @@ def make_gpu_ops(
     dtype:    of weights and activations: float32, float16 or bfloat16
     programs, launcher: compile the kernels of cupy's, and run them; paddle has its own
     weights_dtype: of weights in memory, see `GpuOps`; paddle has those of ``dtype`` only
+    own_products: see `GpuOps`; paddle has those of Paddle
 
     Raises:
         ConfigError: there are no kernels for ``dtype``.
@@ -34,7 +40,7 @@ def make_gpu_ops(
         return PaddleGpuOps(dtype)
     from headwise.runtime.ops.cupy_ops import CupyOps
 
-    return CupyOps(dtype, programs, launcher, weights_dtype)
+    return CupyOps(dtype, programs, launcher, weights_dtype, own_products)
 
 
 def make_ops(name: str, threads: int = 1, dtype: str = "float32", weights_dtype: str = "float32") -> TensorOps:

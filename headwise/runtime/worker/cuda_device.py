@@ -15,6 +15,7 @@ from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
 from headwise.kernels.cuda.cubins import CubinCache, Target
+from headwise.kernels.cuda.driver import Driver
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda, empty_array
 from headwise.kernels.cuda.parts import GpuParts
@@ -60,11 +61,13 @@ class CudaDevice:
         self._compute = ComputeStream(GPU, open_paddle(GPU) if config.tensor_ops == "paddle" else None)
         self._cubins = config.cache_path / "kernels"
         with self.current():
-            programs = CudaPrograms(self._cubins)
-            launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
+            driver = Driver(overlaps=config.overlap_kernels)
+            programs = CudaPrograms(self._cubins, driver)
+            launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get, driver)
             self.ops: TensorOps = make_gpu_ops(
-                config.tensor_ops, config.dtype_name, programs, launcher, config.weights_dtype
-            )
+                config.tensor_ops, config.dtype_name, programs, launcher, config.weights_dtype,
+                config.overlap_kernels,
+            )  # fmt: skip
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
             self._step_tokens = CudaStepTokens(programs)

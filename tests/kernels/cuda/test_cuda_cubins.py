@@ -340,7 +340,7 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     sources = sorted(file.name.split("-sm90")[0] for file in files)
     assert sources == [
         "attend", "attend", "block_copy", "block_tables", "elementwise", "kv_write", "likeliest",
-        "logit_edits", "sampling", "sampling", "step_tokens",
+        "logit_edits", "packed", "packed", "sampling", "sampling", "step_tokens",
     ]  # fmt: skip
     monkeypatch.setattr(cubins, "compile_variant", None)
     for variant in variants_of(LLAMA, 90, EngineConfig().prefill_tma):

@@ -15,14 +15,14 @@ import pytest
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gpu.host_library import STREAM, HostLibrary, LaunchConfig
+from support.gpu.host_library import STREAM, HostLibrary, LaunchAttribute, LaunchConfig
 from support.gpu.machine_code import machine_code, parameters_of
 
 from headwise.errors import ConfigError
 from headwise.kernels.cuda import elementwise, kv_write
 from headwise.kernels.cuda.driver import Driver, DriverKernel
 from headwise.kernels.cuda.launch import Kernel
-from headwise.kernels.cuda.parameters import PackedArguments, cuda_parameters, triton_parameters
+from headwise.kernels.cuda.parameters import PackedArguments, cuda_parameters, triton_parameters, waits_by_itself
 from headwise.kernels.cuda.programs import SOURCES, CudaProgram, Defines, source_text
 from headwise.kernels.gqa import gqa_layout
 
@@ -35,6 +35,8 @@ NUMBERS = {
 }
 KERNELS = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 FUNCTION = SimpleNamespace(ptr=0xF00D)
+PROGRAMMATIC = 6
+"""The attribute by which the driver is told that a kernel need not wait for those in front of it."""
 HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
 
 
@@ -104,17 +106,50 @@ def test_machine_code_has_parameters_as_wide_as_the_source_says(source: str, def
 
 
 def test_a_kernel_of_a_source_has_that_ones_parameters() -> None:
-    asked: list[tuple[str, str, int, int]] = []
-
-    class Code:
-        def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0) -> Kernel:
-            asked.append((name, parameters, threads, shared_bytes))
-            return lambda grid, arguments: None
-
-    program = CudaProgram("step_tokens.cu", Code())
+    asked = Asked()
+    program = CudaProgram("step_tokens.cu", asked, 90)
     program.kernel("fill", 64)
     program.kernel("keep", 128, 256)
-    assert asked == [("fill", "QQQQi", 64, 0), ("keep", "QQQQQi", 128, 256)]
+    assert asked.kernels == [("fill", "QQQQi", 64, 0, False), ("keep", "QQQQQi", 128, 256, False)]
+
+
+class Asked:
+    """`MachineCode` that keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[str, str, int, int, bool]] = []
+
+    def kernel(self, name: str, parameters: str, threads: int, shared_bytes: int = 0, waits: bool = False) -> Kernel:
+        self.kernels.append((name, parameters, threads, shared_bytes, waits))
+        return lambda grid, arguments: None
+
+
+def test_which_kernels_wait_by_themselves_their_source_says() -> None:
+    for sm in (80, 90, 100):
+        asked = Asked()
+        CudaProgram("elementwise.cu", asked, sm).kernel("rms_norm", 128)
+        CudaProgram("packed.cu", asked, sm).kernel("multiply_packed", 128)
+        CudaProgram("packed_experts.cu", asked, sm).kernel("multiply_packed_experts", 128)
+        assert [waits for *_, waits in asked.kernels] == [sm >= 90, sm >= 90, False]
+
+
+def test_who_waits_by_itself_waits_before_anything_else() -> None:
+    """But for weights, which nobody writes."""
+    for path in SOURCES.glob("*.cu"):
+        text = path.read_text()
+        for name in KERNELS.findall(text):
+            if waits_by_itself(text, name) and name != "multiply_packed":
+                body = text[text.index(f" {name}(") :].partition("{\n")[2]
+                assert body.startswith("    let_next_begin();\n    wait_for_earlier();\n"), name
+
+
+@pytest.mark.parametrize(("overlaps", "waits"), [(True, True), (True, False), (False, True)])
+def test_who_waits_by_itself_is_launched_at_once_where_that_is_asked_for(overlaps: bool, waits: bool) -> None:
+    library = HostLibrary("i")
+    kernel = DriverKernel(library.driver(overlaps), FUNCTION, "walk", "i", 32, waits=waits)
+    kernel((1, 1, 1), [5])
+    attributes = ((PROGRAMMATIC, 1),) if overlaps and waits else ()
+    assert library.launched[0].attributes == attributes
 
 
 def test_parameters_that_nobody_can_pack_are_refused() -> None:
@@ -183,7 +218,9 @@ def test_the_configuration_is_that_of_the_drivers_header(tmp_path: Path) -> None
         "#include <cuda.h>\n#include <cstddef>\n#include <cstdio>\n#include <type_traits>\n"
         "using Launch = CUresult(const CUlaunchConfig*, CUfunction, void**, void**);\n"
         "static_assert(std::is_same<decltype(cuLaunchKernelEx), Launch>::value);\n"
-        f"const size_t kTold[] = {{{told}, sizeof(CUlaunchConfig)}};\n"
+        f"static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == {PROGRAMMATIC});\n"
+        f"const size_t kTold[] = {{{told}, sizeof(CUlaunchConfig), offsetof(CUlaunchAttribute, value),\n"
+        "                         sizeof(CUlaunchAttribute)};\n"
         'int main() { for (size_t at : kTold) printf("%zu ", at); }\n'
     )  # fmt: skip
     program = tmp_path / "config"
@@ -191,5 +228,6 @@ def test_the_configuration_is_that_of_the_drivers_header(tmp_path: Path) -> None
     printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
     fields = ("grid", "block", "shared_bytes", "stream", "attributes", "num_attributes")
     assert [*map(int, printed.split())] == [
-        *(getattr(LaunchConfig, field).offset for field in fields), ctypes.sizeof(LaunchConfig)
+        *(getattr(LaunchConfig, field).offset for field in fields), ctypes.sizeof(LaunchConfig),
+        LaunchAttribute.value.offset, ctypes.sizeof(LaunchAttribute),
     ]  # fmt: skip

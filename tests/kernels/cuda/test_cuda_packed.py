@@ -17,7 +17,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
-from headwise.kernels.cuda.launch import Variant
+from headwise.kernels.cuda.launch import OVERLAPS_FROM, Variant
 from headwise.kernels.cuda.packed import (
     SOURCE,
     CudaPacked,
@@ -25,6 +25,8 @@ from headwise.kernels.cuda.packed import (
     PackedMatrix,
     multiplies_codes,
     pack,
+    plain,
+    plain_form,
     programs_of,
     variants_of,
 )
@@ -111,6 +113,33 @@ def test_any_few_rows_lying_apart_by_few_warps_and_by_many(rows: int, kind: str,
     check_product(x, draw(kind, 70, 1024, 64), sms)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("rows", "depth"), [(1, 32), (3, 160), (8, 1056), (9, 2048), (16, 96)])
+@pytest.mark.parametrize("sms", [1, 132])
+def test_numbers_are_multiplied_as_they_lie(dtype: str, rows: int, depth: int, sms: int) -> None:
+    """By few warps and by many, in fewer steps than these, and in more than are on their way at once."""
+    x, weight = rows_of(rows, depth, dtype), rows_of(83, depth, dtype)
+    check_plain(x, weight, sms)
+
+
+def check_plain(x: np.ndarray, weight: np.ndarray, sms: int = 132) -> None:
+    kernels, matrix = in_memory(sms), plain(weight, x.dtype.name)
+    assert matrix is not None
+    kernels.prepare(matrix.form)
+    found, expected = kernels.multiply(x, matrix), x.astype(np.float32) @ weight.astype(np.float32).T
+    close = {"float16": 1e-3, "bfloat16": 8e-3}[x.dtype.name] * np.abs(expected).max()
+    np.testing.assert_allclose(found.astype(np.float32), expected, rtol=0, atol=close)
+
+
+def test_numbers_that_are_not_read_by_whole_vectors_are_left_to_others() -> None:
+    weight = rows_of(6, 64, "float16")
+    assert plain(weight, "float16") is not None
+    assert plain(weight[:, :48], "float16") is None, "rows lie apart"
+    assert plain(np.ascontiguousarray(weight[:, :48]), "float16") is None, "no whole steps"
+    assert plain(weight.astype(np.float32), "float32") is None
+    assert plain(np.zeros(6 * 64 + 1, np.float16)[1:].reshape(6, 64), "float16") is None, "not on a vector"
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8", "uint4"])
 def test_no_row_depends_on_those_beside_it(kind: str) -> None:
     matrix, x = draw(kind, 48, 256, 64), rows_of(8, 256, "bfloat16")
@@ -156,6 +185,7 @@ def test_groups_that_no_program_can_take_are_refused() -> None:
 
 AWQ = PackedForm("bfloat16", 4, 128, 128, has_minimum=True)
 FP8 = PackedForm("bfloat16", 8, 128, 128, has_minimum=False, is_float=True)
+PLAIN = plain_form("bfloat16")
 
 
 def every_variant() -> Iterator[Any]:
@@ -173,9 +203,9 @@ def test_machine_code_of_the_expansion_spills_nothing(sm: int, variant: Variant)
 
 def every_program() -> Iterator[Any]:
     for sm in TARGETS:
-        for form in (AWQ, FP8, replace(FP8, is_float=False), replace(AWQ, has_minimum=False)):
+        for form in (AWQ, PLAIN, FP8, replace(FP8, is_float=False), replace(AWQ, has_minimum=False)):
             for at, (_, defines) in enumerate(programs_of(form)):
-                marks = () if sm == 90 and form == AWQ else pytest.mark.soak
+                marks = () if sm == 90 and form in (AWQ, PLAIN) else pytest.mark.soak
                 yield pytest.param(
                     sm, defines, id=f"sm{sm}-{form.bits}-{form.is_float}-{form.has_minimum}-{at}", marks=marks
                 )
@@ -187,3 +217,4 @@ def test_machine_code_of_products_uses_tensor_cores_and_spills_nothing(sm: int, 
     assert spilled(compiled) == []
     assert compiled.ptx.count("mma.sync") >= 4
     assert compiled.ptx.count("ld.global.nc.L1::no_allocate.L2::128B.v4") >= 4
+    assert ("griddepcontrol.wait" in compiled.ptx) == (sm >= OVERLAPS_FROM)

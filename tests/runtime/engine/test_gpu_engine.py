@@ -342,25 +342,26 @@ def count_draws(gpu: EmulatedGpu) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kept"),
+    ("changes", "kept", "tokens"),
     [
-        ({"dtype": "bfloat16"}, "float32"),
-        ({"dtype": "float16", "kv_dtype": "int8"}, "float32"),
-        ({"dtype": "bfloat16", "kv_dtype": "int4"}, "int4"),
+        ({"dtype": "bfloat16"}, "float32", 70),
+        ({"dtype": "float16", "kv_dtype": "int8"}, "float32", 70),
+        ({"dtype": "bfloat16", "kv_dtype": "int4"}, "int4", 70),
+        ({"dtype": "bfloat16", "overlap_kernels": True}, "float32", 12),
     ],
 )
 def test_narrow_numbers_give_nearly_the_same_logits(
-    model: Path, libraries: Path, changes: dict[str, str], kept: str
+    model: Path, libraries: Path, changes: dict[str, Any], kept: str, tokens: int
 ) -> None:
-    """``kept``: the dtype of the cache that they are compared with."""
+    """``kept``: the dtype of the cache that they are compared with; ``tokens``: of the prompt."""
     wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
     wide = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference", kv_dtype=kept)
     with LocalEngine(wide) as engine:
-        expected = engine.generate([PROMPT], wanted)[0]
-    with LocalEngine(
-        configuration(model, **{**ON_A_GPU, **changes}), EmulatedGpu(libraries, changes["dtype"])
-    ) as engine:
-        found = engine.generate([PROMPT], wanted)[0]
+        expected = engine.generate([PROMPT[:tokens]], wanted)[0]
+    config = configuration(model, **{**ON_A_GPU, **changes})
+    gpu = EmulatedGpu(libraries, changes["dtype"], own_products=config.overlap_kernels)
+    with LocalEngine(config, gpu) as engine:
+        found = engine.generate([PROMPT[:tokens]], wanted)[0]
     assert expected.logprobs is not None
     assert found.logprobs is not None
     close = dict(expected.logprobs[0].top)

@@ -252,7 +252,9 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def make_gpu_ops(name: str, dtype: str, programs: object, launcher: object, weights_dtype: str) -> Any:
+    def make_gpu_ops(
+        name: str, dtype: str, programs: object, launcher: object, weights_dtype: str, own_products: bool
+    ) -> Any:
         seen.update(name=name, dtype=dtype, streams=list(streams))
         return SimpleNamespace(empty_bytes=None)
 
@@ -263,8 +265,9 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
         "CudaBlockTables",
         "CudaStepTokens",
         "DeviceSampler",
+        "Driver",
     ):
-        monkeypatch.setattr(cuda_device, other, lambda *arguments: SimpleNamespace(get=None, sms=1))
+        monkeypatch.setattr(cuda_device, other, lambda *arguments, **named: SimpleNamespace(get=None, sms=1))
     monkeypatch.setattr(cuda_device, "driver_cuda", lambda: 12)
     monkeypatch.setattr(cuda_device, "open_card", lambda gpu: CARD)
     monkeypatch.setattr(cuda_device, "open_paddle", lambda gpu: 0x7F00)

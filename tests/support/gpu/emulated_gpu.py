@@ -59,9 +59,9 @@ class EmulatedOps(GpuOps):
     name, products = "emulated", "NumPy"
     give_back_memory = NumpyOps.give_back_memory
 
-    def __init__(self, dtype: str, programs: Programs, weights_dtype: str = "auto") -> None:
+    def __init__(self, dtype: str, programs: Programs, weights_dtype: str = "auto", own_products: bool = False) -> None:
         launcher = InterpreterLauncher(sm=90, sms=1)
-        super().__init__(np, numpy_dtype(dtype), programs, launcher, weights_dtype, threads=64)
+        super().__init__(np, numpy_dtype(dtype), programs, launcher, weights_dtype, 64, own_products)
         self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
         self.is_recorded = False
         self.allocate: Callable[[int], NDArray[np.uint8]] | None = None
@@ -155,19 +155,27 @@ class FixedUpload:
 class EmulatedGpu:
     """`Device` with what a GPU computes, in ``dtype``.
 
-    libraries: where the shim builds its own
-    gpu:       whose memory other processes can read, arenas and all that is as large
+    libraries:    where the shim builds its own
+    own_products: see `GpuOps`
+    gpu:          whose memory other processes can read, arenas and all that is as large
     """
 
     name = "emulated GPU"
     products_per_s = 0.0
 
-    def __init__(self, libraries: Path, dtype: str, weights_dtype: str = "auto", gpu: HostGpu | None = None) -> None:
+    def __init__(
+        self,
+        libraries: Path,
+        dtype: str,
+        weights_dtype: str = "auto",
+        own_products: bool = False,
+        gpu: HostGpu | None = None,
+    ) -> None:
         self._dtype, self._libraries, self._gpu = dtype, libraries, gpu
         programs = SerialPrograms(libraries)
         self._tables = PoisonedTables(programs, threads=64)
         self._step_tokens = CudaStepTokens(programs, threads=64)
-        self.ops = EmulatedOps(dtype, programs, weights_dtype)
+        self.ops = EmulatedOps(dtype, programs, weights_dtype, own_products)
         if gpu is not None:
             self.ops.allocate = gpu.empty
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
@@ -208,7 +216,7 @@ class EmulatedGpu:
 
 def open_emulated(config: EngineConfig, threads: int) -> EmulatedGpu:
     """As `open_device`: the emulated GPU of a configuration, in whatever process it is called."""
-    return EmulatedGpu(LIBRARIES, config.dtype_name, config.weights_dtype)
+    return EmulatedGpu(LIBRARIES, config.dtype_name, config.weights_dtype, config.overlap_kernels)
 
 
 class PoisonedTables(CudaBlockTables):

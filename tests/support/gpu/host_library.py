@@ -26,9 +26,20 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+class LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute``, with a value that is an int."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
 @dataclass(frozen=True)
 class Launch:
-    """What `cuLaunchKernelEx` was given; ``arguments`` as the kernel reads them."""
+    """What `cuLaunchKernelEx` was given; ``arguments`` as the kernel reads them, ``attributes`` as (number, value)."""
 
     function: int
     grid: tuple[int, ...]
@@ -36,6 +47,7 @@ class Launch:
     shared_bytes: int
     stream: int
     arguments: tuple[Any, ...]
+    attributes: tuple[tuple[int, int], ...] = ()
 
 
 class HostLibrary:
@@ -52,7 +64,7 @@ class HostLibrary:
         self.stream = STREAM
         self.entered = 0
 
-    def driver(self) -> Driver:
+    def driver(self, overlaps: bool = False) -> Driver:
         pointer = ctypes.c_void_p
         launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self._launch)
         named = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
@@ -63,12 +75,13 @@ class HostLibrary:
                 lambda status, text: _told(status, text, b"too many resources requested for launch")
             ),
         )
-        return Driver(library, lambda: self.stream, self._enter)
+        return Driver(library, lambda: self.stream, self._enter, overlaps)
 
     def _launch(self, config: int, function: int, parameters: int | None, extra: int | None) -> int:
         assert extra is None
         given = LaunchConfig.from_address(config)
-        assert (given.attributes, given.num_attributes) == (None, 0)
+        assert (given.attributes is None) == (given.num_attributes == 0)
+        attributes = (LaunchAttribute * given.num_attributes).from_address(given.attributes or config)
         pointers = (ctypes.c_void_p * len(self._parameters)).from_address(parameters or 0)
         arguments = (
             struct.unpack(letter, ctypes.string_at(at, struct.calcsize(letter)))[0]
@@ -76,7 +89,8 @@ class HostLibrary:
         )
         self.launched.append(
             Launch(
-                function, tuple(given.grid), tuple(given.block), given.shared_bytes, given.stream or 0, (*arguments,)
+                function, tuple(given.grid), tuple(given.block), given.shared_bytes, given.stream or 0, (*arguments,),
+                tuple((each.id, each.value) for each in attributes),
             )
         )  # fmt: skip
         return self.statuses.pop(0) if self.statuses else 0
