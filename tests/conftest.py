@@ -82,6 +82,11 @@ def pytest_make_collect_report(
     return report
 
 
+def pytest_collection_finish() -> None:
+    """What there is of the tests by now stays to the end: the garbage collector need not look at it each time."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where files are dealt to several workers: long ones first, then those of whole engines, then all others.
 

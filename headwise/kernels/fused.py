@@ -1,8 +1,8 @@
-"""The contract of decoder layers that are computed many in one call: attention and an MLP or experts, on one rank."""
+"""The contract of decoder layers that are computed many in one call: attention and an MLP or experts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,6 +16,9 @@ Activation = Literal["silu", "gelu_tanh", "clamped"]
 `SWIGLU_LIMIT`, and an up of a magnitude of at most that."""
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+SumOverRanks = Callable[[Array], Array]
+"""Of a float32 array ``[rows, hidden]``, which is the caller's no more."""
 
 Weight = Any
 """As the tensor operations made it that offer such a decoder."""
@@ -165,6 +168,12 @@ class DecoderLayer:
     side: SideInput | None = None
     scale: float = 1.0
 
+    @property
+    def can_be_a_part(self) -> bool:
+        """Whether it can be one rank's: all that is added to the residual stream is to be summed over ranks, and
+        nothing is made of it before."""
+        return self.side is None and not isinstance(self.mlp, BesideExperts)
+
 
 @dataclass(frozen=True)
 class DecoderShape:
@@ -221,8 +230,11 @@ class FusedDecoder(Protocol):
         heads: Sequence[HeadTable],
         final_norm: Array | None,
         besides: Besides = NOTHING,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
         """Take the residual stream ``x [rows, hidden]`` through some ``layers``, in place.
+
+        sum_over_ranks: of what attention and MLP add to it, where these are parts: see `DecoderLayer.can_be_a_part`
 
         rotations:      cosines and sines of the tokens' positions, ``[rows, head_dim / 2]`` each, of each kind
         layouts, heads: of all layers; the same objects from call to call

@@ -27,6 +27,9 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 
+WHOLE = ("gemma4-shared", "gemma4-moe", "deepseek-v3.2")
+"""Whose layers ranks compute operation by operation: those of others in a few calls."""
+
 
 def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
     """Serve the references' prompts twice, chunked and batched, compare tokens, and return the ranks' arenas."""
@@ -44,6 +47,7 @@ def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
             assert_same(answer, results[answer.name].token_ids)
     assert engine.stats()["cache"]["hit_tokens"] > 1000
     executor.close()
+    assert [worker._model._fused is not None for worker in ranks.workers] == [name not in WHOLE] * size
     return [worker._cache.arena.view(np.float32) for worker in ranks.workers]
 
 

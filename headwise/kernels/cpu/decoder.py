@@ -1,7 +1,8 @@
 """Many layers of a decoder in one compiled call: the Python half (`decoder_jit` is compiled).
 
-For decoders of attention or delta-nets, and gated MLPs or mixtures of experts, on one rank. What differs from model to
-model are phases and their numbers (`decoder_phases`): the compiled code is the same for all.
+For decoders of attention or delta-nets, and gated MLPs or mixtures of experts. What differs from model to model are
+phases and their numbers (`decoder_phases`): the compiled code is the same for all. Ranks take a layer in two calls, of
+the same phases, and sum over all of them what each call leaves to be added.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ from headwise.kernels.cpu.memory import Scratch, from_a_line_on
 from headwise.kernels.cpu.mla_attention import EXPANDED_QUERIES
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import Record, Room, address_of, place_of
-from headwise.kernels.fused import NOTHING, Besides, DecoderLayer, DecoderShape, DeltaNet, GroupedQueries, Latents
+from headwise.kernels.fused import (
+    NOTHING,
+    Besides,
+    DecoderLayer,
+    DecoderShape,
+    DeltaNet,
+    GroupedQueries,
+    Latents,
+    SumOverRanks,
+)
 from headwise.kernels.mla import has_scales
 
 Floats = NDArray[np.float32]
@@ -135,6 +145,7 @@ class CpuDecoder:
         heads: Sequence[HeadTable],
         final_norm: Floats | None,
         besides: Besides = NOTHING,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
         """See `FusedDecoder.run`. A step that is no larger than one before it allocates no array, unless it
         takes more than `records.KEPT_BYTES`.
@@ -156,18 +167,33 @@ class CpuDecoder:
         places[STREAM] = address_of(x, np.float32)
         places[SIDES], places[QUERY_SCALES] = _span(besides.sides)[0], _span(besides.query_scales)[0]
         self._fill_passes(rows, workers, rotations, arena, batch, chunks, plans)
-        first, last = phases.starts[layers.start], phases.starts[layers.stop]
         step = self._step.fill(
             products=self._products, places=places, rows=rows, hidden=self._hidden,
-            phases=phases.table_at + first * decoder_records.PHASE.itemsize, count=last - first,
-            closing=phases.closing_at + (layers.stop - 1) * decoder_records.PHASE.itemsize, first_layer=layers.start,
+            **phases.run_of(layers), first_layer=layers.start,
             kinds=place_of(self._kind_table.view(np.int64)), counters=place_of(counters), counters_per_layer=each,
             attend_counters=of_phases, mixing_counters=of_phases + of_attention, threads=workers,
             values=place_of(rooms.values), value_floats=self._values, tiles=place_of(rooms.tiles),
             factors=place_of(rooms.factors), factors_length=rooms.factors.size, sums=place_of(rooms.sums),
             sums_length=rooms.sums.size, final_norm=_span(final_norm)[0], mix=self._mix, mixing=mixing,
         )  # fmt: skip
-        pool_of_this_process().run(run_phases().address, workers, step)
+        if sum_over_ranks is None:
+            pool_of_this_process().run(run_phases().address, workers, step)
+        else:
+            self._run_parts(layers, workers, rooms.kept[ADDED][: x.size].reshape(x.shape), sum_over_ranks)
+
+    def _run_parts(self, layers: range, workers: int, added: Floats, sum_over_ranks: SumOverRanks) -> None:
+        """A step that is filled, in parts: between them, what is to be added is summed over ranks."""
+        step, pool, phases = self._step, pool_of_this_process(), run_phases().address
+        *runs, closing = self._phases.runs_of(layers)
+        final_norm = step.of("final_norm")
+        step.change(final_norm=0)
+        for run in runs:
+            step.change(**run)
+            pool.run(phases, workers, step.place)
+            added[:] = sum_over_ranks(added)
+            step.change(goes_on=1)
+        step.change(**closing, final_norm=final_norm)
+        pool.run(phases, workers, step.place)
 
     def _fill_passes(
         self,

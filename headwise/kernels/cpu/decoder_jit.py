@@ -342,8 +342,9 @@ def _run_phases(address, thread):
         counters_at = step.counters + (phase.layer - step.first_layer) * each * 8
         counters, number = longs_at(counters_at, each), _phase_counters(phase.number, step.threads)
         if phase.kind == ROWS:
-            before = final_norm if is_last else _norm_at(phase.before)
-            ahead = _prepare(step, phase, index == 0, before, counters, number, values, thread, ahead, end)
+            before = final_norm if is_last and len(final_norm) > 0 else _norm_at(phase.before)
+            is_first = index == 0 and step.goes_on == 0
+            ahead = _prepare(step, phase, is_first, before, counters, number, values, thread, ahead, end)
         elif phase.kind == PRODUCT:
             ahead, end = _multiply(step, phase, counters, counters_at, number, tile, thread)
         elif phase.kind == WRITE:

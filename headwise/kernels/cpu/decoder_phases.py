@@ -30,6 +30,8 @@ from headwise.kernels.fused import (
 
 Floats = NDArray[np.float32]
 Fields = dict[str, Any]
+Run = dict[str, int]
+"""Fields of a `STEP`: which phases are taken in one call."""
 NO_PLACE = -1
 
 
@@ -39,6 +41,7 @@ class Phases:
 
     table:    `PHASE` records, of layer ``i`` those from ``starts[i]`` to ``starts[i + 1]``
     closing:  one for each layer: what is left to be done where its phases are the last ones
+    sums:     which of the table add what others made to the residual stream, in order
     most:     of a layer, with that one
     widths:   columns of `PLACES`
     values:   floats of a row that a thread works with
@@ -49,6 +52,7 @@ class Phases:
     table: NDArray[Any]
     starts: Sequence[int]
     closing: NDArray[Any]
+    sums: Sequence[int]
     most: int
     widths: Mapping[int, int]
     values: int
@@ -72,6 +76,7 @@ class Phases:
             table,
             starts,
             ends,
+            [at for at, phase in enumerate(made.phases) if phase.get("addend", NO_PLACE) != NO_PLACE],
             max(stop - start for start, stop in pairwise(starts)) + 1,
             made.widths,
             made.values,
@@ -79,21 +84,32 @@ class Phases:
             made.mixtures,
         )
 
-    @property
-    def table_at(self) -> int:
-        """Where the table begins."""
-        at: int = self.table.ctypes.data
-        return at
+    def run_of(self, layers: range) -> Run:
+        """All phases of some layers, and what closes them."""
+        first, last = self.starts[layers.start], self.starts[layers.stop]
+        return _run(self._at(self.table, first), last - first, self._at(self.closing, layers.stop - 1))
 
-    @property
-    def closing_at(self) -> int:
-        at: int = self.closing.ctypes.data
-        return at
+    def runs_of(self, layers: range) -> Iterator[Run]:
+        """The same in runs, behind each of which, but for the last one, a sum over ranks has its place."""
+        first, last = self.starts[layers.start], self.starts[layers.stop]
+        cuts = [first, *(at for at in self.sums if first < at < last), last]
+        for begin, end in pairwise(cuts):
+            yield _run(self._at(self.table, begin), end - begin - 1, self._at(self.table, end - 1))
+        yield _run(0, 0, self._at(self.closing, layers.stop - 1))
+
+    @staticmethod
+    def _at(phases: NDArray[Any], index: int) -> int:
+        start: int = phases.ctypes.data
+        return start + index * at.PHASE.itemsize
 
     def placed(self, layer: int, **fields: int) -> None:
         """Set fields of a layer's phases that are known with its cache."""
         for name, value in fields.items():
             self.table[name][self.starts[layer] : self.starts[layer + 1]] = value
+
+
+def _run(first: int, count: int, closing: int) -> Run:
+    return {"phases": first, "count": count, "closing": closing}
 
 
 @dataclass(frozen=True)

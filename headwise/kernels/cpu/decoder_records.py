@@ -93,6 +93,7 @@ STEP = np.dtype(
         *numbers(
             "rows phases count closing first_layer kinds counters counters_per_layer attend_counters mixing_counters"
             " threads values value_floats tiles factors factors_length sums sums_length final_norm hidden mix mixing"
+            " goes_on"
         ),
     ]
 )
@@ -108,6 +109,7 @@ counters:      that are 0, ``counters_per_layer`` of each layer from ``first_lay
 threads:       that take part
 values, tiles: ``value_floats`` and `matmul_jit.TILE` floats for each thread
 factors, sums: room for what products multiply
+goes_on:       whether these phases are not the first ones of their layers: there is something to be added
 final_norm:    weight of the norm behind the last layer, float32 ``[hidden]``; 0 where there is none
 mix, mixing:   address of `experts_jit.mix`, and an `experts_jit.MIXING`
 """

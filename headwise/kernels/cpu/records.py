@@ -218,6 +218,15 @@ class Record:
         self._records[0] = _values(self._records.dtype, fields)
         return self.place
 
+    def of(self, name: str) -> int:
+        """A field."""
+        return int(self._records[name][0])
+
+    def change(self, **fields: Any) -> None:
+        """Only these fields."""
+        for name, value in fields.items():
+            self._records[name] = value
+
 
 class Room:
     """An array that is kept from call to call, and made anew where it is too small; what is in it is nobody's."""

@@ -362,11 +362,12 @@ class Decoder(Model):
     def _fuse(self) -> FusedDecoder | None:
         """All layers as one, where the operations can, and nothing is to be done between them that these cannot."""
         config, ops = self.config, self.ops
-        if not isinstance(ops, FusingOps) or self._shard.size > 1:
+        if not isinstance(ops, FusingOps):
             return None
         found = [self.fusible(index, layer) for index, layer in enumerate(self._layers)]
         layers = [layer for layer in found if layer is not None]
-        if len(layers) < len(found):
+        is_part = self._shard.size > 1
+        if len(layers) < len(found) or (is_part and not all(layer.can_be_a_part for layer in layers)):
             return None
         scale, softcap = config.attention_scale, config.attention_softcap
         return ops.fuse(layers, DecoderShape(self.activation, scale, softcap, config.rms_norm_eps))
@@ -380,13 +381,13 @@ class Decoder(Model):
         """What `load_attention` made, as a part of a fused layer; None: it cannot be."""
         if not isinstance(attention, QkvProjections):
             return None
-        heads = self.config.heads_of(index)
+        own = self._shard.query_heads(self.config, index)
         return GroupedQueries(
             qkv=attention.qkv.weight,
             out=attention.out.weight,
-            q_heads=self.config.num_heads,
-            kv_heads=heads.kv_heads,
-            head_dim=heads.head_dim,
+            q_heads=sum(stop - start for start, stop in own),
+            kv_heads=len(own),
+            head_dim=self.config.heads_of(index).head_dim,
             rotation=self.rotation_of[index],
             qkv_bias=attention.qkv.bias,
             out_bias=attention.out.bias,
@@ -425,7 +426,10 @@ class Decoder(Model):
                 cache.wait_layer(first)
             layers = range(first, first + step)
             norm = self._final_norm if layers.stop == len(self._layers) else None
-            fused.run(x, layers, rotations, cache.arena, cache.layouts, cache.batch, cache.heads, norm, besides)
+            fused.run(
+                x, layers, rotations, cache.arena, cache.layouts, cache.batch, cache.heads, norm, besides,
+                sum_over_ranks=self.reduce if self._shard.size > 1 else None,
+            )  # fmt: skip
         return x
 
     def besides(self, token_ids: KernelArray, positions: KernelArray, x: Tensor, cache: PagedCache) -> Besides:
@@ -508,7 +512,10 @@ class Decoder(Model):
         return self._collectives.gather(self._linear(hidden, self._lm_head))
 
     def step_scores(self, hidden: Tensor) -> Tensor | None:
-        return self.scores(hidden) if self._fused is None else self._fused.scores(hidden, self._lm_head.weight)
+        if self._fused is None:
+            return self.scores(hidden)
+        scores = self._fused.scores(hidden, self._lm_head.weight)
+        return self._collectives.gather(scores) if self._shard.size > 1 else scores
 
     def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
         scores = self.scores(hidden)

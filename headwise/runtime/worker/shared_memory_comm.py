@@ -34,11 +34,12 @@ from numpy.typing import NDArray
 
 from headwise.errors import DeploymentError, EngineDiedError
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.worker.futex import wait_while, wake
 
 _LINE = 64
-_YIELDS = 2000
-"""Times to give up the processor before sleeping: some milliseconds."""
-_NAP_S = 0.0005
+_LOOK_S = 0.2
+"""So long a rank sleeps at most before it looks whether the others have been waited for long enough."""
+_WORD = 2**32 - 1
 _STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -48,8 +49,8 @@ class SharedMemoryComm:
     ``max_bytes`` is the size of one buffer, of which each rank has two; larger payloads go in pieces. The rank with
     ``create`` makes the segment and the others wait for it; its name is removed once all have come, and from then on
     nothing is left however the ranks end. (A creator killed while it waits for the others leaves the name, and a page.)
-    Waiting gives up the processor at once: where ranks outnumber cores, spinning costs ten times as much. Not
-    thread-safe.
+    Who waits sleeps until the rank that it waits for wakes it, see `futex`: where ranks outnumber cores, or others
+    compute beside them, whoever spins keeps the core from that rank. Not thread-safe.
 
     Raises `EngineDiedError` if a rank does not come within ``timeout_s``, here and in every collective, and
     `DeploymentError` if there is no room for the segment.
@@ -76,7 +77,8 @@ class SharedMemoryComm:
         try:
             self._bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, length), np.uint8)
             # One int64 a line: `[size]`, strided.
-            self._counters: NDArray[Any] = self._bytes[: size * _LINE].view(np.int64)[:: _LINE // 8]
+            self._counters: NDArray[Any] = self._bytes[: size * _LINE].view(np.dtype("<i8"))[:: _LINE // 8]
+            self._start = self._bytes.ctypes.data
             self._exchange(np.empty(0, np.uint8))
             _reserve(descriptor, length, path.parent)
         finally:
@@ -155,6 +157,7 @@ class SharedMemoryComm:
             views[self.rank][:] = mine
         self._order()
         self._counters[self.rank] = self._round
+        wake(self._word(self.rank))
         self._wait()
         self._order()
         return views
@@ -163,22 +166,22 @@ class SharedMemoryComm:
         start = self.size * _LINE + ((self._round % 2) * self.size + rank) * self._capacity
         return self._bytes[start : start + self._capacity]
 
+    def _word(self, rank: int) -> int:
+        """Where the lower half of a rank's counter is, by which it is waited for."""
+        return self._start + rank * _LINE
+
     def _wait(self) -> None:
         deadline = 0.0
-        for turn in _forever():
-            if int(self._counters.min()) >= self._round:
-                return
-            if turn < _YIELDS:
-                os.sched_yield()
-                continue
-            now = self._clock()
-            deadline = deadline or now + self._timeout_s
-            if now > deadline:
-                missing = [rank for rank in range(self.size) if self._counters[rank] < self._round]
-                raise EngineDiedError(
-                    f"tensor-parallel ranks {missing} did not come to a collective within {self._timeout_s:g} s"
-                )
-            time.sleep(_NAP_S)
+        for rank in range(self.size):
+            while (seen := int(self._counters[rank])) < self._round:
+                now = self._clock()
+                deadline = deadline or now + self._timeout_s
+                if now > deadline:
+                    missing = [rank for rank in range(self.size) if self._counters[rank] < self._round]
+                    raise EngineDiedError(
+                        f"tensor-parallel ranks {missing} did not come to a collective within {self._timeout_s:g} s"
+                    )
+                wait_while(self._word(rank), seen & _WORD, min(self._timeout_s, _LOOK_S))
 
     def _order(self) -> None:
         if not _STORES_ARE_ORDERED:
@@ -190,13 +193,6 @@ class SharedMemoryComm:
 def _directory() -> Path:
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
-
-
-def _forever() -> Iterator[int]:
-    turn = 0
-    while True:
-        yield turn
-        turn += 1
 
 
 def _pieces(count: int, most: int) -> Iterator[slice]:

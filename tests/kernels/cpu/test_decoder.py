@@ -292,6 +292,28 @@ def test_layers_that_are_waited_for_compute_the_same_bit_by_bit(name: str, kv_dt
     assert_equal(one_by_one, at_once)
 
 
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "gpt_oss", *TINY])
+def test_layers_in_parts_compute_the_same_bit_by_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks take them, but that there is nobody to sum with."""
+    model, sums = model_of(patterned(name), name=name), []
+    whole = run(model, CacheShown)
+    decoder = model._fused
+    assert isinstance(decoder, module.CpuDecoder)
+
+    def alone(part: np.ndarray) -> np.ndarray:
+        sums.append(part.copy())
+        return sums[-1]
+
+    at_once = decoder.run
+    monkeypatch.setattr(decoder, "run", lambda *step, sum_over_ranks: at_once(*step, sum_over_ranks=alone))
+    assert_equal(run(model, CacheShown), whole)
+    assert len(sums) >= 2 * model.config.num_layers * len(STEPS)
+    if all(layer.can_be_a_part for layer in decoder._layers):
+        assert len(sums) == 2 * model.config.num_layers * len(STEPS)
+    one_by_one = run(model, partial(CacheShown, wait_layer=lambda layer: None))
+    assert_equal(one_by_one, whole)
+
+
 def test_a_layer_is_computed_over_what_was_loaded_while_it_was_waited_for() -> None:
     model = model_of(pattern(config_of("llama")))
     before, loaded = PagedSequences(model), PagedSequences(model)
