@@ -68,9 +68,9 @@ class Driver:
 class DriverKernel:
     """`headwise.kernels.cuda.launch.Kernel` of machine code that is loaded.
 
-    function:    CuPy's, which keeps its code loaded; ``ptr`` is the ``CUfunction``
-    parameters:  their letters, see `headwise.kernels.cuda.parameters`
-    waits:       by itself for what is before it on its stream, so the driver need not: see `overlap.cuh`
+    function:   CuPy's, which keeps its code loaded; ``ptr`` is the ``CUfunction``
+    parameters: their letters, see `headwise.kernels.cuda.parameters`
+    waits:      by itself for what is before it on its stream, so the driver need not: see `overlap.cuh`
     """
 
     def __init__(

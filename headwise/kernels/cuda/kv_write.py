@@ -31,6 +31,7 @@ SCALED = (*QUANTISED, INT4)
 SOURCE, KERNEL = "kv_write.cu", "write_kv"
 THREADS = 128
 MOST_BLOCKS = 512
+"""Of a launch whose tokens have several each."""
 VECTOR_BYTES = 16
 """Rows are read and written in vectors of this size, and aligned to it."""
 

@@ -5,10 +5,10 @@
 // and nothing passes through shared memory until the warps of a block, each of which has a part of the depth, add up
 // their sums. Scales are applied to the sums of a step, which is within a group, in float32.
 //
-// Wants `matrix.cuh`, `codes.cuh`, and the macros BITS of a code, 4 or 8, or 16: numbers of x's dtype; FLOATS, if those of 8 are float8_e4m3fn, not
-// int8; MINIMA, if there are any; STEP, bytes of a row's codes that are taken at a time: 16, 32 or 64; TOKENS, rows of x
-// of a block, a multiple of 8; TILES of 16 rows of the weight that a block has; AHEAD, steps that are on their way;
-// MOST_WARPS of a block.
+// Wants `matrix.cuh`, `codes.cuh`, and the macros BITS of a code, 4 or 8, or 16: numbers of x's dtype; FLOATS, if those of 8
+// are float8_e4m3fn, not int8; MINIMA, if there are any; STEP, bytes of a row's codes that are taken at a time: 16, 32 or
+// 64; TOKENS, rows of x of a block, a multiple of 8; TILES of 16 rows of the weight that a block has; AHEAD, steps that are
+// on their way; MOST_WARPS of a block.
 
 constexpr int WARP = 32;
 constexpr int NUMBER_BYTES = 2;

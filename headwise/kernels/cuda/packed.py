@@ -45,8 +45,8 @@ _WARPS = (4, 8, 16)
 class CodesTile:
     """What a block has: the macros TOKENS, TILES, AHEAD and MOST_WARPS of `packed.cuh`.
 
-    warps: that a multiprocessor is to have, at least: the blocks of a narrow weight have more of them
-    least_blocks: of which a multiprocessor has room at once
+    warps:        that a multiprocessor is to have, at least: the blocks of a narrow weight have more of them
+    least_blocks: of which a multiprocessor has room at once; the macro LEAST_BLOCKS of `packed.cu`
     """
 
     tokens: int
@@ -213,7 +213,6 @@ def multiplies_codes(form: PackedForm) -> bool:
 def defines_of(form: PackedForm, tile: CodesTile) -> Defines:
     """The macros of `packed.cuh`."""
     return {
-
         "NUMBER": NUMBERS[form.dtype], "BITS": form.bits, "FLOATS": int(form.is_float),
         "MINIMA": int(form.has_minimum), "STEP": product_step(form),
         "TOKENS": tile.tokens, "TILES": tile.tiles, "AHEAD": tile.ahead, "MOST_WARPS": tile.most_warps,
