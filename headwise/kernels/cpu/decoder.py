@@ -23,7 +23,7 @@ from headwise.kernels.cpu.attention_pass import PlanTable
 from headwise.kernels.cpu.attention_plan import Planner
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_phases
 from headwise.kernels.cpu.decoder_kinds import Angles, DeltaKind, Kind, Passes, StepCache, kind_of
-from headwise.kernels.cpu.decoder_phases import Phases, words_of_heads
+from headwise.kernels.cpu.decoder_phases import Phases, Run, words_of_heads
 from headwise.kernels.cpu.decoder_records import ADDED, LOGITS, NORMED, PLACES, QUERY_SCALES, SIDES, STREAM
 from headwise.kernels.cpu.delta_attention import delta_record, sizes_of_weights
 from headwise.kernels.cpu.experts import room_of
@@ -70,6 +70,7 @@ class CpuDecoder:
         each = records.LAYER.itemsize
         places = [self._table.ctypes.data + index * each for index in range(len(layers))]
         self._phases = Phases.of(layers, places, shape.activation, shape.eps)
+        self._runs: dict[range, list[Run]] = {}
         self._shape, self._threads = shape, threads
         self._hidden: int = layers[0].attention.out.outputs
         own, mixtures = self._phases.weights, self._phases.mixtures
@@ -184,7 +185,9 @@ class CpuDecoder:
     def _run_parts(self, layers: range, workers: int, added: Floats, sum_over_ranks: SumOverRanks) -> None:
         """A step that is filled, in parts: between them, what is to be added is summed over ranks."""
         step, pool, phases = self._step, pool_of_this_process(), run_phases().address
-        *runs, closing = self._phases.runs_of(layers)
+        if layers not in self._runs:
+            self._runs[layers] = list(self._phases.runs_of(layers))
+        *runs, closing = self._runs[layers]
         final_norm = step.of("final_norm")
         step.change(final_norm=0)
         for run in runs:

@@ -19,7 +19,7 @@ _CONFIG = struct.Struct("@7IPPI")
 
 _CONFIG_WORDS = 7
 
-_MAY_OVERLAP = struct.pack("@I4xi60x", 6, 1)
+_MAY_OVERLAP = ctypes.create_string_buffer(struct.pack("@I4xi60x", 6, 1), 72)
 """``CUlaunchAttribute``: ``CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION``, which is allowed."""
 
 _INVALID_CONTEXT = 201
@@ -86,8 +86,7 @@ class DriverKernel:
         self._driver, self._function, self._name = driver, function, name
         self._block = threads, 1, 1, shared_bytes
         self._arguments = PackedArguments(parameters)
-        self._attribute = ctypes.create_string_buffer(_MAY_OVERLAP, len(_MAY_OVERLAP))
-        self._attributes = (ctypes.addressof(self._attribute), 1) if waits and driver.overlaps else (0, 0)
+        self._attributes = (ctypes.addressof(_MAY_OVERLAP), 1) if waits and driver.overlaps else (0, 0)
         self._config = (ctypes.c_uint64 * _CONFIG_WORDS)()
         self._call = ctypes.addressof(self._config), function.ptr, ctypes.addressof(self._arguments.pointers), None
 

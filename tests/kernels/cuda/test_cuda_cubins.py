@@ -26,7 +26,7 @@ from support.gpu.machine_code import parameters_of, variant_code
 from headwise.kernels.cuda import cubins, nvrtc, packed, precompile
 from headwise.kernels.cuda.attention import HEAD_DIMS, AttentionShape, variants_of
 from headwise.kernels.cuda.cubins import Compiled, CubinCache, Target, compile_variant
-from headwise.kernels.cuda.launch import CupyLauncher, Variant
+from headwise.kernels.cuda.launch import OVERLAPS_FROM, CupyLauncher, Variant
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, decode_tile, prefill_tile
 from headwise.runtime.config.engine_config import EngineConfig
 
@@ -76,6 +76,16 @@ def test_machine_code_takes_the_arguments_of_the_signature_and_then_pointers_alo
     assert len(widths) == compiled.parameters
     assert f".reqntid {compiled.threads}" in compiled.ptx
     assert "cluster" not in compiled.ptx.split("{")[0]
+
+
+@pytest.mark.parametrize("sm", EACH_SM)
+def test_decodes_that_may_begin_early_wait_before_they_read_anything(sm: int) -> None:
+    """Where the card can begin them so, and prompts never."""
+    prompts, decodes = (variants_of(LLAMA, sm)[kernel] for kernel in (PREFILL, DECODE))
+    assert (prompts.waits, decodes.waits) == (False, sm >= OVERLAPS_FROM)
+    before, waits, _ = variant_code(decodes, Target(sm, cuda=12)).ptx.partition("griddepcontrol.wait")
+    assert bool(waits) == decodes.waits
+    assert not waits or not re.search(r"\b(ld|st|atom|cp)\.(global|async)", before)
 
 
 @pytest.mark.parametrize("sm", EACH_SM[:1] + EACH_SM[2:])

@@ -255,7 +255,7 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
     def make_gpu_ops(
         name: str, dtype: str, programs: object, launcher: object, weights_dtype: str, own_products: bool
     ) -> Any:
-        seen.update(name=name, dtype=dtype, streams=list(streams))
+        seen.update(name=name, dtype=dtype, streams=list(streams), own_products=own_products)
         return SimpleNamespace(empty_bytes=None)
 
     for other in (
@@ -265,15 +265,17 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
         "CudaBlockTables",
         "CudaStepTokens",
         "DeviceSampler",
-        "Driver",
     ):
-        monkeypatch.setattr(cuda_device, other, lambda *arguments, **named: SimpleNamespace(get=None, sms=1))
+        monkeypatch.setattr(cuda_device, other, lambda *arguments: SimpleNamespace(get=None, sms=1))
+    monkeypatch.setattr(cuda_device, "Driver", lambda overlaps: seen.update(overlaps=overlaps))
     monkeypatch.setattr(cuda_device, "driver_cuda", lambda: 12)
     monkeypatch.setattr(cuda_device, "open_card", lambda gpu: CARD)
     monkeypatch.setattr(cuda_device, "open_paddle", lambda gpu: 0x7F00)
     monkeypatch.setattr(cuda_device, "make_gpu_ops", make_gpu_ops)
-    device = CudaDevice(EngineConfig(device="cuda", tensor_ops=name))
-    assert seen == {"name": name, "dtype": "bfloat16", "streams": [stream]}
+    overlaps = name == "cupy"
+    device = CudaDevice(EngineConfig(device="cuda", tensor_ops=name, overlap_kernels=overlaps))
+    told = {"overlaps": overlaps, "own_products": overlaps}
+    assert seen == {"name": name, "dtype": "bfloat16", "streams": [stream], **told}
     with device.current():
         assert streams == [stream]
 
