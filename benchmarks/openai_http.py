@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from prompts import tokens
-from smoke import lightly
+from smoke import deployed, lightly
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
@@ -187,7 +187,8 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, running: Deployment | None = None) -> None:
+    """running: a deployment to measure, in place of one of this script's own"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; says little")
     parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
@@ -203,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         block_size=16,
     )
     config = lightly(config) if options.quick else config
-    with Deployment.start(config, options.ray) as deployment, Client(deployment.client_address) as client:
-        ways: dict[str, Way] = {"zmq": OverZmq(client), "http": OverHttp(config.http)}
+    with deployed(config, options.ray, running) as deployment, Client(deployment.client_address) as client:
+        ways: dict[str, Way] = {"zmq": OverZmq(client), "http": OverHttp(deployment.config.http)}
         found = asyncio.run(measure(ways, size, deployment.actor_pids()["http-0"]))
     found["mask_us_per_token"] = mask_us(resolve_model(config.model, config.cache_path), size.forms)
     print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}))

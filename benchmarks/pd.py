@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from prompts import tokens
 from recycle import PATTERN
-from smoke import lightly
+from smoke import deployed, lightly
 from transports import measured, over_plain
 
 from headwise import Client, EngineConfig, SamplingParams
@@ -179,7 +179,8 @@ def compared(seen: Mapping[str, Seen]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, running: Deployment | None = None) -> None:
+    """running: a deployment of two engines with host caches to measure, in place of one of this script's own"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few short requests: a minute or two")
     parser.add_argument("--smoke", action="store_true", help="fewer still, and nothing with windows: seconds")
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     moved, busy_s = 0, 0.0
     print(f"{'':8}{'TBT p50, ms':>14}{'p99, ms':>10}{'TTFT of long prompts, s':>26}{'tokens/s':>10}{'fetched, MB':>13}")
     with (
-        Deployment.start(replace(config, replicas=2), options.ray) as deployment,
+        deployed(replace(config, replicas=2), options.ray, running) as deployment,
         Client(deployment.client_address) as client,
     ):
         for name, split in SPLITS.items():

@@ -37,7 +37,7 @@ from typing import Any, Literal
 import numpy as np
 import zmq
 from prompts import tokens
-from smoke import lightly
+from smoke import deployed, lightly
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
@@ -346,7 +346,8 @@ def rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, running: Deployment | None = None) -> None:
+    """running: a deployment of two engines with host caches to measure, in place of one of this script's own"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two engines, one policy, three faults: a minute")
     parser.add_argument("--smoke", action="store_true", help="the same with one fault and one deployment: seconds")
@@ -362,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show("policy", "hit rate", "TTFT p50 s", "TTFT p90 s")
     for policy in size.policies:
         with (
-            Deployment.start(replace(config, routing=policy), options.ray) as deployment,
+            deployed(replace(config, routing=policy), options.ray, running) as deployment,
             Client(deployment.client_address) as client,
         ):
             seen[policy] = converse(client, size, options.seed)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from headwise import EngineConfig
+from headwise.actors.deployment import Deployment
 
 
 def lightly(config: EngineConfig) -> EngineConfig:
@@ -13,3 +16,15 @@ def lightly(config: EngineConfig) -> EngineConfig:
     On one thread: several that wait for one another's cores cost more than they save where others compute, too.
     """
     return replace(config, dtype="float32", weights_dtype="gguf", cpu_threads=1)
+
+
+@contextmanager
+def deployed(config: EngineConfig, ray: str | None, running: Deployment | None = None) -> Iterator[Deployment]:
+    """A deployment of ``config``, or one that runs already and is left running: what starts one takes longer than what
+    measures little.
+    """
+    if running is not None:
+        yield running
+        return
+    with Deployment.start(config, ray) as deployment:
+        yield deployment

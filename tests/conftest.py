@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 # Read when NumPy is imported. Its threads spin for a while after each product, and here several tests share the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -13,6 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 from threadpoolctl import ThreadpoolController
+from xdist.scheduler import LoadScopeScheduling
 
 from headwise.runtime.config import threads
 from headwise.sockets.context import num_open
@@ -58,15 +61,26 @@ def numpy_computes_on_one_thread_again() -> Iterator[None]:
     ThreadpoolController().select(internal_api="openblas").limit(limits=1)
 
 
-LONGEST = (
-    "test_tokens",
-    "test_replicas",
-    "test_storage_tier",
-    "test_cluster",
-    "test_engine_benchmarks",
-    "test_commands",
-)
-"""Of the files, by the time that they take: whoever comes to one of them last keeps the other workers waiting."""
+TOGETHER = ("tests/e2e/two_engines",)
+"""Directories whose files share what takes long to start: one worker runs them all."""
+LONGEST = ("two_engines", "test_tokens", "test_engine_benchmarks", "test_storage_tier", "test_cluster", "test_commands")
+"""Of the parts, by the time that they take: whoever comes to one of them last keeps the other workers waiting."""
+
+
+def part_of(path: str) -> str:
+    """What one worker runs of the tests: a directory of `TOGETHER`, or a file."""
+    return next((directory for directory in TOGETHER if path.startswith(f"{directory}/")), path)
+
+
+class Parts(LoadScopeScheduling):  # type: ignore[misc]
+    """Deals parts of the tests to workers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return part_of(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Parts:
+    return Parts(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -95,11 +109,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not hasattr(config, "workerinput"):
         return
     items.sort(key=lambda item: item.path)  # as all workers must, wherever they began
-    whole = [item.path.stem for item in items if "e2e" in item.path.parts]
-    waiting = {item.path.stem for item in items if item.get_closest_marker("ray")}
+
+    def name_of(item: pytest.Item) -> str:
+        return Path(part_of(item.nodeid.partition("::")[0])).stem
+
+    whole = [name_of(item) for item in items if "e2e" in item.path.parts]
+    waiting = {name_of(item) for item in items if item.get_closest_marker("ray")}
     turns: dict[str, int] = {}
     for name in dict.fromkeys(whole):
         turns[name] = sum((other in waiting) == (name in waiting) for other in turns)
     last = len(LONGEST) + len(turns)
     order = {name: len(LONGEST) + turn for name, turn in turns.items()} | {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (order.get(item.path.stem, last), item.path.stem in waiting))
+    items.sort(key=lambda item: (order.get(name_of(item), last), name_of(item) in waiting))

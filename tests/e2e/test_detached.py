@@ -16,6 +16,7 @@ import pytest
 import ray
 from support.commands import as_flags
 from support.endless_load import EndlessLoad
+from support.engine_requests import serving
 from support.reference import sure_answers
 from support.waiting import PATIENCE_S, eventually
 
@@ -124,13 +125,6 @@ def has_another_owner(before: dict[str, int]) -> bool:
         return False
     assert {**after, OWNER: 0} == {**before, OWNER: 0}, "something else was started anew"
     return after[OWNER] != before[OWNER]
-
-
-def serving(client: Client) -> list[str]:
-    """Engines that report, and that their owner says serve."""
-    stats = client.stats()
-    states = stats["fleet"]["replicas"]
-    return sorted(name for name in stats["engines"] if states.get(name, "").startswith("serves"))
 
 
 def test_it_outlives_its_command_and_a_second_one_tells_where_it_is(cluster: str, address: str, client: Client) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import perplexity
 import pytest
 from figures_peers import SCENARIOS
 from peers import PEERS_PYTHON
 from perplexity import LIMITS
+from smoke import lightly
 from support.benchmark_runs import figures_of, quick_figures
+from support.free_ports import free_ports
+
+from headwise import EngineConfig
+from headwise.actors.deployment import Deployment
 
 pytestmark = pytest.mark.model
 
@@ -87,32 +93,13 @@ def test_the_roofline_counts_the_weights_that_a_step_reads_as_they_are_kept(caps
     assert (found["dtype"], found["weights_dtype"]) == ("bfloat16", "int8")
 
 
+@pytest.mark.soak
 @pytest.mark.ray
-def test_replicas_are_measured_and_lose_no_stream(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures_of("replicas", capsys, "--smoke", "--ray", cluster)
-    assert found["hit_rate"]["cache_aware"] > 0
-    assert list(found["recovery"]) == ["scheduler"]
-    assert found["served"] > 0
-    assert found["lost"] == 0
-    assert found["peer_over_cold"] > 0
-    assert found["peer_hit_tokens"] > 0
-
-
-@pytest.mark.ray
-def test_prefill_and_decode_apart_are_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures_of("pd", capsys, "--smoke", "--ray", cluster)
-    assert {"p99_tbt_ratio", "throughput_ratio", "bytes_ratio", "shm_over_memcpy"} <= set(found)
-    assert found["same_tokens"]
-    assert found["throughput_ratio"] > 0
-    assert found["fetched_mb"] > 0
-
-
-@pytest.mark.ray
-def test_what_http_costs_is_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = quick_figures("openai_http", capsys, "--ray", cluster)
-    assert found["throughput_over_zmq"] > 0
-    assert found["mask_us_per_token"] > 0
-    assert min(found["ttft_p50_ms"].values()) > 0
+@pytest.mark.parametrize(("script", "mode"), [("replicas", "--smoke"), ("openai_http", "--quick"), ("pd", "--smoke")])
+def test_these_start_what_they_measure(
+    script: str, mode: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert figures_of(script, capsys, mode, "--ray", cluster)
 
 
 @pytest.mark.ray
@@ -132,3 +119,50 @@ def test_elastic_replicas_come_and_go_by_the_load_and_lose_nothing(
     assert found["lost_requests"] == found["different"] == 0
     assert found["served"] > 0
     assert [number for _, number in found["decisions"]][:3] == [1, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def running(cluster: str) -> Iterator[Deployment]:
+    """Two engines, for benchmarks that would start two each. Last of all: others start a deployment of this name."""
+    config = EngineConfig(
+        port=0,
+        replicas=2,
+        http=free_ports(1)[0],
+        max_model_len=512,
+        kv_cache="48MiB",
+        host_cache="64MiB",
+        block_size=16,
+        decode_prompt_tokens=64,
+        engine_timeout_s=10.0,
+    )
+    with Deployment.start(lightly(config), cluster) as deployment:
+        yield deployment
+
+
+@pytest.mark.ray
+def test_replicas_are_measured_and_lose_no_stream(running: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("replicas", capsys, "--smoke", running=running)
+    assert found["hit_rate"]["cache_aware"] > 0
+    assert list(found["recovery"]) == ["scheduler"]
+    assert found["served"] > 0
+    assert found["lost"] == 0
+    assert found["peer_over_cold"] > 0
+    assert found["peer_hit_tokens"] > 0
+
+
+@pytest.mark.ray
+def test_what_http_costs_is_measured(running: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("openai_http", capsys, running=running)
+    assert found["throughput_over_zmq"] > 0
+    assert found["mask_us_per_token"] > 0
+    assert min(found["ttft_p50_ms"].values()) > 0
+
+
+@pytest.mark.ray
+def test_prefill_and_decode_apart_are_measured(running: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    """Last of these: its engines keep the roles that they got."""
+    found = figures_of("pd", capsys, "--smoke", running=running)
+    assert {"p99_tbt_ratio", "throughput_ratio", "bytes_ratio", "shm_over_memcpy"} <= set(found)
+    assert found["same_tokens"]
+    assert found["throughput_ratio"] > 0
+    assert found["fetched_mb"] > 0

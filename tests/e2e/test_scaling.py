@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 from support.endless_load import EndlessLoad
-from support.engine_requests import each_engine_has
+from support.engine_requests import each_engine_has, serving
 from support.reference import Answer, sure_answers
 from support.waiting import PATIENCE_S, eventually
 
@@ -22,11 +22,10 @@ from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.cluster import Cluster
 from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 from headwise.actors.deployment import Deployment
-from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol.request import GenerationResult
 from headwise.storage.backends.file import MIN_SEGMENTS
 
-pytestmark = [pytest.mark.ray, pytest.mark.model]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.soak]  # in `two_engines` engines come and go by hand
 
 CPUS = 1.0
 """Left for engines: room for three."""
@@ -86,13 +85,6 @@ def fleet(client: Client) -> dict[str, str]:
     return replicas
 
 
-def serving(client: Client) -> list[str]:
-    """Engines that report, and that their owner says serve."""
-    stats = client.stats()
-    states = stats["fleet"]["replicas"]
-    return sorted(name for name in stats["engines"] if states.get(name, "").startswith("serves"))
-
-
 def decided(client: Client) -> str:
     reason: str = client.stats()["fleet"]["reason"]
     return reason
@@ -133,7 +125,6 @@ def test_one_engine_becomes_two_and_one_again_under_load_and_every_request_gets_
     eventually(lambda: ray.available_resources()["CPU"] == pytest.approx(CPUS - ENGINE_CPUS - WORKER_CPUS))
 
 
-@pytest.mark.soak
 def test_engines_change_their_roles_as_the_load_asks_for_it_and_no_request_is_lost(client: Client) -> None:
     load = EndlessLoad(client, LONG_STREAMS, LONG_TOKENS)
     client.scale(3, split=(2, 1))
@@ -147,7 +138,6 @@ def test_engines_change_their_roles_as_the_load_asks_for_it_and_no_request_is_lo
     assert load.end() > 0
 
 
-@pytest.mark.soak
 def test_what_only_the_engine_that_goes_has_cached_is_in_storage_when_it_has_gone_and_the_index_knows(
     deployment: Deployment, client: Client
 ) -> None:
@@ -173,7 +163,6 @@ def test_what_only_the_engine_that_goes_has_cached_is_in_storage_when_it_has_gon
     eventually(lambda: stored() == [0], otherwise=stored)
 
 
-@pytest.mark.soak
 def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_not_come_back(
     deployment: Deployment, client: Client
 ) -> None:
@@ -190,7 +179,6 @@ def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_
     assert len(serving(client)) == 1
 
 
-@pytest.mark.soak
 def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
     deployment: Deployment, client: Client
 ) -> None:
@@ -204,7 +192,6 @@ def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.soak
 def test_a_roll_without_storage_loses_no_hit_where_there_is_room_for_one_more_engine(
     deployment: Deployment, client: Client
 ) -> None:
@@ -232,7 +219,6 @@ def test_a_roll_without_storage_loses_no_hit_where_there_is_room_for_one_more_en
         assert min(before) >= 144
 
 
-@pytest.mark.soak
 def test_a_number_set_by_hand_outlives_the_scheduler_and_the_store_and_no_request_is_lost_up_or_down(
     deployment: Deployment, client: Client
 ) -> None:
@@ -268,7 +254,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-@pytest.mark.soak
 def test_a_disk_that_is_full_while_an_engine_goes_keeps_it_from_nothing(
     deployment: Deployment, client: Client, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,19 +303,9 @@ def test_a_disk_that_is_full_while_an_engine_goes_keeps_it_from_nothing(
     assert not any("did not end in time" in message for message in left)
 
 
-def test_a_number_out_of_bounds_is_the_caller_s_error(client: Client) -> None:
-    with pytest.raises(InvalidRequestError, match="from min_replicas 0 to max_replicas 8, got 9"):
-        client.scale(9)
-    with pytest.raises(InvalidRequestError, match="neither target_ttft_s nor target_queue_s"):
-        client.scale(None)
-    with pytest.raises(InvalidRequestError, match="must be a number of engines or None, got -1"):
-        client.scale(-1)
-
-
 # ---- by what there is room for ----
 
 
-@pytest.mark.soak
 def test_a_deployment_serves_with_the_engines_that_have_room_and_the_others_join_when_there_is_some(
     deployment: Deployment, client: Client
 ) -> None:
@@ -353,7 +328,6 @@ def test_a_deployment_serves_with_the_engines_that_have_room_and_the_others_join
 # ---- by the load ----
 
 
-@pytest.mark.soak
 def test_the_first_request_of_a_deployment_without_engines_waits_for_one_which_goes_again(
     deployment: Deployment, client: Client
 ) -> None:

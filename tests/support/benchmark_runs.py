@@ -10,14 +10,14 @@ import pytest
 from figures_table import rows
 
 
-def quick_figures(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def quick_figures(name: str, capsys: pytest.CaptureFixture[str], *arguments: str, **others: Any) -> dict[str, Any]:
     """The figures of ``python benchmarks/NAME.py --quick``, which must have all that README's table shows."""
-    return figures_of(name, capsys, "--quick", *arguments)
+    return figures_of(name, capsys, "--quick", *arguments, **others)
 
 
-def figures_of(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The same with these arguments alone."""
-    importlib.import_module(name).main([*arguments])
+def figures_of(name: str, capsys: pytest.CaptureFixture[str], *arguments: str, **others: Any) -> dict[str, Any]:
+    """The same with these arguments alone. others: what else its ``main`` takes"""
+    importlib.import_module(name).main([*arguments], **others)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 3, "a table comes before the figures"
     figures: dict[str, Any] = json.loads(lines[-1])

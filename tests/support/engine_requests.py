@@ -1,10 +1,17 @@
-"""How many requests engines say that they have."""
+"""Which engines serve, and how many requests they say that they have."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from headwise import Client
+
+
+def serving(client: Client) -> list[str]:
+    """Engines that report, and that their owner says serve."""
+    stats = client.stats()
+    states = stats["fleet"]["replicas"]
+    return sorted(name for name in stats["engines"] if states.get(name, "").startswith("serves"))
 
 
 def num_requests(engine: dict[str, Any], state: str) -> int:

@@ -5,48 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.endless_load import EndlessLoad
 from support.reference import sure_answers
-from support.waiting import PATIENCE_S, eventually
+from support.two_engines import FAILOVER_S
+from support.waiting import eventually
 
-from headwise import Client, EngineConfig
+from headwise import Client, ClientKeys
 from headwise.actors.deployment import Deployment
 from headwise.errors import DeploymentError
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
-CONFIG = EngineConfig(
-    port=0,
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    tokenizer_processes=1,
-    dtype="float32",
-    weights_dtype="gguf",  # `sure_answers` in a third of the time
-    engine_timeout_s=PATIENCE_S,
-    front_timeout_s=PATIENCE_S,  # too long to be what a test waits for
-    index_timeout_s=5.0,
-)
 TOKENS = 16
 STREAMS = sure_answers(TOKENS)[:3]
-
-
-@pytest.fixture(scope="module")
-def deployment() -> Iterator[Deployment]:
-    with Deployment.start(CONFIG) as deployment:
-        yield deployment
-
-
-@pytest.fixture(scope="module")
-def client(deployment: Deployment) -> Iterator[Client]:
-    with Client(deployment.client_address) as client:
-        yield client
 
 
 def schedulers(deployment: Deployment) -> tuple[int, int]:
@@ -77,7 +52,7 @@ def answers_again(client: Client) -> bool:
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGSTOP])
 def test_the_one_that_stands_by_takes_over_and_no_stream_loses_a_token(
-    deployment: Deployment, client: Client, number: int
+    deployment: Deployment, client: Client, keys: ClientKeys, number: int
 ) -> None:
     scheduler, standby = schedulers(deployment)
     load = EndlessLoad(client, STREAMS, TOKENS)
@@ -87,7 +62,7 @@ def test_the_one_that_stands_by_takes_over_and_no_stream_loses_a_token(
     assert load.end() > 0
     assert deployment.actor_pids()["scheduler"] == standby
     eventually(lambda: not is_there(scheduler))  # one that hangs could go on later, and answer beside its successor
-    with Client("ray:auto") as another:
+    with Client("ray:auto", keys=keys) as another:
         assert another.address == client.address
         assert another.generate("Still there?", max_tokens=2).token_ids
     assert schedulers(deployment)[1] not in (scheduler, standby)
@@ -110,7 +85,7 @@ def test_a_machine_that_stands_still_replaces_nobody(deployment: Deployment, cli
     scheduler, standby = schedulers(deployment)
     for pid in (scheduler, standby):
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(2 * CONFIG.failover_timeout_s)
+    time.sleep(2 * FAILOVER_S)
     for pid in (standby, scheduler):
         os.kill(pid, signal.SIGCONT)
     assert client.generate("Still there?", max_tokens=2).token_ids
@@ -141,5 +116,5 @@ def test_a_store_that_hangs_is_replaced_while_the_scheduler_that_stands_by_answe
 
 def test_a_deployment_whose_scheduler_was_replaced_keeps_its_name(deployment: Deployment, client: Client) -> None:
     with pytest.raises(DeploymentError, match="'headwise' is already running"):
-        Deployment.start(replace(CONFIG, standby=False), address="auto")
+        Deployment.start(replace(deployment.config, http=0, otlp_endpoint=""), address="auto")
     assert client.generate("Still there?", max_tokens=2).token_ids

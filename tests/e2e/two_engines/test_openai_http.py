@@ -15,53 +15,17 @@ import jsonschema
 import pytest
 import ray
 from support.collector import Collector, attributes
-from support.free_ports import free_ports
 from support.later import openai
+from support.two_engines import ENGINES, KEY, MODEL
 from support.waiting import eventually
 
-from headwise import Client, ClientKeys, EngineConfig, SamplingParams
+from headwise import Client, ClientKeys, SamplingParams
 from headwise.actors.deployment import Deployment
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
-MODEL = "smollm2-135m"
-KEY = "sk-of-this-test"
 FAMILIES = "All happy families are alike; every unhappy family is unhappy in its own way. " * 4
 HARBOURS: list[Any] = [{"role": "user", "content": "Name three harbours."}]
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    collector = Collector()
-    yield collector
-    collector.close()
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Deployment]:
-    """Two servers at one port, which want a key and trace requests."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"# of tests\nsk-of-nobody\n{KEY}\n")
-    config = EngineConfig(
-        model=MODEL,
-        port=0,
-        http=free_ports(1)[0],
-        http_servers=2,
-        otlp_endpoint=collector.url,
-        api_key_file=str(keys),
-        dtype="float32",
-        weights_dtype="gguf",  # in a third of the time
-        max_model_len=512,
-        kv_cache="64MiB",
-        block_size=16,
-        cpu_threads=1,
-        tokenizer_processes=1,
-        standby=False,  # test_failover has one
-        engine_timeout_s=120.0,  # nothing here hangs, but for a machine that is busy with something else
-        front_timeout_s=120.0,
-    )
-    with Deployment.start(config) as deployment:
-        yield deployment
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +40,8 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def ours(deployment: Deployment) -> Iterator[Client]:
-    assert deployment.client_keys is not None
-    with Client(deployment.client_address, keys=ClientKeys(deployment.client_keys.server, KEY)) as client:
+def ours(deployment: Deployment, keys: ClientKeys) -> Iterator[Client]:
+    with Client(deployment.client_address, keys=keys) as client:
         yield client
 
 
@@ -299,17 +262,16 @@ def test_errors_are_those_of_the_official_client(client: openai.OpenAI, base_url
 
 
 def test_a_stream_that_is_closed_frees_its_blocks(client: openai.OpenAI, ours: Client) -> None:
-    def engine() -> dict[str, Any]:
-        stats: dict[str, Any] = ours.stats()["engines"]["engine-0"]
-        return stats
+    def total(of: str, what: str) -> int:
+        return sum(engine[of][what] for engine in ours.stats()["engines"].values())
 
-    before = engine()["requests"]["aborted"]
+    before = total("requests", "aborted")
     stream = client.completions.create(
         model=MODEL, prompt="Once upon a time", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
-    eventually(lambda: engine()["requests"]["aborted"] == before + 1 and engine()["cache"]["held_blocks"] == 0)
+    eventually(lambda: total("requests", "aborted") == before + 1 and total("cache", "held_blocks") == 0)
 
 
 def test_metrics_tell_of_servers_and_engines(deployment: Deployment) -> None:
@@ -372,7 +334,7 @@ def test_a_server_that_is_killed_is_started_again_and_the_other_answers(
 
 
 def test_readiness_needs_no_key(deployment: Deployment) -> None:
-    assert httpx.get(f"{deployment.http_address}/ready").json()["engines"] == 1
+    assert httpx.get(f"{deployment.http_address}/ready").json()["engines"] == len(ENGINES)
 
 
 def test_keys_are_in_no_log(deployment: Deployment, client: openai.OpenAI) -> None:

@@ -16,9 +16,10 @@ import pytest
 import ray
 from support.passing_on import PortForward
 from support.reference import Answer, sure_answers
+from support.two_engines import ENGINES, PORTS
 from support.waiting import PATIENCE_S, eventually
 
-from headwise import Client, ClientKeys, EngineConfig, SamplingParams
+from headwise import Client, SamplingParams
 from headwise.actors.deployment import Deployment
 from headwise.errors import DeploymentError, HeadwiseError
 from headwise.runtime.loader.resolve import resolve_model
@@ -27,23 +28,6 @@ from headwise.runtime.protocol.request import GenerationResult
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
-API_KEY = "sk-of-these-tests"
-ENGINES = ("engine-0", "engine-1")
-CONFIG = EngineConfig(
-    port=0,
-    replicas=len(ENGINES),
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    tokenizer_processes=1,
-    dtype="float32",
-    weights_dtype="gguf",  # `sure_answers` in a third of the time
-    engine_timeout_s=10.0,
-    index_timeout_s=5.0,  # a machine that is busy may keep it from answering
-    engine_ports="21700-21999",
-    api_key=API_KEY,
-)
 TOKENS = 20
 STREAMS = sure_answers(TOKENS)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -52,26 +36,8 @@ BEFORE_THE_FAULT = 4
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text("0123456789abcdef" * 4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-        with Deployment.start(CONFIG) as deployment:
-            yield deployment
-
-
-@pytest.fixture(scope="module")
-def client(deployment: Deployment) -> Iterator[Client]:
-    assert deployment.client_keys is not None
-    with Client(deployment.client_address, keys=ClientKeys(deployment.client_keys.server, API_KEY)) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_directory(resolve_model(CONFIG.model, CONFIG.cache_path))
+def tokenizer(deployment: Deployment) -> Tokenizer:
+    return Tokenizer.from_directory(resolve_model(deployment.config.model, deployment.config.cache_path))
 
 
 # ---- routing ----
@@ -125,7 +91,7 @@ def test_engines_listen_at_ports_of_their_range(deployment: Deployment, client: 
     endpoints = {str(engine["endpoint"]) for engine in client.stats()["engines"].values()}
     ports = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
     assert len(ports) == len(ENGINES)
-    assert ports <= set(range(21700, 22000))
+    assert ports <= {*PORTS}
 
 
 @pytest.fixture
