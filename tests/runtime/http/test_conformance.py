@@ -472,7 +472,7 @@ def test_health_and_version_answer(served: Served) -> None:
 
 def test_each_row_of_the_table_names_its_tests() -> None:
     root = Path(__file__).parents[3]
-    files = [*(root / "tests/runtime/http").rglob("test_*.py"), root / "tests/e2e/test_openai_http.py"]
+    files = [*(root / "tests/runtime/http").rglob("test_*.py"), root / "tests/e2e/two_engines/test_openai_http.py"]
     tests = set(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
     table = (root / "docs/http.md").read_text().partition("## Conformance")[2]
     rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
