@@ -24,7 +24,9 @@ from headwise.runtime.worker.worker import ModelWorker
 MODEL = "smollm2-135m"
 FEW = 16
 """Tokens of a stream that is put to sleep after a third of them."""
-CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_cache="64MiB", max_model_len=512, block_size=16)
+CONFIG = EngineConfig(
+    model=MODEL, dtype="float32", weights_dtype="gguf", kv_cache="64MiB", max_model_len=512, block_size=16
+)
 
 
 @pytest.fixture(scope="module")

@@ -302,7 +302,9 @@ def test_the_page_is_told_of_the_model_and_its_head_groups(deployment: Deploymen
 def test_a_request_is_a_span_of_its_caller_s_trace(client: openai.OpenAI, collector: Collector) -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
-    client.chat.completions.create(model=MODEL, messages=HARBOURS, max_tokens=8, extra_headers=headers)
+    client.chat.completions.create(
+        model=MODEL, messages=HARBOURS, max_tokens=8, extra_headers=headers, extra_body={"ignore_eos": True}
+    )
 
     def found() -> list[Any]:
         return [span for span in collector.spans if span.trace_id.hex() == trace]
