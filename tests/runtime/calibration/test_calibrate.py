@@ -295,7 +295,8 @@ def test_a_measured_pattern_can_be_served(tmp_path: Path) -> None:
     from headwise.runtime.loader.resolve import resolve_model
 
     output = tmp_path / "p.json"
-    flags = ["--tokens", "256", "--inputs", "1", "--passkeys", "1", "--sparsities", "0.5", "--no-heat-map"]
+    flags = ["--tokens", "160", "--inputs", "1", "--passkeys", "1", "--sparsities", "0.5", "--no-heat-map"]
+    flags += ["--weights-dtype", "gguf", "--cpu-threads", "1"]
     result = CliRunner().invoke(app, ["calibrate", "-o", str(output), "--window", "64", "--sink", "16", *flags])
     assert result.exit_code == 0, result.stderr
     assert "| 0.5 |" in result.stdout
