@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from prompts import tokens
 from replicas import rounded
-from smoke import lightly
+from smoke import deployed, lightly
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
@@ -270,7 +270,8 @@ def show(phases: dict[str, dict[str, float]]) -> None:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, running: Deployment | None = None) -> None:
+    """running: a deployment of so many engines as ``--smoke`` has, to measure in place of one of this script's own"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two engines, short phases: half a minute")
     parser.add_argument("--smoke", action="store_true", help="one engine, so nothing is decided: seconds")
@@ -278,17 +279,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
     options = parser.parse_args(arguments)
     size = SMOKE if options.smoke else QUICK if options.quick else FULL
-    questions = questions_of(size, CONFIG, options.seed)
+    served = lightly(CONFIG) if options.smoke else CONFIG
+    questions = questions_of(size, served, options.seed)
     with tempfile.TemporaryDirectory() as storage:
         config = replace(
-            lightly(CONFIG) if options.smoke else CONFIG,
+            served,
             max_replicas=size.engines,
             target_ttft_s=TARGET_TTFT_S,
             downscale_delay_s=size.downscale_delay_s,
             host_cache="64MiB",
             storage=f"file://{storage}?capacity=1GiB",
         )
-        with Deployment.start(config, options.ray) as deployment, Client(deployment.client_address) as client:
+        with deployed(config, options.ray, running) as deployment, Client(deployment.client_address) as client:
             found = serve(client, questions, size)
     show(found["phases"])
     print(json.dumps(rounded(found)))

@@ -80,7 +80,7 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    prefix_tokens=128,
+    prefix_tokens=64,
     own_tokens=16,
     prefixes=1,
     turns_s=0.1,
@@ -89,7 +89,7 @@ QUICK = Size(
     decoding_tokens=16,
     most_tokens=1000,
     conversations=4,
-    history_tokens=64,
+    history_tokens=32,
     questions=1,
     answer_tokens=4,
     device="64MiB",

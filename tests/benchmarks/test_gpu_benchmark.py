@@ -169,7 +169,7 @@ def test_a_machine_needs_no_more_packages_than_the_script_says(tmp_path: Path) -
     paths = {**os.environ, "PYTHONPATH": str(tmp_path)}
     alone = subprocess.run([sys.executable, *there], capture_output=True, text=True, env=paths, cwd="/", check=False)
     assert (alone.stdout, alone.returncode) == ("numpy\n", 1), alone.stderr
-    sections = "copies,model,recycling"
+    sections = "copies,recycling"
     files = ("--work", tmp_path / "work", "--result", tmp_path / "gpu.json")
     status, _, result = run("--here", "--only", sections, *files, PYTHONPATH=str(tmp_path))
     assert (status, result["failed"]) == (0, {})

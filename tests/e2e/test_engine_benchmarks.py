@@ -13,8 +13,9 @@ from perplexity import LIMITS
 from smoke import lightly
 from support.benchmark_runs import figures_of, quick_figures
 from support.free_ports import free_ports
+from support.waiting import eventually
 
-from headwise import EngineConfig
+from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
 
 pytestmark = pytest.mark.model
@@ -95,19 +96,14 @@ def test_the_roofline_counts_the_weights_that_a_step_reads_as_they_are_kept(caps
 
 @pytest.mark.soak
 @pytest.mark.ray
-@pytest.mark.parametrize(("script", "mode"), [("replicas", "--smoke"), ("openai_http", "--quick"), ("pd", "--smoke")])
+@pytest.mark.parametrize(
+    ("script", "mode"),
+    [("replicas", "--smoke"), ("openai_http", "--quick"), ("pd", "--smoke"), ("elastic_replicas", "--smoke")],
+)
 def test_these_start_what_they_measure(
     script: str, mode: str, cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert figures_of(script, capsys, mode, "--ray", cluster)
-
-
-@pytest.mark.ray
-def test_what_requests_notice_of_elastic_replicas_is_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures_of("elastic_replicas", capsys, "--smoke", "--ray", cluster)
-    assert found["lost_requests"] == found["different"] == 0
-    assert found["served"] > 0
-    assert [number for _, number in found["decisions"]] == [1]
 
 
 @pytest.mark.soak
@@ -127,6 +123,7 @@ def running(cluster: str) -> Iterator[Deployment]:
     config = EngineConfig(
         port=0,
         replicas=2,
+        min_replicas=1,
         http=free_ports(1)[0],
         max_model_len=512,
         kv_cache="48MiB",
@@ -160,9 +157,23 @@ def test_what_http_costs_is_measured(running: Deployment, capsys: pytest.Capture
 
 @pytest.mark.ray
 def test_prefill_and_decode_apart_are_measured(running: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
-    """Last of these: its engines keep the roles that they got."""
+    """Behind the others: its engines keep the roles that they got."""
     found = figures_of("pd", capsys, "--smoke", running=running)
     assert {"p99_tbt_ratio", "throughput_ratio", "bytes_ratio", "shm_over_memcpy"} <= set(found)
     assert found["same_tokens"]
     assert found["throughput_ratio"] > 0
     assert found["fetched_mb"] > 0
+
+
+@pytest.mark.ray
+def test_what_requests_notice_of_elastic_replicas_is_measured(
+    running: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Last of these: one engine is left."""
+    with Client(running.client_address) as client:
+        client.scale(1, split=(0, 0))
+        eventually(lambda: len(client.stats()["fleet"]["replicas"]) == 1, otherwise=client.stats)
+    found = figures_of("elastic_replicas", capsys, "--smoke", running=running)
+    assert found["lost_requests"] == found["different"] == 0
+    assert found["served"] > 0
+    assert [number for _, number in found["decisions"]] == [1]
