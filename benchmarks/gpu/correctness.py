@@ -84,7 +84,7 @@ def compile_kernels(bench: Bench) -> None:
     sizes, target, work = bench.sizes, bench.rig.target, bench.rig.work
     shapes = _shapes(sizes, target.sm, bench.options.layers)[: None if sizes.compiled is None else 1]
     began, files = time.perf_counter(), 0
-    processes = min(os.cpu_count() or 1, len(shapes) + 2)
+    processes = min(os.cpu_count() or 1, len(shapes) + 2) if sizes.compiled is None else 1  # each imports for a second
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         models = random_models(sizes, bench.options.layers)
         written = [pool.submit(write_checkpoint, work / name, config) for name, config in models.items()]
