@@ -397,7 +397,7 @@ def test_a_step_of_the_same_size_allocates_no_array(
 
 def test_scores_of_a_step_take_the_memory_of_the_one_before() -> None:
     model = model_of(config_of("llama"))
-    hidden = np.random.default_rng(1).standard_normal((16, model.config.hidden_size)).astype(np.float32)
+    hidden = np.random.default_rng(1).standard_normal((500, model.config.hidden_size)).astype(np.float32)
     expected = model.scores(hidden)
     model.step_scores(hidden[:3])
     first = model.step_scores(hidden)
