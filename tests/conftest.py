@@ -79,7 +79,9 @@ class Parts(LoadScopeScheduling):  # type: ignore[misc]
         return part_of(nodeid.partition("::")[0])
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Parts:
+    """Whatever ``--dist`` says."""
     return Parts(config, log)
 
 

@@ -1,4 +1,4 @@
-"""One deployment for all files of this directory, which one worker runs; each leaves it whole."""
+"""One deployment for all files of this directory, which one worker runs in their order; each leaves two engines."""
 
 from __future__ import annotations
 
