@@ -67,16 +67,17 @@ LONGEST = ("two_engines", "test_tokens", "test_engine_benchmarks", "test_storage
 """Of the parts, by the time that they take: whoever comes to one of them last keeps the other workers waiting."""
 
 
-def part_of(path: str) -> str:
+def part_of(nodeid: str) -> str:
     """What one worker runs of the tests: a directory of `TOGETHER`, or a file."""
-    return next((directory for directory in TOGETHER if path.startswith(f"{directory}/")), path)
+    file = nodeid.partition("::")[0]
+    return next((directory for directory in TOGETHER if file.startswith(f"{directory}/")), file)
 
 
-class Parts(LoadScopeScheduling):  # type: ignore[misc]
+class Parts(LoadScopeScheduling):
     """Deals parts of the tests to workers."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return part_of(nodeid.partition("::")[0])
+        return part_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path)  # as all workers must, wherever they began
 
     def name_of(item: pytest.Item) -> str:
-        return Path(part_of(item.nodeid.partition("::")[0])).stem
+        return Path(part_of(item.nodeid)).stem
 
     whole = [name_of(item) for item in items if "e2e" in item.path.parts]
     waiting = {name_of(item) for item in items if item.get_closest_marker("ray")}

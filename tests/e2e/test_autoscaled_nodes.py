@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import ray
 from support.autoscaled import autoscaled
 from support.endless_load import EndlessLoad
 from support.engine_requests import each_engine_has
 from support.reference import sure_answers
+from support.small_engine import SMALL
 from support.waiting import eventually
 
-from headwise import Client, EngineConfig
+from headwise import Client
 from headwise.actors.deployment import Deployment
 
 pytestmark = [pytest.mark.soak, pytest.mark.ray, pytest.mark.model]
 
-CONFIG = EngineConfig(
-    port=0,
+CONFIG = replace(
+    SMALL,
     max_replicas=2,
     engine_resources="engine=1",  # of which each node has one
     target_ttft_s=60.0,  # the room for sequences decides, however slow this machine is
     max_num_seqs=4,
     upscale_delay_s=1.0,
     downscale_delay_s=5.0,
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    dtype="float32",
-    weights_dtype="gguf",  # `sure_answers` in a third of the time
     engine_timeout_s=60.0,
-    index_timeout_s=5.0,
 )
 TOKENS = 16
 STREAMS = sure_answers(TOKENS)[:8]

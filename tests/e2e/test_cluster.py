@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import ray
 from support.reference import assert_same, sure_answers
+from support.small_engine import SMALL
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
@@ -43,16 +44,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 TOKENS = 24
 """Of a stream to which something happens in its middle."""
 FAMILIES = "All happy families are alike; every unhappy family is unhappy in its own way. " * 4
-CONFIG = EngineConfig(
-    port=0,
-    dtype="float32",
-    weights_dtype="gguf",  # `sure_answers` in a third of the time
+CONFIG = replace(
+    SMALL,
     tp_size=3,
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    tokenizer_processes=1,
     prefetch="wait_complete",
     storage_timeout_s=120.0,
     engine_timeout_s=120.0,  # nothing here hangs, but for a machine that is busy with something else

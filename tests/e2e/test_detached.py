@@ -18,6 +18,7 @@ from support.commands import as_flags
 from support.endless_load import EndlessLoad
 from support.engine_requests import serving
 from support.reference import sure_answers
+from support.small_engine import SMALL
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
@@ -30,20 +31,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 _ray: Any = ray
 
-CONFIG = EngineConfig(
-    port=0,
+CONFIG = replace(
+    SMALL,
     replicas=1,
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    tokenizer_processes=1,
-    dtype="float32",
-    weights_dtype="gguf",  # `sure_answers` in a third of the time
     engine_timeout_s=60.0,
     front_timeout_s=60.0,
     owner_timeout_s=10.0,
-    index_timeout_s=5.0,  # a machine that is busy may keep it from answering
     drain_timeout_s=PATIENCE_S,
 )
 NAME = CONFIG.name

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import perplexity
 import pytest
 from figures_peers import SCENARIOS
 from peers import PEERS_PYTHON
 from perplexity import LIMITS
-from smoke import lightly
 from support.benchmark_runs import figures_of, quick_figures
 from support.free_ports import free_ports
+from support.small_engine import SMALL
 from support.waiting import eventually
 
-from headwise import Client, EngineConfig
+from headwise import Client
 from headwise.actors.deployment import Deployment
 
 pytestmark = pytest.mark.model
@@ -120,19 +121,16 @@ def test_elastic_replicas_come_and_go_by_the_load_and_lose_nothing(
 @pytest.fixture(scope="module")
 def running(cluster: str) -> Iterator[Deployment]:
     """Two engines, for benchmarks that would start two each. Last of all: others start a deployment of this name."""
-    config = EngineConfig(
-        port=0,
+    config = replace(
+        SMALL,
         replicas=2,
         min_replicas=1,
         http=free_ports(1)[0],
-        max_model_len=512,
-        kv_cache="48MiB",
         host_cache="64MiB",
-        block_size=16,
         decode_prompt_tokens=64,
         engine_timeout_s=10.0,
     )
-    with Deployment.start(lightly(config), cluster) as deployment:
+    with Deployment.start(config, cluster) as deployment:
         yield deployment
 
 

@@ -5,32 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
 from support.endless_load import EndlessLoad
 from support.nodes import NODE_MARKS, Nodes
 from support.reference import sure_answers
+from support.small_engine import SMALL
 from support.waiting import PATIENCE_S, eventually
 
-from headwise import Client, EngineConfig
+from headwise import Client
 from headwise.actors.deployment import Deployment
 
 pytestmark = NODE_MARKS
 
-CONFIG = EngineConfig(
-    port=0,
+CONFIG = replace(
+    SMALL,
     host="0.0.0.0",
     replicas=3,
     engine_resources="engine=1",  # of which each node has one
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    dtype="float32",
-    weights_dtype="gguf",  # `sure_answers` in a third of the time
     engine_timeout_s=30.0,
-    index_timeout_s=5.0,
 )
 TOKENS = 16
 STREAMS = sure_answers(TOKENS)[:6]

@@ -16,9 +16,10 @@ import ray
 from support.endless_load import EndlessLoad
 from support.engine_requests import each_engine_has, serving
 from support.reference import Answer, sure_answers
+from support.small_engine import SMALL
 from support.waiting import PATIENCE_S, eventually
 
-from headwise import Client, EngineConfig, SamplingParams
+from headwise import Client, SamplingParams
 from headwise.actors.cluster import Cluster
 from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 from headwise.actors.deployment import Deployment
@@ -29,18 +30,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.soak]  # in `two_e
 
 CPUS = 1.0
 """Left for engines: room for three."""
-CONFIG = EngineConfig(
-    port=0,
+CONFIG = replace(
+    SMALL,
     min_replicas=0,
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    tokenizer_processes=1,
-    dtype="float32",
-    weights_dtype="gguf",  # `sure_answers` in a third of the time
     engine_timeout_s=60.0,
-    index_timeout_s=5.0,  # a machine that is busy may keep it from answering
     drain_timeout_s=PATIENCE_S,
     standby=False,
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from support.free_ports import free_ports
+from support.small_engine import SMALL
 from support.waiting import PATIENCE_S
 
 from headwise import EngineConfig
@@ -12,7 +14,6 @@ from headwise import EngineConfig
 MODEL = "smollm2-135m"
 KEY = "sk-of-these-tests"
 ENGINES = ("engine-0", "engine-1")
-FAILOVER_S = 1.5
 PORTS = range(21700, 22000)
 
 
@@ -23,9 +24,9 @@ def config(keys: Path, traces: str) -> EngineConfig:
     traces: URL of who collects spans
     """
     keys.write_text(f"# of tests\nsk-of-nobody\n{KEY}\n")
-    return EngineConfig(
+    return replace(
+        SMALL,
         model=MODEL,
-        port=0,
         replicas=len(ENGINES),
         min_replicas=0,
         http=free_ports(1)[0],
@@ -33,16 +34,7 @@ def config(keys: Path, traces: str) -> EngineConfig:
         otlp_endpoint=traces,
         api_key_file=str(keys),
         engine_ports=f"{PORTS[0]}-{PORTS[-1]}",
-        max_model_len=512,
-        kv_cache="64MiB",
-        block_size=16,
-        cpu_threads=1,
-        tokenizer_processes=1,
-        dtype="float32",
-        weights_dtype="gguf",  # `sure_answers` in a third of the time
         engine_timeout_s=10.0,
-        index_timeout_s=5.0,  # a machine that is busy may keep it from answering
         front_timeout_s=30.0,  # far longer than it takes the one that stands by to take over
-        failover_timeout_s=FAILOVER_S,
         drain_timeout_s=PATIENCE_S,
     )

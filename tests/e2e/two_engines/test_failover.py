@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from support.endless_load import EndlessLoad
 from support.reference import sure_answers
-from support.two_engines import FAILOVER_S
 from support.waiting import eventually
 
 from headwise import Client, ClientKeys
@@ -85,7 +84,7 @@ def test_a_machine_that_stands_still_replaces_nobody(deployment: Deployment, cli
     scheduler, standby = schedulers(deployment)
     for pid in (scheduler, standby):
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(2 * FAILOVER_S)
+    time.sleep(2 * deployment.config.failover_timeout_s)
     for pid in (standby, scheduler):
         os.kill(pid, signal.SIGCONT)
     assert client.generate("Still there?", max_tokens=2).token_ids
