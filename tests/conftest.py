@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 # Read when NumPy is imported. Its threads spin for a while after each product, and here several tests share the cores.
@@ -114,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path)  # as all workers must, wherever they began
 
     def name_of(item: pytest.Item) -> str:
-        return Path(part_of(item.nodeid)).stem
+        return part_of(item.nodeid).rpartition("/")[2].removesuffix(".py")
 
     whole = [name_of(item) for item in items if "e2e" in item.path.parts]
     waiting = {name_of(item) for item in items if item.get_closest_marker("ray")}
