@@ -335,11 +335,11 @@ def attend(
 
     With ``BULK`` those tiles of a prompt that all rows see come by the tensor memory accelerator, block by block.
 
-    With ``OVERLAPS`` it is launched, and has the next kernel launched, as `overlap.cuh` says.
+    With ``OVERLAPS``, of a decode, it is launched, and has the next kernel launched, as `overlap.cuh` says. What each program
+    is to do it finds out before it waits, so while what comes before writes keys and values.
     """
     if OVERLAPS:
         let_next_begin()
-        wait_for_earlier()
     if DECODE:
         unit, kv_head = tl.program_id(0), tl.program_id(1)
         window = window_of(head_window, kv_head)
@@ -351,6 +351,8 @@ def attend(
         sequence, split = find_unit(
             unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED
         )  # fmt: skip
+        if OVERLAPS:  # not before: lengths and what heads see are there since before the step
+            wait_for_earlier()
         if sequence >= batch:
             return
         first = 0

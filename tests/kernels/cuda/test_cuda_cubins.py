@@ -79,13 +79,19 @@ def test_machine_code_takes_the_arguments_of_the_signature_and_then_pointers_alo
 
 
 @pytest.mark.parametrize("sm", EACH_SM)
-def test_decodes_that_may_begin_early_wait_before_they_read_anything(sm: int) -> None:
-    """Where the card can begin them so, and prompts never."""
+def test_decodes_that_may_begin_early_plan_before_they_wait_and_touch_nothing_else(sm: int) -> None:
+    """Where the card can begin them so, and prompts never. What they plan by is written by no kernel of the step."""
     prompts, decodes = (variants_of(LLAMA, sm)[kernel] for kernel in (PREFILL, DECODE))
     assert (prompts.waits, decodes.waits) == (False, sm >= OVERLAPS_FROM)
-    before, waits, _ = variant_code(decodes, Target(sm, cuda=12)).ptx.partition("griddepcontrol.wait")
+    compiled = variant_code(decodes, Target(sm, cuda=12))
+    before, waits, after = compiled.ptx.partition("griddepcontrol.wait")
     assert bool(waits) == decodes.waits
-    assert not waits or not re.search(r"\b(ld|st|atom|cp)\.(global|async)", before)
+    if waits:
+        pointers = [decodes.signature[int(at)][0] for at in re.findall(r"ld\.param\.b64.*_param_(\d+)\]", before)]
+        assert sorted(pointers) == ["cu_seqlens_q", "head_sink", "head_window", "seq_lens"]
+        assert not re.search(r"\b(st|atom|red|cp)\.(global|async)", before)
+        assert not re.search(r"\bret;", before)  # what has nothing to do must not seem to have waited either
+        assert "griddepcontrol.wait" not in after
 
 
 @pytest.mark.parametrize("sm", EACH_SM[:1] + EACH_SM[2:])
@@ -204,7 +210,9 @@ def test_decode_of_quantised_blocks_smaller_than_a_tile_overlaps_its_loads(sm: i
     shape = AttentionShape(share=4, head_dim=128, block_size=16, q_dtype="bfloat16", kv_dtype=kv_dtype)
     compiled = variant_code(variants_of(shape, sm)[DECODE], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, "mma.sync")
-    assert compiled.spilled_bytes == 0
+    assert not any(loop.spills for loop in machine_loops(sass_of(compiled)))
+    # Beside its loop a program may have some three numbers of 4 bits' scales in memory, once.
+    assert compiled.spilled_bytes <= (16 if kv_dtype == "int4" else 0)
 
 
 @pytest.mark.parametrize("cuda", [12, 13])
