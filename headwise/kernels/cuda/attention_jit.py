@@ -335,8 +335,8 @@ def attend(
 
     With ``BULK`` those tiles of a prompt that all rows see come by the tensor memory accelerator, block by block.
 
-    With ``OVERLAPS``, of a decode, it is launched, and has the next kernel launched, as `overlap.cuh` says. What each program
-    is to do it finds out before it waits, so while what comes before writes keys and values.
+    With ``OVERLAPS``, of a decode, it is launched, and has the next kernel launched, as `overlap.cuh` says. What each
+    program is to do it finds out before it waits, so while what comes before writes keys and values.
     """
     if OVERLAPS:
         let_next_begin()

@@ -14,8 +14,8 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from headwise.errors import (
     DeploymentError,
@@ -27,6 +27,8 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.engine.base import Core, HasFileno
+from headwise.runtime.engine.clients import Clients
 from headwise.runtime.engine.peers.base import Ask, Takers
 from headwise.runtime.engine.peers.connections import PeerConnections
 from headwise.runtime.engine.reports import EngineReports, Reporting
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     import zmq
 
     from headwise.runtime.engine.operations import Operation
-    from headwise.storage.index.flusher import Flusher, IndexUpdate
+    from headwise.storage.index.flusher import Flusher
 
 log = logging.getLogger(__name__)
 
@@ -82,41 +84,6 @@ _NOT_SERVED = RequestAbortedError(
 
 
 _MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease, Offer)
-
-
-class Core(Protocol):
-    """What the server needs of `headwise.runtime.engine.core.EngineCore`."""
-
-    def add(self, request: GenerateRequest) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    def operate(self, action: str, tier: str) -> Operation: ...
-    def step(self, timeout_s: float | None) -> list[OutputDelta]: ...
-    def has_work(self) -> bool: ...
-    def stats(self) -> dict[str, Any]: ...
-    def load(self) -> EngineLoad: ...
-    def drain_index_updates(self) -> Iterable[IndexUpdate]: ...
-    def fail_all(self, error: str) -> list[OutputDelta]: ...
-    def not_begun(self) -> list[str]: ...
-    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None, storable: int | None) -> None: ...
-    def asked(self, reader: bytes, message: Ask) -> None: ...
-    def refuse(self, reader: bytes, message: Ask) -> None: ...
-    def serve_peers(self) -> None: ...
-    @property
-    def is_handing_over(self) -> bool: ...
-
-
-class HasFileno(Protocol):
-    """What a poller can wait for."""
-
-    def fileno(self) -> int: ...
-
-
-@dataclass
-class _Client:
-    """A connection: when it last spoke, and the requests it has here."""
-
-    heard: float
-    requests: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -182,8 +149,7 @@ class EngineServer:
         self._on_died = on_died
         self._core: Core | None = None
         self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
-        self._clients: dict[bytes, _Client] = {}
-        self._owners: dict[str, bytes] = {}
+        self._clients = Clients()
         self._operations: list[tuple[bytes, int, Operation]] = []  # under way, and who waits for their end
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._leave: _Leave | None = None
@@ -340,7 +306,7 @@ class EngineServer:
         operations, self._operations = self._operations, []
         for identity, key, _ in operations:
             self._send(identity, failure(error, key))
-        for request_id in list(self._owners):
+        for request_id in self._clients.request_ids:
             self._end_with(request_id, error)
 
     def _follow(self, scheduler: str, store: str) -> None:
@@ -375,8 +341,8 @@ class EngineServer:
         if leave is None or leave.is_over:
             return
         if self._clock() >= leave.until:
-            self._send_away(list(self._owners))
-        elif self._owners or (self._core is not None and self._core.is_handing_over):
+            self._send_away(self._clients.request_ids)
+        elif self._clients.num_requests or (self._core is not None and self._core.is_handing_over):
             return
         leave.is_over = True
         leave.on_left()
@@ -392,8 +358,7 @@ class EngineServer:
     def _take_messages(self) -> None:
         until = self._burst_clock() + _BURST_S
         for identity, frames in self._listener.receive(_BURST):
-            client = self._clients.setdefault(identity, _Client(self._clock()))
-            client.heard = self._clock()
+            self._clients.heard(identity, self._clock())
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
@@ -410,7 +375,7 @@ class EngineServer:
         if isinstance(message, Submit):
             self._submit(identity, message.key, message.request)
         elif isinstance(message, Abort):
-            if self._owners.get(message.request_id) == identity:
+            if self._clients.owner_of(message.request_id) == identity:
                 self._abort(message.request_id)
         elif isinstance(message, GetStats):
             self._send(identity, Stats(message.key, self.stats()))
@@ -425,7 +390,7 @@ class EngineServer:
                 )
             self._send(identity, Pong(self._instance))
             for request_id in message.request_ids:
-                if self._owners.get(request_id) != identity:
+                if self._clients.owner_of(request_id) != identity:
                     self._send(identity, failure(_NOT_SERVED, request_id=request_id))
 
     def _submit(self, identity: bytes, key: int, request: GenerateRequest) -> None:
@@ -433,7 +398,7 @@ class EngineServer:
             check_request(request)
             if self._reports is not None:
                 self._reports.received(request.request_id)
-            if request.request_id in self._owners:
+            if self._clients.owner_of(request.request_id) is not None:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
             if self._leave is not None:
                 raise _LEAVING
@@ -443,11 +408,10 @@ class EngineServer:
         except HeadwiseError as error:
             self._send(identity, failure(error, key, request.request_id))
             return
-        self._owners[request.request_id] = identity
-        self._clients[identity].requests.add(request.request_id)
+        self._clients.begin(request.request_id, identity)
 
     def _abort(self, request_id: str) -> None:
-        self._forget(request_id)
+        self._clients.end(request_id)
         if self._core is not None:
             self._core.abort(request_id)
 
@@ -491,19 +455,18 @@ class EngineServer:
     def _send_deltas(self, deltas: list[OutputDelta]) -> None:
         by_client: defaultdict[bytes, list[OutputDelta]] = defaultdict(list)
         for delta in deltas:
-            owner = self._owners.get(delta.request_id)
+            owner = self._clients.owner_of(delta.request_id)
             if owner is not None:
                 by_client[owner].append(delta)
             if delta.finish_reason is not None:
-                self._forget(delta.request_id)
+                self._clients.end(delta.request_id)
             if delta.finish_reason is FinishReason.ERROR:
                 self._fault(f"request {delta.request_id} failed: {delta.error}")
         for identity, its in by_client.items():
             self._send(identity, Outputs(tuple(its)))
 
     def _end_with(self, request_id: str, error: HeadwiseError) -> None:
-        identity = self._owners.get(request_id)
-        self._forget(request_id)
+        identity = self._clients.end(request_id)
         if identity is not None:
             self._send(identity, failure(error, request_id=request_id))
 
@@ -515,23 +478,15 @@ class EngineServer:
     # ---- clients ----
 
     def _drop_silent(self) -> None:
-        now = self._clock()
-        silent = [i for i, client in self._clients.items() if now - client.heard > self._client_timeout_s]
-        for identity in silent:
+        for identity in self._clients.silent_since(self._clock() - self._client_timeout_s):
             self._drop(identity, f"said nothing for {self._client_timeout_s:g} s")
 
     def _drop(self, identity: bytes, why: str) -> None:
-        client = self._clients.pop(identity, None)
-        if client is None or not client.requests:
-            return
-        log.warning("client %s %s: aborting its %d requests", identity.hex(), why, len(client.requests))
-        for request_id in list(client.requests):
+        request_ids = self._clients.drop(identity)
+        if request_ids:
+            log.warning("client %s %s: aborting its %d requests", identity.hex(), why, len(request_ids))
+        for request_id in request_ids:
             self._abort(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        client = self._clients.get(self._owners.pop(request_id, b""))
-        if client is not None:
-            client.requests.discard(request_id)
 
     # ---- the outside ----
 
@@ -549,7 +504,7 @@ class EngineServer:
             reporting.secret,
             reporting.engine,
             reporting.advertised(self.endpoint),
-            len(self._owners),
+            self._clients.num_requests,
             self.stats(),
             address=self.endpoint,
             epoch=self._epoch,

@@ -298,7 +298,7 @@ def test_a_request_that_its_engine_has_forgotten_goes_elsewhere(place: Place, cl
     place.scheduler.tickets = [forgetful.endpoint, place.engine(ScriptedCore()).endpoint]
     stream = client.stream("abc", max_tokens=3)
     eventually(lambda: bool(first.live))
-    forgetful.call(lambda: [forgetful._forget(request_id) for request_id in list(first.live)] and None)
+    forgetful.call(lambda: [forgetful._clients.end(request_id) for request_id in list(first.live)] and None)
     assert stream.read().text == numbers(3)
 
 
