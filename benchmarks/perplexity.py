@@ -101,11 +101,14 @@ class Reader(Model):
         positions: KernelArray,
         attention: AttentionLayer,
         embeds: Embeds | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
+        if not self.is_reading:
+            return self._model.forward(token_ids, positions, attention, embeds, wanted)
         hidden = self._model.forward(token_ids, positions, attention, embeds)
-        for first in range(0, len(token_ids) if self.is_reading else 0, ROWS):
+        for first in range(0, len(token_ids), ROWS):
             self._note(hidden[first : first + ROWS], positions[first : first + ROWS] + 1)
-        return hidden
+        return hidden if wanted is None else hidden[wanted]
 
     def _note(self, hidden: Tensor, following: NDArray[np.int32]) -> None:
         logits = self._model.logits(hidden)

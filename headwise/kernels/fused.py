@@ -231,10 +231,13 @@ class FusedDecoder(Protocol):
         final_norm: Array | None,
         besides: Besides = NOTHING,
         sum_over_ranks: SumOverRanks | None = None,
+        wanted: Array | None = None,
     ) -> None:
         """Take the residual stream ``x [rows, hidden]`` through some ``layers``, in place.
 
         sum_over_ranks: of what attention and MLP add to it, where these are parts: see `DecoderLayer.can_be_a_part`
+        wanted:         int64, ascending: which rows are wanted of what comes out, where they are the first ones then:
+                        the last of the layers computes no others once it has attended; None: all
 
         rotations:      cosines and sines of the tokens' positions, ``[rows, head_dim / 2]`` each, of each kind
         layouts, heads: of all layers; the same objects from call to call

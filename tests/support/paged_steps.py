@@ -54,6 +54,16 @@ class PagedSequences:
 
     def forward(self, model: Model, step: Step, attention: Callable[[PagedSequences, AttentionBatch], object]) -> list:
         """Hidden states of each sequence of a step."""
+        return np.split(self.rows(model, step, attention), np.cumsum([count for _, count in step])[:-1])
+
+    def rows(
+        self,
+        model: Model,
+        step: Step,
+        attention: Callable[[PagedSequences, AttentionBatch], object],
+        *wanted: np.ndarray | None,
+    ) -> np.ndarray:
+        """Hidden states of a step, or of its ``wanted`` rows."""
         spans = [(sequence, self._lens[sequence], self._lens[sequence] + count) for sequence, count in step]
         ids = np.concatenate([self._ids[sequence, start:stop] for sequence, start, stop in spans])
         positions = np.concatenate([np.arange(start, stop, dtype=np.int32) for _, start, stop in spans])
@@ -61,10 +71,11 @@ class PagedSequences:
         which = [sequence for sequence, _ in step]
         tables = np.ascontiguousarray(self._tables[which].reshape(len(step) * self._groups, -1))
         batch = AttentionBatch(cu, np.array([stop for *_, stop in spans], np.int32), tables, self._groups)
-        hidden = model.forward(ids, positions, attention(self, batch))
+        more = (None, *wanted) if wanted else ()
+        hidden = model.ops.numpy(model.forward(ids, positions, attention(self, batch), *more))
         for sequence, _, stop in spans:
             self._lens[sequence] = stop
-        return np.split(hidden.copy(), cu[1:-1])
+        return hidden.copy()
 
 
 def _filling(layout: BlockLayout, block_bytes: int) -> BlockLayout:

@@ -70,7 +70,7 @@ class CpuDecoder:
         each = records.LAYER.itemsize
         places = [self._table.ctypes.data + index * each for index in range(len(layers))]
         self._phases = Phases.of(layers, places, shape.activation, shape.eps)
-        self._runs: dict[range, list[Run]] = {}
+        self._runs: dict[tuple[range, bool], list[Run]] = {}
         self._shape, self._threads = shape, threads
         self._hidden: int = layers[0].attention.out.outputs
         own, mixtures = self._phases.weights, self._phases.mixtures
@@ -93,6 +93,7 @@ class CpuDecoder:
         self._scratch, self._partials, self._scores = Room(np.float32), Room(np.float32), Room(np.float32)
         self._step, self._mixing = Record(decoder_records.STEP), Record(experts_jit.MIXING)
         self._mixing_room, self._mixing_counters, self._mixed = Scratch(), 0, (0, 0)
+        self._sides = np.zeros(0, np.float32)
 
     def takes(self, batch: AttentionBatch, layouts: Sequence[BlockLayout]) -> bool:
         """See `FusedDecoder.takes`: not latents that are expanded, as those of prompts, nor those with scales."""
@@ -147,6 +148,7 @@ class CpuDecoder:
         final_norm: Floats | None,
         besides: Besides = NOTHING,
         sum_over_ranks: SumOverRanks | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> None:
         """See `FusedDecoder.run`. A step that is no larger than one before it allocates no array, unless it
         takes more than `records.KEPT_BYTES`.
@@ -170,33 +172,65 @@ class CpuDecoder:
         self._fill_passes(rows, workers, rotations, arena, batch, chunks, plans)
         step = self._step.fill(
             products=self._products, places=places, rows=rows, hidden=self._hidden,
-            **phases.run_of(layers), first_layer=layers.start,
+            **phases.run_of(layers).fields, first_layer=layers.start,
             kinds=place_of(self._kind_table.view(np.int64)), counters=place_of(counters), counters_per_layer=each,
             attend_counters=of_phases, mixing_counters=of_phases + of_attention, threads=workers,
             values=place_of(rooms.values), value_floats=self._values, tiles=place_of(rooms.tiles),
             factors=place_of(rooms.factors), factors_length=rooms.factors.size, sums=place_of(rooms.sums),
             sums_length=rooms.sums.size, final_norm=_span(final_norm)[0], mix=self._mix, mixing=mixing,
         )  # fmt: skip
-        if sum_over_ranks is None:
+        if sum_over_ranks is None and wanted is None:
             pool_of_this_process().run(run_phases().address, workers, step)
         else:
-            self._run_parts(layers, workers, rooms.kept[ADDED][: x.size].reshape(x.shape), sum_over_ranks)
+            self._run_parts(x, layers, workers, besides.sides, sum_over_ranks, wanted)
 
-    def _run_parts(self, layers: range, workers: int, added: Floats, sum_over_ranks: SumOverRanks) -> None:
-        """A step that is filled, in parts: between them, what is to be added is summed over ranks."""
+    def _run_parts(
+        self,
+        x: Floats,
+        layers: range,
+        workers: int,
+        sides: Floats | None,
+        sum_over_ranks: SumOverRanks | None,
+        wanted: NDArray[np.int64] | None,
+    ) -> None:
+        """A step that is filled, in parts: between them, what is to be added is summed over ranks, and rows that are
+        not wanted are left out."""
         step, pool, phases = self._step, pool_of_this_process(), run_phases().address
-        if layers not in self._runs:
-            self._runs[layers] = list(self._phases.runs_of(layers))
-        *runs, closing = self._runs[layers]
+        which = layers, sum_over_ranks is not None
+        if which not in self._runs:
+            self._runs[which] = list(self._phases.runs_of(layers, of_ranks=sum_over_ranks is not None))
+        *runs, closing = self._runs[which]
+        added = self._rooms.kept[ADDED][: x.size].reshape(x.shape)
         final_norm = step.of("final_norm")
         step.change(final_norm=0)
         for run in runs:
-            step.change(**run)
+            step.change(**run.fields)
             pool.run(phases, workers, step.place)
-            added[:] = sum_over_ranks(added)
+            if run.has_attended and wanted is not None:
+                if not len(wanted):
+                    return
+                added = self._narrow(x, added, workers, sides, wanted)
+            if sum_over_ranks is not None:
+                added[:] = sum_over_ranks(added)
             step.change(goes_on=1)
-        step.change(**closing, final_norm=final_norm)
+        step.change(**closing.fields, final_norm=final_norm)
         pool.run(phases, workers, step.place)
+
+    def _narrow(
+        self, x: Floats, added: Floats, workers: int, sides: Floats | None, wanted: NDArray[np.int64]
+    ) -> Floats:
+        """Have a step go on with the ``wanted`` rows, which become the first ones; returns ``added`` of these."""
+        rows = len(wanted)
+        for array in (x, added):
+            array[:rows] = array[wanted]
+        self._mixing_for(rows, workers)  # of fewer rows: no more counters than there are
+        self._step.change(rows=rows)
+        if sides is not None:
+            self._sides = np.ascontiguousarray(sides[wanted])
+            places = self._rooms.places
+            places[SIDES] = address_of(self._sides, np.float32)
+            self._step.change(places=places)
+        return added[:rows]
 
     def _fill_passes(
         self,

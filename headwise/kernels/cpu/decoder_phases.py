@@ -30,9 +30,19 @@ from headwise.kernels.fused import (
 
 Floats = NDArray[np.float32]
 Fields = dict[str, Any]
-Run = dict[str, int]
-"""Fields of a `STEP`: which phases are taken in one call."""
 NO_PLACE = -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Phases that are taken in one call.
+
+    fields:       of a `STEP`, which say so
+    has_attended: behind them is what the last layer does with what it has seen, of each row by itself
+    """
+
+    fields: Mapping[str, int]
+    has_attended: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,12 +99,16 @@ class Phases:
         first, last = self.starts[layers.start], self.starts[layers.stop]
         return _run(self._at(self.table, first), last - first, self._at(self.closing, layers.stop - 1))
 
-    def runs_of(self, layers: range) -> Iterator[Run]:
-        """The same in runs, behind each of which, but for the last one, a sum over ranks has its place."""
+    def runs_of(self, layers: range, *, of_ranks: bool) -> Iterator[Run]:
+        """The same in runs: up to where the last layer has attended, the rest, and what closes them. With ``of_ranks``
+        there are more: behind each, but for what closes them, a sum over ranks has its place."""
         first, last = self.starts[layers.start], self.starts[layers.stop]
-        cuts = [first, *(at for at in self.sums if first < at < last), last]
+        sums = [at for at in self.sums if first < at < last]
+        attended = next(at for at in sums if at > self.starts[layers.stop - 1])
+        cuts = [first, *(sums if of_ranks else [attended]), last]
         for begin, end in pairwise(cuts):
-            yield _run(self._at(self.table, begin), end - begin - 1, self._at(self.table, end - 1))
+            closing = self._at(self.table, end - 1)
+            yield _run(self._at(self.table, begin), end - begin - 1, closing, has_attended=end == attended)
         yield _run(0, 0, self._at(self.closing, layers.stop - 1))
 
     @staticmethod
@@ -108,8 +122,8 @@ class Phases:
             self.table[name][self.starts[layer] : self.starts[layer + 1]] = value
 
 
-def _run(first: int, count: int, closing: int) -> Run:
-    return {"phases": first, "count": count, "closing": closing}
+def _run(first: int, count: int, closing: int, *, has_attended: bool = False) -> Run:
+    return Run({"phases": first, "count": count, "closing": closing}, has_attended)
 
 
 @dataclass(frozen=True)

@@ -349,8 +349,12 @@ class Model(ABC):
         positions: KernelArray,
         attention: AttentionLayer,
         embeds: Embeds | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """Hidden states ``[T, hidden]`` after the final norm, the same on every rank, until the next call.
+
+        ``wanted`` are the rows that come of it, ascending, and may be none: what the last layer does behind its
+        attention is done for no others; None: all of the ``T``.
 
         ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them. ``embeds`` takes the place
         of what `Decoder.embedded` makes of these tokens; whatever else a model looks up, it looks up by ``token_ids``.

@@ -342,16 +342,22 @@ class Decoder(Model):
         positions: KernelArray,
         attention: AttentionLayer,
         embeds: Embeds | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
         cache = self.fused_over(attention)
         if cache is not None:
-            return self._run_fused(token_ids, positions, embeds, cache)
+            return self._run_fused(token_ids, positions, embeds, cache, wanted)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
             attended = self.attend(index, layer, residual.normed, rotations[self.rotation_of[index]], attention)
-            residual = self.after_mlp(layer, self.after_attention(layer, residual.x, attended), next_norm)
+            x = residual.x
+            if wanted is not None and index == len(self._layers) - 1:
+                if not len(wanted):
+                    return x[:0]
+                x, attended = self.ops.take_rows(x, wanted), self.ops.take_rows(attended, wanted)
+            residual = self.after_mlp(layer, self.after_attention(layer, x, attended), next_norm)
         return residual.normed
 
     def rotations(self, positions: KernelArray) -> list[Rotation]:
@@ -411,6 +417,7 @@ class Decoder(Model):
         positions: KernelArray,
         embeds: Embeds | None,
         cache: PagedCache,
+        wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """All layers and the final norm in one call; layer by layer if the cache comes so."""
         fused = self._fused
@@ -425,12 +432,13 @@ class Decoder(Model):
             if cache.wait_layer:
                 cache.wait_layer(first)
             layers = range(first, first + step)
-            norm = self._final_norm if layers.stop == len(self._layers) else None
+            is_last = layers.stop == len(self._layers)
             fused.run(
-                x, layers, rotations, cache.arena, cache.layouts, cache.batch, cache.heads, norm, besides,
-                sum_over_ranks=self.reduce if self._shard.size > 1 else None,
+                x, layers, rotations, cache.arena, cache.layouts, cache.batch, cache.heads,
+                self._final_norm if is_last else None, besides,
+                sum_over_ranks=self.reduce if self._shard.size > 1 else None, wanted=wanted if is_last else None,
             )  # fmt: skip
-        return x
+        return x if wanted is None else x[: len(wanted)]
 
     def besides(self, token_ids: KernelArray, positions: KernelArray, x: Tensor, cache: PagedCache) -> Besides:
         """What fused layers are told of a step besides, of tokens whose embeddings are ``x [T, hidden]``."""

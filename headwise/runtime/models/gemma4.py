@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.experts import Mixture
@@ -202,19 +203,26 @@ class Gemma4(Gemma2):
         positions: KernelArray,
         attention: AttentionLayer,
         embeds: Embeds | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
         self._tokens = tokens_of(attention)  # for the layers of this pass
         cache = self.fused_over(attention)
         if cache is not None:
-            return self._run_fused(token_ids, positions, embeds, cache)
+            return self._run_fused(token_ids, positions, embeds, cache, wanted)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
         for index, layer in enumerate(self._layers):
+            told = None if sides is None else sides[:, index]
             normed = self.norm(x, layer.norms.before_attention)
             attended = self.attend(index, layer, normed, rotations[self.rotation_of[index]], attention)
+            if wanted is not None and index == len(self._layers) - 1:
+                if not len(wanted):
+                    return x[:0]
+                x, attended = self.ops.take_rows(x, wanted), self.ops.take_rows(attended, wanted)
+                told = None if told is None else self.ops.take_rows(told, wanted)
             x = self._fed(layer, self.after_attention(layer, x, attended))
-            if sides is not None and layer.side is not None:
-                x = x + self._from_side(layer.side, x, sides[:, index])
+            if told is not None and layer.side is not None:
+                x = x + self._from_side(layer.side, x, told)
             x = x * layer.scalar
         return self.norm(x, self._final_norm)
 

@@ -195,13 +195,14 @@ class Llama4(MoeDecoder):
         positions: KernelArray,
         attention: AttentionLayer,
         embeds: Embeds | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
         if self.fused_over(attention) is None:
             scales = self._query_scales(positions)
             if scales is not None:
                 unrotated = frozenset(layer for layer, rope in enumerate(self.config.ropes) if rope.is_none)
                 attention = TemperedAttention(attention, self, scales.reshape(-1, 1, 1), unrotated)
-        return super().forward(token_ids, positions, attention, embeds)
+        return super().forward(token_ids, positions, attention, embeds, wanted)
 
     def _query_scales(self, positions: KernelArray) -> KernelArray | None:
         """What queries of layers that do not rotate them are multiplied with, ``[T]``; None: nothing."""

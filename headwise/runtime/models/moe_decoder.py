@@ -94,9 +94,10 @@ class MoeDecoder(Decoder):
         positions: KernelArray,
         attention: AttentionLayer,
         embeds: Embeds | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
         self._tokens = tokens_of(attention)  # for the layers of this pass
-        return super().forward(token_ids, positions, attention, embeds)
+        return super().forward(token_ids, positions, attention, embeds, wanted)
 
     def fusible_mlp(self, mlp: Any) -> GatedLayer | MixedLayer | None:
         if not isinstance(mlp, MoeMlp):

@@ -35,6 +35,10 @@ class PromptScorer:
             if new.asked is not None:
                 self._asked[new.row] = new
 
+    def wants(self, batch: BatchRequest) -> bool:
+        """Whether any of a step's tokens is looked at by `scores`."""
+        return bool(self._asked) and not self._asked.keys().isdisjoint(batch.rows.tolist())
+
     def scores(
         self, model: Model, batch: BatchRequest, hidden: Tensor
     ) -> tuple[dict[int, tuple[TokenLogprobs, ...]], list[int]]:

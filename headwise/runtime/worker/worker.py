@@ -431,11 +431,14 @@ class ModelWorker:
         self._cache.tables.apply(batch.table_updates)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
-        hidden = self._forward(batch)
         if batch.is_token_each and batch.sample.all():
-            return _Computed(self._tokens.choose(batch, self._model, hidden))
-        prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden)
+            return _Computed(self._tokens.choose(batch, self._model, self._forward(batch)))
         last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
+        if not self._prompts.wants(batch):
+            sampling = self._forward(batch, last_rows)
+            return _Computed(self._tokens.choose(batch, self._model, sampling if len(last_rows) else None))
+        hidden = self._forward(batch)
+        prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden)
         sampling = self._ops.take_rows(hidden, last_rows) if len(last_rows) else None
         return _Computed(self._tokens.choose(batch, self._model, sampling), unusable, prompt_logprobs)
 
@@ -452,8 +455,8 @@ class ModelWorker:
         scores = self._model.scores(hidden)
         return Scored(scores, None if scores is None else self._ops.greedy(scores))
 
-    def _forward(self, batch: BatchRequest) -> Tensor:
-        """Hidden states of the step's tokens."""
+    def _forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor:
+        """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step."""
         seq_lens = batch.starts + batch.query_lens
         positions, cu_seqlens = _positions(batch)
         graphs = self._graphs_of(batch, len(positions))
@@ -466,9 +469,10 @@ class ModelWorker:
         known = HostLengths(cu_seqlens, seq_lens)
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()), known)
         if graphs is not None:
-            return graphs.forward(lambda *asked: self.attend(step, *asked))[: len(positions)]
+            hidden = graphs.forward(lambda *asked: self.attend(step, *asked))[: len(positions)]
+            return hidden if wanted is None else self._ops.take_rows(hidden, wanted)
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
-        return self._model.forward(tokens, places, _PagedAttention(self, step), given)
+        return self._model.forward(tokens, places, _PagedAttention(self, step), given, wanted)
 
     def _graphs_of(self, batch: BatchRequest, tokens: int) -> StepGraphs | None:
         """Those that a step runs by, if it has no embeddings, which come from the host."""

@@ -305,13 +305,67 @@ def test_layers_in_parts_compute_the_same_bit_by_bit(name: str, monkeypatch: pyt
         return sums[-1]
 
     at_once = decoder.run
-    monkeypatch.setattr(decoder, "run", lambda *step, sum_over_ranks: at_once(*step, sum_over_ranks=alone))
+    monkeypatch.setattr(decoder, "run", lambda *step, **named: at_once(*step, **named | {"sum_over_ranks": alone}))
     assert_equal(run(model, CacheShown), whole)
     if all(layer.can_be_a_part for layer in decoder._layers):
         gated_shares = sum(getattr(layer.mlp, "shared", None) is not None for layer in decoder._layers)
         assert len(sums) == (2 * model.config.num_layers + gated_shares) * len(STEPS)
     one_by_one = run(model, partial(CacheShown, wait_layer=lambda layer: None))
     assert_equal(one_by_one, whole)
+
+
+WANTED = ([], [0], [3, 4, 36], [0, 1, 19, 50, 51])
+"""Rows of steps of 52 tokens."""
+
+
+def rows_of_steps(model: Model, attention, wanted=()) -> list[np.ndarray]:
+    """Of a mixed step, the ``wanted`` rows if those are given, and of the steps around it, all rows."""
+    sequences = PagedSequences(model)
+    before, step, behind = [(0, 37), (1, 3)], [(1, 1), (0, 1), (2, 50)], [(2, 2), (0, 1)]
+    others = sequences.rows(model, before, attention)
+    found = sequences.rows(model, step, attention, *wanted)
+    return [found, others, sequences.rows(model, behind, attention)]
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=len)
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "qwen3_moe", "gpt_oss", "ernie_moe", *TINY])
+def test_rows_that_are_not_wanted_are_left_out_and_change_nothing_bit_by_bit(name: str, wanted: list[int]) -> None:
+    model, rows = model_of(patterned(name), name=name), np.array(wanted, np.int64)
+    every, *others = rows_of_steps(model, CacheShown)
+    expected = [every[rows], *others]
+    assert_equal(rows_of_steps(model, CacheShown, (rows,)), expected)
+    assert_equal(rows_of_steps(model, partial(CacheShown, wait_layer=lambda layer: None), (rows,)), expected)
+
+
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gpt_oss", "deepseek-v2", *TINY])
+def test_layers_one_by_one_leave_out_rows_that_are_not_wanted(name: str) -> None:
+    model = model_of(patterned(name), name=name)
+    every, *others = rows_of_steps(model, LayerByCall)
+    for wanted in WANTED:
+        rows = np.array(wanted, np.int64)
+        found, *same = rows_of_steps(model, LayerByCall, (rows,))
+        np.testing.assert_allclose(found, every[rows], rtol=0, atol=2e-5 * np.abs(every).max())
+        assert_equal(same, others)
+
+
+def test_sums_over_ranks_are_of_the_wanted_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sums = model_of(pattern(config_of("llama"))), []
+    decoder, at_once = model._fused, model._fused.run
+    expected = rows_of_steps(model, CacheShown)
+    monkeypatch.setattr(
+        decoder,
+        "run",
+        lambda *step, **named: at_once(*step, **named | {"sum_over_ranks": lambda x: sums.append(x) or x}),
+    )
+    rows = np.array([7, 51])
+    found = rows_of_steps(model, CacheShown, (rows,))
+    assert_equal(found, [expected[0][rows], *expected[1:]])
+    layers = model.config.num_layers
+    of_step = [len(part) for part in sums][2 * layers : 4 * layers]
+    assert of_step == [52] * (2 * layers - 2) + [2, 2]
+    sums.clear()
+    rows_of_steps(model, CacheShown, (rows[:0],))
+    assert len(sums) == 6 * layers - 2, "of nothing there are none"
 
 
 def test_a_layer_is_computed_over_what_was_loaded_while_it_was_waited_for() -> None:

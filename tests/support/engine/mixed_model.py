@@ -370,6 +370,7 @@ class MixedTokenModel(TokenModel):
         positions: NDArray[np.int32],
         attention: AttentionLayer,
         embeds: Embeds | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float32]:
         """Hidden rows ``[T, 1]``: which sequence each is of."""
         assert embeds is None
@@ -378,7 +379,7 @@ class MixedTokenModel(TokenModel):
             raise error
         for layer in range(self.config.num_layers):
             hidden: NDArray[np.float32] = attention(layer, layer, token_ids)
-        return hidden
+        return hidden if wanted is None else hidden[wanted]
 
 
 # ---- random models ----

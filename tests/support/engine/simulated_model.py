@@ -199,6 +199,7 @@ class TokenModel(Model):
         positions: NDArray[np.int32],
         attention: AttentionLayer,
         embeds: Embeds | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float32]:
         """Hidden rows ``[T, 1]``: which of the kernels' contexts each is of; -1 for none."""
         if self.fails is not None:
@@ -210,7 +211,7 @@ class TokenModel(Model):
             seen[rows] = values[:, 0]
         tokens = np.repeat(seen[:, None, None], self.config.num_kv_heads, axis=1)
         hidden: NDArray[np.float32] = attention(0, tokens, tokens, tokens, (None, None))[:, 0]
-        return hidden
+        return hidden if wanted is None else hidden[wanted]
 
     def scores(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         return np.stack([self._scores(int(index)) for index in hidden[:, 0]])
