@@ -9,7 +9,7 @@ results are the same, bit by bit, in whatever company.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -49,6 +49,7 @@ partial results from ``first_row`` on, those of one part behind those of another
 """
 
 _ITEM_NUMBERS = len(ITEM.names or ())
+_TOKEN, _TOKENS = map(_FIELDS.split(" ").index, ("token", "tokens"))
 _items_at, _planning_at = array_at(numba.from_dtype(ITEM)), record_at(PLANNING)
 _pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
@@ -162,6 +163,14 @@ class Plan:
     is_tiled: bool
     partial_rows: int
     cost: int
+
+    def of_rows(self, wanted: NDArray[np.int64]) -> Plan:
+        """The same without items none of whose tokens is among these rows of the batch, ascending."""
+        first, tokens = self.items[:, _TOKEN], self.items[:, _TOKENS]
+        is_kept = np.searchsorted(wanted, first) < np.searchsorted(wanted, first + tokens)
+        parts = self.parts[is_kept[self.parts[:, 0]]]
+        parts[:, 0] = (np.cumsum(is_kept) - 1)[parts[:, 0]]
+        return replace(self, items=self.items[is_kept], parts=parts)
 
 
 class Planner:

@@ -51,6 +51,9 @@ LAYER_BYTES = 1 << 17
 LAYER_FLOPS = 1 << 20
 """Bytes of a layer's weights times rows that are."""
 
+NO_PLAN = -1
+"""In place of a plan's number."""
+
 
 class CpuDecoder:
     """`FusedDecoder` on at most ``threads`` threads."""
@@ -88,7 +91,7 @@ class CpuDecoder:
         self._planners: list[tuple[Planner, bool]] = []
         self._unbounded = np.zeros(0, np.int32)
         self._rooms = _Rooms.empty(0, self)
-        self._plans = PlanTable.room(0)
+        self._plans, self._last_plan = PlanTable.room(0), NO_PLAN
         self._counters, self._angles = Room(np.int64), Room(np.float32)
         self._scratch, self._partials, self._scores = Room(np.float32), Room(np.float32), Room(np.float32)
         self._step, self._mixing = Record(decoder_records.STEP), Record(experts_jit.MIXING)
@@ -157,9 +160,7 @@ class CpuDecoder:
         rows, workers, phases = len(x), self._workers(len(x)), self._phases
         rooms = self._rooms_for(rows)
         chunks = batch if besides.chunks is None else besides.chunks
-        plans = PlanTable.of(
-            [planner.plan(chunks if is_chunked else batch) for planner, is_chunked in self._planners], self._plans
-        )
+        plans = self._planned(batch, chunks, wanted)
         mixing, mixing_counters = self._mixing_for(rows, workers)
         of_phases = phase_counters(phases.most, workers)
         of_attention = FIRST_ITEM + plans.most_items
@@ -183,6 +184,14 @@ class CpuDecoder:
             pool_of_this_process().run(run_phases().address, workers, step)
         else:
             self._run_parts(x, layers, workers, besides.sides, sum_over_ranks, wanted)
+
+    def _planned(self, batch: AttentionBatch, chunks: AttentionBatch, wanted: NDArray[np.int64] | None) -> PlanTable:
+        """Plans of a step's attention; of the last layer's there is what makes rows that are ``wanted``."""
+        plans = [planner.plan(chunks if is_chunked else batch) for planner, is_chunked in self._planners]
+        if self._last_plan != NO_PLAN:
+            last = plans[self._last_plan]
+            plans.append(last if wanted is None else last.of_rows(wanted))
+        return PlanTable.of(plans, self._plans)
 
     def _run_parts(
         self,
@@ -310,7 +319,10 @@ class CpuDecoder:
                 record["plan"] = plans[policy][0]
         self._set_kinds(kinds)
         self._planners = [(planner, is_chunked) for (*_, is_chunked), (_, planner) in plans.items()]
-        self._plans = PlanTable.room(len(plans))
+        self._last_plan = NO_PLAN
+        if not isinstance(self._layers[-1].attention, DeltaNet):  # it has one of its own, behind all others
+            self._last_plan, self._table[-1]["plan"] = int(self._table[-1]["plan"]), len(plans)
+        self._plans = PlanTable.room(len(plans) + (self._last_plan != NO_PLAN))
         self._heads, self._layouts = heads, layouts
 
     def _set_kinds(self, kinds: Iterable[Kind]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -223,30 +222,6 @@ def test_no_stream_has_a_gap_or_a_repeat_whatever_is_killed_under_load(
         f"\n{fault.__name__}: no stream paused for more than {load.longest_pause(since):.2f} s, a new request was "
         f"served in {served_after:.2f} s, all was as before after {whole_after:.2f} s"
     )
-
-
-@pytest.mark.soak
-def test_forms_and_counts_are_kept_across_the_loss_of_an_engine(deployment: Deployment, client: Client) -> None:
-    """What matchers and penalties know of an output goes on where the request goes on."""
-    form = "[0-9a-f]{40}"
-    params = [
-        SamplingParams(seed=seed, max_tokens=60, guided={"regex": form}, repetition_penalty=1.1, frequency_penalty=0.2)
-        for seed in range(4)
-    ]
-    prompt = STREAMS[0].prompt_ids
-    expected = [client.generate(prompt, each) for each in params]
-    streams = [client.stream(prompt, each) for each in params]
-    for stream in streams:
-        for _ in range(BEFORE_THE_FAULT):
-            next(stream)
-    assert all(stream.result.finish_reason is None for stream in streams)
-    gone = kill_engine(deployment, client)
-    for stream, result in zip(streams, expected, strict=True):
-        found = stream.read()
-        assert found.text == result.text
-        assert re.fullmatch(form, found.text)
-    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in gone))
-    eventually(lambda: index_agrees(deployment, client), otherwise=lambda: (deployment.store_stats(), client.stats()))
 
 
 def test_streams_through_the_relay_go_on_when_the_scheduler_dies(
