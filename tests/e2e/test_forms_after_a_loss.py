@@ -17,7 +17,7 @@ from headwise.actors.deployment import Deployment
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.soak]
 
 CONFIG = replace(SMALL, replicas=2, weights_dtype="float32")
-"""Tokens are drawn: where rows are rounded before a product, one in hundreds differs when an output is computed anew."""
+"""Tokens are drawn: where rows are rounded before a product, one in hundreds differs once it is computed anew."""
 BEFORE_THE_LOSS = 4
 """Tokens that every stream has by then."""
 
