@@ -39,7 +39,7 @@ class MaskedAttention:
     def __init__(self, worker: ModelWorker, positions: np.ndarray, kv: KeysValues, is_masked: bool) -> None:
         self.worker, self.positions, self.kv, self.is_masked = worker, positions, kv, is_masked
 
-    def __call__(self, layer, query, key, value, rotation, sink_logits=None):
+    def __call__(self, layer, query, key, value, rotation, sink_logits=None, wanted=None):
         ops, config = self.worker._ops, self.worker.card.config
         query, key = (ops.rope(x, *rotation) for x in (query, key))
         q, k, v = (ops.kernel_array(x).astype(np.float64) for x in (query, key, value))

@@ -96,9 +96,9 @@ class LayerByCall:
     sequences: PagedSequences
     batch: AttentionBatch
 
-    def __call__(self, layer: int, *projected: Any) -> Tensor:
+    def __call__(self, layer: int, *projected: Any, wanted: np.ndarray | None = None) -> Tensor:
         s = self.sequences
-        cache = LayerCache(s.arena, s.layouts[layer], self.batch, s.heads[layer], lambda: None)
+        cache = LayerCache(s.arena, s.layouts[layer], self.batch, s.heads[layer], lambda: None, wanted=wanted)
         return s.attention(cache, *projected)
 
 
@@ -108,7 +108,7 @@ class CacheShown(LayerByCall):
 
     wait_layer: Callable[[int], None] | None = None
 
-    def __call__(self, *args: object):
+    def __call__(self, *args: object, **named: object):
         raise AssertionError("a fused decoder reads and writes the cache itself")
 
     def paged(self) -> PagedCache:

@@ -28,9 +28,9 @@ from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import Kernels, LayerCache
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Rotation, Shard
+from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Shard
 from headwise.runtime.models.registry import build_model
-from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.base import Tensor, TensorOps
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 
@@ -116,9 +116,9 @@ class SequenceAttention:
             groups=1,
         )
 
-    def __call__(self, layer: int, *projected: Any) -> Tensor:
+    def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
         heads = _head_table(self._policies[layer])
-        cache = LayerCache(self._arena, self._layout, self._batch, heads, wait=lambda: None)
+        cache = LayerCache(self._arena, self._layout, self._batch, heads, wait=lambda: None, wanted=wanted)
         return self._attention(cache, *projected)
 
 
@@ -168,15 +168,8 @@ class MeasuringAttention:
         self._inner, self._model, self._rows, self._streaming = inner, model, rows, streaming
         self.mass: NDArray[np.float64] = np.zeros((model.config.num_layers, model.config.num_heads, len(rows)))
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: Rotation,
-        sink_logits: KernelArray | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
+        query, key, _, rotation, *_ = projected
         ops, config = self._model.ops, self._model.config
         queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
         queries = queries[self._rows]
@@ -187,7 +180,7 @@ class MeasuringAttention:
                 queries[:, heads], self._rows, keys[:, head], own, self._streaming,
                 config.attention_scale, config.attention_softcap,
             )  # fmt: skip
-        return self._inner(layer, query, key, value, rotation, sink_logits)
+        return self._inner(layer, *projected, wanted=wanted)
 
 
 def outside_mass(

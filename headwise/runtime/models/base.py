@@ -304,8 +304,9 @@ Embeds = tuple[NDArray[np.int32], NDArray[np.float32]]
 class AttentionLayer(Protocol):
     """Given to `Model.forward` by the model runner: rotates, writes what is kept, waits for loads, attends."""
 
-    def __call__(self, layer: int, *projected: Any, **named: Any) -> Tensor:
-        """What this rank's heads see, ``[T, q_heads, size of a head's values]``.
+    def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
+        """What this rank's heads see, ``[T, q_heads, size of a head's values]``: all rows, or those that are wanted, as
+        of `Model.forward`.
 
         ``projected`` is what the model made of its input for this layer, as its attention variant takes it; see
         `headwise.runtime.models.attention`. Only the layer uses that, so it may rotate it in place.

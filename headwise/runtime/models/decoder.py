@@ -351,12 +351,11 @@ class Decoder(Model):
         norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
-            attended = self.attend(index, layer, residual.normed, rotations[self.rotation_of[index]], attention)
-            x = residual.x
-            if wanted is not None and index == len(self._layers) - 1:
-                if not len(wanted):
-                    return x[:0]
-                x, attended = self.ops.take_rows(x, wanted), self.ops.take_rows(attended, wanted)
+            rows = wanted if index == len(self._layers) - 1 else None
+            attended = self.attend(index, layer, residual.normed, rotations[self.rotation_of[index]], attention, rows)
+            if rows is not None and not len(rows):
+                return residual.x[:0]
+            x = residual.x if rows is None else self.ops.take_rows(residual.x, rows)
             residual = self.after_mlp(layer, self.after_attention(layer, x, attended), next_norm)
         return residual.normed
 
@@ -483,13 +482,27 @@ class Decoder(Model):
         added = self._collectives.add_rms_norm(partial, x, weight, self.config.rms_norm_eps, bias)
         return self.add(x, self.reduce(partial), weight, bias) if added is None else Residual(*added)
 
-    def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
-        """This rank's part of the self attention of the normed ``x [T, hidden]``, to be summed over the ranks."""
+    def attend(
+        self,
+        index: int,
+        layer: Layer,
+        x: Tensor,
+        rotation: Rotation,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """This rank's part of the self attention of the normed ``x [T, hidden]``, to be summed over the ranks: all
+        rows, or those that are wanted."""
         query, key, value = self.query_key_value(index, layer, x)
         weights = layer.attention
         more = () if weights.bias is None else (weights.bias,)
-        heads = attention(index, query, key, value, rotation, weights.sink_logits, *more)
-        return self._linear(heads.reshape([x.shape[0], -1]), weights.out)
+        heads = attention(index, query, key, value, rotation, weights.sink_logits, *more, wanted=wanted)
+        return self.projected(heads, weights.out)
+
+    def projected(self, heads: Tensor, out: Linear) -> Tensor:
+        """What ``out`` makes of what heads have seen, ``[rows, ...]``; of nothing, nothing."""
+        rows = heads.shape[0]
+        return self._linear(heads.reshape([rows, -1]), out) if rows else heads
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries ``[T, q_heads, D]``, keys and values ``[T, kv_heads, D]``, as they are before they are rotated."""

@@ -266,7 +266,15 @@ class Deepseek(MoeDecoder):
             out_bias=attention.out.bias,
         )
 
-    def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        index: int,
+        layer: Layer,
+        x: Tensor,
+        rotation: Rotation,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
         mla, weights, tokens = self.mla, layer.attention, x.shape[0]
         made = self._linear(x, weights.into)
         queries, compressed, shared = made[:, : -mla.width], made[:, -mla.width : -mla.rotated], made[:, -mla.rotated :]
@@ -277,8 +285,8 @@ class Deepseek(MoeDecoder):
             queries, choosing = self._linear(ranked, into_heads), self.choosing(weights, x, ranked)
         queries = queries.reshape([tokens, -1, mla.plain + mla.rotated])
         latents = self.ops.rms_norm(compressed, weights.latent_norm, _NORM_EPS)
-        heads = attention(index, queries, latents, shared, weights.up, rotation, *choosing)
-        return self._linear(heads.reshape([tokens, -1]), weights.out)
+        heads = attention(index, queries, latents, shared, weights.up, rotation, *choosing, wanted=wanted)
+        return self.projected(heads, weights.out)
 
     def choosing(self, weights: Any, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
         """What tokens are chosen by, for attention that sees only some: of ``x``, and of what queries are made of."""

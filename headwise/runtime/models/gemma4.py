@@ -214,12 +214,13 @@ class Gemma4(Gemma2):
         for index, layer in enumerate(self._layers):
             told = None if sides is None else sides[:, index]
             normed = self.norm(x, layer.norms.before_attention)
-            attended = self.attend(index, layer, normed, rotations[self.rotation_of[index]], attention)
-            if wanted is not None and index == len(self._layers) - 1:
-                if not len(wanted):
+            rows = wanted if index == len(self._layers) - 1 else None
+            attended = self.attend(index, layer, normed, rotations[self.rotation_of[index]], attention, rows)
+            if rows is not None:
+                if not len(rows):
                     return x[:0]
-                x, attended = self.ops.take_rows(x, wanted), self.ops.take_rows(attended, wanted)
-                told = None if told is None else self.ops.take_rows(told, wanted)
+                x = self.ops.take_rows(x, rows)
+                told = None if told is None else self.ops.take_rows(told, rows)
             x = self._fed(layer, self.after_attention(layer, x, attended))
             if told is not None and layer.side is not None:
                 x = x + self._from_side(layer.side, x, told)

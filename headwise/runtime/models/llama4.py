@@ -154,13 +154,13 @@ class TemperedAttention:
     scales: KernelArray
     layers: frozenset[int]
 
-    def __call__(self, layer: int, *projected: Any, **named: Any) -> Tensor:
+    def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
         if layer in self.layers:
             query, *others = projected
             ops = self.model.ops
             rows = ops.kernel_array(query)
             projected = (ops.from_kernel_array((rows * self.scales).astype(rows.dtype, copy=False)), *others)
-        return self.attention(layer, *projected, **named)
+        return self.attention(layer, *projected, wanted=wanted)
 
 
 class Llama4(MoeDecoder):

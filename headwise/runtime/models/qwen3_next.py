@@ -220,17 +220,26 @@ class Qwen3_5(Qwen3):  # noqa: N801
         assert isinstance(found, GroupedQueries)
         return replace(found, gate=attention.gate.weight)
 
-    def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
+    def attend(
+        self,
+        index: int,
+        layer: Layer,
+        x: Tensor,
+        rotation: Rotation,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
         if index in self._delta.layers:
-            return self._attend_delta(index, layer.attention, x, attention)
+            numbers = self.ops.kernel_array(self._linear(x, layer.attention.into))
+            seen = attention(index, DeltaProjected(numbers, layer.attention.between), wanted=wanted)
+            return self.projected(seen, layer.attention.out)
         query, key, value = self.query_key_value(index, layer, x)
-        seen = attention(index, query, key, value, rotation).reshape([x.shape[0], -1])
-        heads = self.ops.sigmoid_mul(seen, self._linear(x, layer.attention.gate))
-        return self._linear(heads, layer.attention.out)
-
-    def _attend_delta(self, index: int, weights: DeltaProjections, x: Tensor, attention: AttentionLayer) -> Tensor:
-        numbers = self.ops.kernel_array(self._linear(x, weights.into))
-        return self._linear(attention(index, DeltaProjected(numbers, weights.between)), weights.out)
+        seen = attention(index, query, key, value, rotation, wanted=wanted)
+        x = x if wanted is None else self.ops.take_rows(x, wanted)
+        if not x.shape[0]:
+            return seen
+        gates = self._linear(x, layer.attention.gate)
+        return self.projected(self.ops.sigmoid_mul(seen.reshape(gates.shape), gates), layer.attention.out)
 
 
 class Qwen3Next(MoeDecoder, Qwen3_5):

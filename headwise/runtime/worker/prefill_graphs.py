@@ -63,7 +63,8 @@ class _CuttingAttention:
         self._ops, self._attention, self._padding = ops, attention, padding
         self._cuts, self._cut = cuts, cut
 
-    def __call__(self, layer: int, *projected: Any) -> Tensor:
+    def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
+        assert wanted is None, "pieces are recorded of all rows"
         out = self._attention.result_of(*projected)
         kept = _each_array(projected, self._ops.borrowed)
         self._cuts.append(_Cut(layer, kept, self._ops.borrowed(out)))

@@ -479,9 +479,14 @@ class ModelWorker:
         return None if self._prefill is None or batch.embeds is not None else self._prefill.of(tokens)
 
     def attend(
-        self, step: AttentionBatch, layer: int, projected: Sequence[Any], out: KernelArray | None = None
+        self,
+        step: AttentionBatch,
+        layer: int,
+        projected: Sequence[Any],
+        out: KernelArray | None = None,
+        wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """A layer's attention over the cache, to which it writes what the step adds. out: see `LayerCache`"""
+        """A layer's attention over the cache, to which it writes what the step adds. out, wanted: see `LayerCache`"""
         cache = LayerCache(
             self._cache.arena,
             self.card.layouts[layer],
@@ -489,6 +494,7 @@ class ModelWorker:
             self._heads[layer],
             lambda: self._wait_layer(layer),
             out,
+            wanted,
         )
         return self._attention(cache, *projected)
 
@@ -511,8 +517,8 @@ class _PagedAttention:
         self._worker = worker
         self._step = step
 
-    def __call__(self, layer: int, *projected: Any) -> Tensor:
-        return self._worker.attend(self._step, layer, projected)
+    def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
+        return self._worker.attend(self._step, layer, projected, wanted=wanted)
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)

@@ -49,7 +49,8 @@ class DenseAttention:
         self._config, self._shard, self._ops = config, shard, ops
         self._kept: dict[int, list[np.ndarray]] = {}
 
-    def __call__(self, layer: int, query, key, value, rotation, sink_logits=None, bias=None):
+    def __call__(self, layer: int, query, key, value, rotation, sink_logits=None, bias=None, wanted=None):
+        assert wanted is None
         c, heads, kept = self._config, self._shard.kv_heads[layer], self._config.heads_of(layer).cache_layer
         assert (key is None) == (kept != layer)
         if bias is not None:
@@ -84,7 +85,8 @@ class DenseLatentAttention:
     def __init__(self, config: ModelConfig, ops) -> None:
         self._config, self._ops = config, ops
 
-    def __call__(self, layer: int, query, compressed, shared, up, rotation, index=None, keys=None):
+    def __call__(self, layer: int, query, compressed, shared, up, rotation, index=None, keys=None, wanted=None):
+        assert wanted is None
         ops, mla, tokens = self._ops, self._config.mla, len(query)
         turned = ops.kernel_array(ops.rope(query[:, :, mla.plain :], *rotation)).astype(np.float64)
         rotated = ops.kernel_array(ops.rope(shared.reshape([tokens, 1, mla.rotated]), *rotation))[:, 0]
@@ -119,7 +121,8 @@ class DenseLatentAttention:
 class DenseMixedAttention(DenseAttention):
     """Attention in some layers, gated delta-nets in the others."""
 
-    def __call__(self, layer: int, projected, *others):
+    def __call__(self, layer: int, projected, *others, wanted=None):
+        assert wanted is None
         if not isinstance(projected, DeltaProjected):
             return super().__call__(layer, projected, *others)
         inputs, gates = inputs_of(projected.numbers, projected.weights, self._config.delta.sizes)

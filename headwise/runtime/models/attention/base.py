@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
@@ -32,6 +35,7 @@ class LayerCache:
     heads: where the rank's members of the layer lie
     wait:  to be called once the step's own tokens are written, before any are read: others may still be on their way
     out:   what attention sees goes there; None: to an array of its own
+    wanted: which rows are wanted of that, ascending, where ``out`` is not given; None: all
     """
 
     arena: KernelArray
@@ -40,6 +44,7 @@ class LayerCache:
     heads: HeadTable
     wait: Callable[[], None]
     out: KernelArray | None = None
+    wanted: NDArray[np.int64] | None = None
 
 
 class CachedAttention(Protocol):
@@ -50,7 +55,8 @@ class CachedAttention(Protocol):
     """
 
     def __call__(self, cache: LayerCache, *projected: Any) -> Tensor:
-        """Write what is kept of the step's tokens, wait, and attend: ``[T, q_heads, size of a head's values]``.
+        """Write what is kept of the step's tokens, wait, and attend: ``[T, q_heads, size of a head's values]``, or as
+        many rows as are wanted.
 
         ``projected`` is what the model's layer made of its input.
         """

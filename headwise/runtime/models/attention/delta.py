@@ -117,8 +117,8 @@ class MixedOverCache:
             return self._others(cache, *projected)
         cache.wait()  # states are read first
         seen = self.result_of(first) if cache.out is None else cache.out
-        self._delta(cache, first.numbers, first.weights, seen)
-        return self._ops.from_kernel_array(seen)
+        self._delta(cache, first.numbers, first.weights, seen)  # of all rows, of which states are made
+        return self._ops.from_kernel_array(seen if cache.wanted is None else seen[self._ops.upload(cache.wanted)])
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""

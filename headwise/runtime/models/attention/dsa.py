@@ -102,7 +102,7 @@ class IndexedLatentOverCache:
         index: IndexQueries,
         keys: IndexKeys,
     ) -> Tensor:
-        """Of this rank's heads, ``[T, q_heads, value_dim]``.
+        """Of this rank's heads, ``[T, q_heads, value_dim]``, or of the wanted rows.
 
         The first ``rotated`` numbers of keys, and of each head of ``index.query``, are rotated here, these in place.
         """
@@ -120,7 +120,7 @@ class IndexedLatentOverCache:
         cache.wait()
         seen = self._latents.result_for(queries) if cache.out is None else cache.out
         self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=seen)
-        return self._ops.from_kernel_array(seen)
+        return self._ops.from_kernel_array(seen if cache.wanted is None else seen[self._ops.upload(cache.wanted)])
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""

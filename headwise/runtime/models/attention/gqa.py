@@ -17,6 +17,7 @@ from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.gqa import QUANTISED, gqa_layout
 from headwise.kernels.select import make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
+from headwise.runtime.models.attention.wanted import of_wanted
 from headwise.runtime.models.base import ModelConfig, Rotation, fitting_sizes
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
@@ -138,7 +139,8 @@ class GroupedQueryOverCache:
         sink_logits: KernelArray | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``.
+        """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``, or of
+        the wanted rows.
 
         Without keys and values the step's are there: an earlier layer wrote them. ``sink_logits`` are as for
         `AttentionKernels.attend`. ``bias`` is what queries, keys and values still lack, see `BiasingKernels`.
@@ -159,7 +161,10 @@ class GroupedQueryOverCache:
                 added = ops.kernel_array(bias)
                 self._biasing.write_kv_rope(queries, keys, values, cosines, sines, *where, bias=added)
         cache.wait()
+        cache, queries = of_wanted(cache, queries, ops)
         seen = ops.empty_like(queries) if cache.out is None else cache.out
+        if not queries.shape[0]:
+            return ops.from_kernel_array(seen)
         self._kernels.attend(
             queries, cache.arena, cache.layout, *self.seen(cache), scale=self._scale, softcap=self._softcap, out=seen,
             sink_logits=sink_logits,

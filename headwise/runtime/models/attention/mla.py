@@ -22,6 +22,7 @@ from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpPr
 from headwise.kernels.nibbles import INT4
 from headwise.kernels.select import make_latent_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
+from headwise.runtime.models.attention.wanted import of_wanted
 from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
@@ -114,17 +115,19 @@ class LatentOverCache:
         up: UpProjections,
         rotation: Rotation,
     ) -> Tensor:
-        """Of this rank's heads, ``[T, q_heads, value_dim]``.
+        """Of this rank's heads, ``[T, q_heads, value_dim]``, or of the wanted rows.
 
         query:      ``[T, q_heads, plain + rotated]``
         compressed: ``[T, rank]``, the part of latents that is not rotated
         shared:     ``[T, rotated]``, the part of keys that is, and that heads share
         """
         queries = self.written(cache, query, compressed, shared, rotation)
-        where = cache.arena, cache.layout, cache.batch, cache.heads
         cache.wait()
+        cache, queries = of_wanted(cache, queries, self._ops)
         seen = self.result_for(queries) if cache.out is None else cache.out
-        self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=seen)
+        if queries.shape[0]:
+            where = cache.arena, cache.layout, cache.batch, cache.heads
+            self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=seen)
         return self._ops.from_kernel_array(seen)
 
     def result_of(self, *projected: Any) -> KernelArray:

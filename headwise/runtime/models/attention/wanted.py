@@ -1,0 +1,37 @@
+"""Attention with some of a step's queries alone: all tokens are written, and few rows are wanted of what is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.kernels.base import AttentionBatch, HostLengths
+from headwise.runtime.models.attention.base import LayerCache
+from headwise.runtime.ops.base import KernelArray, TensorOps
+
+
+def of_wanted(cache: LayerCache, queries: KernelArray, ops: TensorOps) -> tuple[LayerCache, KernelArray]:
+    """The cache for the wanted ones of ``queries [T, ...]``, and these: all, where none are named."""
+    wanted = cache.wanted
+    if wanted is None:
+        return cache, queries
+    return replace(cache, batch=ending_at(cache.batch, wanted, ops), wanted=None), queries[ops.upload(wanted)]
+
+
+def ending_at(batch: AttentionBatch, rows: NDArray[np.int64], ops: TensorOps) -> AttentionBatch:
+    """A sequence for each of these query rows, ascending, whose one query it is: it ends there."""
+    on_host = batch.on_host or HostLengths(batch.cu_seqlens_q, batch.seq_lens)
+    which = np.searchsorted(on_host.cu_seqlens_q, rows, side="right") - 1
+    behind = on_host.cu_seqlens_q[which + 1] - 1 - rows
+    begins, lengths = np.arange(len(rows) + 1, dtype=np.int32), (on_host.seq_lens[which] - behind).astype(np.int32)
+    tables = (which[:, None] * batch.groups + np.arange(batch.groups)).ravel()
+    return AttentionBatch(
+        ops.upload(begins),
+        ops.upload(lengths),
+        batch.block_tables[ops.upload(tables)],
+        batch.groups,
+        max_query_len=1,
+        on_host=HostLengths(begins, lengths),
+    )

@@ -1,0 +1,27 @@
+"""Attention with a step's wanted queries alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headwise.kernels.base import AttentionBatch, HostLengths
+from headwise.runtime.models.attention.wanted import ending_at
+from headwise.runtime.ops.select import make_ops
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_each_wanted_query_is_a_sequence_that_ends_with_it(is_on_host: bool) -> None:
+    """Of three sequences of 5, 1 and 4 queries behind 10, 20 and no tokens, in two head groups."""
+    begins, lengths = np.array([0, 5, 6, 10], np.int32), np.array([15, 21, 4], np.int32)
+    tables = np.arange(3 * 2 * 4, dtype=np.int32).reshape(6, 4)
+    batch = AttentionBatch(begins, lengths, tables, groups=2, max_query_len=5)
+    if is_on_host:  # and the device's are not looked at
+        batch = AttentionBatch(begins[:0], lengths[:0], tables, 2, 5, HostLengths(begins, lengths))
+    found = ending_at(batch, np.array([0, 4, 5, 8]), make_ops("numpy", 1, "float32"))
+    assert found.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert found.seq_lens.tolist() == [11, 15, 21, 3]
+    assert found.block_tables.tolist() == tables[[0, 1, 0, 1, 2, 3, 4, 5]].tolist()
+    assert (found.groups, found.max_query_len) == (2, 1)
+    assert found.on_host is not None
+    assert found.on_host.seq_lens.tolist() == found.seq_lens.tolist()
