@@ -96,7 +96,7 @@ class CpuDecoder:
         self._scratch, self._partials, self._scores = Room(np.float32), Room(np.float32), Room(np.float32)
         self._step, self._mixing = Record(decoder_records.STEP), Record(experts_jit.MIXING)
         self._mixing_room, self._mixing_counters, self._mixed = Scratch(), 0, (0, 0)
-        self._sides = np.zeros(0, np.float32)
+        self._sides = np.zeros(0, np.float32)  # keeps alive what places point to
 
     def takes(self, batch: AttentionBatch, layouts: Sequence[BlockLayout]) -> bool:
         """See `FusedDecoder.takes`: not latents that are expanded, as those of prompts, nor those with scales."""

@@ -235,10 +235,9 @@ class Qwen3_5(Qwen3):  # noqa: N801
             return self.projected(seen, layer.attention.out)
         query, key, value = self.query_key_value(index, layer, x)
         seen = attention(index, query, key, value, rotation, wanted=wanted)
-        x = x if wanted is None else self.ops.take_rows(x, wanted)
-        if not x.shape[0]:
+        if not seen.shape[0]:
             return seen
-        gates = self._linear(x, layer.attention.gate)
+        gates = self._linear(x if wanted is None else self.ops.take_rows(x, wanted), layer.attention.gate)
         return self.projected(self.ops.sigmoid_mul(seen.reshape(gates.shape), gates), layer.attention.out)
 
 

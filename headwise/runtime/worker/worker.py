@@ -470,7 +470,9 @@ class ModelWorker:
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()), known)
         if graphs is not None:
             hidden = graphs.forward(lambda *asked: self.attend(step, *asked))[: len(positions)]
-            return hidden if wanted is None else self._ops.take_rows(hidden, wanted)
+            if wanted is None:
+                return hidden
+            return self._ops.take_rows(hidden, wanted) if len(wanted) else hidden[:0]
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
         return self._model.forward(tokens, places, _PagedAttention(self, step), given, wanted)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headwise.kernels.base import AttentionBatch, HostLengths
-from headwise.runtime.models.attention.wanted import ending_at
+from headwise.runtime.models.attention.wanted import ending_at, wanted_rows
 from headwise.runtime.ops.select import make_ops
 
 
@@ -25,3 +25,10 @@ def test_each_wanted_query_is_a_sequence_that_ends_with_it(is_on_host: bool) -> 
     assert (found.groups, found.max_query_len) == (2, 1)
     assert found.on_host is not None
     assert found.on_host.seq_lens.tolist() == found.seq_lens.tolist()
+
+
+def test_rows_are_all_some_or_none() -> None:
+    ops, rows = make_ops("numpy"), np.arange(12, dtype=np.float32).reshape(4, 3)
+    assert wanted_rows(rows, None, ops) is rows
+    assert wanted_rows(rows, np.array([1, 3]), ops).tolist() == rows[[1, 3]].tolist()
+    assert wanted_rows(rows, np.zeros(0, np.int64), ops).shape == (0, 3)

@@ -23,6 +23,7 @@ from headwise.kernels.delta_gates import gated_norm, inputs_of
 from headwise.kernels.select import make_delta_kernels, make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
+from headwise.runtime.models.attention.wanted import wanted_rows
 from headwise.runtime.models.base import DeltaConfig, ModelConfig, fitting_sizes
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
@@ -118,7 +119,7 @@ class MixedOverCache:
         cache.wait()  # states are read first
         seen = self.result_of(first) if cache.out is None else cache.out
         self._delta(cache, first.numbers, first.weights, seen)  # of all rows, of which states are made
-        return self._ops.from_kernel_array(seen if cache.wanted is None else seen[self._ops.upload(cache.wanted)])
+        return self._ops.from_kernel_array(wanted_rows(seen, cache.wanted, self._ops))
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""

@@ -23,6 +23,7 @@ from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
 from headwise.runtime.models.attention.base import LayerCache, Serving
 from headwise.runtime.models.attention.mla import LatentAttention, LatentOverCache, heads_of_ranks
+from headwise.runtime.models.attention.wanted import wanted_rows
 from headwise.runtime.models.base import IndexerConfig, MlaConfig, Rotation
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
@@ -120,7 +121,7 @@ class IndexedLatentOverCache:
         cache.wait()
         seen = self._latents.result_for(queries) if cache.out is None else cache.out
         self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=seen)
-        return self._ops.from_kernel_array(seen if cache.wanted is None else seen[self._ops.upload(cache.wanted)])
+        return self._ops.from_kernel_array(wanted_rows(seen, cache.wanted, self._ops))
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""

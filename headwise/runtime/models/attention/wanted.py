@@ -15,9 +15,17 @@ from headwise.runtime.ops.base import KernelArray, TensorOps
 def of_wanted(cache: LayerCache, queries: KernelArray, ops: TensorOps) -> tuple[LayerCache, KernelArray]:
     """The cache for the wanted ones of ``queries [T, ...]``, and these: all, where none are named."""
     wanted = cache.wanted
+    found = wanted_rows(queries, wanted, ops)
+    if wanted is None or not len(wanted):
+        return cache, found
+    return replace(cache, batch=ending_at(cache.batch, wanted, ops), wanted=None), found
+
+
+def wanted_rows(rows: KernelArray, wanted: NDArray[np.int64] | None, ops: TensorOps) -> KernelArray:
+    """The wanted ones of ``rows [T, ...]``; None: all."""
     if wanted is None:
-        return cache, queries
-    return replace(cache, batch=ending_at(cache.batch, wanted, ops), wanted=None), queries[ops.upload(wanted)]
+        return rows
+    return rows[ops.upload(wanted)] if len(wanted) else rows[:0]
 
 
 def ending_at(batch: AttentionBatch, rows: NDArray[np.int64], ops: TensorOps) -> AttentionBatch:
