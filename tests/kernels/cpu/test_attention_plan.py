@@ -41,8 +41,8 @@ def test_items_with_a_wanted_row_are_left_with_all_of_their_parts(wanted: list[i
     is_kept = [any(begin <= row < end for row in wanted) for _, begin, end in spans(every)]
     assert spans(found) == [span for span, kept in zip(spans(every), is_kept, strict=True) if kept]
     assert len(spans(found)) == HEADS * len({next(s for s in spans(every) if s[1] <= row < s[2]) for row in wanted})
-    numbers = [every.items[item].tolist() + [part] for item, part in every.parts.tolist() if is_kept[item]]
-    assert [found.items[item].tolist() + [part] for item, part in found.parts.tolist()] == numbers
+    numbers = [[*every.items[item].tolist(), part] for item, part in every.parts.tolist() if is_kept[item]]
+    assert [[*found.items[item].tolist(), part] for item, part in found.parts.tolist()] == numbers
 
 
 def test_all_rows_are_the_plan_itself() -> None:
