@@ -198,6 +198,10 @@ class Besides:
     query_scales: Array | None = None
     chunks: AttentionBatch | None = None
 
+    def of_rows(self, wanted: Array) -> Besides:
+        """The same of these rows alone, int64, for layers that do not see chunks."""
+        return Besides(*(None if rows is None else rows[wanted] for rows in (self.sides, self.query_scales)))
+
 
 NOTHING = Besides()
 
@@ -237,7 +241,8 @@ class FusedDecoder(Protocol):
 
         sum_over_ranks: of what attention and MLP add to it, where these are parts: see `DecoderLayer.can_be_a_part`
         wanted:         int64, ascending: which rows are wanted of what comes out, where they are the first ones then:
-                        the last of the layers computes no others once it has attended; None: all
+                        the last of the layers, which is the last one that keeps anything, computes no others once it
+                        has attended; None: all
 
         rotations:      cosines and sines of the tokens' positions, ``[rows, head_dim / 2]`` each, of each kind
         layouts, heads: of all layers; the same objects from call to call

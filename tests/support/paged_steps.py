@@ -13,6 +13,7 @@ from headwise.cache_controller.planner import plan_head_groups
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.models.attention.base import LayerCache
 from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model, ModelConfig, PagedCache, Shard
 from headwise.runtime.ops.base import Tensor
 
@@ -25,7 +26,7 @@ class PagedSequences:
 
     def __init__(self, model: Model, kv_dtype: str = "float32", count: int = 4, tokens: int = 128) -> None:
         config, self._block_size, draw = model.config, 8, np.random.default_rng(3)
-        variant = attention_of(config)
+        variant, self.ops = attention_of(config), model.ops
         self.attention = variant.over_cache(model.ops, variant.host_kernels("numba", 2))
         of_one = [variant.layout(self._block_size, 1, kv_dtype, layer) for layer in range(config.num_layers)]
         plan = plan_head_groups(config.policies, sizes=[layout.slot_bytes for layout in of_one])
@@ -100,6 +101,9 @@ class LayerByCall:
         s = self.sequences
         cache = LayerCache(s.arena, s.layouts[layer], self.batch, s.heads[layer], lambda: None, wanted=wanted)
         return s.attention(cache, *projected)
+
+    def ending_at(self, rows: np.ndarray) -> LayerByCall:
+        return replace(self, batch=ending_at(self.batch, rows, self.sequences.ops))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from headwise.kernels.cpu.attention_pass import PlanTable
 from headwise.kernels.cpu.attention_plan import Planner
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_phases
 from headwise.kernels.cpu.decoder_kinds import Angles, DeltaKind, Kind, Passes, StepCache, kind_of
-from headwise.kernels.cpu.decoder_phases import Phases, Run, words_of_heads
+from headwise.kernels.cpu.decoder_phases import Phases, Run, kept_parts, words_of_heads
 from headwise.kernels.cpu.decoder_records import ADDED, LOGITS, NORMED, PLACES, QUERY_SCALES, SIDES, STREAM
 from headwise.kernels.cpu.delta_attention import delta_record, sizes_of_weights
 from headwise.kernels.cpu.experts import room_of
@@ -91,6 +91,8 @@ class CpuDecoder:
         self._planners: list[tuple[Planner, bool]] = []
         self._unbounded = np.zeros(0, np.int32)
         self._rooms = _Rooms.empty(0, self)
+        keeping = [not _only_attends(layer) for layer in layers]
+        self._last_kept = max(index for index, keeps in enumerate(keeping) if keeps)
         self._plans, self._last_plan = PlanTable.room(0), NO_PLAN
         self._counters, self._angles = Room(np.int64), Room(np.float32)
         self._scratch, self._partials, self._scores = Room(np.float32), Room(np.float32), Room(np.float32)
@@ -186,7 +188,7 @@ class CpuDecoder:
             self._run_parts(x, layers, workers, besides.sides, sum_over_ranks, wanted)
 
     def _planned(self, batch: AttentionBatch, chunks: AttentionBatch, wanted: NDArray[np.int64] | None) -> PlanTable:
-        """Plans of a step's attention; of the last layer's there is what makes rows that are ``wanted``."""
+        """Plans of a step's attention; of the last layer's that keeps anything, what makes rows that are ``wanted``."""
         plans = [planner.plan(chunks if is_chunked else batch) for planner, is_chunked in self._planners]
         if self._last_plan != NO_PLAN:
             last = plans[self._last_plan]
@@ -320,8 +322,9 @@ class CpuDecoder:
         self._set_kinds(kinds)
         self._planners = [(planner, is_chunked) for (*_, is_chunked), (_, planner) in plans.items()]
         self._last_plan = NO_PLAN
-        if not isinstance(self._layers[-1].attention, DeltaNet):  # it has one of its own, behind all others
-            self._last_plan, self._table[-1]["plan"] = int(self._table[-1]["plan"]), len(plans)
+        last = self._table[self._last_kept]
+        if not isinstance(self._layers[self._last_kept].attention, DeltaNet):  # one of its own, behind all others
+            self._last_plan, last["plan"] = int(last["plan"]), len(plans)
         self._plans = PlanTable.room(len(plans) + (self._last_plan != NO_PLAN))
         self._heads, self._layouts = heads, layouts
 
@@ -368,6 +371,11 @@ class _Rooms:
             tiles=from_a_line_on(threads * matmul_jit.TILE, np.float32),
             values=np.empty(threads * decoder._values, np.float32),
         )
+
+
+def _only_attends(layer: DecoderLayer) -> bool:
+    """Whether its keys and values are another layer's."""
+    return isinstance(layer.attention, GroupedQueries) and not kept_parts(layer.attention)
 
 
 def _span(array: Any) -> tuple[int, int]:

@@ -178,6 +178,11 @@ class ModelConfig:
             return self.layer_heads[layer]
         return LayerHeads(self.num_kv_heads, self.head_dim, layer)
 
+    @property
+    def last_kept(self) -> int:
+        """The last layer that keeps anything: those behind it attend to what earlier ones keep."""
+        return max(layer for layer in range(self.num_layers) if self.heads_of(layer).cache_layer == layer)
+
     def by_cache_layer(self, kept: Sequence[_Kept]) -> tuple[_Kept, ...]:
         """``[num_layers]``: of each layer, what ``kept [num_layers]`` says of the one whose cache it uses."""
         return tuple(kept[self.heads_of(layer).cache_layer] for layer in range(self.num_layers))
@@ -334,6 +339,9 @@ class PagedAttentionLayer(AttentionLayer, Protocol):
     def paged(self) -> PagedCache | None:
         """The cache; None where only the call may compute with it."""
 
+    def ending_at(self, rows: NDArray[np.int64]) -> PagedAttentionLayer:
+        """The same for these rows' queries alone, of layers that write nothing."""
+
     def tokens(self) -> KernelArray | None:
         """int32 ``[1]``: rows of the step from this one on are padding, which nobody reads; None: there is none."""
 
@@ -354,8 +362,8 @@ class Model(ABC):
     ) -> Tensor:
         """Hidden states ``[T, hidden]`` after the final norm, the same on every rank, until the next call.
 
-        ``wanted`` are the rows that come of it, ascending, and may be none: what the last layer does behind its
-        attention is done for no others; None: all of the ``T``.
+        ``wanted`` are the rows that come of it, ascending, and may be none: once all is written that layers keep,
+        nothing is computed for others. With them ``attention`` is a `PagedAttentionLayer`. None: all of the ``T``.
 
         ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them. ``embeds`` takes the place
         of what `Decoder.embedded` makes of these tokens; whatever else a model looks up, it looks up by ``token_ids``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from headwise.kernels.fused import (
     LayerNorms,
     MixedLayer,
 )
+from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import (
     AttentionLayer,
     Embeds,
@@ -424,20 +425,41 @@ class Decoder(Model):
         x = fused.embedded(self._embedding, token_ids, self.embedding_scale)
         if embeds is not None:
             self.ops.put_rows(x, *embeds)
+        besides, layers = self.besides(token_ids, positions, x, cache), range(len(self._layers))
+        if wanted is None:
+            self._run_layers(fused, layers, x, positions, cache, besides)
+            return x
+        keeping = layers[: self.config.last_kept + 1]
+        self._run_layers(fused, keeping, x, positions, cache, besides, wanted)
+        x, others = x[: len(wanted)], layers[len(keeping) :]
+        if others and len(wanted):
+            cache = replace(cache, batch=ending_at(cache.batch, wanted, self.ops))
+            self._run_layers(fused, others, x, positions[wanted], cache, besides.of_rows(wanted))
+        return x
+
+    def _run_layers(
+        self,
+        fused: FusedDecoder,
+        layers: range,
+        x: Tensor,
+        positions: KernelArray,
+        cache: PagedCache,
+        besides: Besides,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Take ``x`` through some layers in place, and through the final norm behind the last. wanted: see
+        `FusedDecoder.run`"""
         rotations = fused.rotations(positions, self._frequencies, self._rotation_scales)
-        besides = self.besides(token_ids, positions, x, cache)
-        step = 1 if cache.wait_layer else len(self._layers)
-        for first in range(0, len(self._layers), step):
+        step = 1 if cache.wait_layer else len(layers)
+        for some in (layers[first : first + step] for first in range(0, len(layers), step)):
             if cache.wait_layer:
-                cache.wait_layer(first)
-            layers = range(first, first + step)
-            is_last = layers.stop == len(self._layers)
+                cache.wait_layer(some.start)
             fused.run(
-                x, layers, rotations, cache.arena, cache.layouts, cache.batch, cache.heads,
-                self._final_norm if is_last else None, besides,
-                sum_over_ranks=self.reduce if self._shard.size > 1 else None, wanted=wanted if is_last else None,
+                x, some, rotations, cache.arena, cache.layouts, cache.batch, cache.heads,
+                self._final_norm if some.stop == len(self._layers) else None, besides,
+                sum_over_ranks=self.reduce if self._shard.size > 1 else None,
+                wanted=wanted if some.stop == layers.stop else None,
             )  # fmt: skip
-        return x if wanted is None else x[: len(wanted)]
 
     def besides(self, token_ids: KernelArray, positions: KernelArray, x: Tensor, cache: PagedCache) -> Besides:
         """What fused layers are told of a step besides, of tokens whose embeddings are ``x [T, hidden]``."""

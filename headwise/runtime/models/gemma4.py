@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from headwise.kernels.fused import (
     MixedLayer,
 )
 from headwise.kernels.fused import SideInput as FusedSide
-from headwise.runtime.models.base import AttentionLayer, Embeds, PagedCache
+from headwise.runtime.models.base import AttentionLayer, Embeds, PagedAttentionLayer, PagedCache
 from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights
 from headwise.runtime.models.gemma2 import Gemma2
 from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, parse
@@ -212,18 +212,18 @@ class Gemma4(Gemma2):
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
         for index, layer in enumerate(self._layers):
-            told = None if sides is None else sides[:, index]
             normed = self.norm(x, layer.norms.before_attention)
-            rows = wanted if index == len(self._layers) - 1 else None
+            rows = wanted if index == self.config.last_kept else None
             attended = self.attend(index, layer, normed, rotations[self.rotation_of[index]], attention, rows)
             if rows is not None:
                 if not len(rows):
                     return x[:0]
-                x = self.ops.take_rows(x, rows)
-                told = None if told is None else self.ops.take_rows(told, rows)
+                x, rotations = self.ops.take_rows(x, rows), self.rotations(positions[self.ops.upload(rows)])
+                sides = None if sides is None else self._sides_of(sides, rows)
+                attention = cast(PagedAttentionLayer, attention).ending_at(rows)
             x = self._fed(layer, self.after_attention(layer, x, attended))
-            if told is not None and layer.side is not None:
-                x = x + self._from_side(layer.side, x, told)
+            if sides is not None and layer.side is not None:
+                x = x + self._from_side(layer.side, x, sides[:, index])
             x = x * layer.scalar
         return self.norm(x, self._final_norm)
 
@@ -260,6 +260,10 @@ class Gemma4(Gemma2):
         projected = (self._linear(x, side.projection) * config.hidden_size**-0.5).reshape(shape)
         own = self.ops.embedding(side.table, token_ids, config.side_size**0.5).reshape(shape)
         return (self.norm(projected, side.norm) + own) * 2**-0.5
+
+    def _sides_of(self, sides: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        tokens, *shape = sides.shape
+        return self.ops.take_rows(sides.reshape([tokens, -1]), rows).reshape([len(rows), *shape])
 
     def _from_side(self, side: SideInput, x: Tensor, told: Tensor) -> Tensor:
         """What a layer's ``told [T, side size]`` adds to the residual stream ``x``."""

@@ -23,6 +23,7 @@ from headwise.runtime.loader.grammar import Vocabulary
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import LayerCache
 from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model, PagedCache, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
@@ -524,6 +525,9 @@ class _PagedAttention:
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)
+
+    def ending_at(self, rows: NDArray[np.int64]) -> _PagedAttention:
+        return _PagedAttention(self._worker, ending_at(self._step, rows, self._worker._ops))
 
     def tokens(self) -> KernelArray | None:
         return self._step.cu_seqlens_q[-1:]

@@ -332,9 +332,29 @@ def rows_of_steps(model: Model, attention, wanted=()) -> list[np.ndarray]:
 def test_rows_that_are_not_wanted_are_left_out_and_change_nothing_bit_by_bit(name: str, wanted: list[int]) -> None:
     model, rows = model_of(patterned(name), name=name), np.array(wanted, np.int64)
     every, *others = rows_of_steps(model, CacheShown)
-    expected = [every[rows], *others]
-    assert_equal(rows_of_steps(model, CacheShown, (rows,)), expected)
-    assert_equal(rows_of_steps(model, partial(CacheShown, wait_layer=lambda layer: None), (rows,)), expected)
+    found, *same = rows_of_steps(model, CacheShown, (rows,))
+    if model.config.last_kept == model.config.num_layers - 1:
+        assert_equal([found], [every[rows]])
+    else:  # behind it, each is a sequence of one query
+        np.testing.assert_allclose(found, every[rows], rtol=0, atol=2e-5 * np.abs(every).max())
+    assert_equal(same, others)
+    assert_equal(rows_of_steps(model, partial(CacheShown, wait_layer=lambda layer: None), (rows,)), [found, *others])
+
+
+def test_layers_that_share_a_cache_compute_no_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, taken = model_of(patterned("gemma4-shared"), name="gemma4-shared"), []
+    run, rows = model._fused.run, np.array([0, 51])
+    monkeypatch.setattr(
+        model._fused,
+        "run",
+        lambda x, layers, *more, **named: taken.append((layers, len(x))) or run(x, layers, *more, **named),
+    )
+    layers, keeping = model.config.num_layers, model.config.last_kept + 1
+    assert keeping < layers
+    sequences = PagedSequences(model)
+    sequences.rows(model, [(0, 2), (1, 50)], CacheShown, rows)
+    sequences.rows(model, [(1, 20)], CacheShown, rows[:0])
+    assert taken == [(range(keeping), 52), (range(keeping, layers), 2), (range(keeping), 20)]
 
 
 @pytest.mark.parametrize("name", ["llama_biased_tied", "gpt_oss", "deepseek-v2", *TINY])
