@@ -93,6 +93,8 @@ def _decode(f: Figures) -> str:
     return f"{rates['decode 16 x 2048']:.0f} GB/s of KV"
 
 
+SHARED_CACHES = "random weights in half of Gemma 4 E2B's width, whose last 20 layers share caches"
+
 ROWS: dict[str, tuple[Row, ...]] = {
     "roofline": (
         Row(
@@ -117,6 +119,17 @@ ROWS: dict[str, tuple[Row, ...]] = {
             lambda f: (
                 f"{f['overhead_ratio']:.2f} (batch {f['batch']}, context {f['context']}, {f['rounds']} rounds of "
                 f"{f['steps']} steps)"
+            ),
+        ),
+    ),
+    "wanted_rows": (
+        Row(
+            "Prompts of which wanted rows alone are computed where layers keep nothing any more, over all rows of all "
+            "layers: tokens a second",
+            lambda f: "; ".join(
+                f"{SHARED_CACHES if case['model'] == 'shared' else case['model']}, {case['tokens']:,} tokens: "
+                f"{case['ratio']:.2f}"
+                for case in f["cases"]
             ),
         ),
     ),
@@ -281,7 +294,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Beside vLLM and llama.cpp": ("peers",),
     "A mixture of experts, beside them": ("peers_mixture",),
     "Gated delta-nets, beside llama.cpp": ("peers_hybrid",),
-    "On one CPU": ("roofline", "perplexity", "engine_overhead", "kernels", "step_launches"),
+    "On one CPU": ("roofline", "wanted_rows", "perplexity", "engine_overhead", "kernels", "step_launches"),
     "The cache": ("prefix_cache", "tiers", "recycle", "capacity", "control_plane", "block_copy"),
     "Several engines": ("replicas", "elastic_replicas", "pd", "openai_http", "index", "transports"),
     "Simulated clusters": ("routing", "peer_loads", "autoscaling"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,21 @@ MOST_POOL = 1 << 24
 LLAMA, ERNIE, MOE = "llama", "ernie", "moe"
 """Directories of random models."""
 
+Shape = tuple[int, ...]
 DEVIATION = 0.02
 WEIGHTS = "model.safetensors"
 
 
-def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Path | None = None) -> Path:
+def write_checkpoint(
+    directory: Path,
+    config: Mapping[str, Any],
+    weights: Path | None = None,
+    tensors: Sequence[tuple[str, Shape]] | None = None,
+) -> Path:
     """``directory`` with ``config.json``, random weights in bfloat16 and a tokenizer; kept if it is there.
 
     weights: a checkpoint of the same geometry to take them from
+    tensors: names and shapes of the weights; None: a decoder's as `random_models` has them
     """
     described, last = json.dumps(config), directory / "tokenizer.json"
     if last.exists() and (directory / "config.json").read_text() == described:
@@ -35,7 +42,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Path |
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(described)
     if weights is None:
-        _write_weights(directory / WEIGHTS, list(_tensors(config)))
+        _write_weights(directory / WEIGHTS, tensors or list(_tensors(config)))
     else:
         (directory / WEIGHTS).unlink(missing_ok=True)  # of a run that was stopped
         (directory / WEIGHTS).symlink_to(weights / WEIGHTS)
@@ -67,7 +74,7 @@ def kv_token_bytes(config: Mapping[str, Any]) -> int:
     return 4 * math.prod(int(config[key]) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
 
 
-def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     """Names and shapes of a decoder with tied embeddings and no biases."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -87,7 +94,7 @@ def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]
     yield "model.norm.weight", (hidden,)
 
 
-def _experts(config: Mapping[str, Any], at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _experts(config: Mapping[str, Any], at: str) -> Iterator[tuple[str, Shape]]:
     """A layer's in ERNIE 4.5."""
     hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["moe_num_experts"]
     yield f"{at}gate.weight", (experts, hidden)
@@ -97,13 +104,13 @@ def _experts(config: Mapping[str, Any], at: str) -> Iterator[tuple[str, tuple[in
     yield from _mlp(f"{at}shared_experts.", config["moe_num_shared_experts"] * inner, hidden)
 
 
-def _mlp(at: str, inner: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp(at: str, inner: int, hidden: int) -> Iterator[tuple[str, Shape]]:
     yield f"{at}gate_proj.weight", (inner, hidden)
     yield f"{at}up_proj.weight", (inner, hidden)
     yield f"{at}down_proj.weight", (hidden, inner)
 
 
-def _write_weights(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+def _write_weights(path: Path, tensors: Sequence[tuple[str, Shape]]) -> None:
     """A safetensors file: the header's length, the header, then every tensor's bytes."""
     bfloat16, rng = numpy_dtype("bfloat16"), np.random.default_rng(0)
     size = min(MOST_POOL, max(math.prod(shape) for _, shape in tensors))

@@ -27,6 +27,12 @@ def test_the_overhead_of_the_engine_is_measured(capsys: pytest.CaptureFixture[st
     assert found["engine_step_ms"] > 0 < found["bare_step_ms"]
 
 
+def test_prompts_are_computed_with_and_without_the_rows_that_nobody_wants(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("wanted_rows", capsys)
+    assert [case["model"] for case in found["cases"]] == ["smollm2-135m", "shared"]
+    assert all(case["wanted"] > 0 < case["all_rows"] for case in found["cases"])
+
+
 def test_narrow_weights_cost_no_more_perplexity_than_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
     """Over 128 tokens chosen so that both leave at least 0.4 % of their limits: what a text of this length gives
     besides is as much as the limits, one way or the other, but the same on every machine. The whole text is the
