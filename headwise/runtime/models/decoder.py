@@ -188,6 +188,7 @@ class Decoder(Model):
         self._rotation_scales = [None if scale is None else ops.upload(scale) for scale in scales]
         self.rotation_of = [ropes.index(rope) for rope in of_layers]
         del self._weights, self._prepare
+        self.last_kept = config.last_kept
         self._fused = self._fuse()
 
     # ---- weights ----
@@ -429,7 +430,7 @@ class Decoder(Model):
         if wanted is None:
             self._run_layers(fused, layers, x, positions, cache, besides)
             return x
-        keeping = layers[: self.config.last_kept + 1]
+        keeping = layers[: self.last_kept + 1]
         self._run_layers(fused, keeping, x, positions, cache, besides, wanted)
         x, others = x[: len(wanted)], layers[len(keeping) :]
         if others and len(wanted):

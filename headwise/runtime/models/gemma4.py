@@ -213,7 +213,7 @@ class Gemma4(Gemma2):
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
         for index, layer in enumerate(self._layers):
             normed = self.norm(x, layer.norms.before_attention)
-            rows = wanted if index == self.config.last_kept else None
+            rows = wanted if index == self.last_kept else None
             attended = self.attend(index, layer, normed, rotations[self.rotation_of[index]], attention, rows)
             if rows is not None:
                 if not len(rows):

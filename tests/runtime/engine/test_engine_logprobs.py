@@ -155,6 +155,23 @@ def test_prompts_of_many_chunks_beside_others_and_n_samples(model: Path) -> None
         assert_prompt_right(sample, PROMPT[3:40], 0)
 
 
+def test_of_a_prompt_nobody_asks_about_the_one_row_is_computed_that_is_sampled_from(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk by chunk of at most 10 tokens, and then of a decode; of who asks, all rows are."""
+    with LocalEngine(configuration(model, **PLAIN, max_batched_tokens=10, prefix_caching=False)) as engine:
+        real, rows = engine._worker._model.forward, list[int]()
+        monkeypatch.setattr(
+            engine._worker._model, "forward", lambda *step: rows.append(len(hidden := real(*step))) or hidden
+        )
+        engine.generate([PROMPT[:25]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        assert rows == [*[0] * (len(rows) - 2), 1, 1]
+        assert len(rows) >= 4
+        rows.clear()
+        engine.generate([PROMPT[:25]], replace(ASKED, max_tokens=1))
+        assert sum(rows) == 25
+
+
 def test_our_own_kernels_give_the_same_of_prompts(model: Path) -> None:
     with LocalEngine(configuration(model, device="cpu", dtype="float32")) as engine:
         assert_prompt_right(engine.generate([PROMPT], ASKED)[0], PROMPT, 3)
