@@ -58,6 +58,7 @@ ABOUT, ABOUT_LIMIT_S = "about", 60.0
 @dataclass(frozen=True)
 class Section:
     """``module.function`` of the benchmark, and the seconds it may take. torch: it compares with torch.
+    is_asked_for: it is run only where it is named.
 
     case_s: that one of its cases may take; None: no less than all of them
     """
@@ -67,6 +68,7 @@ class Section:
     limit_s: float
     case_s: float | None = None
     torch: bool = False
+    is_asked_for: bool = False
 
     def run(self, options: argparse.Namespace, rows: Recorder) -> None:
         from gpu.bench import Bench
@@ -100,6 +102,7 @@ SECTIONS = {
     "recycling": Section("gpu.serving", "recycling", 80),
     "smollm2": Section("gpu.model", "smollm2", 45, 25),
     "sanitizer": Section("gpu.sanitizer", "sanitizer", 90),
+    "tiles": Section("gpu.tiles", "tiles", 90, 30, is_asked_for=True),
 }
 """In this order: what everything rests on, what most depends on, and last what may not be to be had.
 
@@ -276,7 +279,7 @@ def work_directory(given: Path | None) -> Iterator[Path]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=_sections, default=list(SECTIONS), help=f"some of {','.join(SECTIONS)}")
+    parser.add_argument("--only", type=_sections, default=usual_sections(), help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--part", type=_part, help="N/M: the N-th of M parts of these sections, of about equal time")
     parser.add_argument("--precompile", type=_target, help="SM,CUDA: only compile all kernels into --work")
     parser.add_argument("--emulate", action="store_true", help="on a CPU, tiny: to execute every line")
@@ -310,6 +313,11 @@ def parts_of(names: Sequence[str], count: int) -> list[list[str]]:
     for name in sorted((name for name in names if name not in EACH_PART), key=lambda name: -SECTIONS[name].limit_s):
         min(parts, key=lambda part: sum(SECTIONS[other].limit_s for other in part)).append(name)
     return [sorted(part, key=list(SECTIONS).index) for part in parts]
+
+
+def usual_sections() -> list[str]:
+    """Those that are run where none is named."""
+    return [name for name, section in SECTIONS.items() if not section.is_asked_for]
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
-DTYPE, GROUP, HIDDEN, INNER, EXPERTS = "bfloat16", 64, 256, 128, 5
+DTYPE, GROUP, HIDDEN, INNER, EXPERTS, DEEP = "bfloat16", 64, 256, 128, 5, 4096
 KINDS = {"int8": (np.int8, -128, 128, 8), "int4": (np.uint8, 0, 16, 4), "fp8": (np.uint8, 0, 256, 8)}
 """Values of ``weights_dtype``, and their codes: dtype, least, most and one, bits. Those of 4 bits have minima."""
 
@@ -64,6 +64,10 @@ def check_codes(bench: Bench, rng: np.random.Generator) -> None:
                     x = _rounded(rng, rows, HIDDEN)
                     found, wanted = (_product(ops, x, matrix) for ops in (device.ops, exact))
                     bench.rows.check_error(f"linear_{kind}_{rows}", _distance(found, wanted), _TOLERANCE)
+                for rows in (20, 64, 150) if bench.sizes.long else ():  # tiles that many blocks share
+                    x, deep = _rounded(rng, rows, DEEP), draw_codes(kind, rng, 328, DEEP)
+                    found, wanted = (_product(ops, x, deep) for ops in (device.ops, exact))
+                    bench.rows.check_error(f"linear_{kind}_deep_{rows}", _distance(found, wanted), _TOLERANCE)
                 for rows in mixed:
                     x, logits = _rounded(rng, rows, HIDDEN), _rounded(rng, rows, EXPERTS)
                     found, wanted = (_mixed(ops, x, logits, up, down) for ops in (device.ops, exact))

@@ -36,8 +36,8 @@ def products(bench: Bench) -> None:
 
 
 def _dense(bench: Bench, kind: str, seconds: dict[tuple[str, int], float]) -> None:
-    rows, device, rng = bench.rows, _device(bench, kind), np.random.default_rng(bench.rig.seed)
-    matrix, num_bytes = _draw(kind, rng, bench.sizes.weight)
+    rows, device, rng = bench.rows, device_of(bench, kind), np.random.default_rng(bench.rig.seed)
+    matrix, num_bytes = draw(kind, rng, bench.sizes.weight)
     with device.current():
         weight = device.ops.linear_weight(matrix)
         for count in bench.sizes.few_rows:
@@ -51,11 +51,11 @@ def _dense(bench: Bench, kind: str, seconds: dict[tuple[str, int], float]) -> No
 
 
 def _experts(bench: Bench, kind: str, seconds: dict[tuple[str, int], float]) -> None:
-    rows, device, rng = bench.rows, _device(bench, kind), np.random.default_rng(bench.rig.seed)
+    rows, device, rng = bench.rows, device_of(bench, kind), np.random.default_rng(bench.rig.seed)
     count, hidden, inner = bench.sizes.experts
     with device.current():
-        every = [_draw(kind, rng, (2 * inner, hidden))[0] for _ in range(count + 1)]
-        experts = experts_of(device.ops, every, [_draw(kind, rng, (hidden, inner))[0] for _ in every])
+        every = [draw(kind, rng, (2 * inner, hidden))[0] for _ in range(count + 1)]
+        experts = experts_of(device.ops, every, [draw(kind, rng, (hidden, inner))[0] for _ in every])
         for tokens in bench.sizes.few_rows:
             x, logits = (
                 device.ops.tensor(rng.standard_normal((tokens, width), dtype=np.float32)) for width in (hidden, count)
@@ -74,13 +74,13 @@ def _over_floats(
         bench.rows.add(f"{name}_over_floats", seconds[FLOATS, count] / taken)
 
 
-def _device(bench: Bench, kind: str) -> Device:
+def device_of(bench: Bench, kind: str) -> Device:
     given = {"device": "cuda", "dtype": DTYPE, "cache_dir": str(bench.rig.work)}
     told = {FLOATS: {}, OWN: {"overlap_kernels": True}}.get(kind, {"weights_dtype": kind})
     return bench.rig.device(EngineConfig.from_dict(given | told))
 
 
-def _draw(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Matrix, int]:
+def draw(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> tuple[Matrix, int]:
     """A matrix ``[width, depth]``, and its bytes on the device."""
     if kind in (FLOATS, OWN):
         return rng.standard_normal(shape, dtype=np.float32), 2 * shape[0] * shape[1]

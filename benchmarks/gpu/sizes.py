@@ -95,7 +95,7 @@ class Sizes:
     window:      (window, sink) of the windowed heads in `heads`
     head_dims:   (prompt, head sizes) of prompts that are timed by head size
     product:     rows and columns of matrices whose product shows what the card computes at best
-    weight:      (width, depth) of a weight that products read, of ``few_rows`` each
+    weight:      (width, depth) of a weight that products read, of ``few_rows`` each; every way to, of ``tile_rows``
     experts:     (how many, width of tokens, of an expert) of a layer whose products read as few
     decode_context, decode_batches, decode_steps: of the whole model's decode
     most_repeats: calls of one layer's attention that stand for a layer of a forward pass, at most
@@ -128,6 +128,7 @@ class Sizes:
     product: int
     weight: tuple[int, int]
     few_rows: tuple[int, ...]
+    tile_rows: tuple[int, ...]
     experts: tuple[int, int, int]
     copies: CopySizes
     delta: DeltaNet
@@ -232,7 +233,8 @@ FULL = Sizes(
     head_dims=(4096, (64, 128, 256)),
     product=8192,
     weight=(14336, 4096),  # Llama-3-8B's to its MLP
-    few_rows=(1, 8, 16, 32, 64),
+    few_rows=(1, 8, 16, 32, 64, 128),
+    tile_rows=(8, 16, 32, 64, 128, 192, 256),
     experts=(16, 2048, 768),  # Qwen3-30B-A3B's, of 128
     copies=CopySizes(1 << 30, ERNIE_LIKE, block_sizes=(64, 16), step=(64, 8192), layer_tokens=4096),
     delta=DeltaNet(16, 2, 128, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Qwen3-Next-80B's
@@ -295,7 +297,8 @@ TINY = Sizes(
     head_dims=(24, (64, 128)),
     product=16,
     weight=(96, 128),
-    few_rows=(1, 3),
+    few_rows=(1, 3, 20),
+    tile_rows=(3, 20),
     experts=(3, 64, 64),
     copies=CopySizes(1 << 18, {**ERNIE_LIKE, **_TINY_HEADS, "sink_size": 4}, (8, 16), (1, 20), 16),
     delta=DeltaNet(1, 2, 16, batches=(1, 2), prompts=(20,)),

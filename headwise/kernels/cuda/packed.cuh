@@ -52,16 +52,27 @@ struct Next {
 };
 
 template <int COUNT>
-__device__ __forceinline__ void load_codes(unsigned (&words)[COUNT], const char* from)
+__device__ __forceinline__ void load_words(unsigned (&words)[COUNT], const char* from)
 {
     if constexpr (COUNT == 4) {
-        const uint4 four = load_once(reinterpret_cast<const uint4*>(from));
+        const uint4 four = *reinterpret_cast<const uint4*>(from);
         words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
     } else if constexpr (COUNT == 2) {
         const uint2 two = *reinterpret_cast<const uint2*>(from);
         words[0] = two.x, words[1] = two.y;
     } else {
         words[0] = *reinterpret_cast<const unsigned*>(from);
+    }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void load_codes(unsigned (&words)[COUNT], const char* from)
+{
+    if constexpr (COUNT == 4) {
+        const uint4 four = load_once(reinterpret_cast<const uint4*>(from));
+        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+    } else {
+        load_words(words, from);
     }
 }
 
@@ -122,6 +133,17 @@ __device__ __forceinline__ void numbers_of(unsigned (&pairs)[2], const unsigned 
 
 using Sums = float[TILES][EIGHTS][4];
 
+// Adds what a step makes of a tile and an eight of x, `of_x` being the sums of x.
+__device__ __forceinline__ void add_scaled(
+    float (&sums)[4], const float (&products)[4], const float (&scale)[2], const float (&of_x)[4], const float (&minimum)[2])
+{
+#pragma unroll
+    for (int at = 0; at < 4; at++) {
+        sums[at] = fmaf(products[at], scale[at / 2], sums[at]);
+        if (MINIMA) sums[at] = fmaf(minimum[at / 2], of_x[at % 2], sums[at]);
+    }
+}
+
 // Adds what one half of a step makes of the rows of x from column `x` on. Instructions that wait for each other are far
 // apart: no warp waits for what it has begun just before.
 __device__ __forceinline__ void add_half(Sums& sums, const Held& held, int half, const char* x, const Rows& rows)
@@ -155,12 +177,7 @@ __device__ __forceinline__ void add_half(Sums& sums, const Held& held, int half,
     for (int i = 0; i < TILES; i++)
 #pragma unroll
         for (int eight = 0; eight < EIGHTS; eight++)
-#pragma unroll
-            for (int at = 0; at < 4; at++) {
-                float& sum = sums[i][eight][at];
-                sum = fmaf(products[i][eight][at], held.scale[half].of[i][at / 2], sum);
-                if (MINIMA) sum = fmaf(held.minimum[half].of[i][at / 2], of_x[eight][at % 2], sum);
-            }
+            add_scaled(sums[i][eight], products[i][eight], held.scale[half].of[i], of_x[eight], held.minimum[half].of[i]);
 }
 
 // Has what a warp reads of the weight, from step `first` on, brought to the second-level cache.

@@ -1,13 +1,14 @@
 """Weights of 4 and 8 bits on a GPU, and few rows times those of 16: the host half of `packed.cu` and `packed_jit.py`.
 
-Few rows are multiplied with the codes as they lie in memory, since then reading them is what takes time. For many rows
-the weight is made floats first, into memory that is given back at once, and cuBLAS multiplies: that costs two more
-passes over the weight, which the product of so many rows outweighs. So do float32's, which are there to compare with.
+Few rows are multiplied with the codes as they lie in memory, since then reading them is what takes time, and some
+dozens of rows by `packed_many`. For more the weight is made floats first, into memory that is given back at once, and
+cuBLAS multiplies: that costs two more passes over the weight, which the product of so many rows outweighs. So it is
+with float32's, which are there to compare with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import gcd
@@ -23,8 +24,8 @@ from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant,
 from headwise.kernels.cuda.programs import Defines, Programs
 
 MODULE, SOURCE, KERNEL = "packed_jit", "packed.cu", "multiply_packed"
-FEW_ROWS = 64
-"""Rows up to which codes are multiplied: with more, tensor cores set the pace."""
+FEW_ROWS = 16
+"""Rows up to which codes are multiplied here."""
 
 PLAIN, PLAIN_ROWS = 16, 16
 """Bits of what is no code, but numbers of the dtype of x; rows up to which such weights are multiplied here."""
@@ -57,11 +58,11 @@ class CodesTile:
     least_blocks: int = 1
 
 
-_MANY = CodesTile(32, 2, 1, most_warps=8)
-PRODUCT_TILES = {
-    8: {8: CodesTile(8, 1, 2, warps=24), 48: CodesTile(16, 2, 2), FEW_ROWS: _MANY},
+Tiles = Mapping[int, Mapping[int, CodesTile]]
+PRODUCT_TILES: Tiles = {
+    8: {8: CodesTile(8, 1, 2, warps=24), FEW_ROWS: CodesTile(16, 2, 2)},
     PLAIN: {8: CodesTile(8, 1, 4, least_blocks=2), PLAIN_ROWS: CodesTile(16, 1, 2, least_blocks=2)},
-    4: {8: CodesTile(8, 2, 1), 16: CodesTile(16, 1, 2), FEW_ROWS: _MANY},
+    4: {8: CodesTile(8, 2, 1), FEW_ROWS: CodesTile(16, 1, 2)},
 }
 """By bits of a code, then by rows of x at most: those that took an H200 least time; of `PLAIN` unmeasured."""
 
@@ -234,12 +235,17 @@ class CudaPacked:
     """Products of device arrays with packed matrices, on the current stream; launches depend on shapes alone.
 
     empty: ``empty(shape, dtype)`` gives an uninitialised array on the device
+    tiles: see `PRODUCT_TILES`
     """
 
     def __init__(
-        self, launcher: TritonLauncher, programs: Programs, empty: Callable[[tuple[int, ...], Any], Array]
+        self,
+        launcher: TritonLauncher,
+        programs: Programs,
+        empty: Callable[[tuple[int, ...], Any], Array],
+        tiles: Tiles = PRODUCT_TILES,
     ) -> None:
-        self._launcher, self._programs, self._empty = launcher, programs, empty
+        self._launcher, self._programs, self._empty, self._tiles = launcher, programs, empty, tiles
         self._kernels: dict[PackedForm, dict[tuple[CodesTile, int], Kernel]] = {}
 
     def prepare(self, form: PackedForm) -> None:
@@ -248,7 +254,7 @@ class CudaPacked:
             self._launcher.prepare(variant)
         if form in self._kernels or not multiplies_codes(form):
             return
-        made = {tile: self._programs(SOURCE, defines_of(form, tile)) for tile in PRODUCT_TILES[form.bits].values()}
+        made = {tile: self._programs(SOURCE, defines_of(form, tile)) for tile in self._tiles[form.bits].values()}
         self._kernels[form] = {
             (tile, warps): program.kernel(KERNEL, warps * _WARP)
             for tile, program in made.items()
@@ -260,7 +266,7 @@ class CudaPacked:
         """``x [rows, depth] @ matrix.T``, of 1 to `FEW_ROWS` rows, `PLAIN_ROWS` of a `PLAIN` matrix, whose elements lie
         side by side, and that begin at multiples of 16 bytes; of a form that `multiplies_codes` and was prepared."""
         (width, depth), form, rows = matrix.shape, matrix.form, x.shape[0]
-        tile = next(tile for most, tile in PRODUCT_TILES[form.bits].items() if most >= rows)
+        tile = next(tile for most, tile in self._tiles[form.bits].items() if most >= rows)
         blocks = -(-rows // tile.tokens), -(-width // (_TILE_ROWS * tile.tiles))
         out = self._empty((rows, width), x.dtype)
         self._kernels[form][tile, self._warps(tile, blocks[0] * blocks[1])](

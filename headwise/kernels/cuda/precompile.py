@@ -28,6 +28,7 @@ from headwise.kernels.cuda import (
     logit_edits,
     mla,
     packed,
+    packed_many,
     sampling,
     step_tokens,
 )
@@ -126,7 +127,7 @@ def precompile(
         for form in packed_forms:
             for variant in packed.variants_of(form):
                 yield cubins.get(variant).path
-            for source, defines in packed.programs_of(form):
+            for source, defines in (*packed.programs_of(form), *packed_many.programs_of(form)):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for delta in deltas:
             for variant in delta_variants(delta, target.sm).values():

@@ -24,6 +24,7 @@ from headwise.kernels.cuda.packed import (
     plain,
     plain_form,
 )
+from headwise.kernels.cuda.packed_many import CudaPackedMany
 from headwise.kernels.cuda.programs import Programs
 from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Activation
@@ -79,6 +80,7 @@ class GpuOps(ArrayOps):
         self._weights_dtype = weights_dtype
         self._plain_rows = PLAIN_ROWS if own_products and dtype.itemsize == 2 else 0
         self._packed = CudaPacked(launcher, programs, self.xp.empty)
+        self._packed_many = CudaPackedMany(launcher, programs, self.xp.empty)
         if self._plain_rows:
             self._packed.prepare(plain_form(dtype.name))
         self._experts = CudaExperts(launcher, programs, self.xp.empty)
@@ -98,6 +100,7 @@ class GpuOps(ArrayOps):
         if weight.is_float and bool((packed.codes & _E4M3_NAN == _E4M3_NAN).any()):
             raise ModelError("a matrix in FP8 has numbers that are none (NaN): fetch the model again")
         self._packed.prepare(packed.form)
+        self._packed_many.prepare(packed.form)
         return packed
 
     def send(self, array: NDArray[Any]) -> Array:
@@ -111,6 +114,8 @@ class GpuOps(ArrayOps):
             y = self.matmul(x, weight)
         elif 0 < len(x) <= FEW_ROWS and multiplies_codes(weight.form):
             y = self._packed.multiply(self._aligned(x), weight)
+        elif self._packed_many.takes(weight, len(x)):
+            y = self._packed_many.multiply(self._aligned(x), weight)
         else:
             y = self.matmul(x, self._packed.expand(weight, self.dtype).T)
         if bias is not None:

@@ -61,8 +61,16 @@ class ShimKernel:
     backwards: threads and blocks take turns in descending order
     """
 
-    def __init__(self, build: Callable[[], Path], name: str, parameters: str, threads: int, backwards: bool) -> None:
-        self.name, self._build = name, build
+    def __init__(
+        self,
+        build: Callable[[], Path],
+        name: str,
+        parameters: str,
+        threads: int,
+        backwards: bool,
+        shared_bytes: int = 0,
+    ) -> None:
+        self.name, self._build, self._shared_bytes = name, build, shared_bytes
         self._threads, self._backwards = threads, backwards
         self._packed, self._count = PackedArguments(parameters), len(parameters)
         self._widths = (ctypes.c_uint * self._count)(*map(struct.calcsize, parameters))
@@ -81,8 +89,8 @@ class ShimKernel:
         with _one_launch[self._library]:
             self._packed.pack(arguments)
             error = self._launch(
-                (ctypes.c_uint * 3)(*grid), self._threads, self._widths, self._count, self._packed.pointers,
-                int(self._backwards),
+                (ctypes.c_uint * 3)(*grid), self._threads, self._shared_bytes, self._widths, self._count,
+                self._packed.pointers, int(self._backwards),
             )  # fmt: skip
         assert not error, error.decode()
 
@@ -112,10 +120,9 @@ class ShimProgram:
 
     def kernel(self, name: str, threads: int, shared_bytes: int = 0, parameters: str | None = None) -> ShimKernel:
         """parameters: their letters, if they are not those of the source"""
-        assert not shared_bytes, "the shim has no dynamic shared memory"
         if parameters is None:
             parameters = cuda_parameters(self._source.read_text(), name)
-        return ShimKernel(self._built, name, parameters, threads, self._backwards)
+        return ShimKernel(self._built, name, parameters, threads, self._backwards, shared_bytes)
 
     def _built(self) -> Path:
         library = _library(self._source, self._defines, self._directory)

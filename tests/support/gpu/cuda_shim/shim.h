@@ -1,7 +1,8 @@
 // CUDA C++ on a CPU, for tests: the threads of a block are fibers that switch at barriers and shuffles.
 //
 // Only what the kernels here use, and stricter than a GPU: a barrier or shuffle that not every thread reaches, a
-// shuffle whose threads disagree about its kind, and an access to memory not aligned to its type are errors.
+// shuffle whose threads disagree about its kind, an access to memory not aligned to its type, and one behind the shared
+// memory that a launch asks for are errors. What is copied asynchronously is NaN until its thread has waited for it.
 // `shim_launch` returns the first one; nothing else of the launch can be relied on then.
 #pragma once
 
@@ -31,6 +32,7 @@ namespace shim {
 
 constexpr unsigned kWarp = 32, kMostThreads = 1024, kMostSent = 6;
 constexpr size_t kStack = 64 << 10;
+constexpr unsigned kMostCopies = 512, kMostShared = 227 << 10, kGuard = 1024;  // bytes behind shared memory
 enum State { kReady, kAtShuffle, kAtBarrier, kDone };
 
 // Where a fiber is. `ucontext` switches with two system calls, for a signal mask that is the same for all fibers: most of
@@ -63,11 +65,15 @@ inline void prepare(Context& context, char* stack, void (*start)()) {
 }
 #endif
 
+struct Copy { char* to; const char* from; unsigned size, group; bool there; };
+
 struct Thread {
     Context context;
     alignas(16) char stack[kStack];
     State state;
     unsigned index, shuffle, turn;
+    Copy copies[kMostCopies];  // asynchronous ones that have not landed, in their order
+    unsigned num_copies, group;
     unsigned sent[2][kMostSent];  // what a warp's threads send is kept for two turns, until all have read it
 };
 
@@ -75,6 +81,8 @@ inline Context scheduler;
 inline Thread threads[kMostThreads];
 inline Thread* current;
 inline dim3 grid, block, block_index;
+alignas(16) inline char dynamic[kMostShared + kGuard];
+inline unsigned shared_bytes;
 inline char error[256];
 
 inline void fail(const char* what, unsigned long detail) {
@@ -104,6 +112,27 @@ inline unsigned exchange(unsigned mask, unsigned bits, unsigned from, unsigned k
     return warp[from].sent[turn][0];
 }
 
+inline void copy(char* to, const char* from, unsigned size, bool there) {
+    Thread* self = current;
+    if ((size_t)to % size || (size_t)from % size) fail("an asynchronous copy that is not aligned to its size", (size_t)from);
+    if (self->num_copies == kMostCopies) return fail("more asynchronous copies on their way than the shim keeps", kMostCopies);
+    memset(to, 0xff, size);
+    self->copies[self->num_copies++] = {to, from, size, self->group, there};
+}
+
+// Those land of all groups but the `latest` last ones.
+inline void land(unsigned latest) {
+    Thread* self = current;
+    unsigned landed = 0;
+    for (; landed < self->num_copies && self->copies[landed].group + latest < self->group; landed++) {
+        const Copy& each = self->copies[landed];
+        if (each.there) memcpy(each.to, each.from, each.size);
+        else memset(each.to, 0, each.size);
+    }
+    self->num_copies -= landed;
+    memmove(self->copies, self->copies + landed, self->num_copies * sizeof(Copy));
+}
+
 inline bool all_are(State state, unsigned first, unsigned last) {
     for (unsigned i = first; i < last; i++)
         if (threads[i].state != state) return false;
@@ -124,9 +153,10 @@ template <class Body> void run_block(const Body& body, bool backwards) {
     unsigned count = block.x;
     for (unsigned i = 0; i < count; i++) {
         Thread& thread = threads[i];
-        thread.state = kReady, thread.index = i, thread.turn = thread.shuffle = 0;
+        thread.state = kReady, thread.index = i, thread.turn = thread.shuffle = thread.num_copies = thread.group = 0;
         prepare(thread.context, thread.stack, start);
     }
+    memset(dynamic, 0xff, shared_bytes + kGuard);
     for (bool progress = true; progress && !error[0];) {
         progress = false;
         for (unsigned i = 0; i < count; i++) {
@@ -137,6 +167,8 @@ template <class Body> void run_block(const Body& body, bool backwards) {
         release(kAtBarrier, 0, count);
     }
     if (!all_are(kDone, 0, count)) fail("a barrier or shuffle that not every thread reaches", count);
+    for (unsigned i = 0; i < kGuard; i++)
+        if (dynamic[shared_bytes + i] != (char)0xff) return fail("a write behind dynamic shared memory", i);
 }
 
 template <class... A, size_t... I>
@@ -157,6 +189,7 @@ const char* checked_launch(void (*kernel)(A...), const unsigned* sizes, unsigned
     const unsigned expected[] = {sizeof(A)...};
     if (count != sizeof...(A)) return "the kernel takes another number of arguments";
     if (memcmp(sizes, expected, sizeof expected)) return "an argument has another width than its parameter";
+    if (shared_bytes > kMostShared) return "more shared memory than a GPU has";
     if (block.x % kWarp || block.x > kMostThreads) return "a block that is not 1 to 32 whole warps";
     launch(kernel, arguments, backwards, std::index_sequence_for<A...>());
     return error;
@@ -189,6 +222,13 @@ template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes, int widt
     if (lanes >= width) shim::fail("a shuffle beyond its width", lanes);
     return shim_shuffle(mask, value, shim_lane() ^ lanes, 100 + lanes * 64 + width);
 }
+
+// A group of a thread has the number that its `group` had then.
+inline char* dynamic_shared() { return shim::dynamic; }
+inline void copy_16(char* to, const char* from, bool there) { shim::copy(to, from, 16, there); }
+inline void copy_4(float* to, const float* from, bool there) { shim::copy((char*)to, (const char*)from, 4, there); }
+inline void end_group() { shim::current->group++; }
+template <int LATEST> void wait_for_all_but() { shim::land(LATEST); }
 
 // Fibers do not interrupt.
 template <class T> T atomicAdd(T* to, T value) { T before = *to; *to += value; return before; }
@@ -274,8 +314,8 @@ extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(voi
 }
 
 #define SHIM_KERNEL(name)                                                                                       \
-    extern "C" const char* shim_launch_##name(const unsigned* grid, unsigned threads, const unsigned* sizes,    \
-                                              unsigned count, void** arguments, int backwards) {                \
-        shim::grid = {grid[0], grid[1], grid[2]}, shim::block = {threads};                                      \
+    extern "C" const char* shim_launch_##name(const unsigned* grid, unsigned threads, unsigned shared_bytes,    \
+                                              const unsigned* sizes, unsigned count, void** arguments, int backwards) {                \
+        shim::grid = {grid[0], grid[1], grid[2]}, shim::block = {threads}, shim::shared_bytes = shared_bytes;   \
         return shim::checked_launch(name, sizes, count, arguments, backwards != 0);                             \
     }
