@@ -8,8 +8,8 @@ with float32's, which are there to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import gcd
 from typing import Any, Protocol
@@ -58,13 +58,20 @@ class CodesTile:
     least_blocks: int = 1
 
 
-Tiles = Mapping[int, Mapping[int, CodesTile]]
+Tiles = dict[int, dict[int, CodesTile]]
 PRODUCT_TILES: Tiles = {
     8: {8: CodesTile(8, 1, 2, warps=24), FEW_ROWS: CodesTile(16, 2, 2)},
     PLAIN: {8: CodesTile(8, 1, 4, least_blocks=2), PLAIN_ROWS: CodesTile(16, 1, 2, least_blocks=2)},
     4: {8: CodesTile(8, 2, 1), FEW_ROWS: CodesTile(16, 1, 2)},
 }
 """By bits of a code, then by rows of x at most: those that took an H200 least time; of `PLAIN` unmeasured."""
+
+_FROM_100: Tiles = {
+    **PRODUCT_TILES,
+    PLAIN: {most: replace(tile, least_blocks=1) for most, tile in PRODUCT_TILES[PLAIN].items()},
+    4: PRODUCT_TILES[4] | {FEW_ROWS: CodesTile(16, 1, 2, most_warps=8)},
+}
+"""Of cards whose compiler takes a few registers more for the same, and spills."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +206,15 @@ def variants_of(form: PackedForm) -> tuple[Variant, ...]:
     return () if form.bits == PLAIN else (_expansion(form),)
 
 
-def programs_of(form: PackedForm) -> Iterator[tuple[str, Defines]]:
-    """The CUDA C++ files of such weights, with their macros: one for each of their `PRODUCT_TILES`."""
+def product_tiles(sm: int) -> Tiles:
+    """`PRODUCT_TILES` of a card of compute capability ``sm``."""
+    return _FROM_100 if sm >= 100 else PRODUCT_TILES
+
+
+def programs_of(form: PackedForm, sm: int) -> Iterator[tuple[str, Defines]]:
+    """The CUDA C++ files of such weights, with their macros: one for each of their `product_tiles`."""
     if multiplies_codes(form):
-        for tile in PRODUCT_TILES[form.bits].values():
+        for tile in product_tiles(sm)[form.bits].values():
             yield SOURCE, defines_of(form, tile)
 
 
@@ -235,7 +247,7 @@ class CudaPacked:
     """Products of device arrays with packed matrices, on the current stream; launches depend on shapes alone.
 
     empty: ``empty(shape, dtype)`` gives an uninitialised array on the device
-    tiles: see `PRODUCT_TILES`
+    tiles: in place of the card's `product_tiles`
     """
 
     def __init__(
@@ -243,9 +255,10 @@ class CudaPacked:
         launcher: TritonLauncher,
         programs: Programs,
         empty: Callable[[tuple[int, ...], Any], Array],
-        tiles: Tiles = PRODUCT_TILES,
+        tiles: Tiles | None = None,
     ) -> None:
-        self._launcher, self._programs, self._empty, self._tiles = launcher, programs, empty, tiles
+        self._launcher, self._programs, self._empty = launcher, programs, empty
+        self._tiles = tiles or product_tiles(launcher.sm)
         self._kernels: dict[PackedForm, dict[tuple[CodesTile, int], Kernel]] = {}
 
     def prepare(self, form: PackedForm) -> None:

@@ -108,13 +108,13 @@ def precompile(
             check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, target.sm, shape.block_size)
             for variant in variants_of(shape, target.sm, tma):
                 yield cubins.get(variant).path
-            for source, defines in _programs(shape):
+            for source, defines in _programs(shape, target.sm):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for model in latent_models:
             mla.check_latents(model.latents, target.sm)
             for variant in model.variants(target.sm):
                 yield cubins.get(variant).path
-            for source, defines in (*model.programs(), *_any_programs(numpy_dtype(model.latents.q_dtype))):
+            for source, defines in (*model.programs(), *_any_programs(numpy_dtype(model.latents.q_dtype), target.sm)):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for mixture in mixtures:
             experts.check_experts(mixture)
@@ -127,21 +127,21 @@ def precompile(
         for form in packed_forms:
             for variant in packed.variants_of(form):
                 yield cubins.get(variant).path
-            for source, defines in (*packed.programs_of(form), *packed_many.programs_of(form)):
+            for source, defines in (*packed.programs_of(form, target.sm), *packed_many.programs_of(form)):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for delta in deltas:
             for variant in delta_variants(delta, target.sm).values():
                 yield cubins.get(variant).path
 
 
-def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
+def _programs(shape: AttentionShape, sm: int) -> Iterator[tuple[str, Defines]]:
     """The CUDA C++ files that a model of ``shape`` needs, with their macros."""
     layout, dtype = gqa_layout(shape.block_size, 1, shape.head_dim, shape.kv_dtype), numpy_dtype(shape.q_dtype)
     yield kv_write.SOURCE, kv_write.variant_of(layout, dtype)
-    yield from _any_programs(dtype)
+    yield from _any_programs(dtype, sm)
 
 
-def _any_programs(dtype: np.dtype[Any]) -> Iterator[tuple[str, Defines]]:
+def _any_programs(dtype: np.dtype[Any], sm: int) -> Iterator[tuple[str, Defines]]:
     """Those of models of any attention."""
     yield elementwise.SOURCE, elementwise.variant_of(dtype)
     yield likeliest.SOURCE, elementwise.variant_of(dtype)
@@ -150,7 +150,7 @@ def _any_programs(dtype: np.dtype[Any]) -> Iterator[tuple[str, Defines]]:
     if dtype != np.float32:  # of edited logits
         yield sampling.SOURCE, elementwise.variant_of(np.dtype(np.float32))
     if dtype.itemsize == 2:
-        yield from packed.programs_of(packed.plain_form(str(dtype)))
+        yield from packed.programs_of(packed.plain_form(str(dtype)), sm)
     yield block_tables.SOURCE, {}
     yield step_tokens.SOURCE, {}
     yield block_copy.SOURCE, {}
