@@ -61,7 +61,8 @@ def test_greedy_tokens_of_several_prompts_at_once(
 ) -> None:
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:prompts]
     directory = str(checkpoint(model)) if model in TINY_CONFIGS else model
-    config = EngineConfig(model=directory, device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256)
+    given = {"kv_cache": "64MiB", "max_model_len": 256, "max_num_seqs": 4}
+    config = EngineConfig(model=directory, device="cuda", dtype="float32", **given)
     with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
         results = engine.generate([answer.prompt_ids for answer in wanted], replace(GREEDY, max_tokens=tokens))
         layer = engine._worker._model._layers[0]

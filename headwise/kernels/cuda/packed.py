@@ -257,8 +257,7 @@ class CudaPacked:
         empty: Callable[[tuple[int, ...], Any], Array],
         tiles: Tiles | None = None,
     ) -> None:
-        self._launcher, self._programs, self._empty = launcher, programs, empty
-        self._tiles = tiles or product_tiles(launcher.sm)
+        self._launcher, self._programs, self._empty, self._tiles = launcher, programs, empty, tiles
         self._kernels: dict[PackedForm, dict[tuple[CodesTile, int], Kernel]] = {}
 
     def prepare(self, form: PackedForm) -> None:
@@ -267,7 +266,7 @@ class CudaPacked:
             self._launcher.prepare(variant)
         if form in self._kernels or not multiplies_codes(form):
             return
-        made = {tile: self._programs(SOURCE, defines_of(form, tile)) for tile in self._tiles[form.bits].values()}
+        made = {tile: self._programs(SOURCE, defines_of(form, tile)) for tile in self._tiles_of(form).values()}
         self._kernels[form] = {
             (tile, warps): program.kernel(KERNEL, warps * _WARP)
             for tile, program in made.items()
@@ -279,7 +278,7 @@ class CudaPacked:
         """``x [rows, depth] @ matrix.T``, of 1 to `FEW_ROWS` rows, `PLAIN_ROWS` of a `PLAIN` matrix, whose elements lie
         side by side, and that begin at multiples of 16 bytes; of a form that `multiplies_codes` and was prepared."""
         (width, depth), form, rows = matrix.shape, matrix.form, x.shape[0]
-        tile = next(tile for most, tile in self._tiles[form.bits].items() if most >= rows)
+        tile = next(tile for most, tile in self._tiles_of(form).items() if most >= rows)
         blocks = -(-rows // tile.tokens), -(-width // (_TILE_ROWS * tile.tiles))
         out = self._empty((rows, width), x.dtype)
         self._kernels[form][tile, self._warps(tile, blocks[0] * blocks[1])](
@@ -290,6 +289,9 @@ class CudaPacked:
             ),
         )  # fmt: skip
         return out
+
+    def _tiles_of(self, form: PackedForm) -> dict[int, CodesTile]:
+        return (self._tiles or product_tiles(self._launcher.sm))[form.bits]
 
     def _warps(self, tile: CodesTile, blocks: int) -> int:
         """Of each block, so that every multiprocessor has as many as it should."""

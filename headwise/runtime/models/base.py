@@ -363,7 +363,8 @@ class Model(ABC):
         """Hidden states ``[T, hidden]`` after the final norm, the same on every rank, until the next call.
 
         ``wanted`` are the rows that come of it, ascending, and may be none: once all is written that layers keep,
-        nothing is computed for others. With them ``attention`` is a `PagedAttentionLayer`. None: all of the ``T``.
+        nothing is computed for others. With them ``attention`` is a `PagedAttentionLayer`. None: all of the ``T``. In
+        a step that is recorded they are a kernel array, int32: which rows they are, is told when it runs.
 
         ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them. ``embeds`` takes the place
         of what `Decoder.embedded` makes of these tokens; whatever else a model looks up, it looks up by ``token_ids``.

@@ -221,6 +221,7 @@ class Gemma4(Gemma2):
                 x, rotations = self.ops.take_rows(x, rows), self.rotations(positions[self.ops.upload(rows)])
                 sides = None if sides is None else self._sides_of(sides, rows)
                 attention = cast(PagedAttentionLayer, attention).ending_at(rows)
+                self._tokens = tokens_of(attention)
             x = self._fed(layer, self.after_attention(layer, x, attended))
             if sides is not None and layer.side is not None:
                 x = x + self._from_side(layer.side, x, sides[:, index])

@@ -105,7 +105,7 @@ class TensorOps(Protocol):
         """The weight of a norm, as a float32 tensor on the device."""
 
     def upload(self, array: NDArray[Any]) -> KernelArray:
-        """A host array as a kernel array of the same dtype; on a CPU the same array."""
+        """A host array as a kernel array of the same dtype; on a CPU the same array. One that is there stays so."""
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
         """An object that copies steps' arrays to the device.
@@ -290,8 +290,8 @@ class PackingOps(TensorOps, Protocol):
 Cut = Callable[[], None]
 """Called where one graph is to end and the next one to begin."""
 
-Between = Callable[[int], None]
-"""Called behind each graph but the last one, with its number."""
+Between = Callable[[int], bool]
+"""Called behind each graph but the last one, with its number. Says whether the next one is wanted."""
 
 
 @runtime_checkable
@@ -317,7 +317,8 @@ class CapturingOps(TensorOps, Protocol):
         """The same of work that says where it is to be cut into pieces, each of which is one launch.
 
         What is between two pieces is enqueued anew each time, by the function that is called there. Arrays that it
-        reads or writes must be in use at the cut; it is to know them by `borrowed`.
+        reads or writes must be in use at the cut; it is to know them by `borrowed`. Where it wants no more pieces,
+        nothing can be read of the results.
         """
 
     def borrowed(self, array: KernelArray) -> KernelArray:

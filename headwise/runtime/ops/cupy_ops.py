@@ -99,5 +99,6 @@ class CupyOps(GpuOps):
         return self.host(self._wide(tensor))
 
 
-def _never(number: int) -> None:
+def _never(number: int) -> bool:
     """What is between the pieces of work that is not cut."""
+    return True

@@ -4,6 +4,9 @@ What attention launches depends on how many sequences a step has, and how long t
 step. All else depends on the number of tokens alone: it is recorded for a few numbers, at start, and steps are padded
 up to the next one. Padding has no sequence, so it writes nothing to the cache and asks nothing of experts; its rows
 stay its own, whatever numbers they hold.
+
+Of a sequence one row is wanted at most. So in steps of more tokens than there may be sequences, pieces behind the last
+layer that keeps anything are of as many rows: those wanted, and padding. Where none is, these pieces do not run.
 """
 
 from __future__ import annotations
@@ -40,36 +43,61 @@ SHARE = 0.6
 UNKNOWN_TOKENS = 1024
 """Most tokens of steps that are recorded where nothing is known of the card."""
 
-Attend = Callable[[int, Sequence[Any], KernelArray], object]
-"""A layer's attention, of what the model projected for it, into an array."""
-
 
 @dataclass(frozen=True)
-class _Cut:
-    """What attention is asked between two pieces."""
+class Asked:
+    """What attention is asked between two pieces.
+
+    projected: by the model, for that layer
+    out:       what it sees goes there
+    is_last_kept: no layer behind this one keeps anything, and of what it sees the wanted rows go to ``out``, the first
+    is_behind: the layer is such a one: each wanted row is a sequence's one query, which ends there
+    """
 
     layer: int
     projected: Sequence[Any]
     out: KernelArray
+    is_last_kept: bool = False
+    is_behind: bool = False
+
+
+Attend = Callable[[Asked], object]
 
 
 class _CuttingAttention:
-    """The `AttentionLayer` of a recording: ends a piece, and begins the next one with the array that attention is to
-    fill. padding: int32 ``[1]``, which row the padding begins with, when the graphs run"""
+    """The `PagedAttentionLayer` of a recording: ends a piece, and begins the next one with the array that attention is
+    to fill. padding: int32 ``[1]``, which row the padding begins with, when the graphs run; of_wanted: likewise, among
+    the wanted ones, of which that of layers behind the last one that keeps anything ``is_behind``"""
 
     def __init__(
-        self, ops: CapturingOps, attention: CachedAttention, padding: KernelArray, cuts: list[_Cut], cut: Cut
+        self,
+        ops: CapturingOps,
+        attention: CachedAttention,
+        padding: KernelArray,
+        of_wanted: KernelArray,
+        asked: list[Asked],
+        cut: Cut,
+        is_behind: bool = False,
     ) -> None:
-        self._ops, self._attention, self._padding = ops, attention, padding
-        self._cuts, self._cut = cuts, cut
+        self._ops, self._attention, self._padding, self._of_wanted = ops, attention, padding, of_wanted
+        self._asked, self._cut, self._is_behind = asked, cut, is_behind
 
     def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
-        assert wanted is None, "pieces are recorded of all rows"
         out = self._attention.result_of(*projected)
+        if wanted is not None:
+            out = self._ops.empty_like(out, (len(wanted), *out.shape[1:]))
         kept = _each_array(projected, self._ops.borrowed)
-        self._cuts.append(_Cut(layer, kept, self._ops.borrowed(out)))
+        self._asked.append(Asked(layer, kept, self._ops.borrowed(out), wanted is not None, self._is_behind))
         self._cut()
         return self._ops.from_kernel_array(out)
+
+    def paged(self) -> None:
+        """See `PagedAttentionLayer.paged`."""
+
+    def ending_at(self, rows: NDArray[np.int64]) -> _CuttingAttention:
+        """See `PagedAttentionLayer.ending_at`."""
+        count = self._of_wanted
+        return _CuttingAttention(self._ops, self._attention, count, count, self._asked, self._cut, is_behind=True)
 
     def tokens(self) -> KernelArray:
         """See `PagedAttentionLayer.tokens`."""
@@ -80,23 +108,28 @@ class StepGraphs:
     """The pieces of steps of up to ``tokens``.
 
     upload: all sizes use one, with room for the largest
+    wanted: rows that come of a step at most; 0: all of its tokens'
     """
 
     def __init__(self, tokens: int, sequences: int, upload: StepUpload) -> None:
         self.tokens, self._sequences, self._upload = tokens, sequences, upload
-        self._cuts: list[_Cut] = []
+        rows = padded_tokens(sequences)
+        self.wanted = rows if rows < tokens else 0
+        self._asked: list[Asked] = []
         self._replay: Callable[[Between], Sequence[KernelArray]] | None = None
 
     def record(self, ops: CapturingOps, model: Model, attention: CachedAttention) -> None:
         """Record the model's pieces."""
-        nobody = np.zeros(0, np.int32)
-        tokens, positions, begins, _, _ = self._padded(nobody, nobody, np.zeros(1, np.int32), nobody, nobody)
-        cuts = self._cuts
+        nobody, asked = np.zeros(0, np.int32), self._asked
+        tokens, positions, begins, _, _, rows, count = self._padded(
+            nobody, nobody, np.zeros(1, np.int32), nobody, nobody, nobody
+        )
 
         def work(cut: Cut) -> Sequence[KernelArray]:
-            cuts.clear()
-            layer = _CuttingAttention(ops, attention, begins[-1:], cuts, cut)
-            return [ops.kernel_array(model.forward(tokens, positions, layer))]
+            asked.clear()
+            layer = _CuttingAttention(ops, attention, begins[-1:], count, asked, cut)
+            wanted = rows if self.wanted else None
+            return [ops.kernel_array(model.forward(tokens, positions, layer, wanted=wanted))]
 
         self._replay = ops.capture_pieces(work)
 
@@ -107,11 +140,13 @@ class StepGraphs:
         begins: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         rows: NDArray[np.int32],
+        wanted: NDArray[np.int64] | None = None,
     ) -> tuple[KernelArray, ...]:
         """The step's arrays on the device, where the pieces read them: two of ``[T]``, and of sequences ``[n + 1]``
-        and twice ``[n]``. What stands behind them is padding."""
+        and twice ``[n]``. What stands behind them is padding. wanted: see `Model.forward`"""
         of_tokens, of_sequences = len(token_ids), len(rows)
-        tokens, places, starts, lengths, tables = self._padded(token_ids, positions, begins, seq_lens, rows)
+        some = np.zeros(0, np.int32) if wanted is None or not self.wanted else wanted.astype(np.int32)
+        tokens, places, starts, lengths, tables, _, _ = self._padded(token_ids, positions, begins, seq_lens, rows, some)
         sequences = starts[: of_sequences + 1], lengths[:of_sequences], tables[:of_sequences]
         return tokens[:of_tokens], places[:of_tokens], *sequences
 
@@ -122,6 +157,7 @@ class StepGraphs:
         begins: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         rows: NDArray[np.int32],
+        wanted: NDArray[np.int32],
     ) -> Sequence[KernelArray]:
         tokens, sequences = self.tokens, self._sequences
         return self._upload(
@@ -130,18 +166,26 @@ class StepGraphs:
             padded(begins, sequences + 1, int(begins[-1])),  # so the last one is where padding begins
             padded(seq_lens, sequences),
             padded(rows, sequences),
+            padded(wanted, self.wanted),
+            np.array([len(wanted)], np.int32),
         )
 
-    def forward(self, attend: Attend) -> Tensor:
-        """Run the step whose arrays were uploaded last: hidden states ``[tokens, hidden]``, valid until the next step,
-        those of padding last."""
+    def forward(self, attend: Attend, is_wanted: bool = True) -> Tensor | None:
+        """Run the step whose arrays were uploaded last: hidden states ``[tokens, hidden]``, or of the wanted rows,
+        valid until the next step, those of padding last. None: nothing is wanted of it, and pieces tell apart what
+        is."""
         assert self._replay is not None, "recorded first"
+        goes_on = True
 
-        def between(number: int) -> None:
-            cut = self._cuts[number]
-            attend(cut.layer, cut.projected, cut.out)
+        def between(number: int) -> bool:
+            nonlocal goes_on
+            asked = self._asked[number]
+            attend(asked)
+            goes_on = is_wanted or not asked.is_last_kept
+            return goes_on
 
-        return self._replay(between)[0]
+        found = self._replay(between)
+        return found[0] if goes_on else None
 
 
 class PrefillGraphs:
@@ -162,7 +206,8 @@ class PrefillGraphs:
         sizes = all_sizes(padded_tokens, self._most)
         log.info("recording prefill of %d sizes, up to %d tokens, as CUDA graphs", len(sizes), sizes[-1])
         # One for all: graphs read where it wrote when they were recorded.
-        upload = self._ops.step_upload(capacity=2 * sizes[-1] + 3 * self._sequences + 1)
+        rows = padded_tokens(self._sequences)
+        upload = self._ops.step_upload(capacity=2 * sizes[-1] + 3 * self._sequences + rows + 2)
         for tokens in reversed(sizes):  # the largest first: see `CapturingOps`
             graphs, trouble = StepGraphs(tokens, self._sequences, upload), ""
             try:

@@ -346,8 +346,16 @@ def test_work_in_pieces_is_a_graph_for_each_with_what_is_between_them_anew(
     assert cupy_log[:2] == ["first", "second"], "as it is, to load what it needs"
     assert cupy_log[3:-1] == ["begin", "first", "end", "begin", "second", "end", "begin", "end"]
     cupy_log.clear()
-    (found,) = replay(lambda number: cupy_log.append(f"between {number}"))
+
+    def between(number: int, last: int = 1) -> bool:
+        cupy_log.append(f"between {number}")
+        return number <= last
+
+    (found,) = replay(between)
     assert cupy_log == ["launch", "between 0", "launch", "between 1", "launch"]
+    cupy_log.clear()
+    replay(lambda number: between(number, last=-1))
+    assert cupy_log == ["launch", "between 0"], "no more is wanted"
     rows[0][:] = np.arange(32, dtype=np.float16).reshape(2, 16)
     np.testing.assert_array_equal(found, rows[0])
     np.testing.assert_array_equal(ops.borrowed(rows[0][:, 4:8]), [[4, 5, 6, 7], [20, 21, 22, 23]])

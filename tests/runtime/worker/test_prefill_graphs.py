@@ -16,7 +16,9 @@ from headwise.runtime.worker.prefill_graphs import (
     ENQUEUED_S,
     SHARE,
     UNKNOWN_TOKENS,
+    Asked,
     PrefillGraphs,
+    StepGraphs,
     padded_tokens,
     worthwhile_tokens,
 )
@@ -57,7 +59,7 @@ def test_a_faster_card_or_a_rank_with_less_to_do_has_larger_graphs_and_no_card_f
 
 
 @dataclass(frozen=True)
-class Asked:
+class Projected:
     """As variants project it: arrays and numbers, within a tuple."""
 
     numbers: np.ndarray
@@ -72,14 +74,18 @@ class Attention:
 
 
 class Model:
-    """Adds up, over two layers, its input and what attention says."""
+    """Adds up, over three layers, its input and what attention says. The last one keeps nothing."""
 
-    config = SimpleNamespace(num_layers=2)
+    config = SimpleNamespace(num_layers=3)
 
-    def forward(self, tokens: np.ndarray, positions: np.ndarray, attention: Any) -> np.ndarray:
+    def forward(self, tokens: np.ndarray, positions: np.ndarray, attention: Any, wanted: Any = None) -> np.ndarray:
         x = tokens * 1000 + positions
-        for layer in range(2):
-            x = x + attention(layer, x, (Asked(x, 0.5),), None)
+        x = x + attention(0, x, (Projected(x, 0.5),), None)
+        seen = attention(1, x, (Projected(x, 0.5),), None, wanted=wanted)
+        if wanted is not None:
+            x, attention = x[wanted], attention.ending_at(wanted)
+        x = x + seen
+        x = x + attention(2, x, (Projected(x, 0.5),), None)
         return np.append(x, attention.tokens())
 
 
@@ -87,7 +93,7 @@ class Ops:
     """Records by noting what there is. One for all, fails from a size on, if at all."""
 
     def __init__(self, fails_below: int = 0) -> None:
-        self.fails_below, self.borrows, self.sizes, self.uploads = fails_below, 0, [], 0
+        self.fails_below, self.borrows, self.rows, self.uploads = fails_below, 0, [], 0
 
     def step_upload(self, capacity: int) -> FixedUpload:
         self.uploads += 1
@@ -98,47 +104,94 @@ class Ops:
 
     from_kernel_array = kernel_array
 
+    def empty_like(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return np.full(shape, -1, array.dtype)
+
     def borrowed(self, array: np.ndarray) -> np.ndarray:
         self.borrows += 1
         return array
 
     def capture_pieces(self, work: Any) -> Any:
-        self.sizes.append(len(work(lambda: None)[0]) - 1)
-        if self.sizes[-1] < self.fails_below:
+        self.rows.append(len(work(lambda: None)[0]) - 1)
+        if self.rows[-1] < self.fails_below:
             raise RuntimeError("out of memory")
 
         def replay(between: Any) -> Any:
-            numbers = iter(range(2))
-            return work(lambda: between(next(numbers)))
+            numbers = iter(range(3))
+
+            def cut() -> None:
+                if not between(next(numbers)):
+                    raise StopIteration
+
+            try:
+                return work(cut)
+            except StopIteration:
+                return ()
 
         return replay
 
 
-def recorded(ops: Ops, most: int = 48, **more: Any) -> PrefillGraphs:
-    graphs = PrefillGraphs(ops, most, 3, **more)  # type: ignore[arg-type]
+def recorded(ops: Ops, most: int = 48, sequences: int = 33, **more: Any) -> PrefillGraphs:
+    graphs = PrefillGraphs(ops, most, sequences, **more)  # type: ignore[arg-type]
     graphs.record(Model(), Attention())  # type: ignore[arg-type]
     return graphs
 
 
 def test_attention_fills_what_the_next_piece_reads_and_padding_begins_behind_the_last_sequence() -> None:
-    ops, asked = Ops(), []
+    ops, found = Ops(), []
     every = recorded(ops)
-    assert (ops.sizes, every.sizes, every.captured, ops.uploads) == ([48, 32, 24, 16], [16, 24, 32, 48], 12, 1)
+    assert (ops.rows, every.sizes, every.captured, ops.uploads) == ([48, 32, 24, 16], [16, 24, 32, 48], 16, 1)
 
-    def attend(layer: int, projected: Any, out: np.ndarray) -> None:
-        asked.append((layer, projected[1][0].eps, projected[2], len(out)))
-        out[:20] = projected[1][0].numbers[:20]
+    def attend(asked: Asked) -> None:
+        found.append((asked.layer, asked.projected[1][0].eps, asked.projected[2], len(asked.out)))
+        assert not asked.is_last_kept
+        assert not asked.is_behind
+        asked.out[:20] = asked.projected[1][0].numbers[:20]
 
     for first in (5, 6):
         graphs = every.of(20)
-        begins, tokens = np.array([0, 13, 20], np.int32), np.full(20, first, np.int32)
-        told = graphs.upload(tokens, tokens + 1, begins, np.array([13, 9], np.int32), np.array([2, 0], np.int32))
+        assert not graphs.wanted, "as many sequences as there may be would take as many rows"
+        told = uploaded(graphs, first, np.array([12, 19]))
         assert [array.tolist() for array in told[2:]] == [[0, 13, 20], [13, 9], [2, 0]]
         hidden = graphs.forward(attend)
-        assert hidden[:20].tolist() == [4 * (1001 * first + 1)] * 20
-        assert hidden[20:].tolist() == [-2] * 4 + [20]
-    assert asked == [(0, 0.5, None, 24), (1, 0.5, None, 24)] * 2
+        assert hidden[:20].tolist() == [8 * (1001 * first + 1)] * 20
+        assert hidden[20:].tolist() == [-3] * 4 + [20]
+    assert found == [(layer, 0.5, None, 24) for layer in (0, 1, 2)] * 2
     assert ops.borrows > 0
+
+
+def uploaded(graphs: StepGraphs, first: int, wanted: np.ndarray | None) -> tuple[np.ndarray, ...]:
+    begins, tokens = np.array([0, 13, 20], np.int32), np.full(20, first, np.int32)
+    return graphs.upload(tokens, tokens + 1, begins, np.array([13, 9], np.int32), np.array([2, 0], np.int32), wanted)
+
+
+def test_behind_the_last_layer_that_keeps_anything_pieces_are_of_the_rows_that_may_be_wanted() -> None:
+    ops = Ops()
+    every = recorded(ops, sequences=3)
+    assert ops.rows == [16] * 4
+    assert [graphs.wanted for graphs in every._recorded] == [0, 16, 16, 16]
+    graphs = every.of(20)
+
+    def attend(asked: Asked) -> None:
+        found.append((asked.layer, len(asked.projected[0]), len(asked.out), asked.is_last_kept, asked.is_behind))
+        asked.out[:2] = 7
+
+    for wanted in ([12, 19], [19], []):
+        found: list[tuple[int, int, int, bool, bool]] = []
+        tokens = uploaded(graphs, 5, np.array(wanted, np.int64))[0]
+        tokens += np.arange(20, dtype=np.int32)
+        hidden = graphs.forward(attend, is_wanted=bool(wanted))
+        assert found[:2] == [(0, 24, 24, False, False), (1, 24, 16, True, False)]
+        if not wanted:
+            assert hidden is None, "pieces behind do not run"
+            assert len(found) == 2
+            continue
+        assert found[2:] == [(2, 16, 16, False, True)]
+        of_first = [7 if row < 2 else -1 for row in wanted]
+        assert hidden[: len(wanted)].tolist() == [
+            5000 + 1000 * row + 6 + seen + 14 for row, seen in zip(wanted, of_first, strict=True)
+        ]
+        assert hidden[-1] == len(wanted), "padding begins behind them"
 
 
 @pytest.mark.parametrize("other", [False, True])

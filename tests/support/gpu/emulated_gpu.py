@@ -64,6 +64,7 @@ class EmulatedOps(GpuOps):
         super().__init__(np, numpy_dtype(dtype), programs, launcher, weights_dtype, 64, own_products)
         self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
         self.is_recorded = False
+        self._fixed: list[FixedUpload] = []
         self.allocate: Callable[[int], NDArray[np.uint8]] | None = None
 
     def empty_bytes(self, num_bytes: int) -> NDArray[Any]:
@@ -83,6 +84,8 @@ class EmulatedOps(GpuOps):
         return poisoned_array(array.shape if shape is None else shape, array.dtype)
 
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
+        if any(fixed.has(array) for fixed in self._fixed):
+            return array
         assert not self.is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
         return array.copy()
 
@@ -98,6 +101,7 @@ class EmulatedOps(GpuOps):
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
         fixed = FixedUpload(capacity)
+        self._fixed.append(fixed)
 
         def upload(*arrays: NDArray[np.int32]) -> list[NDArray[np.int32]]:
             assert not self.is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
@@ -116,10 +120,14 @@ class EmulatedOps(GpuOps):
 
             def cut() -> None:
                 self.is_recorded = False
-                between(next(numbers))
+                if not between(next(numbers)):
+                    raise _NoMorePieces
                 self.is_recorded = True
 
-            return self._again(lambda: work(cut))
+            try:
+                return self._again(lambda: work(cut))
+            except _NoMorePieces:
+                return ()
 
         return replay
 
@@ -132,6 +140,10 @@ class EmulatedOps(GpuOps):
 
     def borrowed(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
+
+
+class _NoMorePieces(Exception):
+    """Ends work that is not wanted any more."""
 
 
 class FixedUpload:
@@ -150,6 +162,10 @@ class FixedUpload:
         for view, array in zip(views, arrays, strict=True):
             view[...] = array
         return views
+
+    def has(self, array: NDArray[Any]) -> bool:
+        """Whether ``array`` lies in the buffer."""
+        return np.may_share_memory(array, self._buffer)
 
 
 class EmulatedGpu:
