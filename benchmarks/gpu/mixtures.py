@@ -12,7 +12,7 @@ from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.precompile import precompile
 from headwise.kernels.experts import Mixture, Routing
-from headwise.runtime.models.decoder import GatedMlp, Linear
+from headwise.runtime.models.layers import GatedMlp, Linear
 from headwise.runtime.ops.base import Experts, TensorOps
 from headwise.runtime.ops.quantised import Matrix
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,100 +37,12 @@ from headwise.runtime.models.base import (
     can_be_split,
     fitting_sizes,
 )
+from headwise.runtime.models.layers import GatedMlp, Layer, Linear, QkvProjections, Residual
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
+from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix
-
-
-class Weights(Protocol):
-    """Reads weights, or the parts that a rank needs: float32, by their Hugging Face names; `byte_rows` those of bytes.
-
-    Where weights are to stay as a file has them, quantised or in the model's dtype, `kept_rows` and `kept_columns`
-    give the same part so; None: not this one.
-    """
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    def tensor(self, name: str) -> NDArray[np.float32]: ...
-
-    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]: ...
-
-    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]: ...
-
-    def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]: ...
-
-    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None: ...
-
-    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None: ...
-
-
-Prepare = Callable[[str, Callable[[], Weight]], Weight]
-"""Gives a rank's weight of some name: made by the function, or as the function made it at an earlier start.
-
-A name is that of one weight of a model, and tells which parts of which tensors it is made of.
-"""
-
-
-def make_anew(name: str, make: Callable[[], Weight]) -> Weight:
-    """The `Prepare` that knows nothing of earlier starts."""
-    return make()
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A projection.
-
-    bias:  which comes with the product
-    added: a bias of what goes into the residual stream, which is added there, once for all ranks, all of which have it
-    """
-
-    weight: Weight
-    bias: Tensor | None = None
-    added: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class GatedMlp:
-    """One rank's part of ``down(act(gate x) * up x)``."""
-
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True)
-class QkvProjections:
-    """One rank's part of grouped-query attention.
-
-    sink_logits: of its query heads, float32; None: it has none
-    bias:        of queries, keys and values, which `qkv` lacks, for attention to add; None: there is nothing to add
-    """
-
-    qkv: Linear
-    out: Linear
-    sink_logits: KernelArray | None = None
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One rank's weights of a decoder layer.
-
-    attention: what `Decoder.load_attention` made and `Decoder.attend` computes
-    mlp:       what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
-    """
-
-    attention: Any
-    mlp: Any
-    norms: LayerNorms
-
-
-class Residual(NamedTuple):
-    """The residual stream between two parts of the decoder, and its norm, which is the next part's input."""
-
-    x: Tensor
-    normed: Tensor
 
 
 class Decoder(Model):

@@ -16,9 +16,9 @@ from headwise.errors import ModelError
 from headwise.kernels.fused import Latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
-from headwise.runtime.models.decoder import Layer, Linear
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v2_moe, v3_moe
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, number, positive, rope
+from headwise.runtime.models.layers import Layer, Linear
 from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.weight_view import taken

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
 from headwise.runtime.models.base import IndexerConfig, ModelConfig, MoeConfig
-from headwise.runtime.models.decoder import Linear
 from headwise.runtime.models.deepseek import MOST_RANK, Deepseek, LatentProjections, parse_latents
 from headwise.runtime.models.deepseek_routing import v3_moe
 from headwise.runtime.models.hf_config import HfConfig, named_layer_types, positive
+from headwise.runtime.models.layers import Linear
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import KernelArray, Tensor
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig
-from headwise.runtime.models.decoder import Decoder, Weights
+from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
     HfConfig,
@@ -26,6 +26,7 @@ from headwise.runtime.models.hf_config import (
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import InterleavedWeights
+from headwise.runtime.models.weights import Weights
 
 DENSE = "Ernie4_5ForCausalLM"
 MOE = "Ernie4_5_MoeForCausalLM"

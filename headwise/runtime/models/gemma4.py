@@ -24,11 +24,12 @@ from headwise.kernels.fused import (
 )
 from headwise.kernels.fused import SideInput as FusedSide
 from headwise.runtime.models.base import AttentionLayer, Embeds, PagedAttentionLayer, PagedCache
-from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights
 from headwise.runtime.models.gemma2 import Gemma2
 from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, parse
+from headwise.runtime.models.layers import Layer, Linear, Residual
 from headwise.runtime.models.moe_decoder import tokens_of
 from headwise.runtime.models.weight_view import ExpertWeights
+from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Experts, KernelArray, Tensor, Weight
 from headwise.runtime.ops.quantised import Matrix
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig
-from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.hf_config import (
     HfConfig,
     check_served,
@@ -29,6 +28,7 @@ from headwise.runtime.models.hf_config import (
 )
 from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
 from headwise.runtime.models.weight_view import WeightView
+from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
 ARCHITECTURE = "GptOssForCausalLM"

@@ -14,7 +14,6 @@ from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Besides, DecoderLayer, GroupedQueries
 from headwise.runtime.models.attention.chunked import cut_into_chunks
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig, PagedCache, RopeConfig
-from headwise.runtime.models.decoder import Layer, Weights
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
     HfConfig,
@@ -28,9 +27,11 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.layers import Layer
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import InterleavedWeights
+from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.runtime.models.decoder import GatedMlp, Linear
+from headwise.runtime.models.layers import GatedMlp, Linear
 from headwise.runtime.ops.base import Experts
 
 

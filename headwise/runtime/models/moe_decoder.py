@@ -13,8 +13,9 @@ from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN, Mixture
 from headwise.kernels.fused import GatedLayer, GatedShare, MixedLayer
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
-from headwise.runtime.models.decoder import Decoder, Linear
+from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, check_served, positive
+from headwise.runtime.models.layers import Linear
 from headwise.runtime.models.moe import MoeMlp
 from headwise.runtime.ops.base import KernelArray, Tensor
 

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.base import ModelConfig, RopeConfig
-from headwise.runtime.models.decoder import Decoder, Weights
+from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, rope
 from headwise.runtime.models.mistral import window_everywhere
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.weight_view import Reader, WeightView, taken
+from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.quantised import Matrix
 
 ARCHITECTURE = "Phi3ForCausalLM"

@@ -15,7 +15,7 @@ from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.delta_base import DeltaProjected, DeltaWeights
 from headwise.kernels.fused import DeltaNet, GroupedQueries, Latents
 from headwise.runtime.models.base import AttentionLayer, DeltaConfig, ModelConfig, RopeConfig, Rotation
-from headwise.runtime.models.decoder import Decoder, Layer, Linear, QkvProjections, Weights
+from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
     MOST_HEAD_DIM,
     MOST_MEMBERS,
@@ -26,12 +26,14 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.layers import Layer, Linear, QkvProjections
 from headwise.runtime.models.moe import MoeMlp
 from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.qwen import Qwen3, moe_config
 from headwise.runtime.models.qwen3_next_weights import GatedHeadWeights, JoinedDeltaWeights
 from headwise.runtime.models.values import finite_number, shown
 from headwise.runtime.models.weight_view import ExpertWeights
+from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Tensor
 
 NEXT = "Qwen3NextForCausalLM"

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.base import DeltaConfig, ModelConfig
-from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.weight_view import Reader, WeightView, taken
+from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 Floats = NDArray[np.float32]

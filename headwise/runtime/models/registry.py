@@ -23,11 +23,12 @@ from headwise.runtime.models import (
     qwen3_next,
 )
 from headwise.runtime.models.base import Model, ModelConfig, Shard
-from headwise.runtime.models.decoder import Decoder, Prepare, Weights, make_anew
+from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig
 from headwise.runtime.models.kinds import check_kinds
 from headwise.runtime.models.unsupported import what_is_missing
 from headwise.runtime.models.values import shown
+from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives
 

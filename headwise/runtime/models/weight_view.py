@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.models.decoder import Weights
+from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 

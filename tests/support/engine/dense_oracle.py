@@ -14,8 +14,8 @@ from headwise.kernels.delta_base import DeltaProjected
 from headwise.kernels.delta_gates import gated_norm, inputs_of
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig, Shard
-from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.registry import build_model
+from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Communicator
 from headwise.runtime.ops.select import make_ops

@@ -1,0 +1,64 @@
+"""One rank's weights of a decoder layer, and what goes from one part of it to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from headwise.kernels.fused import LayerNorms
+from headwise.runtime.ops.base import KernelArray, Tensor, Weight
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A projection.
+
+    bias:  which comes with the product
+    added: a bias of what goes into the residual stream, which is added there, once for all ranks, all of which have it
+    """
+
+    weight: Weight
+    bias: Tensor | None = None
+    added: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """One rank's part of ``down(act(gate x) * up x)``."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class QkvProjections:
+    """One rank's part of grouped-query attention.
+
+    sink_logits: of its query heads, float32; None: it has none
+    bias:        of queries, keys and values, which `qkv` lacks, for attention to add; None: there is nothing to add
+    """
+
+    qkv: Linear
+    out: Linear
+    sink_logits: KernelArray | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One rank's weights of a decoder layer.
+
+    attention: what `Decoder.load_attention` made and `Decoder.attend` computes
+    mlp:       what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
+    """
+
+    attention: Any
+    mlp: Any
+    norms: LayerNorms
+
+
+class Residual(NamedTuple):
+    """The residual stream between two parts of the decoder, and its norm, which is the next part's input."""
+
+    x: Tensor
+    normed: Tensor
