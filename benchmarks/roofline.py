@@ -11,6 +11,9 @@ and implementation that is measured here. With T tokens, P weights in the layers
 
     2 P T  +  2 vocabulary hidden  +  sum over layers and query heads of 4 D (keys that each of T tokens sees, summed)
 
+A demo model's are measured once more from the blocks of its GGUF file (`gguf` in the JSON), where nothing is asked of
+the engine's configuration.
+
 The engine runs in a process of its own, which stands still while the machine is measured; all of it round by round, and
 memory before and after the decode. The last line is JSON, with medians over the rounds.
 """
@@ -43,6 +46,7 @@ from headwise.runtime.config.decode_reads import cache_reads, decode_reads
 from headwise.runtime.config.device import resolve_device
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
+from headwise.runtime.loader.aliases import ALIASES
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.resolve import resolve_model
 
@@ -241,6 +245,20 @@ def show(found: dict[str, Any], size: Size) -> None:
     print()
 
 
+def measured(fields: dict[str, Any], size: Size) -> dict[str, Any]:
+    """Figures of an engine with these fields of its configuration, shown as a table, too."""
+    config = resolve_device(EngineConfig.from_dict(fields), 0)
+    with progress() as bar:
+        directory = resolve_model(config.model, config.cache_path, bar)
+    work = Work.of(config, directory)
+    tell("loading headwise")
+    with Process("headwise", headwise_spec(**fields)) as process:
+        tell(f"loaded: {process.about['chosen']}")
+        found = report(measure(process, work, size), work, size)
+    show(found, size)
+    return {**found, "dtype": config.dtype_name, "weights_dtype": config.weights_dtype_name}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -252,18 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = SMOKE if args.smoke else QUICK if args.quick else FULL
     size = Size(**{**vars(size), **({"rounds": args.rounds} if args.rounds else {})})
     fields = {"model": args.model, "max_model_len": 2048, "kv_cache": size.kv_cache, **engine_fields(args)}
-    config = resolve_device(EngineConfig.from_dict(fields), 0)
-    with progress() as bar:
-        directory = resolve_model(config.model, config.cache_path, bar)
-    work = Work.of(config, directory)
-    tell("loading headwise")
-    with Process("headwise", headwise_spec(**fields)) as process:
-        tell(f"loaded: {process.about['chosen']}")
-        found = report(measure(process, work, size), work, size)
-    show(found, size)
+    found = measured(fields, size)
+    if args.model in ALIASES and not args.engine:
+        found["gguf"] = measured({**fields, "weights_dtype": "gguf"}, size)
     cores = len(os.sched_getaffinity(0))
-    dtypes = {"dtype": config.dtype_name, "weights_dtype": config.weights_dtype_name}
-    print(json.dumps({**found, "model": args.model, **dtypes, "rounds": size.rounds, "cores": cores}))
+    print(json.dumps({**found, "model": args.model, "rounds": size.rounds, "cores": cores}))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from headwise.kernels.cpu.codes_vectors import TOTAL_BYTES, in_vectors
 from headwise.kernels.cpu.matmul_kinds import PANEL, Kind
 from headwise.kernels.cpu.matmul_rows import ROWS_IN_VECTORS, groups_of
-from headwise.kernels.cpu.matmul_tiles import VECTORS_ALONE, PlaceEmitter
+from headwise.kernels.cpu.matmul_tiles import LINE, VECTORS_ALONE, PlaceEmitter
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.tiles import BLOCK, HALVES, ROW_BYTES, SIDE, TILE_BYTES, configure, tile_call
 
@@ -47,6 +47,9 @@ SCRATCH = (BLOCKS * BLOCK_BYTES + _BUFFERS * TILE_BYTES) // 4
 VECTORS_OF_TWO = 2
 """Vectors of columns that two rows are multiplied with at once."""
 
+_CODES_AHEAD = 4096
+"""Bytes of codes that are prefetched ahead, as `matmul_tiles.CODES_AHEAD`."""
+
 _X, _WEIGHTS = 4, (5, 6, 7, 5)
 """Tiles, by number; sums are those from 0 on."""
 
@@ -68,6 +71,8 @@ def _expansion(kind: Kind) -> Any:
                 row = e.times(builder.urem(first, _LONG(SIDE)), ROW_BYTES)
                 here = e.at(out, block, row)
                 turn = e.at(data, e.times(loop.index, kind.turn_bytes))
+                for line in range(0, kind.turn_bytes, LINE):
+                    e.prefetch(e.at(turn, _LONG(_CODES_AHEAD + line)))
                 for place, operands in kind.steps(e, turn, COLUMN_TILES, prepared):
                     for column, pairs_of in enumerate(operands):
                         e.store(pairs_of, e.at(here, _LONG(column * TILE_BYTES + place * ROW_BYTES)))

@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headwise.kernels.cpu.matmul_kinds import PANEL, Kind
-from headwise.kernels.cpu.matmul_tiles import PlaceEmitter
+from headwise.kernels.cpu.matmul_tiles import CODES_AHEAD, LINE, PlaceEmitter
 
 _LONG = ir.IntType(64)
 
@@ -56,11 +56,13 @@ def in_vectors(kind: Kind, rows: int, vectors: int) -> Any:
                 behind = [builder.add(number, _LONG(1)) for number in (within, in_chunk)]
                 with builder.if_then(_either_is(e, behind, (of_group, of_chunk))):
                     at = e.times(group, PANEL * 2)
+                    e.prefetch_factors(e.at(scales, at))
                     factors = [e.halves(e.at(scales, at), v) for v in range(vectors)]
                     for (_, v), part, total in zip(cells, parts, own, strict=True):
                         e.update(total, e.multiply_add(e.value(part), factors[v], e.value(total)))
                     is_first = builder.icmp_signed("<=", within, in_chunk)
                     with builder.if_then(builder.and_(has_minima, is_first)):
+                        e.prefetch_factors(e.at(minima, at))
                         least = [e.halves(e.at(minima, at), v) for v in range(vectors)]
                         here = e.at(sums, e.times(group, 4))
                         for (row, v), total in zip(cells, own, strict=True):
@@ -93,8 +95,10 @@ def _sum_unit(
     halves = _zeros(e, rows * vectors), _zeros(e, rows * vectors)
     with cgutils.for_range(e.builder, turns) as loop:
         turn = e.builder.add(first, loop.index)
-        here = e.at(x[0], e.times(turn, 4 * kind.x_per_turn))
-        for step, operands in kind.steps(e, e.at(data, e.times(turn, kind.turn_bytes)), vectors, prepared):
+        here, codes = e.at(x[0], e.times(turn, 4 * kind.x_per_turn)), e.at(data, e.times(turn, kind.turn_bytes))
+        for line in range(0, kind.turn_bytes, LINE):
+            e.prefetch(e.at(codes, _LONG(CODES_AHEAD + line)))
+        for step, operands in kind.steps(e, codes, vectors, prepared):
             for row in range(rows):
                 factor = e.number(e.at(here, _LONG(4 * step), e.times(x[1], row)))
                 for v, operand in enumerate(operands):

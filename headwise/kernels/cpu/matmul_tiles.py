@@ -36,6 +36,16 @@ VECTORS_ALONE = PANEL // LANES
 LINE = 64
 """Bytes of a cache line."""
 
+FEW_ROWS = 4
+"""Rows that are multiplied with a weight in less time than it takes to read that from memory, or about as much."""
+
+CODES_AHEAD = 8192
+"""Bytes of codes that are prefetched ahead of few rows. A processor's own prefetching ends with each page of 4 KiB, and
+of codes, which take long to compute with, it asks for too little at a time; of numbers it does as well."""
+
+FACTORS_AHEAD = CODES_AHEAD // 8
+"""Of scales, and of minima: as far ahead, of groups of 32 codes of 4 bits, and farther of others."""
+
 
 class PlaceEmitter(Emitter):
     """With what lies at addresses."""
@@ -54,6 +64,11 @@ class PlaceEmitter(Emitter):
         """Vector number ``vector`` of the finite float16 numbers at a pointer, as floats."""
         place = self.at(place, ir.IntType(64)(vector * LANES * 2))
         return _widened_halves(self, load_vector(self, place, ir.VectorType(_I16, LANES)))
+
+    def prefetch_factors(self, place: Any) -> None:
+        """A panel's of the group that is `FACTORS_AHEAD` of that at a pointer to bytes."""
+        for line in range(0, PANEL * 2, LINE):
+            self.prefetch(self.at(place, ir.IntType(64)(FACTORS_AHEAD + line)))
 
     def number(self, place: Any) -> Any:
         """A vector of the float at a pointer."""
@@ -104,8 +119,9 @@ def grouped_tile(kind: Kind, rows: int, vectors: int) -> Any:
             for total in sums:
                 e.update(total, e.fill(0.0))
             x_rows, w = a.turns_from(e, kind, rows, e.builder.mul(loop.index, a.group_turns))
-            _sum_turns(e, kind, x_rows, w, a.group_turns, sums, vectors, prepared)
+            _sum_turns(e, kind, x_rows, w, a.group_turns, sums, vectors, prepared, *_of_codes(kind, rows, vectors))
             at = e.builder.add(a.sa, e.times(loop.index, PANEL))
+            a.prefetch_factors(e, rows, at)
             for cell, total in enumerate(totals):
                 scale = _half_vector(e, a.scales, at, cell % vectors)
                 e.update(total, e.multiply_add(e.value(sums[cell]), scale, e.value(total)))
@@ -133,6 +149,7 @@ def integer_tile(kind: Kind, rows: int, vectors: int) -> Any:
         parts = builder.udiv(a.group_turns, a.part_turns)
         with cgutils.for_range(builder, a.groups) as group:
             at, first = builder.add(a.sa, e.times(group.index, PANEL)), builder.mul(group.index, parts)
+            a.prefetch_factors(e, rows, at)
             scales = [_half_vector(e, a.scales, at, v) for v in range(vectors)]
             with cgutils.for_range(builder, parts) as loop:
                 part = builder.add(first, loop.index)
@@ -141,7 +158,7 @@ def integer_tile(kind: Kind, rows: int, vectors: int) -> Any:
                 for cell, total in enumerate(sums):
                     e.update(total, begins[cell // vectors])
                 x_rows, w = a.turns_from(e, kind, rows, builder.mul(part, a.part_turns))
-                _sum_turns(e, kind, x_rows, w, a.part_turns, sums, vectors, None)
+                _sum_turns(e, kind, x_rows, w, a.part_turns, sums, vectors, None, *_of_codes(kind, rows, vectors))
                 factors = [e.fill(builder.load(place)) for place in own]
                 for cell, total in enumerate(totals):
                     each = builder.fmul(builder.sitofp(e.value(sums[cell]), _FLOATS), factors[cell // vectors])
@@ -181,6 +198,14 @@ class _Grouped(NamedTuple):
     tile: Any
     ta: Any
     fresh: Any
+
+    def prefetch_factors(self, e: Emitter, rows: int, at: Any) -> None:
+        """Of few rows, the scales and minima that lie `FACTORS_AHEAD` bytes behind those at ``at``: of a vector, which
+        begins another line for every pass over a panel."""
+        if rows <= FEW_ROWS:
+            ahead = at.type(FACTORS_AHEAD // 2)
+            for factors in (self.scales, self.minima):  # without minima, the place of none: nothing is read there
+                e.prefetch(e.at(factors, at, ahead))
 
     def turns_from(self, e: Emitter, kind: Kind, rows: int, turn: Any) -> tuple[list[Any], Any]:
         """Where all rows, and the weight, are at a turn."""
@@ -224,6 +249,12 @@ def _put(e: Emitter, a: _Grouped, totals: list[Any], rows: int, vectors: int) ->
 def _cells(e: Emitter, tile: Any, rows: int, vectors: int) -> list[Any]:
     n = ir.IntType(64)
     return [e.at(tile, n(row * PANEL + v * LANES)) for row in range(rows) for v in range(vectors)]
+
+
+def _of_codes(kind: Kind, rows: int, vectors: int) -> tuple[Any, int]:
+    """What `_sum_turns` prefetches: of few rows, the lines that they come to later."""
+    lines = -(-vectors * LANES * kind.column_bytes // LINE) if rows <= FEW_ROWS else 0
+    return ir.IntType(64)(CODES_AHEAD), lines
 
 
 def _sum_turns(
