@@ -102,9 +102,12 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "best matrix product's",
             lambda f: (
                 f"{percent(f['decode_fraction'])} of {f['read_gb_s']:.0f} GB/s; {percent(f['prefill_fraction'])} of "
-                f"{f['gemm_gflop_s']:.0f} GFLOP/s ({f['dtype']}); from the GGUF file's blocks "
-                f"{percent(f['gguf']['decode_fraction'])}; {percent(f['gguf']['prefill_fraction'])}"
+                f"{f['gemm_gflop_s']:.0f} GFLOP/s ({f['dtype']})"
             ),
+        ),
+        Row(
+            "The same from the GGUF file's blocks",
+            lambda f: f"{percent(f['gguf']['decode_fraction'])}; {percent(f['gguf']['prefill_fraction'])}",
         ),
     ),
     "perplexity": (

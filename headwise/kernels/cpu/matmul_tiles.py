@@ -121,7 +121,7 @@ def grouped_tile(kind: Kind, rows: int, vectors: int) -> Any:
             x_rows, w = a.turns_from(e, kind, rows, e.builder.mul(loop.index, a.group_turns))
             _sum_turns(e, kind, x_rows, w, a.group_turns, sums, vectors, prepared, *_of_codes(kind, rows, vectors))
             at = e.builder.add(a.sa, e.times(loop.index, PANEL))
-            a.prefetch_factors(e, rows, at)
+            a.prefetch_factors(e, rows, vectors, at)
             for cell, total in enumerate(totals):
                 scale = _half_vector(e, a.scales, at, cell % vectors)
                 e.update(total, e.multiply_add(e.value(sums[cell]), scale, e.value(total)))
@@ -149,7 +149,7 @@ def integer_tile(kind: Kind, rows: int, vectors: int) -> Any:
         parts = builder.udiv(a.group_turns, a.part_turns)
         with cgutils.for_range(builder, a.groups) as group:
             at, first = builder.add(a.sa, e.times(group.index, PANEL)), builder.mul(group.index, parts)
-            a.prefetch_factors(e, rows, at)
+            a.prefetch_factors(e, rows, vectors, at)
             scales = [_half_vector(e, a.scales, at, v) for v in range(vectors)]
             with cgutils.for_range(builder, parts) as loop:
                 part = builder.add(first, loop.index)
@@ -199,13 +199,12 @@ class _Grouped(NamedTuple):
     ta: Any
     fresh: Any
 
-    def prefetch_factors(self, e: Emitter, rows: int, at: Any) -> None:
-        """Of few rows, the scales and minima that lie `FACTORS_AHEAD` bytes behind those at ``at``: of a vector, which
-        begins another line for every pass over a panel."""
-        if rows <= FEW_ROWS:
-            ahead = at.type(FACTORS_AHEAD // 2)
-            for factors in (self.scales, self.minima):  # without minima, the place of none: nothing is read there
-                e.prefetch(e.at(factors, at, ahead))
+    def prefetch_factors(self, e: Emitter, rows: int, vectors: int, at: Any) -> None:
+        """Of few rows, the scales and minima that lie `FACTORS_AHEAD` bytes behind those of ``vectors`` at ``at``."""
+        ahead = range(FACTORS_AHEAD, FACTORS_AHEAD + vectors * LANES * 2, LINE) if rows <= FEW_ROWS else ()
+        for byte in ahead:
+            for factors in (self.scales, self.minima):  # where there are no minima, what lies there is harmless
+                e.prefetch(e.at(factors, at, at.type(byte // 2)))
 
     def turns_from(self, e: Emitter, kind: Kind, rows: int, turn: Any) -> tuple[list[Any], Any]:
         """Where all rows, and the weight, are at a turn."""

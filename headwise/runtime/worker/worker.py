@@ -503,8 +503,8 @@ class ModelWorker:
         return self._ops.take_rows(hidden, wanted) if len(wanted) else hidden[:0]
 
     def _graphs_of(self, batch: BatchRequest, tokens: int, wanted: NDArray[np.int64] | None) -> StepGraphs | None:
-        """Those that a step runs by, if it has no embeddings, which come from the host, and they give what is wanted
-        of it, None: all."""
+        """Those that a step runs by, if it has no embeddings, which come from the host, and they give all rows where
+        all are wanted."""
         graphs = None if self._prefill is None or batch.embeds is not None else self._prefill.of(tokens)
         return None if graphs is not None and graphs.wanted and wanted is None else graphs
 
