@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import ShimPrograms
-from support.gpu.drawn_codes import CODES, check_close, draw, packed, rows_of
+from support.gpu.drawn_codes import CODES, check_close, draw, every_code, packed, rows_of
 from support.gpu.machine_code import TARGETS, machine_code, spilled, variant_code
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
@@ -121,13 +121,7 @@ def test_no_row_depends_on_those_beside_it(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_every_code_is_exactly_its_number(kind: str, dtype: str) -> None:
     """Each is multiplied with 1 once, and all others with 0."""
-    matrix = draw(kind, 16, 256, 256)
-    codes = np.arange(256) if matrix.bits == 8 else np.arange(256) % 16 - 8
-    if kind == "fp8":
-        codes[codes & 127 == 127] = 0
-    matrix = replace(
-        matrix, codes=np.tile(codes.astype(matrix.codes.dtype), (16, 1)), scale=np.ones((16, 1), np.float32)
-    )
+    matrix = every_code(kind)
     ones = np.eye(256, dtype=np.float32).astype(numpy_dtype(dtype))
     found = np.concatenate([product(ones[at : at + 8], matrix) for at in range(0, 256, 8)])
     np.testing.assert_array_equal(found[:, 0], matrix.dequantised()[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -26,6 +28,16 @@ def draw(kind: str, width: int, depth: int, group: int, has_minimum: bool = Fals
     if is_float:
         codes[codes & 127 == 127] = 0  # which are no numbers
     return GroupQuantised(codes, scale, minimum, group, bits, is_float)
+
+
+def every_code(kind: str) -> GroupQuantised:
+    """``[16, 256]``, of which each row has every code there is, but those that are no numbers, as it is."""
+    matrix = draw(kind, 16, 256, 256)
+    codes = np.arange(256) if matrix.bits == 8 else np.arange(256) % 16 - 8
+    if matrix.is_float:
+        codes[codes & 127 == 127] = 0
+    codes = np.tile(codes.astype(matrix.codes.dtype), (16, 1))
+    return replace(matrix, codes=codes, scale=np.ones((16, 1), np.float32))
 
 
 def packed(matrix: GroupQuantised, dtype: str = "float32") -> PackedMatrix:
