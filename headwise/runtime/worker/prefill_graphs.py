@@ -14,13 +14,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import first_line
+from headwise.kernels.base import AttentionBatch
 from headwise.runtime.models.attention.base import CachedAttention
+from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model
 from headwise.runtime.ops.base import Between, CapturingOps, Cut, KernelArray, StepUpload, Tensor
 from headwise.runtime.worker.padding import all_sizes, padded
@@ -45,7 +47,7 @@ UNKNOWN_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class _Asked:
     """What attention is asked between two pieces.
 
     projected: by the model, for that layer
@@ -61,7 +63,18 @@ class Asked:
     is_behind: bool = False
 
 
-Attend = Callable[[Asked], object]
+class Attend(Protocol):
+    """A layer's attention."""
+
+    def __call__(
+        self,
+        step: AttentionBatch,
+        layer: int,
+        projected: Sequence[Any],
+        out: KernelArray | None = None,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """What it sees, of what the model projected for it; ``out, wanted``: see `LayerCache`."""
 
 
 class _CuttingAttention:
@@ -75,7 +88,7 @@ class _CuttingAttention:
         attention: CachedAttention,
         padding: KernelArray,
         of_wanted: KernelArray,
-        asked: list[Asked],
+        asked: list[_Asked],
         cut: Cut,
         is_behind: bool = False,
     ) -> None:
@@ -87,7 +100,7 @@ class _CuttingAttention:
         if wanted is not None:
             out = self._ops.empty_like(out, (len(wanted), *out.shape[1:]))
         kept = _each_array(projected, self._ops.borrowed)
-        self._asked.append(Asked(layer, kept, self._ops.borrowed(out), wanted is not None, self._is_behind))
+        self._asked.append(_Asked(layer, kept, self._ops.borrowed(out), wanted is not None, self._is_behind))
         self._cut()
         return self._ops.from_kernel_array(out)
 
@@ -111,16 +124,16 @@ class StepGraphs:
     wanted: rows that come of a step at most; 0: all of its tokens'
     """
 
-    def __init__(self, tokens: int, sequences: int, upload: StepUpload) -> None:
-        self.tokens, self._sequences, self._upload = tokens, sequences, upload
+    def __init__(self, ops: CapturingOps, tokens: int, sequences: int, upload: StepUpload) -> None:
+        self._ops, self.tokens, self._sequences, self._upload = ops, tokens, sequences, upload
         rows = padded_tokens(sequences)
         self.wanted = rows if rows < tokens else 0
-        self._asked: list[Asked] = []
+        self._asked: list[_Asked] = []
         self._replay: Callable[[Between], Sequence[KernelArray]] | None = None
 
-    def record(self, ops: CapturingOps, model: Model, attention: CachedAttention) -> None:
+    def record(self, model: Model, attention: CachedAttention) -> None:
         """Record the model's pieces."""
-        nobody, asked = np.zeros(0, np.int32), self._asked
+        ops, nobody, asked = self._ops, np.zeros(0, np.int32), self._asked
         tokens, positions, begins, _, _, rows, count = self._padded(
             nobody, nobody, np.zeros(1, np.int32), nobody, nobody, nobody
         )
@@ -170,22 +183,38 @@ class StepGraphs:
             np.array([len(wanted)], np.int32),
         )
 
-    def forward(self, attend: Attend, is_wanted: bool = True) -> Tensor | None:
-        """Run the step whose arrays were uploaded last: hidden states ``[tokens, hidden]``, or of the wanted rows,
-        valid until the next step, those of padding last. None: nothing is wanted of it, and pieces tell apart what
-        is."""
+    def forward(
+        self, attend: Attend, step: AttentionBatch, tokens: int, wanted: NDArray[np.int64] | None = None
+    ) -> Tensor | None:
+        """Run the step of so many ``tokens`` whose arrays were uploaded last: what `Model.forward` gives, valid until
+        the next step. None: nothing is wanted of it."""
         assert self._replay is not None, "recorded first"
-        goes_on = True
+        ending: AttentionBatch | None = None
 
         def between(number: int) -> bool:
-            nonlocal goes_on
+            nonlocal ending
             asked = self._asked[number]
-            attend(asked)
-            goes_on = is_wanted or not asked.is_last_kept
-            return goes_on
+            batch = step
+            if wanted is not None and asked.is_last_kept:
+                self._attend_wanted(attend, step, asked, wanted)
+                return len(wanted) > 0
+            if wanted is not None and asked.is_behind:
+                batch = ending = ending or ending_at(step, wanted, self._ops)
+            attend(batch, asked.layer, asked.projected, asked.out)
+            return True
 
         found = self._replay(between)
-        return found[0] if goes_on else None
+        if wanted is None:
+            return found[0][:tokens]
+        if not len(wanted):
+            return None
+        return found[0][: len(wanted)] if self.wanted else self._ops.take_rows(found[0], wanted)
+
+    def _attend_wanted(self, attend: Attend, step: AttentionBatch, asked: _Asked, wanted: NDArray[np.int64]) -> None:
+        """Padding goes through the MLP, too, and may choose experts: it sees 0."""
+        found = attend(step, asked.layer, asked.projected, wanted=wanted)
+        asked.out[: len(wanted)] = self._ops.kernel_array(found)
+        asked.out[len(wanted) :] = 0
 
 
 class PrefillGraphs:
@@ -209,9 +238,9 @@ class PrefillGraphs:
         rows = padded_tokens(self._sequences)
         upload = self._ops.step_upload(capacity=2 * sizes[-1] + 3 * self._sequences + rows + 2)
         for tokens in reversed(sizes):  # the largest first: see `CapturingOps`
-            graphs, trouble = StepGraphs(tokens, self._sequences, upload), ""
+            graphs, trouble = StepGraphs(self._ops, tokens, self._sequences, upload), ""
             try:
-                graphs.record(self._ops, model, attention)
+                graphs.record(model, attention)
             except Exception as error:  # CuPy's own kinds
                 trouble = first_line(error)
             if not self._all_ranks(not trouble):

@@ -45,7 +45,7 @@ from headwise.runtime.worker.last_sampled import NO_TOKEN
 from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.next_tokens import Chosen, NextTokens
-from headwise.runtime.worker.prefill_graphs import Asked, PrefillGraphs, StepGraphs, worthwhile_tokens
+from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.which_graphs import told_graphs, without_graphs
@@ -456,8 +456,8 @@ class ModelWorker:
         scores = self._model.scores(hidden)
         return Scored(scores, None if scores is None else self._ops.greedy(scores))
 
-    def _forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor:
-        """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step."""
+    def _forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor | None:
+        """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none."""
         seq_lens = batch.starts + batch.query_lens
         positions, cu_seqlens = _positions(batch)
         graphs = self._graphs_of(batch, len(positions), wanted)
@@ -473,34 +473,9 @@ class ModelWorker:
         known = HostLengths(cu_seqlens, seq_lens)
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()), known)
         if graphs is not None:
-            return self._replay(graphs, step, len(positions), wanted)
+            return graphs.forward(self.attend, step, len(positions), wanted)
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
         return self._model.forward(tokens, places, _PagedAttention(self, step), given, wanted)
-
-    def _replay(
-        self, graphs: StepGraphs, step: AttentionBatch, tokens: int, wanted: NDArray[np.int64] | None
-    ) -> Tensor | None:
-        """What `_forward` gives, by graphs whose arrays are uploaded; maybe None, where nothing is wanted."""
-        ending: AttentionBatch | None = None
-
-        def attend(asked: Asked) -> None:
-            nonlocal ending
-            if wanted is not None and asked.is_last_kept:
-                found, out = self.attend(step, asked.layer, asked.projected, wanted=wanted), asked.out
-                out[: len(wanted)] = self._ops.kernel_array(found)
-                out[len(wanted) :] = 0  # padding goes through the MLP, too, and may choose experts
-            elif wanted is not None and asked.is_behind:
-                ending = ending or ending_at(step, wanted, self._ops)
-                self.attend(ending, asked.layer, asked.projected, asked.out)
-            else:
-                self.attend(step, asked.layer, asked.projected, asked.out)
-
-        hidden = graphs.forward(attend, is_wanted=wanted is None or len(wanted) > 0)
-        if hidden is None or wanted is None:
-            return hidden if hidden is None else hidden[:tokens]
-        if graphs.wanted:
-            return hidden[: len(wanted)]
-        return self._ops.take_rows(hidden, wanted) if len(wanted) else hidden[:0]
 
     def _graphs_of(self, batch: BatchRequest, tokens: int, wanted: NDArray[np.int64] | None) -> StepGraphs | None:
         """Those that a step runs by, if it has no embeddings, which come from the host, and they give all rows where

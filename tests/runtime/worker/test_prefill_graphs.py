@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from support.gpu.emulated_gpu import FixedUpload
 
+from headwise.kernels.base import AttentionBatch, HostLengths
 from headwise.runtime.worker.padding import all_sizes
 from headwise.runtime.worker.prefill_graphs import (
     ENQUEUED_S,
     SHARE,
     UNKNOWN_TOKENS,
-    Asked,
     PrefillGraphs,
     StepGraphs,
     padded_tokens,
@@ -102,7 +102,10 @@ class Ops:
     def kernel_array(self, array: np.ndarray) -> np.ndarray:
         return array
 
-    from_kernel_array = kernel_array
+    from_kernel_array = upload = kernel_array
+
+    def take_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return x[rows]
 
     def empty_like(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return np.full(shape, -1, array.dtype)
@@ -142,21 +145,20 @@ def test_attention_fills_what_the_next_piece_reads_and_padding_begins_behind_the
     every = recorded(ops)
     assert (ops.rows, every.sizes, every.captured, ops.uploads) == ([48, 32, 24, 16], [16, 24, 32, 48], 16, 1)
 
-    def attend(asked: Asked) -> None:
-        found.append((asked.layer, asked.projected[1][0].eps, asked.projected[2], len(asked.out)))
-        assert not asked.is_last_kept
-        assert not asked.is_behind
-        asked.out[:20] = asked.projected[1][0].numbers[:20]
+    def attend(batch: str, layer: int, projected: Any, out: np.ndarray, wanted: Any = None) -> None:
+        found.append((batch, layer, projected[1][0].eps, projected[2], len(out)))
+        assert wanted is None
+        out[:20] = projected[1][0].numbers[:20]
 
     for first in (5, 6):
         graphs = every.of(20)
         assert not graphs.wanted, "as many sequences as there may be would take as many rows"
         told = uploaded(graphs, first, np.array([12, 19]))
         assert [array.tolist() for array in told[2:]] == [[0, 13, 20], [13, 9], [2, 0]]
-        hidden = graphs.forward(attend)
-        assert hidden[:20].tolist() == [8 * (1001 * first + 1)] * 20
-        assert hidden[20:].tolist() == [-3] * 4 + [20]
-    assert found == [(layer, 0.5, None, 24) for layer in (0, 1, 2)] * 2
+        assert graphs.forward(attend, "step", 20).tolist() == [8 * (1001 * first + 1)] * 20
+        assert len(graphs.forward(attend, "step", 20, np.array([12, 19]))) == 2
+        assert graphs._replay(lambda number: True)[0][20:].tolist() == [-3] * 4 + [20]
+    assert found == [("step", layer, 0.5, None, 24) for layer in (0, 1, 2)] * 4
     assert ops.borrows > 0
 
 
@@ -172,26 +174,32 @@ def test_behind_the_last_layer_that_keeps_anything_pieces_are_of_the_rows_that_m
     assert [graphs.wanted for graphs in every._recorded] == [0, 16, 16, 16]
     graphs = every.of(20)
 
-    def attend(asked: Asked) -> None:
-        found.append((asked.layer, len(asked.projected[0]), len(asked.out), asked.is_last_kept, asked.is_behind))
-        asked.out[:2] = 7
+    def attend(batch: Any, layer: int, projected: Any, out: Any = None, wanted: Any = None) -> Any:
+        found.append((layer, batch.max_query_len, len(projected[0]), None if out is None else len(out)))
+        if wanted is not None:
+            return np.full(len(wanted), 7)
+        out[:2] = 7
+        return out
 
+    lengths = HostLengths(np.array([0, 13, 20], np.int32), np.array([13, 9], np.int32))
+    step = AttentionBatch(lengths.cu_seqlens_q, lengths.seq_lens, np.zeros((2, 1), np.int32), 1, 13, lengths)
     for wanted in ([12, 19], [19], []):
-        found: list[tuple[int, int, int, bool, bool]] = []
-        tokens = uploaded(graphs, 5, np.array(wanted, np.int64))[0]
+        found: list[tuple[int, int, int, int | None]] = []
+        rows = np.array(wanted, np.int64)
+        tokens = uploaded(graphs, 5, rows)[0]
         tokens += np.arange(20, dtype=np.int32)
-        hidden = graphs.forward(attend, is_wanted=bool(wanted))
-        assert found[:2] == [(0, 24, 24, False, False), (1, 24, 16, True, False)]
+        hidden = graphs.forward(attend, step, 20, rows)
+        assert found[:2] == [(0, 13, 24, 24), (1, 13, 24, None)]
         if not wanted:
             assert hidden is None, "pieces behind do not run"
             assert len(found) == 2
             continue
-        assert found[2:] == [(2, 16, 16, False, True)]
-        of_first = [7 if row < 2 else -1 for row in wanted]
-        assert hidden[: len(wanted)].tolist() == [
-            5000 + 1000 * row + 6 + seen + 14 for row, seen in zip(wanted, of_first, strict=True)
+        assert found[2:] == [(2, 1, 16, 16)], "each is a sequence's one query"
+        first_seen = [7 if row < 2 else -1 for row in wanted]
+        assert hidden.tolist() == [
+            5000 + 1000 * row + 6 + seen + 14 for row, seen in zip(wanted, first_seen, strict=True)
         ]
-        assert hidden[-1] == len(wanted), "padding begins behind them"
+        assert graphs._replay(lambda number: True)[0][-1] == len(wanted), "padding begins behind them"
 
 
 @pytest.mark.parametrize("other", [False, True])
