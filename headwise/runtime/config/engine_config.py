@@ -388,6 +388,14 @@ class EngineConfig:
         5.0,
     )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
+    speculation: int = _option(
+        0,
+        "Most tokens of a sequence that a step guesses from what stood in it before (prompt lookup), and checks all at "
+        "once: fewer steps for output that repeats its prompt or itself, with the same tokens. Guesses are made where "
+        "they pay by what was measured. 0: none.",
+        0,
+        32,
+    )
     step_timeout_s: float = _option(
         120.0,
         "Seconds after which a step that does not end counts as a dead worker; much sooner, but not before 15 s, once "
@@ -680,6 +688,16 @@ class EngineConfig:
     def tokens_in_flight(self) -> int:
         """Most tokens of one sequence in the steps that are on their way together."""
         return self.prefill_chunk * self.steps_in_flight
+
+    @property
+    def most_drafts(self) -> int:
+        """Most guesses in a step, of all sequences: prompts must not wait for them."""
+        return self.most_batched_tokens // 4 if self.speculation else 0
+
+    @property
+    def most_sampled(self) -> int:
+        """Most tokens that are sampled in a step."""
+        return self.most_seqs + min(self.most_drafts, self.speculation * self.most_seqs)
 
     @property
     def cache_path(self) -> Path:

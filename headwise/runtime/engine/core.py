@@ -30,6 +30,7 @@ from headwise.runtime.engine.peers.taking import Taking
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import SLEEP, StepResult
 from headwise.runtime.protocol.executor import Executor
@@ -97,6 +98,7 @@ class EngineCore:
             max_rows=card.spec.max_rows,
             max_batched_tokens=config.most_batched_tokens,
             prefill_chunk=config.prefill_chunk,
+            speculator=_speculator(config),
             prefetcher=_prefetcher(config, self.cache, lookup),
             peer_loads=self._peer_loads,
         )
@@ -314,7 +316,7 @@ class EngineCore:
             self._counts["steps"] += 1
             self._compute_s += result.compute_s
             if result.error is None and not result.prompt_logprobs:
-                self.resources.step_times.observe(step.batch.num_tokens, len(step.sequences), result.compute_s)
+                self.resources.observe(step, result.compute_s)
         if result.error is not None:
             for sequence in step.sequences:
                 self._fail(sequence, result.error)
@@ -329,9 +331,8 @@ class EngineCore:
         for index, logprobs in result.prompt_logprobs.items():
             if self.resources.is_wanted(step, index):
                 self._tell_prompt(step.sequences[index], logprobs)
-        tokens = result.token_ids.tolist()
-        for index in self.resources.commit(step, result.token_ids):
-            self._take(step.sequences[index], tokens[index], result.logprobs.get(index))
+        for index, tokens in self.resources.commit(step, result.token_ids, result.accepted):
+            self._take(step.sequences[index], tokens, result.logprobs.get(index))
 
     def _tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs | None, ...]) -> None:
         """Tell the log-probabilities of the prompt's next tokens."""
@@ -340,19 +341,22 @@ class EngineCore:
         tokens = tuple(sequence.tokens(begin, sequence.prompt_told).tolist())
         self._outbox.append(OutputDelta(sequence.id, prompt_token_ids=tokens, prompt_logprobs=logprobs))
 
-    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Say that a token was sampled, and end the request if it was the last."""
+    def _take(self, sequence: Sequence, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
+        """Say that tokens were sampled, and end the request with the last one that it may have: others are forgotten."""
         now = self._clock()
-        self._counts["tokens_out"] += 1
         if sequence.first_token is None:
             sequence.first_token = now
-        text, reason = self._ending(sequence, *self._texts[sequence.id].push(token))
-        delta_logprobs = () if logprobs is None else (logprobs,)
+        text, reason, taken = self._texts[sequence.id].push_all(tokens)
+        if taken < len(tokens):
+            del sequence.output[taken - len(tokens) :]
+        self._counts["tokens_out"] += taken
+        text, reason = self._ending(sequence, text, reason)
+        told, delta_logprobs = tuple(tokens[:taken]), () if logprobs is None else (logprobs,)
         if reason is None:
-            self._outbox.append(OutputDelta(sequence.id, (token,), text, delta_logprobs))
+            self._outbox.append(OutputDelta(sequence.id, told, text, delta_logprobs))
         else:
             self._counts["finished"] += 1
-            self._end(sequence, reason, token_ids=(token,), text=text, logprobs=delta_logprobs)
+            self._end(sequence, reason, token_ids=told, text=text, logprobs=delta_logprobs)
 
     def _ending(self, sequence: Sequence, text: str, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
         """What the latest token made of the text, and how the request ends with it: also by its length."""
@@ -441,11 +445,16 @@ class EngineCore:
             "host": None if host is None else asdict(host),
             "storage": None if storage is None else asdict(storage),
             "peers": self._peer_stats(),
+            "speculation": self._speculation_stats(),
             "transfers": {name: _speed(transfer) for name, transfer in self.resources.copies.transfers.items()},
             "steps": self._counts["steps"],
             "output_tokens": self._counts["tokens_out"],
             "compute_s": self._compute_s,
         }
+
+    def _speculation_stats(self) -> dict[str, Any] | None:
+        speculator = self.resources.speculator
+        return None if speculator is None else {"drafted": speculator.drafted, "accepted": speculator.accepted}
 
     def _peer_stats(self) -> dict[str, Any] | None:
         if self._peer_loads is None or self._lending is None:
@@ -509,6 +518,10 @@ def _prefetcher(config: EngineConfig, cache: CacheManager, lookup: Lookup | None
     if lookup is None or not isinstance(storage, StorageTier):
         return None
     return Prefetcher(cache, storage, lookup, config.prefetch, config.longest_prefetch_s)
+
+
+def _speculator(config: EngineConfig) -> Speculator | None:
+    return Speculator(config.speculation, config.most_drafts) if config.speculation else None
 
 
 def _speed(transfer: TransferStats) -> dict[str, float]:

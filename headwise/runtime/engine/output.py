@@ -33,6 +33,17 @@ class OutputText:
             return text, None  # no stop string begins here
         return self._release(text)
 
+    def push_all(self, tokens: Sequence[int]) -> tuple[str, FinishReason | None, int]:
+        """`push` of tokens one after the other; and how many of them count: the first one that ends the request is the
+        last."""
+        text, reason, count = "", None, 0
+        for token in tokens:
+            more, reason = self.push(token)
+            text, count = text + more, count + 1
+            if reason is not None:
+                break
+        return text, reason, count
+
     def replay(self, tokens: Sequence[int]) -> tuple[str, FinishReason | None]:
         """Go on behind ``tokens``, whose text was told already: what the last of them, or the one that ends the
         request, made certain."""

@@ -16,12 +16,13 @@ from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
+from headwise.runtime.engine.speculation.speculator import WORTH_WAITING, Speculator
 from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
 from headwise.runtime.engine.waiting_queue import WaitingQueue
-from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.batch import LAST_SAMPLED, NO_DRAFTS, BatchRequest, NewSequence, StepResult
 
 ASKED_CHUNK = 256
 """Most tokens of a prompt in a step whose log-probabilities are asked for: others in the step wait for these."""
@@ -62,6 +63,7 @@ class ResourceManager:
 
     max_batched_tokens: token budget of a step
     prefill_chunk:      most tokens of one sequence in a step
+    speculator:         whether sequences have drafts; None: they have not
     prefetcher, peer_loads: see `WaitingQueue`
     """
 
@@ -72,6 +74,7 @@ class ResourceManager:
         max_rows: int,
         max_batched_tokens: int,
         prefill_chunk: int,
+        speculator: Speculator | None = None,
         prefetcher: Prefetcher | None = None,
         peer_loads: PeerLoads | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class ResourceManager:
         self.table = SequenceTable(max_rows)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
+        self.speculator = speculator
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self._running_rows: Index | None = None  # of `running`, until that changes
@@ -115,8 +119,11 @@ class ResourceManager:
     # ---- planning a step ----
 
     def schedule(self, now: float) -> ScheduledStep | None:
-        """The next step, or None if there is nothing to do until a step in flight comes back."""
+        """The next step, or None if there is nothing to do until a step in flight comes back, or drafts are to wait for
+        what that samples."""
         self._advance_copies(now)
+        if self.speculator is not None and self._offer_drafts(self.speculator) and self.has_steps:
+            return None
         self._make_way()
         self._admit_before_prompts(now)
         preemptions = self.num_preemptions
@@ -152,6 +159,15 @@ class ResourceManager:
         """Whether a step without sequences must start copies, or bring word of them: no other one is under way."""
         return self._last_done == self._step_id and self.copies.needs_step
 
+    def _offer_drafts(self, speculator: Speculator) -> bool:
+        """Let decoding rows have drafts; whether that is worth waiting for tokens that steps in flight sample."""
+        rows, columns = self._rows_in_order(), self.table
+        rows = rows[columns.length[rows] > columns.num_prompt[rows]]
+        counts, speedup = speculator.chosen(columns.of(rows))
+        columns.offered[:] = 0
+        columns.offered[rows] = np.where(columns.pending[rows] == 0, counts, 0)
+        return speedup >= WORTH_WAITING
+
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.
 
@@ -163,6 +179,9 @@ class ResourceManager:
             targets = self.table.scheduled[plan.rows] + plan.counts
             if self.cache.extend(plan.rows, targets):
                 return plan
+            if self.table.offered.any():
+                self.table.offered[:] = 0
+                continue
             needed = self.cache.blocks_needed(plan.rows, targets)
             if self._draining or int(needed.sum()) <= self.cache.num_available + self.cache.host.num_returning:
                 fits = (needed == 0) | (np.cumsum(needed) <= self.cache.num_available)
@@ -275,10 +294,12 @@ class ResourceManager:
     def _send(self, plan: _Plan, command: str = "") -> ScheduledStep:
         rows, counts, columns = plan.rows, plan.counts, self.table
         starts = columns.scheduled[rows]
-        token_ids = self._input_tokens(rows, starts, counts)
+        drafts = np.minimum(columns.offered[rows], counts - 1)
+        token_ids = self._input_tokens(rows, starts, counts, drafts)
         columns.scheduled[rows] = starts + counts
+        columns.drafted[rows] = drafts
         length = columns.length[rows]
-        samples = starts + counts == length
+        samples = starts + counts - drafts == length
         columns.pending[rows] += samples
         columns.length[rows] = length + samples
         self._step_id += 1
@@ -298,44 +319,80 @@ class ResourceManager:
             cache_evict_metadata=swap_out,
             command=command,
             embeds=step_embeds(columns, rows, starts, counts),
+            drafts=drafts.astype(np.int32) if drafts.any() else NO_DRAFTS,
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
 
-    def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
+    def _input_tokens(
+        self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64], drafts: NDArray[np.int64]
+    ) -> NDArray[np.int32]:
+        """The tokens of each row from ``starts`` on, drafts behind them; the one not known yet is the worker's last
+        sample."""
         columns = self.table
         known = columns.length[rows] - columns.pending[rows]
         first = np.where(starts < known, columns.last_token[rows], np.int32(LAST_SAMPLED))
-        many = (starts < known - 1).nonzero()[0]
+        many = ((starts < known - 1) | (drafts > 0)).nonzero()[0]
         if not len(many):
             return first
         ends = np.cumsum(counts)
         token_ids = np.empty(int(ends[-1]), dtype=np.int32)
         token_ids[ends - counts] = first
         for index, sequence in zip(many.tolist(), columns.of(rows[many]), strict=True):
-            start, count, end = int(starts[index]), int(counts[index]), int(ends[index])
-            token_ids[end - count : end] = sequence.tokens(start, start + count)
+            start, count, end, of_drafts = (int(column[index]) for column in (starts, counts, ends, drafts))
+            known_end = end - of_drafts
+            token_ids[end - count : known_end] = sequence.tokens(start, start + count - of_drafts)
+            if of_drafts:
+                assert self.speculator is not None, "drafts are its"
+                token_ids[known_end:end] = self.speculator.guesses(sequence, of_drafts)
         return token_ids
 
-    def commit(self, step: ScheduledStep, token_ids: NDArray[np.int32]) -> list[int]:
-        """Take what a step computed; the indices in its batch of the sequences that have a new token each.
+    def commit(
+        self, step: ScheduledStep, token_ids: NDArray[np.int32], accepted: NDArray[np.int32] = NO_DRAFTS
+    ) -> list[tuple[int, list[int]]]:
+        """Take what a step computed; of the sequences that have new tokens the indices in its batch, and these.
 
         token_ids: ``[n]``, the sampled token of each sequence of the batch
+        accepted:  see `StepResult.accepted`
         """
         batch, columns = step.batch, self.table
         wanted = columns.wanted[batch.rows]
         rows = batch.rows[wanted]
-        computed = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
+        ends = batch.starts.astype(np.int64) + batch.query_lens
+        before = self._take_drafts(step, wanted, accepted, ends) if len(batch.drafts) else {}
+        computed = ends[wanted]
         self._register(rows, computed)
         self.cache.recycle(rows, computed)
         sampled = (wanted & batch.sample).nonzero()[0]
         columns.pending[batch.rows[sampled]] -= 1
         columns.last_token[batch.rows[sampled]] = token_ids[sampled]
-        indices = sampled.tolist()
-        for index, token in zip(indices, token_ids[sampled].tolist(), strict=True):
+        new = []
+        for index, token in zip(sampled.tolist(), token_ids[sampled].tolist(), strict=True):
             step.sequences[index].output.append(token)
+            new.append((index, [*before.get(index, ()), token]))
         self.step_done(step)
-        return indices
+        return new
+
+    def _take_drafts(
+        self, step: ScheduledStep, wanted: NDArray[np.bool_], accepted: NDArray[np.int32], ends: NDArray[np.int64]
+    ) -> dict[int, list[int]]:
+        """Take the drafts that are what was sampled, by index, and let the others be forgotten: ``ends``, of what each
+        sequence has computed, are before them then."""
+        batch, columns = step.batch, self.table
+        behind = np.cumsum(batch.query_lens, dtype=np.int64)
+        taken: dict[int, list[int]] = {}
+        for index in np.flatnonzero(wanted & (batch.drafts > 0)).tolist():
+            first, right = int(behind[index] - batch.drafts[index]), int(accepted[index])
+            taken[index] = batch.token_ids[first : first + right].tolist()
+            step.sequences[index].output += taken[index]
+        ends -= batch.drafts - accepted
+        having = list(taken)  # the others may be in a later step already
+        rows = batch.rows[having]
+        columns.scheduled[rows] = ends[having]
+        columns.length[rows] += accepted[having]
+        columns.drafted[rows] = 0
+        if self.speculator is not None:
+            self.speculator.checked(int(batch.drafts[having].sum()), int(accepted[having].sum()))
+        return taken
 
     def copies_done(self, step: ScheduledStep, result: StepResult) -> None:
         """Take in what a step says of copies; to be called before its tokens are committed.
@@ -368,6 +425,14 @@ class ResourceManager:
         counts = computed[full].tolist()
         hashes = [s.block_hashes(n, block_size) for s, n in zip(self.table.of(rows[full]), counts, strict=True)]
         self.cache.register(rows[full].tolist(), hashes)
+
+    def observe(self, step: ScheduledStep, compute_s: float) -> None:
+        """Learn from how long a step has taken."""
+        batch, drafts = step.batch, int(step.batch.drafts.sum())
+        if not drafts:
+            self.step_times.observe(batch.num_tokens, len(batch.rows), compute_s)
+        if self.speculator is not None and compute_s and batch.num_tokens == len(batch.rows) + drafts > 0:
+            self.speculator.took(drafts, compute_s)
 
     def forget_computed(self, sequence: Sequence) -> None:
         """Let no request be served what a sequence has computed; what it was itself served by others stays."""

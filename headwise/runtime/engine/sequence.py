@@ -76,6 +76,12 @@ class Sequence:
         return self.request.sampling.prompt_logprobs is not None and self.prompt_told < self.num_prompt
 
     @property
+    def may_have_drafts(self) -> bool:
+        """Whether several tokens may be sampled of it at once: nothing is told of each, or changed by those before."""
+        sampling = self.request.sampling
+        return not sampling.edits_logits and sampling.logprobs is None
+
+    @property
     def servable(self) -> int:
         """How many of its tokens the cache may serve. The last one must be computed, for the next is sampled behind it;
         so must those be behind which the log-probability of a prompt's token is still to be told."""

@@ -21,7 +21,9 @@ class SequenceTable:
 
     length:     tokens known or being sampled
     pending:    tokens that steps in flight will sample
-    scheduled:  tokens whose KV is computed by steps done or in flight
+    scheduled:  tokens whose KV is computed by steps done or in flight, drafts included
+    offered:    drafts that the row may have in the step being planned
+    drafted:    and those that it has in a step in flight: what comes next is not known until that is back
     last_step:  the latest step that holds the sequence
     last_token: the last known token
     chunk:      most tokens of it in a step
@@ -34,6 +36,8 @@ class SequenceTable:
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.pending = np.zeros(max_rows, dtype=np.int64)
         self.scheduled = np.zeros(max_rows, dtype=np.int64)
+        self.offered = np.zeros(max_rows, dtype=np.int64)
+        self.drafted = np.zeros(max_rows, dtype=np.int64)
         self.last_step = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt = np.zeros(max_rows, dtype=np.int64)
         self.max_length = np.zeros(max_rows, dtype=np.int64)
@@ -57,7 +61,7 @@ class SequenceTable:
         row = sequence.row = self._free.pop()
         self._sequences[row] = sequence
         self.length[row] = sequence.num_tokens
-        self.pending[row] = self.last_step[row] = 0
+        self.pending[row] = self.last_step[row] = self.offered[row] = self.drafted[row] = 0
         self.scheduled[row] = computed
         self.num_prompt[row] = sequence.num_prompt
         self.max_length[row] = sequence.max_length
@@ -73,12 +77,14 @@ class SequenceTable:
         sequence.row = -1
 
     def to_schedule(self, rows: Index) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Tokens of each row that no step has taken yet, and whether that is the one sampled last.
+        """Tokens of each row that no step has taken yet, with the drafts offered; and whether it decodes: but for those
+        there is one, sampled last.
 
-        There are none once steps in flight sample a sequence's last token.
+        There are none once steps in flight sample a sequence's last token, or check drafts of it.
         """
         length = self.length[rows]
         left = length - self.scheduled[rows]
         decoding = (left == 1) & (length > self.num_prompt[rows])
-        left[length >= self.max_length[rows]] = 0
+        left += self.offered[rows]
+        left[(length >= self.max_length[rows]) | (self.drafted[rows] > 0)] = 0
         return left, decoding

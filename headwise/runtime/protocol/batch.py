@@ -20,6 +20,9 @@ LAST_SAMPLED = -1
 SLEEP, WAKE, RESET_STORAGE = "sleep", "wake", "reset_storage"
 """Commands to workers: give up weights and arena, load and allocate them again, forget every block in storage."""
 
+NO_DRAFTS: NDArray[np.int32] = np.empty(0, np.int32)
+"""Of a step in which no sequence has any."""
+
 
 @dataclass(frozen=True)
 class KnownTokens:
@@ -85,13 +88,15 @@ class BatchRequest:
     starts:        ``[n]`` tokens of the sequence already in the cache: position of its first token here
     query_lens:    ``[n]`` tokens of the sequence in this step
     token_ids:     ``[sum(query_lens)]``, or `LAST_SAMPLED`
-    sample:        ``bool [n]``; whether to sample after the sequence's last token here
+    sample:        ``bool [n]``; whether to sample after the sequence's last token here, or its last one but drafts
     table_updates: ``[k, 4]`` (row, group, block index, block id), applied before the step in order
     new_sequences: rows that change hands with this step; their tables are cleared first
     cache_swap_metadata:  loads and fetches that start with the step
     cache_evict_metadata: stores and puts that start with it
     command:              what to do in place of computing, in a batch without rows; else empty
     embeds:               where tokens of the step have embeddings that came with their request
+    drafts:               ``[n]`` how many of the sequence's last tokens here are guesses of what is sampled, all behind
+                          one that is not; or `NO_DRAFTS`
     """
 
     step_id: int
@@ -106,6 +111,7 @@ class BatchRequest:
     cache_evict_metadata: SwapOut = NOTHING_OUT
     command: str = ""
     embeds: StepEmbeds | None = None
+    drafts: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +133,7 @@ class StepResult:
     """What a worker says of a step.
 
     token_ids: ``[n]`` the sampled token of each sequence of the batch, -1 where none was asked for.
-               Ranks other than 0 send an empty array.
+               Ranks other than 0 send an empty array. Of a sequence with drafts, the one behind those accepted.
     logprobs:  by index of the sequence in the batch, where asked for
     broken:    why a sequence of the batch failed, by its index. Such a sequence has no token and ends; others go on
     copies:    what has come of copies, of this step's and of earlier ones'
@@ -136,6 +142,7 @@ class StepResult:
     error:     why the step failed: nothing of it may be committed, but ``copies`` hold
     prompt_logprobs: by index of the sequence, those of the tokens of its prompt that follow the ones in the step, where
                      they are asked for and were not told before
+    accepted:  ``[n]`` how many of each sequence's drafts, the first ones, are what was sampled; or `NO_DRAFTS`
     """
 
     step_id: int
@@ -148,3 +155,4 @@ class StepResult:
     compute_s: float = 0.0
     error: str | None = None
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    accepted: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)

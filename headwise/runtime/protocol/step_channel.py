@@ -255,6 +255,7 @@ class ZmqExecutor:
             compute_s=max(r.compute_s for r in results),
             error="; ".join(errors) or None,
             prompt_logprobs=results[0].prompt_logprobs,
+            accepted=results[0].accepted,
         )
 
 

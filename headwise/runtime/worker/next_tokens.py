@@ -15,6 +15,7 @@ from headwise.runtime.protocol.batch import BatchRequest, NewSequence
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.worker.decode_graphs import Scored
 from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.runtime.worker.drafts import SampledRows
 from headwise.runtime.worker.last_sampled import NO_TOKEN, LastSampled
 from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.sampler import Draws, sample, token_logprobs
@@ -26,7 +27,7 @@ NOTHING: Fetch = Fetched(np.empty(0, np.int32))
 class Chosen:
     """The next tokens of a step's sequences.
 
-    wanted:   which of them sample, by index into the batch
+    wanted:   whose they are, by index into the batch: one with drafts has several
     tokens:   int32 ``[len(wanted)]``, `NO_TOKEN` where there is none
     logprobs: by index into the batch, where asked for
     failures: by index, why there is no token, where it is not for the logits
@@ -71,7 +72,7 @@ class NextTokens:
             self._editor.open(new)
 
     def choose(self, batch: BatchRequest, model: Model, found: Tensor | Scored | None) -> Chosen:
-        """``found`` is of the sequences that sample, in order: their last hidden rows, or of a step in which all do
+        """``found`` is of the `SampledRows`, in order: their hidden rows, or of a step in which all sequences have one
         already their scores.
 
         Where the device chooses, and tells the other ranks, the host does not wait for it.
@@ -81,7 +82,7 @@ class NextTokens:
         if isinstance(found, Scored):  # all of them do
             wanted, rows = np.arange(len(batch.rows)), batch.rows
         else:
-            wanted = np.flatnonzero(batch.sample)
+            wanted = SampledRows.of(batch).sequences
             rows, found = batch.rows[wanted], Scored(model.step_scores(found), None)
         scores, uploaded = found.scores, found.table_rows
         if scores is None:
@@ -92,7 +93,7 @@ class NextTokens:
         scores = _first(scores, len(rows))
         sequences = [self._sequences[row] for row in rows.tolist()]
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
-        positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
+        positions = SampledRows.of(batch).positions(batch)
         draws = Draws([sequence.sampling for sequence in sequences], seeds, positions)
         drawn = self._draw(rows, uploaded, draws, model, scores)
         failures = self._follow(rows, drawn)

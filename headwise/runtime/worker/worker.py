@@ -28,6 +28,7 @@ from headwise.runtime.models.base import Model, PagedCache, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
 from headwise.runtime.protocol.batch import (
+    NO_DRAFTS,
     RESET_STORAGE,
     SLEEP,
     WAKE,
@@ -39,6 +40,7 @@ from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
+from headwise.runtime.worker.drafts import SampledRows, check_drafts
 from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.last_sampled import NO_TOKEN
@@ -76,17 +78,23 @@ class _Computed:
     unusable: Sequence[int] = ()
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
-    def tokens(self, sequences: int) -> tuple[NDArray[np.int32], dict[int, str]]:
-        """``[sequences]``, `NO_TOKEN` of those that do not sample; and why sequences failed, by index."""
-        wanted, tokens = self.chosen.wanted, self.chosen.tokens.get()
+    def tokens(self, batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[int, str]]:
+        """Of each sequence of the step, `NO_TOKEN` where it does not sample; how many of each one's drafts are right;
+        and why sequences failed, by index."""
+        wanted, tokens, accepted = self.chosen.wanted, self.chosen.tokens.get(), NO_DRAFTS
+        if len(batch.drafts) and len(tokens):
+            tokens, right = check_drafts(batch, SampledRows.of(batch), tokens)
+            wanted = np.flatnonzero(batch.sample)
+            accepted = np.zeros(len(batch.rows), np.int32)
+            accepted[wanted] = right
         lacks = tokens == NO_TOKEN
         lacking = wanted[lacks].tolist() if lacks.any() else ()
         broken = dict.fromkeys([*lacking, *self.unusable], NOT_FINITE) | self.chosen.failures
-        if len(tokens) == sequences:
-            return tokens, broken
-        found = np.full(sequences, NO_TOKEN, dtype=np.int32)
+        if len(tokens) == len(batch.rows):
+            return tokens, accepted, broken
+        found = np.full(len(batch.rows), NO_TOKEN, dtype=np.int32)
         found[wanted] = tokens
-        return found, broken
+        return found, accepted, broken
 
 
 class _Step:
@@ -258,7 +266,8 @@ class ModelWorker:
         if self._without_graphs() or not self._config.prefill_graphs or not isinstance(self._ops, CapturingOps):
             return
         most = min(self._most_prefill(), self._config.most_batched_tokens)
-        self._prefill = PrefillGraphs(self._ops, most, self.card.spec.max_rows, self._is_so_on_all_ranks)
+        rows, sampled = self.card.spec.max_rows, self._config.most_sampled
+        self._prefill = PrefillGraphs(self._ops, most, rows, sampled, self._is_so_on_all_ranks)
         self._prefill.record(self._model, self._attention)
 
     def _most_prefill(self) -> int:
@@ -403,7 +412,7 @@ class ModelWorker:
     def _end(
         self, batch: BatchRequest, started: float, computed: _Computed, forgotten: int, failure: str | None
     ) -> StepResult:
-        token_ids, broken = computed.tokens(len(batch.rows))
+        token_ids, accepted, broken = computed.tokens(batch)
         if failure is not None:
             token_ids = np.empty(0, np.int32)
         copies = self._copies.finish(batch) if self._copies is not None else NO_REPORT
@@ -420,6 +429,7 @@ class ModelWorker:
             compute_s=compute_s,
             error=failure,
             prompt_logprobs=computed.prompt_logprobs,
+            accepted=accepted,
         )
 
     def _compute(self, batch: BatchRequest) -> _Computed:
@@ -434,13 +444,13 @@ class ModelWorker:
             return _Computed()
         if batch.is_token_each and batch.sample.all():
             return _Computed(self._tokens.choose(batch, self._model, self._forward(batch)))
-        last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
+        places = SampledRows.of(batch).places(batch)
         if not self._prompts.wants(batch):
-            sampling = self._forward(batch, last_rows)
-            return _Computed(self._tokens.choose(batch, self._model, sampling if len(last_rows) else None))
+            sampling = self._forward(batch, places)
+            return _Computed(self._tokens.choose(batch, self._model, sampling if len(places) else None))
         hidden = self._forward(batch)
         prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden)
-        sampling = self._ops.take_rows(hidden, last_rows) if len(last_rows) else None
+        sampling = self._ops.take_rows(hidden, places) if len(places) else None
         return _Computed(self._tokens.choose(batch, self._model, sampling), unusable, prompt_logprobs)
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:

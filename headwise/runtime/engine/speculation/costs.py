@@ -1,0 +1,65 @@
+"""What drafts cost and bring, as measured."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.engine.speculation.lookup import LEAST_MATCH, MOST_MATCH
+
+REMEMBERED = 256
+"""Guesses after a match of some length, of which those before count half."""
+
+RATE = 0.2
+"""By how much of what was not expected an estimate of a step's time changes."""
+
+FIRST_RATIO = 0.15
+"""What a draft is taken to cost of a step, before one was measured."""
+
+
+class HitRates:
+    """How often a guess is right, by the length of the match that it came of: few tokens that were there before say
+    little, many of them that a text is being repeated."""
+
+    def __init__(self) -> None:
+        self._right = np.ones(MOST_MATCH + 1)
+        self._all = np.full(MOST_MATCH + 1, 2.0)
+
+    def observe(self, length: int, is_right: bool) -> None:
+        if self._all[length] > 2 * REMEMBERED:
+            self._all[length] /= 2
+            self._right[length] /= 2
+        self._all[length] += 1
+        self._right[length] += is_right
+
+    def chances(self, length: int, count: int) -> NDArray[np.float64]:
+        """That the first 1, 2, ... ``count`` guesses behind a match are all right."""
+        if length < LEAST_MATCH:
+            return np.zeros(0)
+        lengths = np.minimum(length + np.arange(count), MOST_MATCH)
+        chances: NDArray[np.float64] = np.cumprod(self._right[lengths] / self._all[lengths])
+        return chances
+
+
+class DraftCosts:
+    """Seconds of a step that decodes, and of each draft in it: both follow what is measured by the normalised method of
+    least mean squares (Widrow, Hoff, 1960), for what is decoded changes all the time."""
+
+    def __init__(self) -> None:
+        self._step_s = self._draft_s = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """What a draft costs, in steps."""
+        return self._draft_s / self._step_s if self._step_s else FIRST_RATIO
+
+    def observe(self, drafts: int, compute_s: float) -> None:
+        """A step that decodes has taken so long, with so many drafts."""
+        if not self._step_s:
+            self._step_s = compute_s / (1 + FIRST_RATIO * drafts)
+            self._draft_s = FIRST_RATIO * self._step_s
+        unexpected = compute_s - self._step_s - drafts * self._draft_s
+        # One step that was held up says nothing of the others.
+        change = RATE * min(unexpected, self._step_s) / (1 + drafts * drafts)
+        self._step_s = max(self._step_s + change, compute_s * 1e-3)
+        self._draft_s = max(self._draft_s + drafts * change, 0.0)

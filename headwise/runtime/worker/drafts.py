@@ -1,0 +1,61 @@
+"""Where a step samples, and what becomes of guesses: drafts are checked by sampling behind each of them at once.
+
+A sequence with drafts has, in a step, its last known token and ``d`` guesses of what follows. Behind each of these
+``1 + d`` tokens one is sampled, as it would be without guesses: by its seed and position. As long as a draft is what
+was sampled in front of it, what is sampled behind it is what would have come next, whatever drew it. The first one that
+is not ends this; what stands behind it was computed in vain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.protocol.batch import BatchRequest
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """The tokens of a step behind which one is sampled, ascending.
+
+    sequences: int64 ``[m]``, by index into the batch
+    behind:    int64 ``[m]``, drafts of the sequence that come behind the token in the step
+    """
+
+    sequences: NDArray[np.int64]
+    behind: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, batch: BatchRequest) -> SampledRows:
+        if not len(batch.drafts):
+            sequences = np.flatnonzero(batch.sample)
+            return cls(sequences, np.zeros_like(sequences))
+        counts = np.where(batch.sample, 1 + batch.drafts.astype(np.int64), 0)
+        sequences = np.repeat(np.arange(len(counts)), counts)
+        return cls(sequences, np.cumsum(counts)[sequences] - 1 - np.arange(len(sequences)))
+
+    def places(self, batch: BatchRequest) -> NDArray[np.int64]:
+        """Of the tokens among the step's, ``[m]``."""
+        places: NDArray[np.int64] = np.cumsum(batch.query_lens, dtype=np.int64)[self.sequences] - 1 - self.behind
+        return places
+
+    def positions(self, batch: BatchRequest) -> NDArray[np.int64]:
+        """Of the sampled tokens in their sequences, ``[m]``."""
+        positions: NDArray[np.int64] = (batch.starts + batch.query_lens)[self.sequences] - self.behind
+        return positions
+
+
+def check_drafts(
+    batch: BatchRequest, rows: SampledRows, sampled: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Which drafts are what was sampled, ``sampled [m]`` of ``rows``.
+
+    Returns, of each sequence that samples, in order: the token that comes behind those drafts, and how many they are.
+    """
+    following = batch.token_ids[np.minimum(rows.places(batch) + 1, len(batch.token_ids) - 1)]
+    is_last = (rows.behind == 0) | (following != sampled)  # of those that count
+    first = np.flatnonzero(np.diff(rows.sequences, prepend=-1))
+    last = np.minimum.reduceat(np.where(is_last, np.arange(len(sampled)), len(sampled)), first)
+    return sampled[last], (last - first).astype(np.int32)
