@@ -34,7 +34,7 @@ from headwise.kernels.cpu.addresses import (
     record_at,
     words_at,
 )
-from headwise.kernels.cpu.attention_micro import row_times
+from headwise.kernels.cpu.attention_micro import row_copy, row_times
 from headwise.kernels.cpu.codes_amx import SCRATCH, codes_in_tiles
 from headwise.kernels.cpu.matmul_amx import rows_in_tiles
 from headwise.kernels.cpu.matmul_kinds import (
@@ -62,6 +62,7 @@ from headwise.kernels.cpu.matmul_rows import (
 from headwise.kernels.cpu.matmul_tiles import (
     FEW_VECTORS,
     LINE,
+    ROW_STEP,
     TILE_ROWS,
     VECTORS,
     VECTORS_ALONE,
@@ -179,9 +180,24 @@ def _finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
 
 
 @_pasted
-def _tile_rows(left):
-    """Rows of the next tile. Of eight rows four: the last two alone would be no time to fetch a panel in."""
-    return TILE_ROWS[0] if left >= TILE_ROWS[0] and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+def _next_tile(done, rows):
+    """Which row the next tile begins with, when so many are ``done``, and how many it has.
+
+    One of few rows waits for the panel, and leaves no time to fetch the next one in: so the last tile has rows of those
+    before it once more.
+    """
+    left, most = rows - done, TILE_ROWS[0] if rows >= TILE_ROWS[0] else min(rows, 4)
+    if left >= most:
+        return done, most
+    return (done, 4) if left == 4 else (rows - most, most)
+
+
+@_pasted
+def _next_grouped(done, rows):
+    """Rows of the next tile where there are scales. The first one prefetches codes (`matmul_tiles.FEW_ROWS`), all
+    others find them in a cache, where tiles of more rows are faster."""
+    left = rows - done
+    return TILE_ROWS[0] if done > 0 and left >= TILE_ROWS[0] else min(left, 4)
 
 
 def _plain_rows(kind: Kind) -> Any:
@@ -190,10 +206,14 @@ def _plain_rows(kind: Kind) -> Any:
     Meanwhile the panel that lies ``ahead`` bytes behind is prefetched, if that is not 0: as evenly as can be by all
     tiles of rows. More at a time would wait for memory, and fewer would leave some of it to be waited for.
     """
-    shapes = [(rows, VECTORS if rows > 1 else VECTORS_ALONE) for rows in TILE_ROWS]
-    most, four, two, one = (plain_tile(kind, *shape) for shape in shapes)
-    most_and_line, four_and_line, two_and_line, one_and_line = (plain_tile(kind, *shape, 1) for shape in shapes)
-    most_and_two, four_and_two, two_and_two, one_and_two = (plain_tile(kind, *shape, 2) for shape in shapes)
+    shapes = [(rows, VECTORS if rows > 1 else VECTORS_ALONE) for rows in (TILE_ROWS[0], 4, 3, 2, 1)]
+    most, four, three, two, one = (plain_tile(kind, *shape) for shape in shapes)
+    most_and_line, four_and_line, three_and_line, two_and_line, one_and_line = (
+        plain_tile(kind, *shape, 1) for shape in shapes
+    )
+    most_and_two, four_and_two, three_and_two, two_and_two, one_and_two = (
+        plain_tile(kind, *shape, 2) for shape in shapes
+    )
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
     @_pasted
@@ -202,8 +222,8 @@ def _plain_rows(kind: Kind) -> Any:
         start, fresh, done = (panel * weight.turns + turn) * turn_bytes, turn == 0, 0
         line, lines = 0, turn_bytes // LINE if ahead != 0 else 0
         while done < rows:
-            x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
-            step = _tile_rows(left)
+            left, (first, step) = rows - done, _next_tile(done, rows)
+            x_at = (row + first) * stride + turn * x_per_turn
             width = LANES * (VECTORS if step > 1 else VECTORS_ALONE)
             passes = -(-left // TILE_ROWS[0]) * (PANEL // width)
             for column in range(0, PANEL, width):
@@ -224,6 +244,13 @@ def _plain_rows(kind: Kind) -> Any:
                         four_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                     else:
                         four_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                elif step == 3:
+                    if some == 0:
+                        three(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
+                    elif some == 1:
+                        three_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                    else:
+                        three_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                 elif step == 2:
                     if some == 0:
                         two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
@@ -237,6 +264,9 @@ def _plain_rows(kind: Kind) -> Any:
                     one_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                 else:
                     one_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+            if first < done and turn + turns == weight.turns:
+                for r in range(done, rows):
+                    row_copy(tile, (r + step - left) * PANEL, tile, r * PANEL, PANEL)
             done += step
 
     return run
@@ -245,7 +275,7 @@ def _plain_rows(kind: Kind) -> Any:
 def _grouped_rows(kind: Kind) -> Any:
     """As `_plain_rows`, for a kind with a scale per group of turns: they take as many registers as the sums do."""
     tile_of = integer_tile if INTEGERS else grouped_tile
-    most, four, two = (tile_of(kind, rows, FEW_VECTORS) for rows in TILE_ROWS[:-1])
+    most, four, three, two = (tile_of(kind, rows, FEW_VECTORS) for rows in (TILE_ROWS[0], 4, 3, 2))
     one = tile_of(kind, 1, VECTORS_ALONE)
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
@@ -262,18 +292,21 @@ def _grouped_rows(kind: Kind) -> Any:
             part_turns = weight.turns // parts
             first = turn // part_turns
         while done < rows:
-            x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
+            x_at = (row + done) * stride + turn * x_per_turn
             g_at = (row + done) * s_stride + first
-            step = _tile_rows(left)
+            step = _next_grouped(done, rows)
             for column in range(0, PANEL, (VECTORS_ALONE if step == 1 else FEW_VECTORS) * LANES):
                 at = (panel * weight.turns + turn) * turn_bytes + column * column_bytes
                 s_at, t_at = (panel * all_groups + group) * PANEL + column, done * PANEL + column
-                if step == TILE_ROWS[0]:
+                if step > 4:
                     most(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, s_stride, groups,
                          each, parts, part_turns, has_minima, tile, t_at, fresh)  # fmt: skip
                 elif step == 4:
                     four(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, s_stride, groups,
                          each, parts, part_turns, has_minima, tile, t_at, fresh)  # fmt: skip
+                elif step == 3:
+                    three(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, s_stride, groups,
+                          each, parts, part_turns, has_minima, tile, t_at, fresh)  # fmt: skip
                 elif step == 2:
                     two(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, s_stride, groups,
                         each, parts, part_turns, has_minima, tile, t_at, fresh)  # fmt: skip
@@ -442,7 +475,7 @@ def cut_of(weight, rows, threads):
     blocks, each = -(-rows // ROW_BLOCK), ROW_BLOCK
     if is_by_rows(rows, threads):
         blocks = -(-rows // (ROW_BLOCK * threads)) * threads
-        step = MOST_ROWS if TILES and weight.kind != FLOAT32 else TILE_ROWS[0]
+        step = MOST_ROWS if TILES and weight.kind != FLOAT32 else ROW_STEP
         each = -(-rows // (blocks * step)) * step
     return each, blocks, -(-weight.columns // PANEL)
 

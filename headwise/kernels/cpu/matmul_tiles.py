@@ -24,8 +24,11 @@ _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(_I32, LANES)
 
-TILE_ROWS = (6 if ISA.avx512f else 4, 4, 2, 1)
+TILE_ROWS = (6, 4, 3, 2, 1) if ISA.avx512f else (4, 3, 2, 1)
 """Rows of a tile: with its columns, what fits in the registers."""
+
+ROW_STEP = 12
+"""Rows that are a whole number of tiles, of either kind."""
 
 VECTORS, FEW_VECTORS = (4, 2) if ISA.avx512f else (2, 2)
 """Vectors of columns of a tile; the fewer where scales need registers, too."""

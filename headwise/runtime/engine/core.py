@@ -342,7 +342,7 @@ class EngineCore:
         self._outbox.append(OutputDelta(sequence.id, prompt_token_ids=tokens, prompt_logprobs=logprobs))
 
     def _take(self, sequence: Sequence, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Say that tokens were sampled, and end the request with the last one that it may have: others are forgotten."""
+        """Say that tokens were sampled, and end the request with the one that ends it: later ones are forgotten."""
         now = self._clock()
         if sequence.first_token is None:
             sequence.first_token = now

@@ -11,7 +11,7 @@ from numba import types
 
 from headwise.kernels.cpu import matmul_jit
 from headwise.kernels.cpu.codes_vectors import in_vectors
-from headwise.kernels.cpu.matmul_kinds import INTEGERS, PANEL
+from headwise.kernels.cpu.matmul_kinds import INTEGERS, PANEL, Codes, Int8
 from headwise.kernels.cpu.matmul_tiles import (
     FEW_ROWS,
     FEW_VECTORS,
@@ -22,7 +22,8 @@ from headwise.kernels.cpu.matmul_tiles import (
     integer_tile,
 )
 
-KINDS = matmul_jit._integers
+KINDS = Int8(native=False), *(Codes(bits, native=False) for bits in (4, 5, 6))
+"""Those whose numbers become floats, as `in_vectors` takes them."""
 
 
 def prefetches(call: Any, signature: tuple[Any, ...]) -> int:
@@ -45,7 +46,7 @@ def test_one_row_in_vectors_prefetches_codes_scales_and_minima(kind: Any) -> Non
 
 @pytest.mark.parametrize("rows", sorted({1, TILE_ROWS[0]}))
 def test_a_tile_of_few_rows_prefetches_and_one_of_many_does_not(rows: int) -> None:
-    kind, vectors = KINDS[0], VECTORS_ALONE if rows == 1 else FEW_VECTORS
+    kind, vectors = matmul_jit._integers[0], VECTORS_ALONE if rows == 1 else FEW_VECTORS
     run = (integer_tile if INTEGERS else grouped_tile)(kind, rows, vectors)
 
     def call(x, w, half, sums, tile, n):  # type: ignore[no-untyped-def]
