@@ -162,7 +162,8 @@ class ResourceManager:
     def _offer_drafts(self, speculator: Speculator) -> bool:
         """Let decoding rows have drafts; whether that is worth waiting for tokens that steps in flight sample."""
         rows, columns = self._rows_in_order(), self.table
-        rows = rows[columns.length[rows] > columns.num_prompt[rows]]
+        length = columns.length[rows]
+        rows = rows[(length > columns.num_prompt[rows]) & (columns.scheduled[rows] >= length - 1)]
         counts, speedup = speculator.chosen(columns.of(rows))
         columns.offered[:] = 0
         columns.offered[rows] = np.where(columns.pending[rows] == 0, counts, 0)

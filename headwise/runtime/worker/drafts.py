@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.worker.last_sampled import NO_TOKEN
 
 
 @dataclass(frozen=True)
@@ -58,4 +59,5 @@ def check_drafts(
     is_last = (rows.behind == 0) | (following != sampled)  # of those that count
     first = np.flatnonzero(np.diff(rows.sequences, prepend=-1))
     last = np.minimum.reduceat(np.where(is_last, np.arange(len(sampled)), len(sampled)), first)
+    last -= (sampled[last] == NO_TOKEN) & (last > first)  # what was sampled before is told; the next step finds it again
     return sampled[last], (last - first).astype(np.int32)

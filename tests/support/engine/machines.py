@@ -7,7 +7,7 @@ index is told the truth.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from support.engine.mixed_engine import make_mixed_engine
 from support.engine.mixed_model import MixedLayer, MixedModel, mixed_models
 from support.engine.simulated_copies import holds
 from support.engine.simulated_engine import BLOCK, make_engine, request, run
+from support.engine.simulated_model import often_again, sure_of_one
 from support.engine.simulation import SimulatedExecutor, SimulatedLookup, Storage, continuation
 from support.index.model import Heard, assert_match_serves, servable_depths, stated
 
@@ -160,7 +161,8 @@ class EngineMachine(RuleBasedStateMachine):
             held = int(
                 tables[~is_state].sum() + tables[is_state].any(axis=1).sum()
             )  # checkpoints only where there is room
-            assert held <= self.engine.cache.peak_blocks(int(self.engine.resources.table.length[row]))
+            length = int(self.engine.resources.table.length[row]) + self.engine.config.speculation
+            assert held <= self.engine.cache.peak_blocks(length)
         for batch in self.executor.queue:
             assert self.engine.cache._open[batch.rows].all()
 
@@ -214,6 +216,23 @@ class EngineMachine(RuleBasedStateMachine):
             assert reason is not FinishReason.ERROR or name in self.broken
             assert reason is not FinishReason.LENGTH or name not in self.broken
         assert self.engine.cache.pool.num_held == 0
+
+
+class SpeculatingMachine(EngineMachine):
+    """A model that repeats its prompt, but not always; steps have guesses of that, some of which are wrong."""
+
+    host: ClassVar = {"speculation": 5, "max_batched_tokens": 20}
+
+    def _make_engine(self, options: dict[str, Any]) -> tuple[EngineCore, SimulatedExecutor]:
+        engine, executor = super()._make_engine(options)
+        executor.model.logits_of = partial(sure_of_one, following=often_again)
+        return engine, executor
+
+    def _continuation(self, prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(often_again(tokens))
+        return tokens[len(prompt) :]
 
 
 class StatesMachine(EngineMachine):
@@ -296,6 +315,12 @@ class TieredMachine(EngineMachine):
     def _end_leases(self) -> None:
         for lease in list(self.leases._leases.values()):
             self.leases.end(lease.name, lease.grant)
+
+
+class SpeculatingTieredMachine(SpeculatingMachine, TieredMachine):
+    """The same with a host tier."""
+
+    host: ClassVar = {**SpeculatingMachine.host, "host_blocks": 40, "write_policy": "write_back"}
 
 
 class SelectiveMachine(TieredMachine):
@@ -474,6 +499,8 @@ class MixedMachine(StoredMachine):
 
 
 MACHINES = [
+    SpeculatingMachine,
+    SpeculatingTieredMachine,
     StatesMachine,
     TieredStatesMachine,
     StoredStatesMachine,

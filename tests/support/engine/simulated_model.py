@@ -38,11 +38,17 @@ def next_token(tokens: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(tokens, dtype=np.int32).tobytes()) % VOCAB
 
 
-def sure_of_one(tokens: list[int]) -> NDArray[np.float32]:
+def sure_of_one(tokens: list[int], following: Callable[[Sequence[int]], int] = next_token) -> NDArray[np.float32]:
     """Logits ``[VOCAB]`` that leave no choice, at whatever temperature."""
     logits = np.full(VOCAB, -1e9, dtype=np.float32)
-    logits[next_token(tokens)] = 0
+    logits[following(tokens)] = 0
     return logits
+
+
+def often_again(tokens: Sequence[int], period: int = 7) -> int:
+    """A next token that is mostly what stood ``period`` tokens before."""
+    found = next_token(tokens)
+    return tokens[-period] if len(tokens) >= period and found % 5 else found
 
 
 class TokenOps(NumpyOps):
@@ -56,7 +62,6 @@ class TokenKernels:
     """Attention kernels that write keys, which are token ids, and read them again.
 
     state_groups: those that keep states
-    contexts:     what each sequence of the latest step has seen
     """
 
     name = "simulated"
@@ -64,7 +69,8 @@ class TokenKernels:
     def __init__(self, copies: WatchedCopy, state_groups: Collection[int] = ()) -> None:
         self._copies, self._state_groups = copies, state_groups
         self._tokens: list[NDArray[np.int32]] = []  # of each sequence in the latest step
-        self.contexts: list[Context] = []
+        self._contexts: dict[int, Context] = {}  # what its last tokens have seen
+        self._context_of: Callable[[int], Context] = lambda row: None
 
     def write_kv(self, *arguments: Any) -> None:
         raise AssertionError("the worker prefers to have keys rotated on the way")
@@ -108,18 +114,28 @@ class TokenKernels:
         out: NDArray[np.float32],
         sink_logits: NDArray[np.float32] | None = None,
     ) -> None:
-        out[:] = -1
+        out[:] = np.arange(len(out), dtype=np.float32)[:, None, None]
         blocks = _slots(arena, layout)
         for index, length in enumerate(batch.seq_lens.tolist()):
             for group, slot in _places(heads):
                 if group in self._state_groups:
                     table = batch.block_tables[index * batch.groups + group]
                     self._go_on(blocks[:, slot], table, self._tokens[index], length)
-        self.contexts = [
-            self._read(blocks, batch.block_tables[index * batch.groups :], length, heads)
-            for index, length in enumerate(batch.seq_lens.tolist())
-        ]
-        out[batch.cu_seqlens_q[1:] - 1] = np.arange(len(self.contexts), dtype=np.float32)[:, None, None]
+        ends = batch.cu_seqlens_q[1:]
+
+        def context_of(row: int) -> Context:
+            index = int(np.searchsorted(ends, row, side="right"))
+            length = int(batch.seq_lens[index] - (ends[index] - 1 - row))
+            return self._read(blocks, batch.block_tables[index * batch.groups :], length, heads)
+
+        self._context_of = context_of
+        self._contexts = {row: context_of(row) for row in (ends - 1).tolist()}
+
+    def context(self, row: int) -> Context:
+        """What a token of the latest step has seen."""
+        if row not in self._contexts:
+            self._contexts[row] = self._context_of(row)
+        return self._contexts[row]
 
     def _read(self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable) -> Context:
         """The tokens as one head holds them; all must hold the same where they may look."""
@@ -201,7 +217,7 @@ class TokenModel(Model):
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float32]:
-        """Hidden rows ``[T, 1]``: which of the kernels' contexts each is of; -1 for none."""
+        """Hidden rows ``[T, 1]``: which token of the step each is of."""
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
@@ -217,7 +233,7 @@ class TokenModel(Model):
         return np.stack([self._scores(int(index)) for index in hidden[:, 0]])
 
     def _scores(self, index: int) -> NDArray[np.float32]:
-        context = self._kernels.contexts[index]
+        context = self._kernels.context(index)
         if context is None or self.breaks(context):
             return np.full(VOCAB, np.nan, dtype=np.float32)
         return self.logits_of(context)
