@@ -16,7 +16,7 @@ MOST_LOOKED_UP = 32
 """Sequences, the oldest ones, whose tokens are looked up: each takes some microseconds, and more if it is long. With
 more sequences in a step, drafts bring less."""
 
-WORTH_WAITING = 1.1
+WORTH_WAITING = 1.15
 """How much faster drafts must make decoding for the next step to wait for the tokens of the one before."""
 
 

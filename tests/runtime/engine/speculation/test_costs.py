@@ -1,0 +1,49 @@
+"""What drafts are taken to cost and to bring follows what is measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headwise.runtime.engine.speculation.costs import FIRST_RATIO, REMEMBERED, DraftCosts, HitRates
+from headwise.runtime.engine.speculation.lookup import LEAST_MATCH, MOST_MATCH
+
+
+def test_costs_of_a_step_and_of_a_draft_are_told_apart() -> None:
+    costs, draw = DraftCosts(), np.random.default_rng(0)
+    assert costs.ratio == FIRST_RATIO
+    for drafts in draw.integers(0, 9, 300).tolist():
+        costs.observe(drafts, (10 + 0.4 * drafts) * draw.uniform(0.95, 1.05) * 1e-3)
+    assert costs.ratio == pytest.approx(0.04, rel=0.3)
+    for drafts in draw.integers(0, 9, 300).tolist():
+        costs.observe(drafts, (2 + 1.0 * drafts) * 1e-3)
+    assert costs.ratio == pytest.approx(0.5, rel=0.2)
+
+
+def test_one_step_that_was_held_up_says_little() -> None:
+    costs = DraftCosts()
+    for drafts in (0, 4) * 50:
+        costs.observe(drafts, (10 + 0.4 * drafts) * 1e-3)
+    before = costs.ratio
+    costs.observe(4, 60.0)
+    assert costs.ratio == pytest.approx(before, abs=0.06)
+
+
+def test_a_chance_is_how_often_guesses_behind_such_a_match_were_right() -> None:
+    rates = HitRates()
+    assert rates.chances(LEAST_MATCH, 3).tolist() == [0.5, 0.25, 0.125], "nothing is known yet"
+    assert not len(rates.chances(LEAST_MATCH - 1, 3))
+    assert not len(rates.chances(MOST_MATCH, -1)), "there is no room"
+    for _ in range(98):
+        rates.observe(LEAST_MATCH, False)
+        rates.observe(MOST_MATCH, True)
+    assert rates.chances(LEAST_MATCH, 1)[0] == pytest.approx(0.01)
+    np.testing.assert_allclose(rates.chances(MOST_MATCH, 3), 0.99 ** np.arange(1, 4))
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    rates = HitRates()
+    for is_right in (True, False):
+        for _ in range(4 * REMEMBERED):
+            rates.observe(3, is_right)
+    assert rates.chances(3, 1)[0] < 0.1

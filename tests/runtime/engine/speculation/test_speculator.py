@@ -1,0 +1,94 @@
+"""Who has how many drafts: those that bring more tokens in less time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.engine.simulated_engine import request
+
+from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.engine.speculation.costs import FIRST_RATIO
+from headwise.runtime.engine.speculation.lookup import MOST_MATCH
+from headwise.runtime.engine.speculation.speculator import MOST_LOOKED_UP, Speculator
+
+REPEATING, NEW = [5, 6, 7] * 12, list(range(40))
+
+
+def sequence_of(prompt: list[int], max_tokens: int = 50, **sampling: Any) -> Sequence:
+    return Sequence(request("r", prompt, max_tokens, **sampling), b"", (0, 0), len(prompt) + max_tokens, 0.0)
+
+
+def counts(speculator: Speculator, *sequences: Sequence) -> list[int]:
+    found: list[int] = speculator.chosen(sequences)[0].tolist()
+    return found
+
+
+def sure(most: int = 8, most_of_step: int = 64) -> Speculator:
+    """One for which repetitions have always gone on."""
+    speculator = Speculator(most, most_of_step)
+    for _ in range(500):
+        speculator._rates.observe(MOST_MATCH, True)
+    return speculator
+
+
+def test_what_repeats_itself_has_drafts_and_what_does_not_has_none() -> None:
+    assert counts(sure(), sequence_of(REPEATING), sequence_of(NEW)) == [8, 0]
+
+
+def test_a_sequence_has_no_more_than_it_may_still_say() -> None:
+    assert counts(sure(), *(sequence_of(REPEATING, tokens) for tokens in (1, 2, 5, 50))) == [0, 1, 4, 8]
+
+
+@pytest.mark.parametrize("sampling", [{"logprobs": 1}, {"presence_penalty": 0.5}, {"min_tokens": 3}])
+def test_what_must_be_known_token_by_token_has_none(sampling: dict[str, Any]) -> None:
+    assert counts(sure(), sequence_of(REPEATING, **sampling)) == [0]
+
+
+def test_drawn_tokens_are_guessed_too() -> None:
+    assert counts(sure(), sequence_of(REPEATING, temperature=0.8)) == [8]
+
+
+def test_all_sequences_together_have_no_more_than_a_step_may() -> None:
+    assert sum(counts(sure(most_of_step=10), *(sequence_of(REPEATING) for _ in range(5)))) == 10
+
+
+def test_drafts_that_cost_more_than_they_bring_are_none() -> None:
+    speculator, sequences = sure(), [sequence_of(REPEATING) for _ in range(3)]
+    assert counts(speculator, *sequences) == [8, 8, 8]
+    for drafts in (0, 4) * 100:
+        speculator.took(drafts, 1e-3 * (1 + 0.6 * drafts))
+    assert counts(speculator, *sequences) == [0, 0, 0]
+    assert counts(speculator, sequences[0])[0] > 0, "alone it has more time"
+
+
+def test_unsure_ones_are_fewer() -> None:
+    speculator = Speculator(8, 64)
+    assert counts(speculator, sequence_of(REPEATING)) == [2], f"0.5 and 0.25, at a ratio of {FIRST_RATIO}"
+
+
+def test_how_much_faster_all_decode_is_told() -> None:
+    speculator = sure()
+    for drafts in (0, 4) * 100:
+        speculator.took(drafts, 1e-3 * (1 + 0.1 * drafts))
+    (one,), alone = speculator.chosen([sequence_of(REPEATING)])
+    assert (one, alone) == (8, pytest.approx(9 / 1.8, rel=0.1))
+    assert speculator.chosen([sequence_of(REPEATING), sequence_of(NEW)])[1] == pytest.approx(10 / 1.8 / 2, rel=0.1)
+    assert speculator.chosen([sequence_of(NEW)])[1] == 1.0
+    assert speculator.chosen([])[1] == 0.0
+
+
+def test_only_so_many_sequences_are_looked_up() -> None:
+    speculator = sure(most_of_step=10_000)
+    speculator.took(0, 1.0)
+    speculator._costs._draft_s = 0.0
+    found = counts(speculator, *(sequence_of(REPEATING) for _ in range(MOST_LOOKED_UP + 3)))
+    assert found == [8] * MOST_LOOKED_UP + [0, 0, 0]
+
+
+def test_guesses_are_what_was_promised_and_what_is_gone_is_forgotten() -> None:
+    speculator, sequence = sure(), sequence_of(REPEATING)
+    assert speculator.guesses(sequence, counts(speculator, sequence)[0]).tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert len(speculator._echoes) == 1
+    del sequence
+    assert not len(speculator._echoes)

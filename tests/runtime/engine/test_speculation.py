@@ -1,0 +1,143 @@
+"""An engine whose steps check guesses: the same tokens in fewer steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from support.engine.simulated_engine import LetterTokenizer, make_engine, request, run
+from support.engine.simulated_model import often_again, sure_of_one
+from support.engine.simulation import SimulatedExecutor
+
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.protocol.request import FinishReason
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2] * 4
+
+
+def made(speculation: int = 5, **config: Any) -> tuple[EngineCore, SimulatedExecutor]:
+    """An engine whose model repeats its prompt, but not always."""
+    engine, executor = make_engine(**{"num_blocks": 64, "speculation": speculation, "max_batched_tokens": 40, **config})
+    executor.model.logits_of = partial(sure_of_one, following=often_again)
+    return engine, executor
+
+
+def said(count: int, prompt: list[int] = PROMPT) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(often_again(tokens))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}])
+def test_repeated_tokens_take_fewer_steps_and_are_the_same(sampling: dict[str, Any]) -> None:
+    steps = []
+    for speculation in (0, 5):
+        engine, _ = made(speculation)
+        engine.add(request("r", PROMPT, 40, **sampling))
+        result = run(engine)["r"]
+        assert (result.token_ids, result.finish_reason) == (said(40), FinishReason.LENGTH)
+        assert result.text == LetterTokenizer().push(said(40))
+        assert result.usage is not None
+        assert result.usage.completion_tokens == engine.stats()["output_tokens"] == 40
+        steps.append(engine.stats()["steps"])
+    assert steps[1] < 0.7 * steps[0]
+    found = engine.stats()["speculation"]
+    assert found["drafted"] > found["accepted"] >= 40 - steps[1]
+
+
+def test_an_engine_that_does_not_guess_has_no_numbers_of_it() -> None:
+    engine, _ = made(0)
+    assert engine.stats()["speculation"] is None
+
+
+@pytest.mark.parametrize("end", range(1, 20))
+@pytest.mark.parametrize("kind", ["max_tokens", "stop_token_ids", "stop"])
+def test_a_request_ends_at_the_same_token_wherever_that_comes_in_a_step(kind: str, end: int) -> None:
+    """What was sampled behind it is forgotten."""
+    engine, _ = made()
+    expected = said(end)
+    limits: dict[str, Any] = {}
+    if kind == "stop_token_ids":
+        limits = {"stop_token_ids": (expected[-1],)}
+        expected = expected[: expected.index(expected[-1]) + 1]
+    elif kind == "stop":
+        limits = {"stop": (LetterTokenizer().push(expected[-2:]),)}
+    engine.add(request("r", PROMPT, end if kind == "max_tokens" else 60, **limits))
+    result = run(engine)["r"]
+    assert result.finish_reason is (FinishReason.LENGTH if kind == "max_tokens" else FinishReason.STOP)
+    if kind != "stop":
+        assert result.token_ids == expected
+    assert result.token_ids == said(len(result.token_ids))
+    shown = LetterTokenizer().push(expected[:-1] if kind == "stop_token_ids" else expected)
+    assert result.text == shown.partition(limits.get("stop", ("\n",))[0])[0]
+    assert result.usage is not None
+    assert result.usage.completion_tokens == len(result.token_ids)
+
+
+def test_guesses_give_way_where_blocks_are_short_and_nobody_is_preempted_for_them() -> None:
+    """Two sequences whose tokens fit exactly."""
+    prompts = {"a": PROMPT[:14], "b": PROMPT[7:21]}
+    engine, _ = made(num_blocks=10, prefix_caching=False)
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 6))
+    results = run(engine)
+    for name, prompt in prompts.items():
+        assert results[name].token_ids == said(6, prompt)
+    assert engine.stats()["requests"]["preemptions"] == 0
+
+
+def test_a_step_waits_for_the_tokens_of_the_one_before_where_guesses_of_the_next_are_likely() -> None:
+    idle = []
+    for repeats in (True, False):
+        engine, executor = made(eager=False)
+        if not repeats:
+            executor.model.logits_of = sure_of_one
+        engine.add(request("r", PROMPT, 30))
+        ahead = []
+        while engine.has_work():
+            engine.step(0)
+            ahead.append(len(executor.queue))
+            executor.finish_one()
+        assert max(ahead) == 2
+        idle.append(ahead[1:-1].count(0))
+    assert idle[0] > 5 > 2 > idle[1]
+
+
+def test_prompts_are_computed_beside_guesses() -> None:
+    engine, _ = made()
+    engine.add(request("first", PROMPT, 40))
+    for _ in range(4):
+        engine.step(None)
+    engine.add(request("second", [*PROMPT, *PROMPT, 8], 10))
+    results = run(engine)
+    assert results["second"].token_ids == said(10, [*PROMPT, *PROMPT, 8])
+
+
+def test_a_request_that_asks_for_each_tokens_logprob_gets_them_beside_one_that_is_guessed() -> None:
+    engine, _ = made()
+    engine.add(request("guessed", PROMPT, 30))
+    engine.add(request("asks", PROMPT, 30, logprobs=1))
+    results = run(engine)
+    assert results["guessed"].token_ids == results["asks"].token_ids == said(30)
+    assert len(results["asks"].logprobs) == 30
+    assert engine.stats()["speculation"]["accepted"] > 0
+
+
+def test_steps_with_guesses_are_no_measure_of_prompts() -> None:
+    engine, executor = made()
+    engine.add(request("r", PROMPT, 2))
+    executor.changed = lambda batch, result: _took(result, 1e-3 * batch.num_tokens)
+    run(engine)
+    measured = engine.resources.step_times.prefill_token_s
+    executor.changed = lambda batch, result: _took(result, 1.0 if len(batch.drafts) else 1e-3 * batch.num_tokens)
+    engine.add(request("again", PROMPT, 30))
+    run(engine)
+    assert engine.resources.step_times.prefill_token_s == pytest.approx(measured)
+
+
+def _took(result: Any, seconds: float) -> Any:
+    from dataclasses import replace
+
+    return replace(result, compute_s=seconds)
