@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.engine.given_guesses import GivenGuesses
 from support.engine.loaded_model import GREEDY, MODELS, serve
 from support.engine.ranks import Ranks
 from support.gpu.cuda_shim import LIBRARIES
@@ -29,6 +30,7 @@ SHOWN_BY_OTHERS = (
     "llama4",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
+FEW = replace(GREEDY, max_tokens=9)
 PROMPTS = {"qwen3.5": 1, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 
@@ -118,3 +120,30 @@ def test_states_are_resumed_at_checkpoints_that_a_prompt_left() -> None:
     assert_same(answer.first(3), first.token_ids)
     assert again.token_ids == first.token_ids
     assert again.usage.cached_tokens == 32
+
+
+@pytest.mark.parametrize(
+    "model", ["gemma4-shared", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gpt-oss", "deepseek-v3"))]
+)
+def test_guesses_change_no_token(model: str) -> None:
+    """Greedy or drawn; also where layers behind the last one that keeps anything compute wanted rows alone."""
+    wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:3]
+    drawn = replace(GREEDY, max_tokens=9, temperature=0.8, seed=5)
+    sampling = {answer.name: params for answer, params in zip(wanted, (drawn, FEW, FEW), strict=True)}
+    given = {"kv_cache": "64MiB", "max_model_len": 256, "max_num_seqs": 8}
+    config = EngineConfig(model=str(checkpoint(model)), device="cuda", dtype="float32", **given)
+    with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
+        expected = serve(engine.core, engine.preprocessor, wanted, sampling)
+    for answer in wanted[1:]:
+        assert_same(answer.first(9), expected[answer.name].token_ids)
+    with LocalEngine(replace(config, speculation=3), EmulatedGpu(LIBRARIES, "float32")) as engine:
+        guesses = GivenGuesses({name: result.token_ids for name, result in expected.items()}, 3)
+        engine.core.resources.speculator = guesses
+        results = serve(engine.core, engine.preprocessor, wanted, sampling)
+        assert engine._worker._prefill is not None
+        assert {graphs.wanted for graphs in engine._worker._prefill._recorded} == {0, 32}, "4 rows of each of 8"
+    assert {name: result.token_ids for name, result in results.items()} == {
+        name: result.token_ids for name, result in expected.items()
+    }
+    found = engine.core.stats()["speculation"]
+    assert found["drafted"] > found["accepted"] > 0

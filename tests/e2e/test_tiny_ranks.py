@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
+from support.engine.given_guesses import GivenGuesses
 from support.engine.loaded_model import BASE, GREEDY, serve
 from support.engine.ranks import Ranks
 from support.reference import Answer, answers, assert_same
@@ -94,3 +95,13 @@ def test_two_ranks_say_the_reference_tokens_from_the_host_and_from_a_directory(n
     with two_ranks(name, **tiers) as (engine, preprocessor):
         assert_said(engine, preprocessor, wanted)
         assert engine.stats()["storage"]["hit_tokens"] > 200
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3.2"])
+def test_two_ranks_agree_on_which_guesses_are_right(name: str) -> None:
+    wanted = some_of(name)
+    with two_ranks(name, block_size=16, speculation=5) as (engine, preprocessor):
+        engine.resources.speculator = GivenGuesses({each.name: each.output_ids for each in wanted}, 5)
+        assert_said(engine, preprocessor, wanted)
+        found = engine.stats()["speculation"]
+        assert found["drafted"] > found["accepted"] > 0.4 * found["drafted"]
