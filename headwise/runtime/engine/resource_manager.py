@@ -16,7 +16,7 @@ from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
-from headwise.runtime.engine.speculation.speculator import WORTH_WAITING, Speculator
+from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.throughput import StepTimes
@@ -164,10 +164,10 @@ class ResourceManager:
         rows, columns = self._rows_in_order(), self.table
         length = columns.length[rows]
         rows = rows[(length > columns.num_prompt[rows]) & (columns.scheduled[rows] >= length - 1)]
-        counts, speedup = speculator.chosen(columns.of(rows))
+        counts, is_worth_waiting = speculator.chosen(columns.of(rows))
         columns.offered[:] = 0
         columns.offered[rows] = np.where(columns.pending[rows] == 0, counts, 0)
-        return speedup >= WORTH_WAITING
+        return is_worth_waiting
 
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.

@@ -59,5 +59,7 @@ def check_drafts(
     is_last = (rows.behind == 0) | (following != sampled)  # of those that count
     first = np.flatnonzero(np.diff(rows.sequences, prepend=-1))
     last = np.minimum.reduceat(np.where(is_last, np.arange(len(sampled)), len(sampled)), first)
-    last -= (sampled[last] == NO_TOKEN) & (last > first)  # what was sampled before is told; the next step finds it again
+    last -= (sampled[last] == NO_TOKEN) & (
+        last > first
+    )  # what was sampled before is told; the next step finds it again
     return sampled[last], (last - first).astype(np.int32)

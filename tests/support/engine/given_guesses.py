@@ -22,11 +22,11 @@ class GivenGuesses(Speculator):
         super().__init__(most, most_of_step=1 << 30)
         self._answers, self._draw = answers, np.random.default_rng(0)
 
-    def chosen(self, decoding: SequenceOf[Sequence]) -> tuple[NDArray[np.int64], float]:
+    def chosen(self, decoding: SequenceOf[Sequence]) -> tuple[NDArray[np.int64], bool]:
         """See `Speculator.chosen`; all are worth waiting for."""
         rooms = [sequence.max_length - sequence.num_tokens - 1 for sequence in decoding]
         counts = np.minimum(self._draw.integers(0, self._most + 1, len(decoding)), rooms)
-        return np.maximum(counts, 0).astype(np.int64), 2.0
+        return np.maximum(counts, 0).astype(np.int64), True
 
     def guesses(self, sequence: Sequence, count: int) -> NDArray[np.int32]:
         """See `Speculator.guesses`."""

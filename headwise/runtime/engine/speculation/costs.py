@@ -13,6 +13,11 @@ REMEMBERED = 256
 RATE = 0.2
 """By how much of what was not expected an estimate of a step's time changes."""
 
+KEPT = 0.9
+"""What earlier guesses of a sequence count, of the next one."""
+
+MOST_SURE = 0.99
+
 FIRST_RATIO = 0.15
 """What a draft is taken to cost of a step, before one was measured."""
 
@@ -32,13 +37,36 @@ class HitRates:
         self._all[length] += 1
         self._right[length] += is_right
 
-    def chances(self, length: int, count: int) -> NDArray[np.float64]:
-        """That the first 1, 2, ... ``count`` guesses behind a match are all right."""
+    def rate(self, length: int) -> float:
+        """Of guesses behind a match of this length, the share that is right."""
+        return float(self._right[length] / self._all[length])
+
+    def chances(self, length: int, count: int, trust: float = 1.0) -> NDArray[np.float64]:
+        """That the first 1, 2, ... ``count`` guesses behind a match are all right, where ``trust`` times as many are as
+        elsewhere."""
         if length < LEAST_MATCH:
             return np.zeros(0)
         lengths = np.minimum(length + np.arange(count), MOST_MATCH)
-        chances: NDArray[np.float64] = np.cumprod(self._right[lengths] / self._all[lengths])
+        rates = np.minimum(trust * self._right[lengths] / self._all[lengths], MOST_SURE)
+        chances: NDArray[np.float64] = np.cumprod(rates)
         return chances
+
+
+class Trust:
+    """How often guesses of one sequence are right, over what `HitRates` expects: one text repeats itself, another does
+    not."""
+
+    def __init__(self) -> None:
+        self._right = self._expected = 0.0
+
+    def observe(self, rate: float, is_right: bool) -> None:
+        """rate: what was expected"""
+        self._right = KEPT * self._right + is_right
+        self._expected = KEPT * self._expected + rate
+
+    @property
+    def of(self) -> float:
+        return (self._right + 1) / (self._expected + 1)
 
 
 class DraftCosts:
@@ -47,6 +75,11 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self._step_s = self._draft_s = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """0: not known yet."""
+        return self._step_s
 
     @property
     def ratio(self) -> float:

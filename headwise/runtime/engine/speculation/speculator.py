@@ -9,15 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.engine.sequence import Sequence
-from headwise.runtime.engine.speculation.costs import DraftCosts, HitRates
+from headwise.runtime.engine.speculation.costs import DraftCosts, HitRates, Trust
 from headwise.runtime.engine.speculation.lookup import Echo
 
 MOST_LOOKED_UP = 32
 """Sequences, the oldest ones, whose tokens are looked up: each takes some microseconds, and more if it is long. With
 more sequences in a step, drafts bring less."""
 
-WORTH_WAITING = 1.15
-"""How much faster drafts must make decoding for the next step to wait for the tokens of the one before."""
+MOST_LONGER = 2.0
+"""Steps that drafts may make one longer where all sequences have some; else as much less as fewer have: who repeats a
+text does not slow down others for it."""
+
+WORTH_WAITING = 1.05
+"""How much faster drafts must make decoding for the next step to wait for the tokens of the one before, by `GAP_S`."""
+
+GAP_S = 0.5e-3
+"""What an engine takes, about, from one step's tokens to the next step where that was not planned ahead."""
 
 
 class Speculator:
@@ -32,44 +39,51 @@ class Speculator:
     def __init__(self, most: int, most_of_step: int) -> None:
         self._most, self._most_of_step = most, most_of_step
         self._rates, self._costs = HitRates(), DraftCosts()
-        self._echoes: WeakKeyDictionary[Sequence, Echo] = WeakKeyDictionary()
+        self._followed: WeakKeyDictionary[Sequence, tuple[Echo, Trust]] = WeakKeyDictionary()
         self.drafted = self.accepted = 0
 
-    def chosen(self, decoding: SequenceOf[Sequence]) -> tuple[NDArray[np.int64], float]:
-        """How many drafts each of these sequences, which decode, is to have in the next step, and how much faster all
-        decode by that.
+    def chosen(self, decoding: SequenceOf[Sequence]) -> tuple[NDArray[np.int64], bool]:
+        """How many drafts each of these sequences, which decode, is to have in the next step; and whether it is worth
+        waiting for tokens that are not known yet.
 
-        A draft is worth its time if it brings, by its chance, more tokens in that than the step does without it.
+        A draft is worth its time if it brings, by its chance, more tokens in that than the step does without it, and
+        does not make others wait for longer than `MOST_LONGER` allows.
         """
-        counts, ratio = np.zeros(len(decoding), np.int64), self._costs.ratio
-        tokens, time = float(len(decoding)), 1.0
+        counts, ratio, number = np.zeros(len(decoding), np.int64), self._costs.ratio, len(decoding)
+        tokens, time = float(number), 1.0
         if tokens * ratio >= 1:  # not even sure ones pay
-            return counts, 1.0
+            return counts, False
         chances = [self._chances(sequence) for sequence in decoding[:MOST_LOOKED_UP]]
         of = np.repeat(np.arange(len(chances)), [len(each) for each in chances])
         every = np.concatenate(chances) if chances else np.zeros(0)
         for place in np.argsort(-every, kind="stable")[: self._most_of_step].tolist():
             if every[place] * time <= tokens * ratio:
                 break
+            having = np.count_nonzero(counts) + (counts[of[place]] == 0)
+            if (time - 1 + ratio) * number > MOST_LONGER * having:
+                continue
             tokens, time = tokens + float(every[place]), time + ratio
             counts[of[place]] += 1
-        return counts, tokens / time / max(1, len(decoding))
+        step_s = self._costs.step_s or GAP_S
+        return counts, tokens * step_s >= number * (time * step_s * WORTH_WAITING + GAP_S) > 0
 
     def _chances(self, sequence: Sequence) -> NDArray[np.float64]:
         """Of its next drafts."""
         if not sequence.may_have_drafts:
             return np.zeros(0)
-        echo = self._echoes.get(sequence)
-        if echo is None:
-            echo = self._echoes[sequence] = Echo(sequence.max_length)
+        if sequence not in self._followed:
+            self._followed[sequence] = Echo(sequence.max_length), Trust()
+        echo, trust = self._followed[sequence]
         for length, is_right in echo.advance(sequence):
+            trust.observe(self._rates.rate(length), is_right)
             self._rates.observe(length, is_right)
         room = sequence.max_length - sequence.num_tokens - 1
-        return self._rates.chances(echo.length, min(self._most, room))
+        return self._rates.chances(echo.length, min(self._most, room), trust.of)
 
     def guesses(self, sequence: Sequence, count: int) -> NDArray[np.int32]:
         """The drafts of a sequence that was given so many."""
-        return self._echoes[sequence].guesses(count)
+        echo, _ = self._followed[sequence]
+        return echo.guesses(count)
 
     def took(self, drafts: int, compute_s: float) -> None:
         """A step that decodes, and nothing else, has taken so long with so many drafts."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headwise.runtime.engine.speculation.costs import FIRST_RATIO, REMEMBERED, DraftCosts, HitRates
+from headwise.runtime.engine.speculation.costs import (
+    FIRST_RATIO,
+    MOST_SURE,
+    REMEMBERED,
+    DraftCosts,
+    HitRates,
+    Trust,
+)
 from headwise.runtime.engine.speculation.lookup import LEAST_MATCH, MOST_MATCH
 
 
@@ -39,6 +46,19 @@ def test_a_chance_is_how_often_guesses_behind_such_a_match_were_right() -> None:
         rates.observe(MOST_MATCH, True)
     assert rates.chances(LEAST_MATCH, 1)[0] == pytest.approx(0.01)
     np.testing.assert_allclose(rates.chances(MOST_MATCH, 3), 0.99 ** np.arange(1, 4))
+
+
+def test_a_sequence_is_trusted_as_far_as_its_guesses_were_right() -> None:
+    trust, rates = Trust(), HitRates()
+    assert trust.of == 1.0
+    for _ in range(20):
+        trust.observe(0.5, False)
+    assert trust.of < 0.3
+    np.testing.assert_allclose(rates.chances(3, 2, trust.of), [0.5 * trust.of, (0.5 * trust.of) ** 2])
+    for _ in range(40):
+        trust.observe(0.5, True)
+    assert trust.of > 1.5
+    assert rates.chances(MOST_MATCH, 1, 5.0)[0] == MOST_SURE, "nothing is certain"
 
 
 def test_what_was_long_ago_is_forgotten() -> None:

@@ -1,0 +1,139 @@
+"""What guesses bring (`speculation`): tokens a second of decodes with them, over those without.
+
+Two engines with the same weights serve the same requests in turns, greedily. What is asked for: to repeat a text, as
+edits of texts and code mostly do; answers about a handbook that is the prompt, which quote it here and there; and
+stories, which repeat nothing but turns of phrase. Time counts while all requests decode: from when the last one has its
+first token, until the first one is through.
+
+    python benchmarks/speculation.py [--quick] [--rounds 5] [--tokens 200] [--guesses 8]
+
+The last line is JSON: `cases`, each with its weights, task and number of requests, `plain` and `guessed` tokens a
+second, `ratio`, the median over the rounds, and how many guesses there were for each token, and how many were right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headwise import EngineConfig, LocalEngine, SamplingParams
+
+MODEL = "smollm2-135m"
+HANDBOOK = Path(__file__).resolve().parent / "data" / "perplexity.txt"
+QUESTIONS = (
+    "When is the museum open, and what does a ticket cost?",
+    "What is there to see on the ground floor?",
+    "Tell me all about the lighthouse room.",
+    "What should visitors with children know?",
+)
+STORIES = (
+    "Write a story about a lighthouse keeper and a storm.",
+    "Explain how a refrigerator works.",
+    "Give me ten ideas for a birthday party.",
+    "What is the difference between weather and climate?",
+)
+MOST = len(QUESTIONS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """plain, guessed: tokens a second, medians, as is their ratio; drafts, right: of each token of the output"""
+
+    weights: str
+    task: str
+    requests: int
+    plain: float
+    guessed: float
+    ratio: float
+    drafts: float
+    right: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--guesses", type=int, default=8, help="most of a sequence in a step")
+    parser.add_argument("--quick", action="store_true", help="a few tokens, one round: seconds")
+    args = parser.parse_args(arguments)
+    rounds, tokens, weights, numbers = args.rounds, args.tokens, ["bfloat16", "gguf"], [1, MOST]
+    if args.quick:
+        rounds, tokens, weights, numbers = 1, 24, ["gguf"], [1]
+    print(f"{'weights':>9} {'task':>8} {'requests':>8} {'plain, tok/s':>12} {'guessed':>8} {'ratio':>6} {'right':>6}")
+    cases = [case for each in weights for case in measured(each, rounds, tokens, args.guesses, numbers)]
+    print(json.dumps({"rounds": rounds, "guesses": args.guesses, "cases": [asdict(case) for case in cases]}))
+
+
+def tasks() -> dict[str, list[str]]:
+    """What is asked, for `MOST` requests each."""
+    handbook = HANDBOOK.read_text(encoding="utf-8")
+    paragraphs = handbook.split("\n\n")[1:]
+    return {
+        "repeats": [f"{paragraphs[index]}\n\nRepeat the text above word for word." for index in range(MOST)],
+        "answers": [f"{handbook}\n\n{question}" for question in QUESTIONS],
+        "stories": list(STORIES),
+    }
+
+
+def measured(weights: str, rounds: int, tokens: int, guesses: int, numbers: Sequence[int]) -> Iterator[Case]:
+    """Cases of weights of one kind."""
+    config = {"model": MODEL, "dtype": "bfloat16", "weights_dtype": weights, "prefix_caching": False}
+    with ExitStack() as stack:
+        plain, guessing = (
+            stack.enter_context(
+                LocalEngine(EngineConfig.from_dict({**config, "speculation": most}), worker_process=False)
+            )
+            for most in (0, guesses)
+        )
+        for task, asked in tasks().items():
+            for requests in numbers:
+                rates, before = list[tuple[float, float]](), guessing.core.stats()
+                for turn in range(rounds + 1):
+                    pair = rate(plain, asked[:requests], tokens), rate(guessing, asked[:requests], tokens)
+                    if turn:  # the first one warms up
+                        rates.append(pair)
+                slow, fast = (statistics.median(column) for column in zip(*rates, strict=True))
+                ratio = statistics.median(second / first for first, second in rates)
+                found, said = guessing.core.stats(), guessing.core.stats()["output_tokens"] - before["output_tokens"]
+                drafts, right = (
+                    (found["speculation"][name] - before["speculation"][name]) / said
+                    for name in ("drafted", "accepted")
+                )
+                case = Case(weights, task, requests, slow, fast, ratio, drafts, right)
+                print(
+                    f"{weights:>9} {task:>8} {requests:>8} {slow:>12.0f} {fast:>8.0f} {ratio:>6.2f} {right:>6.2f}",
+                    flush=True,
+                )
+                yield case
+
+
+def rate(engine: LocalEngine, asked: Sequence[str], tokens: int) -> float:
+    """Tokens a second while all requests decode."""
+    core, sampling = engine.core, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    counts = dict[str, int]()
+    for text in asked:
+        request = engine.preprocessor.prepare(messages=[{"role": "user", "content": text}], sampling=sampling)
+        counts[request.request_id] = 0
+        core.add(request)
+    began, before = 0.0, 0
+    while max(counts.values()) < tokens:
+        for delta in core.step(None):
+            counts[delta.request_id] += len(delta.token_ids)
+        if not began and all(counts.values()):
+            began, before = time.perf_counter(), sum(counts.values())
+    seconds = time.perf_counter() - began
+    for request_id in counts:
+        core.abort(request_id)
+    while core.has_work():
+        core.step(None)
+    return (sum(counts.values()) - before) / seconds
+
+
+if __name__ == "__main__":
+    main()
