@@ -93,6 +93,13 @@ def _decode(f: Figures) -> str:
     return f"{rates['decode 16 x 2048']:.0f} GB/s of KV"
 
 
+def _guesses(f: Figures) -> str:
+    found: dict[str, dict[str, list[str]]] = {}
+    for case in f["cases"]:
+        found.setdefault(case["weights"], {}).setdefault(case["task"], []).append(f"{case['ratio']:.2f}")
+    return listed(*(listed(*(f"{task} {', '.join(each)}" for task, each in tasks.items())) for tasks in found.values()))
+
+
 SHARED_CACHES = "random weights in half of Gemma 4 E2B's width, whose last 20 layers share caches"
 
 ROWS: dict[str, tuple[Row, ...]] = {
@@ -124,6 +131,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
                 f"{f['overhead_ratio']:.2f} (batch {f['batch']}, context {f['context']}, {f['rounds']} rounds of "
                 f"{f['steps']} steps)"
             ),
+        ),
+    ),
+    "speculation": (
+        Row(
+            "Decode with guesses of next tokens (`speculation: 8`) over that without, one request and four: texts to "
+            "be repeated, answers about a prompt of 1,800 tokens, stories; bfloat16, and from the GGUF file's blocks",
+            _guesses,
         ),
     ),
     "wanted_rows": (
@@ -298,7 +312,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Beside vLLM and llama.cpp": ("peers",),
     "A mixture of experts, beside them": ("peers_mixture",),
     "Gated delta-nets, beside llama.cpp": ("peers_hybrid",),
-    "On one CPU": ("roofline", "wanted_rows", "perplexity", "engine_overhead", "kernels", "step_launches"),
+    "On one CPU": (
+        "roofline",
+        "speculation",
+        "wanted_rows",
+        "perplexity",
+        "engine_overhead",
+        "kernels",
+        "step_launches",
+    ),
     "The cache": ("prefix_cache", "tiers", "recycle", "capacity", "control_plane", "block_copy"),
     "Several engines": ("replicas", "elastic_replicas", "pd", "openai_http", "index", "transports"),
     "Simulated clusters": ("routing", "peer_loads", "autoscaling"),

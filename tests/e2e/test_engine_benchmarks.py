@@ -27,6 +27,13 @@ def test_the_overhead_of_the_engine_is_measured(capsys: pytest.CaptureFixture[st
     assert found["engine_step_ms"] > 0 < found["bare_step_ms"]
 
 
+def test_decodes_with_and_without_guesses_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("speculation", capsys)
+    assert [case["task"] for case in found["cases"]] == ["repeats", "answers", "stories"]
+    assert all(case["plain"] > 0 < case["guessed"] for case in found["cases"])
+    assert found["cases"][0]["right"] > 0.1, "what is to be repeated can be guessed"
+
+
 def test_prompts_are_computed_with_and_without_the_rows_that_nobody_wants(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("wanted_rows", capsys)
     assert [case["model"] for case in found["cases"]] == ["smollm2-135m", "shared"]

@@ -116,6 +116,8 @@ class DeploymentMetrics(Collector):
         preemptions = _each(engines, "requests", "preemptions")
         yield _counter("num_preemptions", "Requests taken out of a batch for want of blocks.", "engine", preemptions)
         yield _counter("engine_generation_tokens", "Tokens produced.", "engine", _each(engines, "output_tokens"))
+        guesses = {state: _each(engines, "speculation", state) for state in ("drafted", "accepted")}
+        yield _counters("speculation_tokens", "Guessed in steps, and of these right.", "state", guesses)
         computing = _each(engines, "compute_s")
         yield _counter("engine_compute_seconds", "Seconds. Of forward passes.", "engine", computing)
 

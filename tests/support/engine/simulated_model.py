@@ -126,7 +126,8 @@ class TokenKernels:
         def context_of(row: int) -> Context:
             index = int(np.searchsorted(ends, row, side="right"))
             length = int(batch.seq_lens[index] - (ends[index] - 1 - row))
-            return self._read(blocks, batch.block_tables[index * batch.groups :], length, heads)
+            is_last = row == ends[index] - 1
+            return self._read(blocks, batch.block_tables[index * batch.groups :], length, heads, is_last)
 
         self._context_of = context_of
         self._contexts = {row: context_of(row) for row in (ends - 1).tolist()}
@@ -137,13 +138,17 @@ class TokenKernels:
             self._contexts[row] = self._context_of(row)
         return self._contexts[row]
 
-    def _read(self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable) -> Context:
-        """The tokens as one head holds them; all must hold the same where they may look."""
+    def _read(
+        self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable, is_last: bool
+    ) -> Context:
+        """The tokens as one head holds them; all must hold the same where they may look. States are of the last one."""
         positions, size = np.arange(length), blocks.shape[2]
         found = np.full(length, -1, dtype=np.int32)
         columns = zip(*(column.tolist() for column in (heads.group, heads.slot, heads.window, heads.sink)), strict=True)
         for group, slot, window, sink in sorted(columns, key=lambda head: head[0] in self._state_groups):
             if group in self._state_groups:
+                if not is_last:
+                    continue
                 block = int(tables[group][(length - 1) // size])
                 if block in self._copies.nonsense:
                     return None
