@@ -139,7 +139,13 @@ def test_guesses_change_no_token(model: str) -> None:
     with LocalEngine(replace(config, speculation=3), EmulatedGpu(LIBRARIES, "float32")) as engine:
         guesses = GivenGuesses({name: result.token_ids for name, result in expected.items()}, 3)
         engine.core.resources.speculator = guesses
+        worker, by_graphs = engine._worker, list[int]()
+        decode = worker._decode
+        worker._decode = lambda graphs, batch: by_graphs.append(int(batch.drafts.sum())) or decode(graphs, batch)
         results = serve(engine.core, engine.preprocessor, wanted, sampling)
+        assert 0 < sum(by_graphs) < guesses.drafted, (
+            "as decodes of more sequences, and where there are too many by pieces"
+        )
         assert engine._worker._prefill is not None
         assert {graphs.wanted for graphs in engine._worker._prefill._recorded} == {0, 32}, "4 rows of each of 8"
     assert {name: result.token_ids for name, result in results.items()} == {

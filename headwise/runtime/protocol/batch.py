@@ -123,6 +123,12 @@ class BatchRequest:
         return len(self.token_ids) == len(self.rows)
 
     @property
+    def samples_behind_each(self) -> bool:
+        """Whether a token is sampled behind each one of the step: decodes, with their drafts, and nothing else."""
+        sampled = len(self.rows) + (int(self.drafts.sum()) if len(self.drafts) else 0)
+        return len(self.token_ids) == sampled and bool(self.sample.all())
+
+    @property
     def token_rows(self) -> NDArray[np.int32]:
         """``[sum(query_lens)]`` the row of each token."""
         return self.rows if self.is_token_each else np.repeat(self.rows, self.query_lens)

@@ -72,18 +72,20 @@ class NextTokens:
             self._editor.open(new)
 
     def choose(self, batch: BatchRequest, model: Model, found: Tensor | Scored | None) -> Chosen:
-        """``found`` is of the `SampledRows`, in order: their hidden rows, or of a step in which all sequences have one
-        already their scores.
+        """``found`` is of the `SampledRows`, in order: their hidden rows; or already their scores, of a step that
+        samples behind each token.
 
         Where the device chooses, and tells the other ranks, the host does not wait for it.
         """
         if found is None:
             return Chosen()
-        if isinstance(found, Scored):  # all of them do
+        if isinstance(found, Scored) and not len(batch.drafts):
             wanted, rows = np.arange(len(batch.rows)), batch.rows
         else:
             wanted = SampledRows.of(batch).sequences
-            rows, found = batch.rows[wanted], Scored(model.step_scores(found), None)
+            rows = batch.rows[wanted]
+        if not isinstance(found, Scored):
+            found = Scored(model.step_scores(found), None)
         scores, uploaded = found.scores, found.table_rows
         if scores is None:
             return Chosen(wanted, self._keep(rows, uploaded, None))

@@ -454,12 +454,18 @@ class ModelWorker:
         return _Computed(self._tokens.choose(batch, self._model, sampling), unusable, prompt_logprobs)
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
-        """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
-        is_decode = len(batch.rows) > 0 and batch.is_token_each and bool(batch.sample.all()) and batch.embeds is None
-        return is_decode and (self._copies is None or not self._copies.is_loading)
+        """Whether a token is sampled behind each one, of no more than there may be sequences, and nothing is being
+        loaded meanwhile."""
+        is_decode = batch.samples_behind_each and batch.embeds is None
+        fits = 0 < batch.num_tokens <= self.card.spec.max_rows
+        return is_decode and fits and (self._copies is None or not self._copies.is_loading)
 
     def _decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
-        return graphs.step(self._last.inputs(batch), batch.starts, batch.starts + 1, batch.rows, batch.table_updates)
+        """Each draft as a sequence of its own, which ends with it: all write what they add before any attends."""
+        positions, rows = batch.starts, batch.rows
+        if len(batch.drafts):
+            (positions, _), rows = _positions(batch), batch.token_rows
+        return graphs.step(self._last.inputs(batch), positions, positions + 1, rows, batch.table_updates)
 
     def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))

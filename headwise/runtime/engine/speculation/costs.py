@@ -17,6 +17,7 @@ KEPT = 0.9
 """What earlier guesses of a sequence count, of the next one."""
 
 MOST_SURE = 0.99
+"""Of any guess: else one that was never wrong would be taken for free."""
 
 FIRST_RATIO = 0.15
 """What a draft is taken to cost of a step, before one was measured."""

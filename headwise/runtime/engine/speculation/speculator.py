@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -49,23 +50,23 @@ class Speculator:
         A draft is worth its time if it brings, by its chance, more tokens in that than the step does without it, and
         does not make others wait for longer than `MOST_LONGER` allows.
         """
-        counts, ratio, number = np.zeros(len(decoding), np.int64), self._costs.ratio, len(decoding)
-        tokens, time = float(number), 1.0
-        if tokens * ratio >= 1:  # not even sure ones pay
-            return counts, False
-        chances = [self._chances(sequence) for sequence in decoding[:MOST_LOOKED_UP]]
-        of = np.repeat(np.arange(len(chances)), [len(each) for each in chances])
-        every = np.concatenate(chances) if chances else np.zeros(0)
-        for place in np.argsort(-every, kind="stable")[: self._most_of_step].tolist():
-            if every[place] * time <= tokens * ratio:
-                break
-            having = np.count_nonzero(counts) + (counts[of[place]] == 0)
-            if (time - 1 + ratio) * number > MOST_LONGER * having:
-                continue
-            tokens, time = tokens + float(every[place]), time + ratio
-            counts[of[place]] += 1
+        ratio, number = self._costs.ratio, len(decoding)
+        counts, tokens, time, having = [0] * number, float(number), 1.0, 0
+        if tokens * ratio < 1:  # else not even sure ones pay
+            chances = [self._chances(sequence).tolist() for sequence in decoding[:MOST_LOOKED_UP]]
+            drafts = [(chance, index) for index, each in enumerate(chances) for chance in each]
+            drafts.sort(key=itemgetter(0), reverse=True)
+            for chance, index in drafts[: self._most_of_step]:
+                if chance * time <= tokens * ratio:
+                    break
+                with_it = having + (not counts[index])
+                if (time - 1 + ratio) * number > MOST_LONGER * with_it:
+                    continue
+                counts[index] += 1
+                tokens, time, having = tokens + chance, time + ratio, with_it
         step_s = self._costs.step_s or GAP_S
-        return counts, tokens * step_s >= number * (time * step_s * WORTH_WAITING + GAP_S) > 0
+        is_worth_waiting = tokens * step_s >= number * (time * step_s * WORTH_WAITING + GAP_S) > 0
+        return np.array(counts, np.int64), is_worth_waiting
 
     def _chances(self, sequence: Sequence) -> NDArray[np.float64]:
         """Of its next drafts."""
