@@ -21,7 +21,8 @@ def whole_deployment() -> Iterator[Deployment]:
     """Its engine has served two requests with the same `PROMPT`, the second in part from its cache, and reported it."""
     deployment = Deployment()
     try:
-        core, _ = make_engine((FULL, HeadPolicy(window=8)), num_blocks=32, host_blocks=32, storage=Storage())
+        policies = FULL, HeadPolicy(window=8)
+        core, _ = make_engine(policies, num_blocks=32, host_blocks=32, storage=Storage(), speculation=2)
         deployment.add_engine(core)
         with Client(deployment.address) as client:
             for _ in range(2):

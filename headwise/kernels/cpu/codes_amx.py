@@ -197,7 +197,7 @@ _of_blocks, _of_halves = _of_parts(False), _of_parts(True)
 
 
 def codes_in_tiles(kind: Kind, floats: Kind) -> Any:
-    """Make the function that multiplies some rows with a panel, as `matmul_jit._grouped_rows` does.
+    """Make the function that multiplies some rows with a panel, as `matmul_panels.grouped_rows` does.
 
     kind:   whose numbers are pairs of bfloat16
     floats: the same as floats

@@ -24,7 +24,7 @@ _AHEAD = 24576
 
 @_pasted
 def rows_in_tiles(weight, factors, stride, sums, row, rows, panel, turn, turns, tile, ahead):
-    """Some rows, as `matmul_rows.prepare_row` lays them, times some turns of a panel, as `matmul_jit._plain_rows`."""
+    """Some rows, as `matmul_rows.prepare_row` lays them, times some turns of a panel, as `matmul_panels.plain_rows`."""
     if rows <= 0:  # the last blocks of a product may have none
         return
     by, to = weight.data + (panel * weight.turns + turn) * _STRIDE, tile.ctypes.data

@@ -49,6 +49,9 @@ def test_what_the_engine_has_done_is_counted(served: Served) -> None:
     assert count("routing_decisions_total", reason="no_hit") == 3
     assert count("routing_expected_tokens_total", source="all") > count("routing_expected_tokens_total", source="peer")
     assert count("engine_generation_tokens_total") == 12
+    assert (
+        count("speculation_tokens_total", state="drafted") >= count("speculation_tokens_total", state="accepted") >= 0
+    )
     assert count("prefix_cache_queried_tokens_total") >= count("prefix_cache_hit_tokens_total", tier="device") > 0
     assert (
         count("prefix_cache_hit_tokens_total", tier="host")
