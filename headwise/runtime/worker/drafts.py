@@ -48,6 +48,23 @@ class SampledRows:
         return positions
 
 
+def spread(batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Starts, query lengths and rows of a step's sequences as they are computed: of one with drafts each token is a
+    sequence of its own, which ends with it.
+
+    So they are decodes like others, to the same bits; all write what they add to the cache before any attends.
+    """
+    if not len(batch.drafts):
+        return batch.starts, batch.query_lens, batch.rows
+    counts = np.where(batch.drafts > 0, batch.query_lens, 1)
+    index = np.repeat(np.arange(len(counts)), counts)
+    is_one = batch.drafts[index] > 0
+    within = np.arange(len(index), dtype=np.int32) - (np.cumsum(counts) - counts)[index].astype(np.int32)
+    one, none = np.int32(1), np.int32(0)
+    starts = batch.starts[index] + np.where(is_one, within, none)
+    return starts, np.where(is_one, one, batch.query_lens[index]), batch.rows[index]
+
+
 def check_drafts(
     batch: BatchRequest, rows: SampledRows, sampled: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

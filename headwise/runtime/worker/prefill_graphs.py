@@ -5,9 +5,8 @@ step. All else depends on the number of tokens alone: it is recorded for a few n
 up to the next one. Padding has no sequence, so it writes nothing to the cache and asks nothing of experts; its rows
 stay its own, whatever numbers they hold.
 
-Of a sequence one row is wanted at most, and one for each of its drafts. So in steps of more tokens than that may be,
-pieces behind the last layer that keeps anything are of as many rows: those wanted, and padding. Where none is, these
-pieces do not run.
+Of a sequence one row is wanted at most. So in steps of more tokens than there may be sequences, pieces behind the last
+layer that keeps anything are of as many rows: those wanted, and padding. Where none is, these pieces do not run.
 """
 
 from __future__ import annotations
@@ -125,9 +124,9 @@ class StepGraphs:
     wanted: rows that come of a step at most; 0: all of its tokens'
     """
 
-    def __init__(self, ops: CapturingOps, tokens: int, sequences: int, sampled: int, upload: StepUpload) -> None:
+    def __init__(self, ops: CapturingOps, tokens: int, sequences: int, upload: StepUpload) -> None:
         self._ops, self.tokens, self._sequences, self._upload = ops, tokens, sequences, upload
-        rows = padded_tokens(sampled)
+        rows = padded_tokens(sequences)
         self.wanted = rows if rows < tokens else 0
         self._asked: list[_Asked] = []
         self._replay: Callable[[Between], Sequence[KernelArray]] | None = None
@@ -219,16 +218,14 @@ class StepGraphs:
 
 
 class PrefillGraphs:
-    """All numbers of tokens up to ``most``, for steps of at most ``sequences``, of which ``sampled`` tokens come.
+    """All numbers of tokens up to ``most``, for steps of at most ``sequences``.
 
     all_ranks: see `DecodeGraphs`
     """
 
-    def __init__(
-        self, ops: CapturingOps, most: int, sequences: int, sampled: int, all_ranks: Callable[[bool], bool] = bool
-    ) -> None:
+    def __init__(self, ops: CapturingOps, most: int, sequences: int, all_ranks: Callable[[bool], bool] = bool) -> None:
         self._ops, self._all_ranks, self._sequences = ops, all_ranks, sequences
-        self._most, self._sampled = most, sampled
+        self._most = most
         self._recorded: list[StepGraphs] = []
         self._layers = 0
 
@@ -238,10 +235,10 @@ class PrefillGraphs:
         sizes = all_sizes(padded_tokens, self._most)
         log.info("recording prefill of %d sizes, up to %d tokens, as CUDA graphs", len(sizes), sizes[-1])
         # One for all: graphs read where it wrote when they were recorded.
-        rows = padded_tokens(self._sampled)
+        rows = padded_tokens(self._sequences)
         upload = self._ops.step_upload(capacity=2 * sizes[-1] + 3 * self._sequences + rows + 2)
         for tokens in reversed(sizes):  # the largest first: see `CapturingOps`
-            graphs, trouble = StepGraphs(self._ops, tokens, self._sequences, self._sampled, upload), ""
+            graphs, trouble = StepGraphs(self._ops, tokens, self._sequences, upload), ""
             try:
                 graphs.record(model, attention)
             except Exception as error:  # CuPy's own kinds

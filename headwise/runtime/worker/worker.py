@@ -40,7 +40,7 @@ from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
-from headwise.runtime.worker.drafts import SampledRows, check_drafts
+from headwise.runtime.worker.drafts import SampledRows, check_drafts, spread
 from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.last_sampled import NO_TOKEN
@@ -266,8 +266,7 @@ class ModelWorker:
         if self._without_graphs() or not self._config.prefill_graphs or not isinstance(self._ops, CapturingOps):
             return
         most = min(self._most_prefill(), self._config.most_batched_tokens)
-        rows, sampled = self.card.spec.max_rows, self._config.most_sampled
-        self._prefill = PrefillGraphs(self._ops, most, rows, sampled, self._is_so_on_all_ranks)
+        self._prefill = PrefillGraphs(self._ops, most, self._config.most_sampled, self._is_so_on_all_ranks)
         self._prefill.record(self._model, self._attention)
 
     def _most_prefill(self) -> int:
@@ -461,10 +460,7 @@ class ModelWorker:
         return is_decode and fits and (self._copies is None or not self._copies.is_loading)
 
     def _decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
-        """Each draft as a sequence of its own, which ends with it: all write what they add before any attends."""
-        positions, rows = batch.starts, batch.rows
-        if len(batch.drafts):
-            (positions, _), rows = _positions(batch), batch.token_rows
+        positions, _, rows = spread(batch)
         return graphs.step(self._last.inputs(batch), positions, positions + 1, rows, batch.table_updates)
 
     def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
@@ -474,11 +470,12 @@ class ModelWorker:
 
     def _forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor | None:
         """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none."""
-        seq_lens = batch.starts + batch.query_lens
-        positions, cu_seqlens = _positions(batch)
+        starts, query_lens, sequence_rows = spread(batch)
+        seq_lens = starts + query_lens
+        positions, cu_seqlens = _positions(starts, query_lens, batch.num_tokens)
         graphs = self._graphs_of(batch, len(positions), wanted)
         inputs = self._last.inputs(batch)
-        arrays = (inputs, positions, cu_seqlens, seq_lens, batch.rows)
+        arrays = (inputs, positions, cu_seqlens, seq_lens, sequence_rows)
         if graphs is None:
             tokens, places, begins, lengths, rows = self._upload(*arrays)
         else:
@@ -487,7 +484,7 @@ class ModelWorker:
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         known = HostLengths(cu_seqlens, seq_lens)
-        step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()), known)
+        step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(query_lens.max()), known)
         if graphs is not None:
             return graphs.forward(self.attend, step, len(positions), wanted)
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
@@ -551,13 +548,15 @@ class _PagedAttention:
         return self._step.cu_seqlens_q[-1:]
 
 
-def _positions(batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Positions of the step's tokens, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
-    if batch.is_token_each:
-        return batch.starts, np.arange(len(batch.rows) + 1, dtype=np.int32)
-    cu_seqlens = np.zeros(len(batch.rows) + 1, dtype=np.int32)
-    np.cumsum(batch.query_lens, out=cu_seqlens[1:])
-    offsets = np.repeat(batch.starts - cu_seqlens[:-1], batch.query_lens)
+def _positions(
+    starts: NDArray[np.int32], query_lens: NDArray[np.int32], tokens: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Positions of a step's tokens, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
+    if len(starts) == tokens:
+        return starts, np.arange(tokens + 1, dtype=np.int32)
+    cu_seqlens = np.zeros(len(starts) + 1, dtype=np.int32)
+    np.cumsum(query_lens, out=cu_seqlens[1:])
+    offsets = np.repeat(starts - cu_seqlens[:-1], query_lens)
     return np.arange(len(offsets), dtype=np.int32) + offsets, cu_seqlens
 
 

@@ -135,7 +135,7 @@ class Ops:
 
 
 def recorded(ops: Ops, most: int = 48, sequences: int = 33, **more: Any) -> PrefillGraphs:
-    graphs = PrefillGraphs(ops, most, sequences, sequences, **more)  # type: ignore[arg-type]
+    graphs = PrefillGraphs(ops, most, sequences, **more)  # type: ignore[arg-type]
     graphs.record(Model(), Attention())  # type: ignore[arg-type]
     return graphs
 

@@ -185,9 +185,10 @@ class MixedOverCache:
         self.asked: set[int] = set()
         self.seen: list[list[_LayerSees | None]] = []
 
-    def context(self, sequence: int) -> Context:
-        """What is known of a sequence of the latest step; None: something of it never came."""
-        return _context(self.seen[sequence], self._model.has_states)
+    @property
+    def contexts(self) -> list[Context]:
+        """What is known of each sequence of the latest step; None: something of it never came."""
+        return [_context(layers, self._model.has_states) for layers in self.seen]
 
     def __call__(self, cache: LayerCache, layer: int, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """``tokens [T]`` -> which sequence each row is of, ``[T, 1]``."""

@@ -62,6 +62,7 @@ class TokenKernels:
     """Attention kernels that write keys, which are token ids, and read them again.
 
     state_groups: those that keep states
+    contexts:     what each sequence of the latest step has seen
     """
 
     name = "simulated"
@@ -69,8 +70,7 @@ class TokenKernels:
     def __init__(self, copies: WatchedCopy, state_groups: Collection[int] = ()) -> None:
         self._copies, self._state_groups = copies, state_groups
         self._tokens: list[NDArray[np.int32]] = []  # of each sequence in the latest step
-        self._contexts: dict[int, Context] = {}  # what its last tokens have seen
-        self._context_of: Callable[[int], Context] = lambda row: None
+        self.contexts: list[Context] = []
 
     def write_kv(self, *arguments: Any) -> None:
         raise AssertionError("the worker prefers to have keys rotated on the way")
@@ -114,41 +114,26 @@ class TokenKernels:
         out: NDArray[np.float32],
         sink_logits: NDArray[np.float32] | None = None,
     ) -> None:
-        out[:] = np.arange(len(out), dtype=np.float32)[:, None, None]
+        out[:] = -1
         blocks = _slots(arena, layout)
         for index, length in enumerate(batch.seq_lens.tolist()):
             for group, slot in _places(heads):
                 if group in self._state_groups:
                     table = batch.block_tables[index * batch.groups + group]
                     self._go_on(blocks[:, slot], table, self._tokens[index], length)
-        ends = batch.cu_seqlens_q[1:]
+        self.contexts = [
+            self._read(blocks, batch.block_tables[index * batch.groups :], length, heads)
+            for index, length in enumerate(batch.seq_lens.tolist())
+        ]
+        out[batch.cu_seqlens_q[1:] - 1] = np.arange(len(self.contexts), dtype=np.float32)[:, None, None]
 
-        def context_of(row: int) -> Context:
-            index = int(np.searchsorted(ends, row, side="right"))
-            length = int(batch.seq_lens[index] - (ends[index] - 1 - row))
-            is_last = row == ends[index] - 1
-            return self._read(blocks, batch.block_tables[index * batch.groups :], length, heads, is_last)
-
-        self._context_of = context_of
-        self._contexts = {row: context_of(row) for row in (ends - 1).tolist()}
-
-    def context(self, row: int) -> Context:
-        """What a token of the latest step has seen."""
-        if row not in self._contexts:
-            self._contexts[row] = self._context_of(row)
-        return self._contexts[row]
-
-    def _read(
-        self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable, is_last: bool
-    ) -> Context:
-        """The tokens as one head holds them; all must hold the same where they may look. States are of the last one."""
+    def _read(self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable) -> Context:
+        """The tokens as one head holds them; all must hold the same where they may look."""
         positions, size = np.arange(length), blocks.shape[2]
         found = np.full(length, -1, dtype=np.int32)
         columns = zip(*(column.tolist() for column in (heads.group, heads.slot, heads.window, heads.sink)), strict=True)
         for group, slot, window, sink in sorted(columns, key=lambda head: head[0] in self._state_groups):
             if group in self._state_groups:
-                if not is_last:
-                    continue
                 block = int(tables[group][(length - 1) // size])
                 if block in self._copies.nonsense:
                     return None
@@ -222,7 +207,7 @@ class TokenModel(Model):
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float32]:
-        """Hidden rows ``[T, 1]``: which token of the step each is of."""
+        """Hidden rows ``[T, 1]``: which of the kernels' contexts each is of; -1 for none."""
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
@@ -238,7 +223,7 @@ class TokenModel(Model):
         return np.stack([self._scores(int(index)) for index in hidden[:, 0]])
 
     def _scores(self, index: int) -> NDArray[np.float32]:
-        context = self._kernels.context(index)
+        context = self._kernels.contexts[index]
         if context is None or self.breaks(context):
             return np.full(VOCAB, np.nan, dtype=np.float32)
         return self.logits_of(context)
