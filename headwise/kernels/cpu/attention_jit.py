@@ -5,11 +5,12 @@ How `attend` works. The work is planned (`attention_plan`), and threads take its
 finishes an item's last part merges them. A part walks the two spans of positions that its queries can see, with an
 online softmax in base 2: queries are scaled by ``scale * log2(e)`` once.
 
-An item of one token (decode) is bound by memory. It goes segment by segment (keys side by side in one block), whose
-keys and values are read where they lie, once for up to four query heads. While one segment is computed on, the next
-is prefetched: blocks lie anywhere in memory, where the processor's own prefetching cannot follow.
+An item of one token (decode), or of a few, is bound by memory. It goes segment by segment (keys side by side in one
+block), whose keys and values are read where they lie, once for up to four rows, the next ones from the L1 cache. While
+one segment is computed on, the next is prefetched: blocks lie anywhere in memory, where the processor's own prefetching
+cannot follow.
 
-A tile of several tokens is bound by arithmetic. It goes by chunks of CHUNK keys, which are turned and laid out for
+A tile of more tokens is bound by arithmetic. It goes by chunks of CHUNK keys, which are turned and laid out for
 the products once for all rows, then by strips of `strip_size` rows: scores, softmax and weighted values of a strip,
 while its scores are in the L1 cache.
 """
@@ -55,7 +56,7 @@ from headwise.kernels.cpu.attention_micro import (
     token_pair_size,
     turn_keys,
 )
-from headwise.kernels.cpu.attention_plan import ITEM, KEYS, keys_seen, span_of_part
+from headwise.kernels.cpu.attention_plan import FEW_ROWS, ITEM, KEYS, is_in_place, keys_seen, span_of_part
 from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP_ROOM, TURNED_STRIDE
 from headwise.kernels.cpu.attention_softmax import (
     LOG2E,
@@ -95,22 +96,20 @@ def _query_row(step, row, head):
 @_compiled
 def _load_queries(step, item, scratch):
     head, dim, kv, q = item.head * step.share, step.dim, step.kv, scratch.q
-    if item.tokens == 1:
-        words = dim // token_pair_size(kv)
-        for h in range(step.share):
-            if is_integer(kv):
-                _load_token_query(kv, _query_row(step, item.token, head + h), step.factor, scratch.s, 0, dim)
-                scratch.q_scales[h] = row_to_int16(scratch.s, 0, dim)
-                row_copy(scratch.s, 0, q, h * words, words)
-            else:
-                _load_token_query(kv, _query_row(step, item.token, head + h), step.factor, q, h * words, dim)
-                scratch.q_scales[h] = 1.0
-        return
-    words = dim // pair_size(kv)
+    in_place = is_in_place(item, step.share)
+    words = dim // (token_pair_size(kv) if in_place else pair_size(kv))
     for token in range(item.tokens):
         for h in range(step.share):
             row, query = token * step.share + h, _query_row(step, item.token + token, head + h)
-            _load_tile_query(kv, query, step.factor, q, row * words, dim)
+            if not in_place:
+                _load_tile_query(kv, query, step.factor, q, row * words, dim)
+            elif is_integer(kv):
+                _load_token_query(kv, query, step.factor, scratch.s, 0, dim)
+                scratch.q_scales[row] = row_to_int16(scratch.s, 0, dim)
+                row_copy(scratch.s, 0, q, row * words, words)
+            else:
+                _load_token_query(kv, query, step.factor, q, row * words, dim)
+                scratch.q_scales[row] = 1.0
 
 
 @_pasted
@@ -137,7 +136,7 @@ def _scale_address(step, item, block, position):
 
 
 @_compiled
-def _walk_token(step, item, scratch, softmax, first, last, beyond):
+def _walk_in_place(step, item, scratch, softmax, first, last, beyond):
     """Attend to the positions ``[first, last)``, stepping over blocks that are not mapped.
 
     beyond: where the first key behind them lies that this thread attends to, in elements; -1: unknown
@@ -224,7 +223,7 @@ def _first_address(step, item, part):
 
 @_pasted
 def _walk(step, item, part, scratch, softmax, beyond):
-    """Attend to the part's share of the item's two spans; ``beyond`` as in `_walk_token`."""
+    """Attend to the part's share of the item's two spans; ``beyond`` as in `_walk_in_place`."""
     begin, end = span_of_part(item, part)
     shift = item.window_start - item.sink_end
     for span in range(2):
@@ -232,8 +231,8 @@ def _walk(step, item, part, scratch, softmax, beyond):
             first, last = begin, min(end, item.sink_end)
         else:
             first, last = max(begin, item.sink_end) + shift, end + shift
-        if item.tokens == 1:
-            _walk_token(step, item, scratch, softmax, first, last, beyond)
+        if is_in_place(item, step.share):
+            _walk_in_place(step, item, scratch, softmax, first, last, beyond)
         else:
             _walk_tile(step, item, scratch, softmax, first, last)
 
@@ -288,14 +287,20 @@ TAKEN, FINISHED, FIRST_ITEM = range(3)
 
 
 def scratch_floats(rows: int, is_tiled: bool, share: int, dim: int, expands: bool) -> int:
-    """Floats that one thread needs, for items of at most ``rows`` rows, some of several tokens if ``is_tiled``.
+    """Floats that one thread needs, for items of at most ``rows`` rows, some of which are laid out for if ``is_tiled``.
 
     expands: the cache is one of four bits
     """
-    rows = _whole_strips.py_func(rows)
-    floats = 2 * CHUNK + 2 * rows * dim + _score_floats.py_func(share, dim) + _small_floats.py_func(rows, share)
+    few, rows = _most_in_place.py_func(rows, share), _whole_strips.py_func(rows)
+    floats = 2 * CHUNK + 2 * rows * dim + _score_floats.py_func(few, dim) + _small_floats.py_func(rows, few)
     floats += expanded_floats.py_func(dim) if expands else 0
     return floats + (_turned_floats.py_func(dim) + CHUNK * dim if is_tiled else 0)
+
+
+@_pasted
+def _most_in_place(rows, share):
+    """Rows of an item that is in place, where none has more than ``rows``."""
+    return max(share, min(rows, FEW_ROWS))
 
 
 @_pasted
@@ -311,14 +316,14 @@ def expanded_floats(dim):
 
 
 @_pasted
-def _score_floats(share, dim):
-    return max(STRIP_ROOM * CHUNK, share * KEYS, dim)  # dim: a query on its way to integers
+def _score_floats(few, dim):
+    return max(STRIP_ROOM * CHUNK, few * KEYS, dim)  # dim: a query on its way to integers
 
 
 @_pasted
-def _small_floats(rows, share):
+def _small_floats(rows, few):
     """Of scales, and of a softmax but for its weighted values; all else begins where a cache line does."""
-    return -(-(2 * CHUNK + 2 * rows + 2 * share) // LANES) * LANES
+    return -(-(2 * CHUNK + 2 * rows + 2 * few) // LANES) * LANES
 
 
 @_pasted
@@ -329,17 +334,17 @@ def _turned_floats(dim):
 @_pasted
 def _divide(rows, share, dim, at):
     """A thread's scratch and its softmax, in the `scratch_floats` at an address."""
-    rows = _whole_strips(rows)
+    few, rows = _most_in_place(rows, share), _whole_strips(rows)
     s_at = at + 8 * CHUNK + 4 * rows * dim
-    acc_at = s_at + 4 * _score_floats(share, dim)
+    acc_at = s_at + 4 * _score_floats(few, dim)
     scales_at = acc_at + 4 * rows * dim
     q_scales_at = scales_at + 8 * CHUNK
-    top_at = q_scales_at + 8 * share
-    turned_at = scales_at + 4 * _small_floats(rows, share)
+    top_at = q_scales_at + 8 * few
+    turned_at = scales_at + 4 * _small_floats(rows, few)
     values_at = turned_at + 4 * _turned_floats(dim)
     scratch = Scratch(
         floats_from(at + 8 * CHUNK), floats_from(s_at), floats_from(turned_at), floats_from(values_at),
-        floats_from(scales_at), floats_from(q_scales_at), floats_from(q_scales_at + 4 * share), longs_from(at),
+        floats_from(scales_at), floats_from(q_scales_at), floats_from(q_scales_at + 4 * few), longs_from(at),
     )  # fmt: skip
     softmax = Softmax(floats_from(top_at), floats_from(top_at + 4 * rows), floats_from(acc_at))
     return scratch, softmax
@@ -375,8 +380,8 @@ def _attend(kv, codes, own, layer, counters_at, thread):
     while taken < plan.part_count:
         index, part = parts[plan.part_count - 1 - taken, 0], parts[plan.part_count - 1 - taken, 1]
         item, beyond = items[index], np.int64(-1)
-        rows = item.tokens * share
-        if item.tokens == 1:  # bound by memory: the next one is taken beforehand, to be prefetched
+        rows, in_place = item.tokens * share, is_in_place(item, share)
+        if in_place:  # bound by memory: the next one is taken beforehand, to be prefetched
             taken = fetch_add(counters, TAKEN)
             if taken < plan.part_count:
                 following = plan.part_count - 1 - taken
@@ -399,7 +404,7 @@ def _attend(kv, codes, own, layer, counters_at, thread):
         if is_whole:
             _store(step, item, source, first)
         fetch_add(counters, FINISHED)
-        if item.tokens > 1:
+        if not in_place:
             taken = fetch_add(counters, TAKEN)
     if is_tiled(kv):
         release()

@@ -27,11 +27,15 @@ Ints = NDArray[np.int32]
 TILE_ROWS = 192
 """Rows (query tokens times query heads of a KV head) of a tile of several tokens: scratch stays in the L2 cache."""
 
+FEW_ROWS = 24
+"""Rows up to which an item of several tokens, too, reads keys and values where they lie: to turn them and lay them out
+takes longer than so few rows do with them."""
+
 KEYS = 64
 """Parts begin on multiples of this many visible keys."""
 
 PART_KEYS = 256
-"""A part of one token's item has at least this many keys: fewer, and merging costs more than it saves."""
+"""A part of an item of few rows has at least this many keys: fewer, and merging costs more than it saves."""
 
 TILE_PART_KEYS = 2048
 """The same for a tile: there are many of them, and a part's result is large."""
@@ -66,6 +70,12 @@ def span_of_part(item, part):
     seen = keys_seen(item)
     each = -(-seen // (item.parts * KEYS)) * KEYS
     return min(part * each, seen), min((part + 1) * each, seen)
+
+
+@_pasted
+def is_in_place(item, share):
+    """Whether an item reads keys and values where they lie."""
+    return item.tokens == 1 or item.tokens * share <= FEW_ROWS
 
 
 @_pasted
@@ -108,13 +118,14 @@ def _plan_items(own, cu, lens, windows, sinks, items):
                 if windows[head] > 0:
                     item.window_start = max(0, item.position - windows[head] + 1)
                     item.sink_end = min(sinks[head], item.window_start)
-                item.parts = max(1, keys_seen(item) // (TILE_PART_KEYS if item.tokens > 1 else PART_KEYS))
+                in_place = is_in_place(item, share)
+                item.parts = max(1, keys_seen(item) // (PART_KEYS if in_place else TILE_PART_KEYS))
                 item.first_row = partial_rows
                 rows = item.tokens * share
                 if item.parts > 1:
                     partial_rows += item.parts * rows
                 parts += item.parts
-                most_rows, is_tiled = max(most_rows, rows), 1 if item.tokens > 1 else is_tiled
+                most_rows, is_tiled = max(most_rows, rows), is_tiled if in_place else 1
                 cost += _cost(item, share, own.dim)
                 done += item.tokens
                 at += 1
@@ -152,7 +163,7 @@ class Plan:
     items:        ``int64 [items, numbers]``, the numbers of an `ITEM`
     parts:        ``int64 [parts, 2]`` of (item, part), those that take longest last
     rows:         the most rows of an item
-    is_tiled:     whether an item has several tokens
+    is_tiled:     whether an item has keys and values laid out for it
     partial_rows: rows of partial results
     cost:         in the units of `THREAD_COST`
     """

@@ -93,12 +93,12 @@ class Scratch(NamedTuple):
     """Pointers to a thread's own.
 
     q:         queries ``[rows, dim]``
-    s:         scores ``[rows of a token or strip, KEYS or CHUNK]``
+    s:         scores ``[rows in place or of a strip, KEYS or CHUNK]``
     turned:    keys ``[dim, TURNED_STRIDE]``
     values:    ``[CHUNK, dim]``
     scales:    of keys and values ``[2, CHUNK]``
-    q_scales:  of one token's queries that became integers ``[share]``
-    p_scales:  of its probabilities
+    q_scales:  of queries in place that became integers ``[rows]``
+    p_scales:  of their probabilities
     addresses: of keys, then of values ``int64 [CHUNK]``
     """
 
@@ -194,27 +194,27 @@ def expand_keys(step, keys_at, scales_at, row, count, ahead):
 
 @_pasted
 def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead):
-    """Take ``count`` keys of one block, the first at position ``first``, into the softmax of one token's rows."""
+    """Take ``count`` keys of one block, the first at position ``first``, into the softmax of an item in place."""
     kv, s, scales, factors, dim = step.kv, scratch.s, scratch.scales, scratch.p_scales, step.dim
-    window, sink = step.head_window[item.head], step.head_sink[item.head]
+    window, sink, rows = step.head_window[item.head], step.head_sink[item.head], item.tokens * step.share
     width, values_at = -(-count // LANES) * LANES, keys_at + step.cache.value_offset
     if is_int4(step.codes):
         expand_keys(step, keys_at, scales_at, 0, count, ahead)
         keys_at, values_at, ahead = 0, CHUNK * dim, 0
-    score_token(kv, keys_at, scratch.q, s, dim, step.share, count, ahead)
+    score_token(kv, keys_at, scratch.q, s, dim, rows, count, ahead)
     unit = np.float32(1.0)  # that integers stand for
     if is_quantised(kv):
         load_scales(step, scratch, scales_at, 0, count, width)
         unit = row_max(scales, CHUNK, width) / np.float32(LARGEST_INT16)
-    for row in range(step.share):
+    for row in range(rows):
         at = row * KEYS
         if is_quantised(kv):
             row_multiply(s, at, width, scales, 0, scratch.q_scales[row] * stored_unit(kv))
         if step.softcap > 0:
             row_softcap(s, at, width, step.softcap * LOG2E)
-        _mask_row(s, at, first, count, width, item.position, window, sink)
+        _mask_row(s, at, first, count, width, item.position + row // step.share, window, sink)
         factors[row] = row_max(s, at, width)
-    for row in range(step.share):  # a loop of its own: what the first one's rows wait for goes side by side
+    for row in range(rows):  # a loop of its own: what the first one's rows wait for goes side by side
         at, highest = row * KEYS, factors[row]
         shift = _raise_top(softmax, row, dim, highest)
         if is_integer(kv):  # of the largest here, however small it is beside those before
@@ -224,7 +224,7 @@ def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, coun
             factors[row] = weight * unit
         else:
             softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK, unit)
-    mix_token(kv, values_at, s, factors, softmax.acc, dim, step.share, count, ahead)
+    mix_token(kv, values_at, s, factors, softmax.acc, dim, rows, count, ahead)
 
 
 @_pasted
