@@ -62,6 +62,8 @@ class AttentionBatch:
     max_query_len: no sequence has more query rows than this, if the host knows it; 1 promises decode only. Kernels
                   on a device choose their grid by it without looking at the arrays.
     on_host:      the lengths of a step that is no graph, where the arrays are on a device
+    follows:      ``[batch]``, on the host: 1 of a sequence of one query that is the one before it, a token longer, and
+                  shares its blocks; kernels may compute such queries together, to the same bits. None: there are none
     """
 
     cu_seqlens_q: Array
@@ -70,6 +72,7 @@ class AttentionBatch:
     groups: int
     max_query_len: int | None = None
     on_host: HostLengths | None = None
+    follows: Array | None = None
 
 
 class AttentionKernels(Protocol):

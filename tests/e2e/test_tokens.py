@@ -273,3 +273,21 @@ def test_guesses_change_no_token(loaded: LoadedModel, tokens: int) -> None:
         assert_same(answer, results[answer.name].token_ids)
     found = engine.stats()["speculation"]
     assert found["drafted"] > found["accepted"] > 0.4 * found["drafted"]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", "gguf"])
+def test_guesses_change_no_bit_of_narrow_numbers(weights_dtype: str) -> None:
+    """Nor any drawn token, then."""
+    loaded = LoadedModel("smollm2-135m", dtype="bfloat16", weights_dtype=weights_dtype)
+    wanted = reference(loaded, longest=200)[:6]
+    drawn = replace(GREEDY, max_tokens=40, temperature=0.9, seed=11)
+    sampling = dict.fromkeys([answer.name for answer in wanted], drawn)
+    expected, _ = loaded.run(wanted, sampling)
+    tokens = {name: result.token_ids for name, result in expected.items()}
+    engine, executor = loaded.engine(speculation=6)
+    engine.resources.speculator = GivenGuesses(tokens, 6)
+    results = serve(engine, loaded.preprocessor, wanted, sampling)
+    executor.close()
+    assert {name: result.token_ids for name, result in results.items()} == tokens
+    assert engine.stats()["speculation"]["accepted"] > 40

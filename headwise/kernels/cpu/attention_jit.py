@@ -56,7 +56,7 @@ from headwise.kernels.cpu.attention_micro import (
     token_pair_size,
     turn_keys,
 )
-from headwise.kernels.cpu.attention_plan import FEW_ROWS, ITEM, KEYS, is_in_place, keys_seen, span_of_part
+from headwise.kernels.cpu.attention_plan import FEW_ROWS, ITEM, KEYS, keys_seen, span_of_part
 from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP_ROOM, TURNED_STRIDE
 from headwise.kernels.cpu.attention_softmax import (
     LOG2E,
@@ -96,7 +96,7 @@ def _query_row(step, row, head):
 @_compiled
 def _load_queries(step, item, scratch):
     head, dim, kv, q = item.head * step.share, step.dim, step.kv, scratch.q
-    in_place = is_in_place(item, step.share)
+    in_place = item.in_place
     words = dim // (token_pair_size(kv) if in_place else pair_size(kv))
     for token in range(item.tokens):
         for h in range(step.share):
@@ -231,7 +231,7 @@ def _walk(step, item, part, scratch, softmax, beyond):
             first, last = begin, min(end, item.sink_end)
         else:
             first, last = max(begin, item.sink_end) + shift, end + shift
-        if is_in_place(item, step.share):
+        if item.in_place:
             _walk_in_place(step, item, scratch, softmax, first, last, beyond)
         else:
             _walk_tile(step, item, scratch, softmax, first, last)
@@ -380,7 +380,7 @@ def _attend(kv, codes, own, layer, counters_at, thread):
     while taken < plan.part_count:
         index, part = parts[plan.part_count - 1 - taken, 0], parts[plan.part_count - 1 - taken, 1]
         item, beyond = items[index], np.int64(-1)
-        rows, in_place = item.tokens * share, is_in_place(item, share)
+        rows, in_place = item.tokens * share, item.in_place
         if in_place:  # bound by memory: the next one is taken beforehand, to be prefetched
             taken = fetch_add(counters, TAKEN)
             if taken < plan.part_count:

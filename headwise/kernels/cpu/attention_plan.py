@@ -28,8 +28,8 @@ TILE_ROWS = 192
 """Rows (query tokens times query heads of a KV head) of a tile of several tokens: scratch stays in the L2 cache."""
 
 FEW_ROWS = 24
-"""Rows up to which an item of several tokens, too, reads keys and values where they lie: to turn them and lay them out
-takes longer than so few rows do with them."""
+"""Most rows of an item of tokens that are sequences of their own, each of which follows the one before: its keys and
+values are read once for all of them."""
 
 KEYS = 64
 """Parts begin on multiples of this many visible keys."""
@@ -43,9 +43,10 @@ TILE_PART_KEYS = 2048
 THREAD_COST = 250_000
 """Work, in the units of `_cost`, that is worth waking a thread for (about 10 us)."""
 
-_FIELDS = "sequence head token tokens position sink_end window_start window_end parts first_row"
+_FIELDS = "sequence head token tokens position sink_end window_start window_end parts first_row in_place"
 ITEM = np.dtype([(name, np.int64) for name in _FIELDS.split(" ")])
-"""An item. It sees the positions ``[0, sink_end)`` and ``[window_start, window_end)``.
+"""An item. It sees the positions ``[0, sink_end)`` and ``[window_start, window_end)``, whose keys and values are read
+``in_place``, or laid out for it.
 
 ``token`` is the row of its first token in the batch, ``position`` that token's position. Row ``r`` of an item is query
 head ``r % share`` of its token ``r // share``. Where it has more than one part, their results lie in the rows of the
@@ -68,14 +69,20 @@ def keys_seen(item):
 def span_of_part(item, part):
     """The part's share ``[begin, end)`` of the item's visible keys."""
     seen = keys_seen(item)
-    each = -(-seen // (item.parts * KEYS)) * KEYS
+    each = _each_of(seen, item.parts)
     return min(part * each, seen), min((part + 1) * each, seen)
 
 
 @_pasted
-def is_in_place(item, share):
-    """Whether an item reads keys and values where they lie."""
-    return item.tokens == 1 or item.tokens * share <= FEW_ROWS
+def _parts_of(seen):
+    """Into how many parts one token's item is cut that sees so many keys."""
+    return max(1, seen // PART_KEYS)
+
+
+@_pasted
+def _each_of(seen, parts):
+    """Keys of each of so many parts."""
+    return -(-seen // (parts * KEYS)) * KEYS
 
 
 @_pasted
@@ -100,26 +107,53 @@ def _count_items(cu, sequences, kv_heads, share):
 
 
 @_pasted
-def _plan_items(own, cu, lens, windows, sinks, items):
-    """Fill in all items of a batch, and what they come to."""
-    share, at = own.share, 0
+def _in_a_row(own, follows, sequence):
+    """How many sequences there are from this one on that each follow the one before."""
+    count = 1
+    while own.follows != 0 and sequence + count < own.sequences and follows[sequence + count] != 0:
+        count += 1
+    return count
+
+
+@_pasted
+def _taken_together(own, position, most, window):
+    """Of so many sequences of one query each, which follow each other from a position on, how many are one item: their
+    keys begin with the first, and are cut into the same parts. Every one of them computes the same as alone then."""
+    count, parts = 1, _parts_of(position + 1)
+    while count < most and (count + 1) * own.share <= FEW_ROWS and (window <= 0 or position + count < window):
+        seen = position + count + 1
+        if _parts_of(seen) != parts or _each_of(seen, parts) != _each_of(position + 1, parts):
+            break
+        count += 1
+    return count
+
+
+@_pasted
+def _plan_items(own, cu, lens, follows, windows, sinks, items):
+    """Fill in all items of a batch, and what they come to; how many there are."""
+    share, at, sequence = own.share, 0, 0
     parts = most_rows = is_tiled = partial_rows = cost = 0
-    for sequence in range(own.sequences):
-        queries = cu[sequence + 1] - cu[sequence]
+    while sequence < own.sequences:
+        together = _in_a_row(own, follows, sequence)
+        queries = cu[sequence + together] - cu[sequence]
         for head in range(own.kv_heads):
             done = 0
             while done < queries:
-                item = items[at]
-                item.sequence, item.head, item.token = sequence, head, cu[sequence] + done
+                item, in_place = items[at], queries == 1 or together > 1
+                item.position = lens[sequence] - (1 if together > 1 else queries) + done
                 item.tokens = min(_tile_tokens(queries, share), queries - done)
-                item.position = lens[sequence] - queries + done
+                if together > 1:
+                    item.tokens = _taken_together(own, item.position, queries - done, windows[head])
+                # Of several the last one: its table has the blocks of all.
+                item.sequence = sequence + done + item.tokens - 1 if together > 1 else sequence
+                item.head, item.token, item.in_place = head, cu[sequence] + done, 1 if in_place else 0
                 item.window_start = item.sink_end = 0
                 item.window_end = item.position + item.tokens
                 if windows[head] > 0:
                     item.window_start = max(0, item.position - windows[head] + 1)
                     item.sink_end = min(sinks[head], item.window_start)
-                in_place = is_in_place(item, share)
-                item.parts = max(1, keys_seen(item) // (PART_KEYS if in_place else TILE_PART_KEYS))
+                seen = keys_seen(item)
+                item.parts = _parts_of(seen) if in_place else max(1, seen // TILE_PART_KEYS)
                 item.first_row = partial_rows
                 rows = item.tokens * share
                 if item.parts > 1:
@@ -129,7 +163,9 @@ def _plan_items(own, cu, lens, windows, sinks, items):
                 cost += _cost(item, share, own.dim)
                 done += item.tokens
                 at += 1
+        sequence += together
     own.part_count, own.rows, own.is_tiled, own.partial_rows, own.cost = parts, most_rows, is_tiled, partial_rows, cost
+    return at
 
 
 def _plan(address):
@@ -140,7 +176,7 @@ def _plan(address):
     if own.item_count > own.item_room:
         return
     items = _items_at(own.items, own.item_count)
-    _plan_items(own, cu, lens, windows, sinks, items)
+    own.item_count = _plan_items(own, cu, lens, ints_at(own.follows, own.sequences), windows, sinks, items)
     if own.part_count > own.part_room:
         return
     parts, at = long_matrix_at(own.parts, own.part_count, 2), 0
@@ -206,7 +242,8 @@ class Planner:
             TypeError: an array of the batch is not contiguous int32.
         """
         cu_seqlens, seq_lens = (address_of(array, np.int32) for array in (batch.cu_seqlens_q, batch.seq_lens))
-        self._own[: len(_BATCH)] = cu_seqlens, seq_lens, len(batch.seq_lens)
+        follows = 0 if batch.follows is None else address_of(batch.follows, np.int32)
+        self._own[: len(_BATCH)] = cu_seqlens, seq_lens, len(batch.seq_lens), follows
         self._plan(self._place)
         items, parts, *others = self._own[-len(_FOUND) :].tolist()
         if items > len(self._items) or parts > len(self._parts):
@@ -225,7 +262,7 @@ class Planner:
         self._own[-len(_FOUND) - len(rooms) : -len(_FOUND)] = rooms
 
 
-_BATCH = ("cu_seqlens", "seq_lens", "sequences")
+_BATCH = ("cu_seqlens", "seq_lens", "sequences", "follows")
 """The first fields of a `PLANNING`, in order."""
 
 _FOUND = ("item_count", "part_count", "rows", "is_tiled", "partial_rows", "cost")

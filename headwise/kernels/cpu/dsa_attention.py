@@ -97,7 +97,7 @@ class NumbaIndexedKernels(NumbaLatentKernels):
             those = np.concatenate([np.arange(first, first + few) for first, few in zip(cu[:-1], early, strict=True)])
             part = np.empty_like(out, shape=(len(those), *out.shape[1:]))
             ends = np.cumsum([0, *early], dtype=np.int32)
-            shortened = replace(batch, cu_seqlens_q=ends, seq_lens=(starts + early).astype(np.int32))
+            shortened = replace(batch, cu_seqlens_q=ends, seq_lens=(starts + early).astype(np.int32), follows=None)
             self.attend_latent(query[those], up, arena, layout, shortened, heads, scale=scale, out=part)
             out[those] = part
         step = max(1, ABSORBED_BYTES // (4 * query.shape[1] * layout.roles[0].shape[0]))

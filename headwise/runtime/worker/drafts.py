@@ -48,21 +48,32 @@ class SampledRows:
         return positions
 
 
-def spread(batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Starts, query lengths and rows of a step's sequences as they are computed: of one with drafts each token is a
-    sequence of its own, which ends with it.
+@dataclass(frozen=True)
+class Spread:
+    """A step's sequences as they are computed: of one with drafts each token is a sequence of its own, which ends with
+    it. So they are decodes like others, to the same bits; all write what they add to the cache before any attends.
 
-    So they are decodes like others, to the same bits; all write what they add to the cache before any attends.
+    starts, query_lens, rows: as of `BatchRequest`
+    follows: see `AttentionBatch`
     """
+
+    starts: NDArray[np.int32]
+    query_lens: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    follows: NDArray[np.int32] | None = None
+
+
+def spread(batch: BatchRequest) -> Spread:
+    """The sequences of a step."""
     if not len(batch.drafts):
-        return batch.starts, batch.query_lens, batch.rows
+        return Spread(batch.starts, batch.query_lens, batch.rows)
     counts = np.where(batch.drafts > 0, batch.query_lens, 1)
     index = np.repeat(np.arange(len(counts)), counts)
     is_one = batch.drafts[index] > 0
     within = np.arange(len(index), dtype=np.int32) - (np.cumsum(counts) - counts)[index].astype(np.int32)
-    one, none = np.int32(1), np.int32(0)
-    starts = batch.starts[index] + np.where(is_one, within, none)
-    return starts, np.where(is_one, one, batch.query_lens[index]), batch.rows[index]
+    starts = batch.starts[index] + np.where(is_one, within, np.int32(0))
+    query_lens = np.where(is_one, np.int32(1), batch.query_lens[index])
+    return Spread(starts, query_lens, batch.rows[index], (within > 0).astype(np.int32))
 
 
 def check_drafts(

@@ -40,7 +40,7 @@ from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
-from headwise.runtime.worker.drafts import SampledRows, check_drafts, spread
+from headwise.runtime.worker.drafts import SampledRows, Spread, check_drafts, spread
 from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.last_sampled import NO_TOKEN
@@ -460,8 +460,8 @@ class ModelWorker:
         return is_decode and fits and (self._copies is None or not self._copies.is_loading)
 
     def _decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
-        positions, _, rows = spread(batch)
-        return graphs.step(self._last.inputs(batch), positions, positions + 1, rows, batch.table_updates)
+        each = spread(batch)
+        return graphs.step(self._last.inputs(batch), each.starts, each.starts + 1, each.rows, batch.table_updates)
 
     def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))
@@ -470,12 +470,12 @@ class ModelWorker:
 
     def _forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor | None:
         """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none."""
-        starts, query_lens, sequence_rows = spread(batch)
-        seq_lens = starts + query_lens
-        positions, cu_seqlens = _positions(starts, query_lens, batch.num_tokens)
+        each = spread(batch)
+        seq_lens = each.starts + each.query_lens
+        positions, cu_seqlens = _positions(each, batch.num_tokens)
         graphs = self._graphs_of(batch, len(positions), wanted)
         inputs = self._last.inputs(batch)
-        arrays = (inputs, positions, cu_seqlens, seq_lens, sequence_rows)
+        arrays = (inputs, positions, cu_seqlens, seq_lens, each.rows)
         if graphs is None:
             tokens, places, begins, lengths, rows = self._upload(*arrays)
         else:
@@ -484,7 +484,8 @@ class ModelWorker:
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         known = HostLengths(cu_seqlens, seq_lens)
-        step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(query_lens.max()), known)
+        groups, longest = tables.shape.groups, int(each.query_lens.max())
+        step = AttentionBatch(begins, lengths, gathered, groups, longest, known, each.follows)
         if graphs is not None:
             return graphs.forward(self.attend, step, len(positions), wanted)
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
@@ -548,15 +549,13 @@ class _PagedAttention:
         return self._step.cu_seqlens_q[-1:]
 
 
-def _positions(
-    starts: NDArray[np.int32], query_lens: NDArray[np.int32], tokens: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _positions(sequences: Spread, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Positions of a step's tokens, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
-    if len(starts) == tokens:
-        return starts, np.arange(tokens + 1, dtype=np.int32)
-    cu_seqlens = np.zeros(len(starts) + 1, dtype=np.int32)
-    np.cumsum(query_lens, out=cu_seqlens[1:])
-    offsets = np.repeat(starts - cu_seqlens[:-1], query_lens)
+    if len(sequences.rows) == tokens:
+        return sequences.starts, np.arange(tokens + 1, dtype=np.int32)
+    cu_seqlens = np.zeros(len(sequences.rows) + 1, dtype=np.int32)
+    np.cumsum(sequences.query_lens, out=cu_seqlens[1:])
+    offsets = np.repeat(sequences.starts - cu_seqlens[:-1], sequences.query_lens)
     return np.arange(len(offsets), dtype=np.int32) + offsets, cu_seqlens
 
 

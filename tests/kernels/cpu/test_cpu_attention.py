@@ -20,6 +20,7 @@ from headwise.kernels.base import AttentionBatch, RotatingKernels
 from headwise.kernels.bfloat16 import to_float32
 from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.kernels.cpu.attention_pass import STORED
+from headwise.kernels.cpu.attention_plan import Plan, Planner
 from headwise.kernels.gqa import bit_views, gqa_layout
 from headwise.kernels.nibbles import GROUP, INT4
 from headwise.kernels.reference import ReferenceKernels
@@ -140,6 +141,44 @@ def test_a_sequence_has_the_same_bits_in_any_company_and_on_any_number_of_thread
         arguments = (scene.arena, scene.layout, alone, scene.heads)
         NumbaKernels(threads=2).attend(scene.query[first:last], *arguments, scale=scene.scale, softcap=0.0, out=out)
         np.testing.assert_array_equal(out, together[first:last])
+
+
+@pytest.mark.parametrize(("length", "share"), [(9, 3), (70, 5), (261, 3), (516, 2), (771, 8), (1283, 1), (2050, 3)])
+def test_tokens_that_follow_each_other_have_the_same_bits_as_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, length: int, share: int
+) -> None:
+    """Across the lengths from which on a token's keys are cut otherwise. Of int8, whose probabilities are rounded by
+    the scales of some keys at a time, the bits may differ."""
+    count = min(11, length)
+    case = Case((count,), (length,), ((0, 0), (300, 4)), share=share, head_dim=64, block_size=16, dtype=dtype)
+    scene, found = Scene(replace(case, has_sink_logits=True)), []
+    items = spied_items(monkeypatch)
+    follows = np.array([0] + [1] * (count - 1), np.int32)
+    lens = np.arange(length - count + 1, length + 1, dtype=np.int32)
+    tables = np.tile(scene.batch.block_tables, (count, 1))
+    for told in (follows, None):
+        batch = AttentionBatch(np.arange(count + 1, dtype=np.int32), lens, tables, scene.groups, follows=told)
+        scene.batch = batch
+        found.append(scene.attend(NumbaKernels(threads=2)))
+    if dtype == "int8":
+        np.testing.assert_allclose(*found, atol=1e-4)
+    else:
+        np.testing.assert_array_equal(*found)
+    np.testing.assert_allclose(found[0], scene.attend(ReferenceKernels()), atol=0.02)
+    assert 2 <= items[0] < items[-1] == 2 * count, "together"
+
+
+def spied_items(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many items each plan has that is made from now on."""
+    counts, plan = list[int](), Planner.plan
+
+    def watched(self: Planner, batch: AttentionBatch) -> Plan:
+        found = plan(self, batch)
+        counts.append(len(found.items))
+        return found
+
+    monkeypatch.setattr(Planner, "plan", watched)
+    return counts
 
 
 # --- writes -------------------------------------------------------------------------------------------------------
