@@ -12,6 +12,8 @@ from headwise.runtime.protocol.request import GenerationResult
 
 INT8, FP8, INT4 = "int8", "float8_e4m3fn", "int4"
 TOKENS = 4
+LEADS = {INT8: 0.2, FP8: 0.25, INT4: 0.5}
+"""Of the likeliest token's logit over the next one's."""
 
 
 def wanted_of(name: str) -> list[Answer]:
@@ -51,11 +53,13 @@ def said(loaded: LoadedModel, **changes: object) -> dict[str, list[int]]:
     ],
 )
 def test_the_first_tokens_are_those_of_float32_and_the_host_changes_none(name: str, kv_dtype: str) -> None:
-    """A tiny random model's tokens turn more easily than a real one's: of the first ones few do."""
+    """A tiny random model's tokens turn more easily than a real one's: those are looked at that lead by more than
+    rounding, which differs from CPU to CPU, takes away."""
     loaded = LoadedModel(name, kv_dtype=kv_dtype)
     tokens = said(loaded)
-    same = [tokens[answer.name][0] == answer.output_ids[0] for answer in wanted_of(name)]
-    assert sum(same) >= len(same) - 1
+    judged = [answer for answer in wanted_of(name) if answer.gaps[0] > LEADS[kv_dtype]]
+    assert len(judged) >= 3
+    assert {answer.name: tokens[answer.name][0] for answer in judged} == {a.name: a.output_ids[0] for a in judged}
     assert said(loaded, host_cache="16MiB") == tokens
 
 
