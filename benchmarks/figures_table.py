@@ -135,7 +135,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "speculation": (
         Row(
-            "Decode with guesses of next tokens (`speculation: 8`) over that without, one request and four: texts to "
+            "Decode with drafts by prompt lookup (`speculation: 8`) over that without, one request and four: texts to "
             "be repeated, answers about a prompt of 1,800 tokens, stories; bfloat16, and from the GGUF file's blocks",
             _guesses,
         ),

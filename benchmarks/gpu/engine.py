@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +16,8 @@ from gpu.rig import Rig
 
 from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import FinishReason, OutputDelta, SamplingParams
 
 
@@ -98,9 +100,14 @@ class Serving:
 
     def host_seconds(self, count: int, batch: int) -> dict[str, float]:
         """Seconds that a worker's thread computes for a decode step until it is enqueued, medians of ``count``: in
-        all, and in its parts, of which "launch" is that of the graph, and "tokens" what comes behind it."""
+        all, and in its parts, of which "message" is what a process of its own is sent, "launch" that of the graph, and
+        "tokens" what comes behind it.
+
+        The same step is begun again and again while the engine's thread stands still: as in a process of its own, which
+        engines on a GPU have for it, no other thread takes the interpreter.
+        """
         worker, spent = self.engine._worker, defaultdict[str, list[float]](list)
-        graphs, tokens, runner = worker._graphs, worker._tokens, self.engine._executor._runner
+        graphs, tokens, data = worker._graphs, worker._tokens, wire.encode(self._plain_step(batch))
 
         def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:
@@ -112,16 +119,34 @@ class Serving:
 
             return call
 
+        decode = timed("message", wire.decode)
+        begin = timed("all", lambda: worker.begin(decode(data, BatchRequest)))
+
+        def again() -> None:
+            begun = deque([begin()])
+            for _ in range(count):
+                begun.append(begin())
+                begun.popleft().result()
+            begun.popleft().result()
+
         with ExitStack() as patches:
-            patches.enter_context(patch.object(runner, "_begin", timed("all", runner._begin)))
             patches.enter_context(patch.object(tokens, "choose", timed("tokens", tokens.choose)))
             if graphs is not None:
                 replays = {shape: timed("launch", replay) for shape, replay in graphs._replays.items()}
                 patches.enter_context(patch.object(graphs, "_upload", timed("upload", graphs._upload)))
                 patches.enter_context(patch.dict(graphs._replays, replays))
-            self.decode_steps(count, batch)
-            self.rest()
+            self.engine._executor.thread.submit(again).result()
         return {name: statistics.median(times) for name, times in spent.items()}
+
+    def _plain_step(self, batch: int) -> BatchRequest:
+        """A step of as many sequences, all of which decode, that changes nothing else."""
+        runner, seen = self.engine._executor._runner, list[BatchRequest]()
+        begin = runner._begin
+        with patch.object(runner, "_begin", lambda step: seen.append(step) or begin(step)):
+            while not (seen and len(seen[-1].rows) == batch and not len(seen[-1].table_updates)):
+                self.step()
+            self.rest()
+        return next(step for step in reversed(seen) if len(step.rows) == batch and not len(step.table_updates))
 
     def rest(self) -> None:
         """Wait until the steps in flight are computed, so that another engine has the GPU and the cores to itself."""

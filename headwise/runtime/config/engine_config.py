@@ -390,9 +390,9 @@ class EngineConfig:
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     speculation: int = _option(
         0,
-        "Most tokens of a sequence that a step guesses from what stood in it before (prompt lookup), and checks all at "
-        "once: fewer steps for output that repeats its prompt or itself, with the same tokens. Guesses are made where "
-        "they pay by what was measured. 0: none.",
+        "Most draft tokens of a sequence in a step: speculative decoding by prompt lookup. Output that repeats its "
+        "prompt or itself takes fewer steps and stays the same; there are drafts where they pay, by what was measured. "
+        "0: none.",
         0,
         32,
     )

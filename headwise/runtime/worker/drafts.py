@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.batch import NO_DRAFTS, BatchRequest
 from headwise.runtime.worker.last_sampled import NO_TOKEN
 
 
@@ -62,6 +62,15 @@ class Spread:
     rows: NDArray[np.int32]
     follows: NDArray[np.int32] | None = None
 
+    def positions(self, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Of the step's ``tokens``, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
+        if len(self.rows) == tokens:
+            return self.starts, np.arange(tokens + 1, dtype=np.int32)
+        cu_seqlens = np.zeros(len(self.rows) + 1, dtype=np.int32)
+        np.cumsum(self.query_lens, out=cu_seqlens[1:])
+        offsets = np.repeat(self.starts - cu_seqlens[:-1], self.query_lens)
+        return np.arange(len(offsets), dtype=np.int32) + offsets, cu_seqlens
+
 
 def spread(batch: BatchRequest) -> Spread:
     """The sequences of a step."""
@@ -76,6 +85,22 @@ def spread(batch: BatchRequest) -> Spread:
     return Spread(starts, query_lens, batch.rows[index], (within > 0).astype(np.int32))
 
 
+def of_sequences(
+    batch: BatchRequest, wanted: NDArray[np.int64], sampled: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What ``sampled [m]`` says of the ``wanted`` sequences: see ``token_ids`` and ``accepted`` of a `StepResult`."""
+    accepted = NO_DRAFTS
+    if len(batch.drafts) and len(sampled):
+        sampled, right = check_drafts(batch, SampledRows.of(batch), sampled)
+        wanted, accepted = np.flatnonzero(batch.sample), np.zeros(len(batch.rows), np.int32)
+        accepted[wanted] = right
+    if len(sampled) == len(batch.rows):
+        return sampled, accepted
+    tokens = np.full(len(batch.rows), NO_TOKEN, np.int32)
+    tokens[wanted] = sampled
+    return tokens, accepted
+
+
 def check_drafts(
     batch: BatchRequest, rows: SampledRows, sampled: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -87,7 +112,6 @@ def check_drafts(
     is_last = (rows.behind == 0) | (following != sampled)  # of those that count
     first = np.flatnonzero(np.diff(rows.sequences, prepend=-1))
     last = np.minimum.reduceat(np.where(is_last, np.arange(len(sampled)), len(sampled)), first)
-    last -= (sampled[last] == NO_TOKEN) & (
-        last > first
-    )  # what was sampled before is told; the next step finds it again
+    has_more = last > first
+    last[has_more & (sampled[last] == NO_TOKEN)] -= 1  # what was sampled is told; the next step finds the same
     return sampled[last], (last - first).astype(np.int32)

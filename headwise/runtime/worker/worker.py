@@ -28,7 +28,6 @@ from headwise.runtime.models.base import Model, PagedCache, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
 from headwise.runtime.protocol.batch import (
-    NO_DRAFTS,
     RESET_STORAGE,
     SLEEP,
     WAKE,
@@ -40,7 +39,7 @@ from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
-from headwise.runtime.worker.drafts import SampledRows, Spread, check_drafts, spread
+from headwise.runtime.worker.drafts import SampledRows, of_sequences, spread
 from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.last_sampled import NO_TOKEN
@@ -81,20 +80,12 @@ class _Computed:
     def tokens(self, batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[int, str]]:
         """Of each sequence of the step, `NO_TOKEN` where it does not sample; how many of each one's drafts are right;
         and why sequences failed, by index."""
-        wanted, tokens, accepted = self.chosen.wanted, self.chosen.tokens.get(), NO_DRAFTS
-        if len(batch.drafts) and len(tokens):
-            tokens, right = check_drafts(batch, SampledRows.of(batch), tokens)
-            wanted = np.flatnonzero(batch.sample)
-            accepted = np.zeros(len(batch.rows), np.int32)
-            accepted[wanted] = right
+        sampled = self.chosen.tokens.get()
+        tokens, accepted = of_sequences(batch, self.chosen.wanted, sampled)
         lacks = tokens == NO_TOKEN
-        lacking = wanted[lacks].tolist() if lacks.any() else ()
+        lacking = np.flatnonzero(lacks & batch.sample).tolist() if len(sampled) and lacks.any() else ()
         broken = dict.fromkeys([*lacking, *self.unusable], NOT_FINITE) | self.chosen.failures
-        if len(tokens) == len(batch.rows):
-            return tokens, accepted, broken
-        found = np.full(len(batch.rows), NO_TOKEN, dtype=np.int32)
-        found[wanted] = tokens
-        return found, accepted, broken
+        return tokens, accepted, broken
 
 
 class _Step:
@@ -194,6 +185,7 @@ class ModelWorker:
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'} "
             f"peers={'none' if self._copies is None else self._copies.transports} "
+            f"speculation={self._config.speculation or 'none'} "
             f"graphs={told_graphs(self._graphs, self._prefill) or self._without_graphs()}"
         )
 
@@ -441,7 +433,7 @@ class ModelWorker:
         self._cache.tables.apply(batch.table_updates)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
-        if batch.is_token_each and batch.sample.all():
+        if batch.samples_behind_each:
             return _Computed(self._tokens.choose(batch, self._model, self._forward(batch)))
         places = SampledRows.of(batch).places(batch)
         if not self._prompts.wants(batch):
@@ -472,7 +464,7 @@ class ModelWorker:
         """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none."""
         each = spread(batch)
         seq_lens = each.starts + each.query_lens
-        positions, cu_seqlens = _positions(each, batch.num_tokens)
+        positions, cu_seqlens = each.positions(batch.num_tokens)
         graphs = self._graphs_of(batch, len(positions), wanted)
         inputs = self._last.inputs(batch)
         arrays = (inputs, positions, cu_seqlens, seq_lens, each.rows)
@@ -547,16 +539,6 @@ class _PagedAttention:
 
     def tokens(self) -> KernelArray | None:
         return self._step.cu_seqlens_q[-1:]
-
-
-def _positions(sequences: Spread, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Positions of a step's tokens, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
-    if len(sequences.rows) == tokens:
-        return sequences.starts, np.arange(tokens + 1, dtype=np.int32)
-    cu_seqlens = np.zeros(len(sequences.rows) + 1, dtype=np.int32)
-    np.cumsum(sequences.query_lens, out=cu_seqlens[1:])
-    offsets = np.repeat(sequences.starts - cu_seqlens[:-1], sequences.query_lens)
-    return np.arange(len(offsets), dtype=np.int32) + offsets, cu_seqlens
 
 
 def _trial(tokens: int, updates: NDArray[np.int32]) -> BatchRequest:
