@@ -19,6 +19,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import FinishReason, OutputDelta, SamplingParams
+from headwise.runtime.protocol.running_step import RunningStep
 
 
 def engine_config(rig: Rig, model: Path, **fields: Any) -> EngineConfig:
@@ -142,7 +143,12 @@ class Serving:
         """A step of as many sequences, all of which decode, that changes nothing else."""
         runner, seen = self.engine._executor._runner, list[BatchRequest]()
         begin = runner._begin
-        with patch.object(runner, "_begin", lambda step: seen.append(step) or begin(step)):
+
+        def watched(step: BatchRequest) -> RunningStep:
+            seen.append(step)
+            return begin(step)
+
+        with patch.object(runner, "_begin", watched):
             while not (seen and len(seen[-1].rows) == batch and not len(seen[-1].table_updates)):
                 self.step()
             self.rest()
