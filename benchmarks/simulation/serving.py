@@ -221,7 +221,7 @@ def finish(resources: ResourceManager, step: ScheduledStep, draw: np.random.Gene
     """Commit a step with made-up tokens, as the engine does with real ones; the sequences that end with it."""
     tokens = draw.integers(2**31 - 2**20, 2**31 - 1, len(step.sequences), dtype=np.int32)
     ended = []
-    for index, _ in resources.commit(step, tokens):
+    for index in resources.commit(step, tokens):
         sequence = step.sequences[index]
         if sequence.first_token is None:
             sequence.first_token = now

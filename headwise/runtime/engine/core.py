@@ -12,9 +12,7 @@ from typing import Any
 from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.head_exchange import HeadExchange
-from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate
-from headwise.cache_controller.storage_tier import StorageTier
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
@@ -22,22 +20,25 @@ from headwise.runtime.config.peer_blocks import exchange_with
 from headwise.runtime.engine.departure import Departure
 from headwise.runtime.engine.operations import EVERY_TIER, Operation, Operations, State
 from headwise.runtime.engine.output import OutputText
+from headwise.runtime.engine.parts import (
+    host_config_of,
+    lending_of,
+    peer_loads_of,
+    prefetcher_of,
+    speculator_of,
+    taking_of,
+)
 from headwise.runtime.engine.peers.base import Ask, Peers, Takers
-from headwise.runtime.engine.peers.lending import Lending
-from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.peers.prefills import Prefills
-from headwise.runtime.engine.peers.taking import Taking
-from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
+from headwise.runtime.engine.prefetcher import Lookup
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
-from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import SLEEP, StepResult
 from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.messages import AskLease, EngineLoad, Offer
 from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
-from headwise.transfer.connectors.base import ways_to_devices
 from headwise.transfer.stats import TransferStats
 
 MAX_HELD_EMBED_BYTES = 1 << 30
@@ -87,19 +88,19 @@ class EngineCore:
             step_tokens=config.tokens_in_flight,
             prefix_caching=config.prefix_caching,
             checkpoint_tokens=config.checkpoint_tokens,
-            host=_host_config(config, card),
+            host=host_config_of(config, card),
         )
-        self._peer_loads = _peer_loads(config, self.cache, executor, peers, partial(exchange, config, card))
-        self._lending = _lending(config, self.cache, executor, peers, self._stands_still)
-        self._taking = _taking(config, self.cache, self._peer_loads, peers)
+        self._peer_loads = peer_loads_of(config, self.cache, executor, peers, partial(exchange, config, card))
+        self._lending = lending_of(config, self.cache, executor, peers, self._stands_still)
+        self._taking = taking_of(config, self.cache, self._peer_loads, peers)
         self._peers = peers
         self.resources = ResourceManager(
             self.cache,
             max_rows=card.spec.max_rows,
             max_batched_tokens=config.most_batched_tokens,
             prefill_chunk=config.prefill_chunk,
-            speculator=_speculator(config),
-            prefetcher=_prefetcher(config, self.cache, lookup),
+            speculator=speculator_of(config),
+            prefetcher=prefetcher_of(config, self.cache, lookup),
             peer_loads=self._peer_loads,
         )
         self._prefills: Prefills | None = None
@@ -331,8 +332,10 @@ class EngineCore:
         for index, logprobs in result.prompt_logprobs.items():
             if self.resources.is_wanted(step, index):
                 self._tell_prompt(step.sequences[index], logprobs)
-        for index, tokens in self.resources.commit(step, result.token_ids, result.accepted):
-            self._take(step.sequences[index], tokens, result.logprobs.get(index))
+        drafts = result.accepted.tolist() if len(result.accepted) else [0] * len(step.sequences)
+        for index in self.resources.commit(step, result.token_ids, result.accepted):
+            sequence = step.sequences[index]
+            self._take(sequence, sequence.output[-1 - drafts[index] :], result.logprobs.get(index))
 
     def _tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs | None, ...]) -> None:
         """Tell the log-probabilities of the prompt's next tokens."""
@@ -462,66 +465,6 @@ class EngineCore:
         taken = {} if self._taking is None else self._taking.stats()
         given = 0 if self._departure is None else self._departure.given
         return {**self._peer_loads.stats(), **taken, "given_blocks": given, "lent": self._lending.stats()}
-
-
-def _peer_loads(
-    config: EngineConfig,
-    cache: CacheManager,
-    executor: Executor,
-    peers: Peers | None,
-    exchange: Callable[[int], HeadExchange],
-) -> PeerLoads | None:
-    host = cache.host
-    if peers is None or not isinstance(host, HostTier):
-        return None
-    ways = ways_to_devices(executor.exports)
-    return PeerLoads(cache, host.arrivals, peers, exchange, config.load_timeout_s, ways)
-
-
-def _lending(
-    config: EngineConfig,
-    cache: CacheManager,
-    executor: Executor,
-    peers: Peers | None,
-    stands_still: Callable[[float], bool],
-) -> Lending | None:
-    host = cache.host
-    if peers is None or not isinstance(host, HostTier):
-        return None
-    return Lending(
-        host.leases,
-        peers,
-        executor.exports,
-        timeout_s=config.load_timeout_s,
-        num_groups=len(cache.policies),
-        max_blocks=cache.max_blocks,
-        stands_still=stands_still,
-    )
-
-
-def _taking(config: EngineConfig, cache: CacheManager, loads: PeerLoads | None, peers: Peers | None) -> Taking | None:
-    host = cache.host
-    if peers is None or loads is None or not isinstance(host, HostTier):
-        return None
-    return Taking(cache, host.pool, loads, peers, config.load_timeout_s)
-
-
-def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:
-    if not card.spec.num_host_blocks:
-        return None
-    timeout_s = config.storage_timeout_s if config.storage else None
-    return HostConfig(card.spec.num_host_blocks, config.write_policy, config.write_through_threshold, timeout_s)
-
-
-def _prefetcher(config: EngineConfig, cache: CacheManager, lookup: Lookup | None) -> Prefetcher | None:
-    storage = cache.host.storage
-    if lookup is None or not isinstance(storage, StorageTier):
-        return None
-    return Prefetcher(cache, storage, lookup, config.prefetch, config.longest_prefetch_s)
-
-
-def _speculator(config: EngineConfig) -> Speculator | None:
-    return Speculator(config.speculation, config.most_drafts) if config.speculation else None
 
 
 def _speed(transfer: TransferStats) -> dict[str, float]:

@@ -349,8 +349,9 @@ class ResourceManager:
 
     def commit(
         self, step: ScheduledStep, token_ids: NDArray[np.int32], accepted: NDArray[np.int32] = NO_DRAFTS
-    ) -> list[tuple[int, list[int]]]:
-        """Take what a step computed; of the sequences that have new tokens the indices in its batch, and these.
+    ) -> list[int]:
+        """Take what a step computed; the indices in its batch of the sequences whose output has new tokens: one each,
+        and accepted drafts before it.
 
         token_ids: ``[n]``, the sampled token of each sequence of the batch
         accepted:  see `StepResult.accepted`
@@ -359,41 +360,37 @@ class ResourceManager:
         wanted = columns.wanted[batch.rows]
         rows = batch.rows[wanted]
         ends = batch.starts.astype(np.int64) + batch.query_lens
-        before = self._take_drafts(step, wanted, accepted, ends) if len(batch.drafts) else {}
+        if len(batch.drafts):
+            self._take_drafts(step, wanted, accepted, ends)
         computed = ends[wanted]
         self._register(rows, computed)
         self.cache.recycle(rows, computed)
         sampled = (wanted & batch.sample).nonzero()[0]
         columns.pending[batch.rows[sampled]] -= 1
         columns.last_token[batch.rows[sampled]] = token_ids[sampled]
-        new = []
-        for index, token in zip(sampled.tolist(), token_ids[sampled].tolist(), strict=True):
+        indices = sampled.tolist()
+        for index, token in zip(indices, token_ids[sampled].tolist(), strict=True):
             step.sequences[index].output.append(token)
-            new.append((index, [*before.get(index, ()), token]))
         self.step_done(step)
-        return new
+        return indices
 
     def _take_drafts(
         self, step: ScheduledStep, wanted: NDArray[np.bool_], accepted: NDArray[np.int32], ends: NDArray[np.int64]
-    ) -> dict[int, list[int]]:
-        """Take the drafts that are what was sampled, by index, and let the others be forgotten: ``ends``, of what each
-        sequence has computed, are before them then."""
+    ) -> None:
+        """Take the drafts that are what was sampled, and let the others be forgotten: ``ends``, of what each sequence
+        has computed, are before them then."""
         batch, columns = step.batch, self.table
-        behind = np.cumsum(batch.query_lens, dtype=np.int64)
-        taken: dict[int, list[int]] = {}
-        for index in np.flatnonzero(wanted & (batch.drafts > 0)).tolist():
-            first, right = int(behind[index] - batch.drafts[index]), int(accepted[index])
-            taken[index] = batch.token_ids[first : first + right].tolist()
-            step.sequences[index].output += taken[index]
+        first = np.cumsum(batch.query_lens, dtype=np.int64) - batch.drafts
+        having = np.flatnonzero(wanted & (batch.drafts > 0))  # the others may be in a later step already
+        for index in having.tolist():
+            step.sequences[index].output += batch.token_ids[first[index] : first[index] + accepted[index]].tolist()
         ends -= batch.drafts - accepted
-        having = list(taken)  # the others may be in a later step already
         rows = batch.rows[having]
         columns.scheduled[rows] = ends[having]
         columns.length[rows] += accepted[having]
         columns.drafted[rows] = 0
         if self.speculator is not None:
             self.speculator.checked(int(batch.drafts[having].sum()), int(accepted[having].sum()))
-        return taken
 
     def copies_done(self, step: ScheduledStep, result: StepResult) -> None:
         """Take in what a step says of copies; to be called before its tokens are committed.

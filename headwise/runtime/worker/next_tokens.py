@@ -79,11 +79,8 @@ class NextTokens:
         """
         if found is None:
             return Chosen()
-        if isinstance(found, Scored) and not len(batch.drafts):
-            wanted, rows = np.arange(len(batch.rows)), batch.rows
-        else:
-            wanted = SampledRows.of(batch).sequences
-            rows = batch.rows[wanted]
+        sampled = SampledRows.of(batch)
+        wanted, rows = sampled.sequences, batch.rows[sampled.sequences]
         if not isinstance(found, Scored):
             found = Scored(model.step_scores(found), None)
         scores, uploaded = found.scores, found.table_rows
@@ -95,7 +92,7 @@ class NextTokens:
         scores = _first(scores, len(rows))
         sequences = [self._sequences[row] for row in rows.tolist()]
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
-        positions = SampledRows.of(batch).positions(batch)
+        positions = sampled.positions(batch)
         draws = Draws([sequence.sampling for sequence in sequences], seeds, positions)
         drawn = self._draw(rows, uploaded, draws, model, scores)
         failures = self._follow(rows, drawn)

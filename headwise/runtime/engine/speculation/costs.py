@@ -66,7 +66,8 @@ class Trust:
         self._expected = KEPT * self._expected + rate
 
     @property
-    def of(self) -> float:
+    def factor(self) -> float:
+        """See `HitRates.chances`."""
         return (self._right + 1) / (self._expected + 1)
 
 

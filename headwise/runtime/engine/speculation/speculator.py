@@ -79,7 +79,7 @@ class Speculator:
             trust.observe(self._rates.rate(length), is_right)
             self._rates.observe(length, is_right)
         room = sequence.max_length - sequence.num_tokens - 1
-        return self._rates.chances(echo.length, min(self._most, room), trust.of)
+        return self._rates.chances(echo.length, min(self._most, room), trust.factor)
 
     def guesses(self, sequence: Sequence, count: int) -> NDArray[np.int32]:
         """The drafts of a sequence that was given so many."""

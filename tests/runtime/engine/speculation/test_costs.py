@@ -50,14 +50,14 @@ def test_a_chance_is_how_often_guesses_behind_such_a_match_were_right() -> None:
 
 def test_a_sequence_is_trusted_as_far_as_its_guesses_were_right() -> None:
     trust, rates = Trust(), HitRates()
-    assert trust.of == 1.0
+    assert trust.factor == 1.0
     for _ in range(20):
         trust.observe(0.5, False)
-    assert trust.of < 0.3
-    np.testing.assert_allclose(rates.chances(3, 2, trust.of), [0.5 * trust.of, (0.5 * trust.of) ** 2])
+    assert trust.factor < 0.3
+    np.testing.assert_allclose(rates.chances(3, 2, trust.factor), [0.5 * trust.factor, (0.5 * trust.factor) ** 2])
     for _ in range(40):
         trust.observe(0.5, True)
-    assert trust.of > 1.5
+    assert trust.factor > 1.5
     assert rates.chances(MOST_MATCH, 1, 5.0)[0] == MOST_SURE, "nothing is certain"
 
 
