@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 from support.engine.simulated_engine import LetterTokenizer, make_engine, request, run
 from support.engine.simulated_model import often_again, sure_of_one
-from support.engine.simulation import SimulatedExecutor
+from support.engine.simulation import SimulatedExecutor, continuation
 
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.request import FinishReason
@@ -24,10 +25,7 @@ def made(speculation: int = 5, **config: Any) -> tuple[EngineCore, SimulatedExec
 
 
 def said(count: int, prompt: list[int] = PROMPT) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(often_again(tokens))
-    return tokens[len(prompt) :]
+    return continuation(prompt, count, often_again)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}])
@@ -138,6 +136,4 @@ def test_steps_with_guesses_are_no_measure_of_prompts() -> None:
 
 
 def _took(result: Any, seconds: float) -> Any:
-    from dataclasses import replace
-
     return replace(result, compute_s=seconds)

@@ -229,10 +229,7 @@ class SpeculatingMachine(EngineMachine):
         return engine, executor
 
     def _continuation(self, prompt: list[int], count: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(often_again(tokens))
-        return tokens[len(prompt) :]
+        return continuation(prompt, count, often_again)
 
 
 class StatesMachine(EngineMachine):

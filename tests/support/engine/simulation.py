@@ -45,11 +45,13 @@ EOS = 0
 _CONFIG = EngineConfig()
 
 
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
+def continuation(
+    prompt: Sequence[int], count: int, following: Callable[[Sequence[int]], int] = next_token
+) -> list[int]:
     """What the simulated model says after ``prompt``."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(following(tokens))
     return tokens[len(prompt) :]
 
 
