@@ -107,7 +107,7 @@ def test_requests_wait_for_another_engine_while_the_only_one_leaves(leaving: Lea
     leaving.leave(0, hashes=[b"x" * 16])
     eventually(lambda: leaving.client.stats()["engines"]["engine-0"]["is_leaving"])
     answer = leaving.generate()
-    assert core.handed_over == [b"x" * 16]
+    eventually(lambda: core.handed_over == [b"x" * 16])  # the scheduler heard of it before
     assert (core.takers.engine, core.takers.evict, core.storable) == ("engine-0", {"engine-7": 3}, 5)
     assert leaving.left == [], "it has not put all into storage yet"
     assert not core.live

@@ -75,7 +75,8 @@ class ScriptedCore:
         pass
 
     def hand_over(self, hashes: list[bytes] | None, takers: Takers | None = None, storable: int | None = None) -> None:
-        self.handed_over, self.takers, self.storable = hashes, takers, storable
+        self.takers, self.storable = takers, storable
+        self.handed_over = hashes  # last: who has seen it finds the others
 
     def has_work(self) -> bool:
         return bool(self.live or self.dies)
