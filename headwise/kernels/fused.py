@@ -30,11 +30,11 @@ class LayerNorms:
 
     before_attention, before_mlp: of what comes from the residual stream
     after_attention, after_mlp:   of what is added to it
-    query, key:                   of each head, before it is rotated
+    query, key:                   of each head, before it is rotated; or, ``[heads * head_dim]``, of all heads as one
     """
 
-    before_attention: Array
-    before_mlp: Array
+    before_attention: Array | None = None
+    before_mlp: Array | None = None
     after_attention: Array | None = None
     after_mlp: Array | None = None
     query: Array | None = None
@@ -160,19 +160,32 @@ class SideInput:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A layer's weights. scale: factor on the residual stream behind the layer"""
+    """A layer's weights.
+
+    scale:       factor on the residual stream behind the layer
+    is_parallel: the MLP is given what attention is, and has no norm before it of its own
+    is_centred:  each row of the residual stream has its mean taken off behind the layer
+    """
 
     attention: GroupedQueries | Latents | DeltaNet
     mlp: GatedLayer | MixedLayer | BesideExperts
     norms: LayerNorms
     side: SideInput | None = None
     scale: float = 1.0
+    is_parallel: bool = False
+    is_centred: bool = False
 
     @property
     def can_be_a_part(self) -> bool:
         """Whether it can be one rank's: all that is added to the residual stream is to be summed over ranks, and
-        nothing is made of it before."""
-        return self.side is None and not isinstance(self.mlp, BesideExperts)
+        nothing is made of it before, nor of all heads as one."""
+        return self.side is None and not isinstance(self.mlp, BesideExperts) and not self._norms_all_heads
+
+    @property
+    def _norms_all_heads(self) -> bool:
+        norms = self.norms.query, self.norms.key
+        heads = self.attention.head_dim if isinstance(self.attention, GroupedQueries) else 0
+        return any(norm is not None and len(norm) > heads for norm in norms)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Tr
 SHOWN_BY_OTHERS = (
     "gpt-oss-mxfp4", "qwen3-moe", "qwen3", "phi3-long", "qwen3-next", "qwen3.5-moe", "deepseek-v2", "deepseek-v3.2",
     "gemma2", "gemma4", "gemma4-moe", "qwen2", "mixtral", "phi3", "deepseek-v3-bias",
-    "llama4",
+    "llama4", "dots1", "glm4-moe-lite", "qwen2-moe", "glm4", "seed-oss", "smollm3", "olmo2",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
 FEW = replace(GREEDY, max_tokens=9)
@@ -73,11 +73,11 @@ def test_greedy_tokens_of_several_prompts_at_once(
         assert not adds or (
             weights.out.added is not None and weights.out.bias is None and layer.mlp.router.bias is None
         )
-        has_bias = model in ("qwen2", "gpt-oss", "gpt-oss-mxfp4")
+        has_bias = model in ("qwen2", "qwen2-moe", "glm4", "seed-oss", "gpt-oss", "gpt-oss-mxfp4")
         assert not has_bias or (weights.bias is not None and weights.qkv.bias is None), "added where heads are rotated"
     for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(tokens), result.token_ids)
-    assert bool(expanded) == (model in ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias")), (
+    assert bool(expanded) == (model in ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite")), (
         "prompts of latent attention are expanded"
     )
 

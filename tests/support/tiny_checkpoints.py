@@ -77,6 +77,16 @@ _DEEPSEEK: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 
+_CORRECTED: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+}
+
 _DELTA_NET: dict[str, Any] = {
     "num_hidden_layers": 4,  # the last of which has attention
     "linear_num_key_heads": 2,
@@ -136,6 +146,44 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         num_hidden_layers=2,
         sliding_window=None,
+    ),
+    "qwen2-moe": _config(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[1],
+    ),
+    "dots1": _config("Dots1ForCausalLM", "dots1", **_CORRECTED, attention_bias=True, norm_topk_prob=True, n_group=2),
+    "smollm3": _config("SmolLM3ForCausalLM", "smollm3", head_dim=_ABSENT, hidden_size=256, no_rope_layer_interval=3),
+    "seed-oss": _config("SeedOssForCausalLM", "seed_oss", attention_bias=True, attention_out_bias=True),
+    "ministral3": _config(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        rope_theta=_ABSENT,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
+    "glm4": _config("Glm4ForCausalLM", "glm4", attention_bias=True, partial_rotary_factor=0.5),
+    "glm4-moe": _config(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        **_CORRECTED,
+        attention_bias=True,
+        use_qk_norm=True,
+        partial_rotary_factor=0.5,
+        num_nextn_predict_layers=0,
     ),
     "phi3": _config("Phi3ForCausalLM", "phi3", hidden_size=256, head_dim=_ABSENT, sliding_window=24),
     "phi3-long": _config(
@@ -240,6 +288,88 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         index_head_dim=32,
         index_topk=24,
     ),
+    "glm4-moe-lite": _config(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        **{key: value for key, value in _DEEPSEEK.items() if key != "first_k_dense_replace"},
+        q_lora_rank=32,
+        routed_scaling_factor=1.8,
+    ),
+    "glm5": _config(
+        "GlmMoeDsaForCausalLM",
+        "glm_moe_dsa",
+        **_DEEPSEEK,
+        q_lora_rank=32,
+        routed_scaling_factor=2.5,
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=24,
+    ),
+    "minimax-m2": _config(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        rotary_dim=32,
+        intermediate_size=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+    ),
+    "olmo2": _config("Olmo2ForCausalLM", "olmo2"),
+    "olmo3": _config(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        num_hidden_layers=4,
+        sliding_window=24,
+        rope_theta=500000.0,  # transformers loses any other one for windows
+        rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512},
+    ),
+    "exaone4": _config("Exaone4ForCausalLM", "exaone4", num_hidden_layers=4, sliding_window=24),
+    "exaone-moe": _config(
+        "ExaoneMoeForCausalLM",
+        "exaone_moe",
+        **{key: value for key, value in _CORRECTED.items() if key not in ("n_routed_experts", "n_shared_experts")},
+        num_experts=8,
+        num_shared_experts=2,
+        num_hidden_layers=4,
+        sliding_window=24,
+    ),
+    "afmoe": _config(
+        "AfmoeForCausalLM",
+        "afmoe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        moe_intermediate_size=32,
+        route_scale=2.5,
+        num_hidden_layers=4,
+        sliding_window=24,
+        mup_enabled=True,
+        rms_norm_eps=1e-6,
+    ),
+    "hunyuan3": _config(
+        "HYV3ForCausalLM",
+        "hy_v3",
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=1,
+        moe_intermediate_size=32,
+        rms_norm_eps=1e-6,
+    ),
+    "solar-open": _config(
+        "SolarOpenForCausalLM",
+        "solar_open",
+        **{key: value for key, value in _CORRECTED.items() if key != "first_k_dense_replace"},
+        intermediate_size=_ABSENT,
+    ),
+    "cohere2": _config(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        hidden_size=256,
+        head_dim=_ABSENT,
+        num_hidden_layers=4,
+        sliding_window=24,
+        logit_scale=0.3,
+        tie_word_embeddings=True,
+    ),
     "qwen3-next": _config(
         "Qwen3NextForCausalLM",
         "qwen3_next",
@@ -283,6 +413,8 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
 
 _NORMS_FROM_ONE = ("gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose norms are stored as distances from 1."""
+_SMALL_BIASES = ("glm4", "glm4_moe", "dots1", "seed_oss")
+"""Model types whose biases leave what is projected its say."""
 
 
 def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
@@ -304,6 +436,8 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
             values *= np.float32(3 / config["hidden_size"] ** 0.5)
         elif name.endswith("A_log"):
             values -= np.float32(4)  # states forget slowly
+        elif name.endswith("_proj.bias") and config["model_type"] in _SMALL_BIASES:
+            values *= np.float32(0.2)
         elif name.endswith("gate_up_proj_bias"):
             values *= np.float32(5)  # some are beyond the limit of a clamped activation
         elif len(shape) > 1:

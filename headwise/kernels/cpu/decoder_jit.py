@@ -98,6 +98,17 @@ def _add_row(row, addend, norm, eps):
 
 
 @_pasted
+def _centre_row(row):
+    """Take off the mean."""
+    total = np.float32(0.0)
+    for i in range(len(row)):
+        total += row[i]
+    mean = total / np.float32(len(row))
+    for i in range(len(row)):
+        row[i] -= mean
+
+
+@_pasted
 def _norm_row(row, norm, eps, out):
     scale = _scale(row, eps)
     for i in range(len(row)):
@@ -140,6 +151,8 @@ def _prepare(step, phase, is_first, before, counters, number, values, thread, ah
     while first < last:
         for row in range(first, last):
             here = floats_at(step.places[phase.source] + row * phase.source_row * 4, columns)
+            if phase.norms_first != 0:
+                _norm_row(here, before, eps, values)
             if phase.addend >= 0 and not is_first:
                 _add_row(
                     here, floats_at(step.places[phase.addend] + row * columns * 4, columns), _norm_at(phase.after), eps
@@ -147,10 +160,14 @@ def _prepare(step, phase, is_first, before, counters, number, values, thread, ah
                 if phase.scale != np.float32(1):
                     for i in range(columns):
                         here[i] *= phase.scale
+                if phase.is_centred != 0:
+                    _centre_row(here)
             if is_as_it_is:
                 prepare_row(here, weight_at(weight), row, rows, factors, sums)
             elif weight != 0 or phase.kept >= 0:
-                if len(before) > 0:
+                if phase.norms_first != 0:
+                    pass
+                elif len(before) > 0:
                     _norm_row(here, before, eps, values)
                 else:
                     row_copy(here, 0, values, 0, columns)
@@ -189,10 +206,13 @@ def _multiply(step, phase, counters, counters_at, number, tile, thread):
 
 
 @_pasted
-def _norm_heads(row, heads, dim, norm, eps):
-    for head in range(heads):
-        here = floats_at(row + head * dim * 4, dim)
-        _norm_row(here, norm, eps, here)
+def _norm_heads(row, columns, norm, eps):
+    """Norm as many of ``columns`` at a time as the norm has weights: a head, or all of them."""
+    each = len(norm)
+    if each > 0:
+        for first in range(0, columns, each):
+            here = floats_at(row + first * 4, each)
+            _norm_row(here, norm, eps, here)
 
 
 @_pasted
@@ -220,12 +240,9 @@ def _rotate_and_write(step, phase, counters, number, thread, ahead, end):
                 scale, queries = floats_at(step.places[QUERY_SCALES], rows)[row], floats_at(query, own.q_heads * dim)
                 for i in range(len(queries)):
                     queries[i] *= scale
-            if len(query_norm) > 0:
-                _norm_heads(query, own.q_heads, dim, query_norm, phase.eps)
-            if len(key_norm) > 0:
-                _norm_heads(key, kv_heads, dim, key_norm, phase.eps)
-            if len(value_norm) > 0:
-                _norm_heads(value, kv_heads, dim, value_norm, phase.eps)
+            _norm_heads(query, own.q_heads * dim, query_norm, phase.eps)
+            _norm_heads(key, kv_heads * dim, key_norm, phase.eps)
+            _norm_heads(value, kv_heads * dim, value_norm, phase.eps)
         call_at(kind.write, (kind.writing, phase.record, first, last, thread))
         fetch_add(counters, number)
         first, last, share = take_rows(counters, number, rows, share, step.threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -128,11 +128,12 @@ def _run(first: int, count: int, closing: int, *, has_attended: bool = False) ->
 
 @dataclass(frozen=True)
 class _Sum:
-    """What is still to be added to rows, and what they are multiplied with then."""
+    """What is still to be added to rows, and what they are multiplied with then, or have taken off."""
 
     addend: int = NO_PLACE
     after: Floats | None = None
     scale: float = 1.0
+    is_centred: bool = False
 
 
 @dataclass
@@ -174,7 +175,7 @@ class _Maker:
             self._add(self.rows(at.GATES, size, side.out) | told)
             self._product(side.out, at.ADDED)
             left = _Sum(at.ADDED, side.after)
-        return _Sum(left.addend, left.after, layer.scale)
+        return replace(left, scale=layer.scale, is_centred=layer.is_centred)
 
     def _delta(self, net: DeltaNet) -> None:
         self._product(net.into, at.QKV)
@@ -239,11 +240,13 @@ class _Maker:
         """The MLP, or what stands for it."""
         mlp, norms = layer.mlp, layer.norms
         left = _Sum(at.ADDED, norms.after_mlp)
+        before = norms.before_attention if layer.is_parallel else norms.before_mlp
+        order: Fields = {"norms_first": layer.is_parallel}
         if isinstance(mlp, GatedLayer):
-            self._add(self.rows(at.STREAM, self.hidden, mlp.gate_up, norms.before_mlp, added))
+            self._add(self.rows(at.STREAM, self.hidden, mlp.gate_up, before, added) | order)
             self._gated(mlp, at.ADDED)
         elif isinstance(mlp, MixedLayer):
-            self._add(self.rows(at.STREAM, self.hidden, mlp.router, norms.before_mlp, added, kept=at.NORMED))
+            self._add(self.rows(at.STREAM, self.hidden, mlp.router, before, added, kept=at.NORMED) | order)
             self._mixed(mlp)
             if mlp.shared is not None:
                 shared, gate = mlp.shared.mlp, mlp.shared.gate
@@ -257,7 +260,7 @@ class _Maker:
             self._beside(mlp, norms.before_mlp, added)
         return left
 
-    def _beside(self, both: BesideExperts, before_mlp: Floats, added: _Sum) -> None:
+    def _beside(self, both: BesideExperts, before_mlp: Floats | None, added: _Sum) -> None:
         self._add(self.rows(at.STREAM, self.hidden, both.mlp.gate_up, before_mlp, added))
         self._gated(both.mlp, at.BESIDE)
         self._add(self.rows(at.STREAM, self.hidden, both.mixed.router, both.choose))
@@ -307,8 +310,8 @@ class _Maker:
         total = added or _Sum()
         return {
             "kind": at.ROWS, "source": source, "source_row": columns, "columns": columns, "addend": total.addend,
-            "after": _span(total.after), "scale": total.scale, "before": _span(before), "kept": kept,
-            "weight": 0 if weight is None else place_of(weight.table),
+            "after": _span(total.after), "scale": total.scale, "is_centred": total.is_centred,
+            "before": _span(before), "kept": kept, "weight": 0 if weight is None else place_of(weight.table),
         }  # fmt: skip
 
     def _gate(self, kind: int, place: int, columns: int, row: int, first: int = 0) -> Fields:

@@ -48,7 +48,8 @@ PHASE = np.dtype(
     [
         *numbers(
             "kind layer number source source_row columns addend kept gate gate_row gate_at gate_kind weight"
-            " bias bias_length epilogue out out_columns prepared following which record copies_keys is_scaled mixture"
+            " bias bias_length epilogue out out_columns prepared following which record"
+            " copies_keys is_scaled mixture norms_first is_centred"
             " heads plain rank rotated inputs outputs up tail"
         ),
         ("after", _N, (2,)),
@@ -61,16 +62,17 @@ PHASE = np.dtype(
 """A phase of a decoder layer, and its number within it. Places are given by number, norms by address and length.
 
 ROWS:    rows ``source [rows, columns]``, ``source_row`` apart, get ``addend``, if that is not negative, normed if
-         there is a norm ``after``, and are multiplied by ``scale``: in place. Normed, if there is a norm ``before``,
+         there is a norm ``after``, are multiplied by ``scale``, and have their mean taken off, if ``is_centred``: in
+         place. Normed, if there is a norm ``before``, which comes before all that if ``norms_first``,
          and gated (see `NO_GATE`: by rows of ``gate``, ``gate_row`` apart, from ``gate_at`` on) they are prepared for
          the product with ``weight``, if that is not 0, and copied to ``kept``, if that is not negative; with neither
          they stay where they are, normed
 PRODUCT: what rows were prepared as, in ``prepared``, or in `STEP`'s room if that is negative, times
          ``weight [.., out_columns]``, with ``bias`` and ``epilogue``, to ``out``, see `matmul_jit.AS_ROWS`;
          ``following`` is the weight of the product behind it, to be prefetched; 0: unknown
-WRITE:   heads are normed by ``norms``, those that have some, queries and keys rotated, and keys and values written to
-         the cache of kind ``which``, as ``record``, a `LAYER`, says. copies_keys: values are keys, before all that.
-         is_scaled: queries are multiplied by `QUERY_SCALES`
+WRITE:   heads are normed by ``norms``, those that have some, each or as one, queries and keys rotated, and keys and
+         values written to the cache of kind ``which``, as ``record``, a `LAYER`, says. copies_keys: values are keys,
+         before all that. is_scaled: queries are multiplied by `QUERY_SCALES`
 ATTEND:  attention, or a delta-net, of ``record`` by kind ``which``
 MIX:     the mixture of experts at ``mixture``
 WRITE_LATENTS: the last ``rank + rotated`` numbers of rows of ``source`` become latents: normed by ``before`` but for

@@ -203,7 +203,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     Raises:
         ModelError: it is quantised in a way that is not read, which the message names with those that are.
     """
-    given = config.get(KEY)
+    given = config.get(KEY) or _text(config).get(KEY)
     if given is None:
         return None
     if not isinstance(given, Mapping):
@@ -224,7 +224,15 @@ def without_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of the same model, not quantised, if `scheme_of` reads how it is; raises as that does."""
     if scheme_of(config) is None:
         return config
-    return {key: value for key, value in config.items() if key != KEY}
+    own = {key: value for key, value in config.items() if key != KEY}
+    text = {key: value for key, value in _text(config).items() if key != KEY}
+    return {**own, "text_config": text} if text else own
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a multimodal model's config says of its text; some say there how it is quantised."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else {}
 
 
 def _fp8(given: Mapping[str, Any]) -> Scheme:

@@ -116,6 +116,21 @@ class MlaConfig:
 
 
 @dataclass(frozen=True)
+class TemperConfig:
+    """Queries that count more the further behind they are.
+
+    At position ``p`` they are multiplied with ``1 + factor * log(1 + floor((p + ahead) / step))``.
+
+    layers: those whose queries are
+    """
+
+    factor: float
+    step: float
+    ahead: int
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class LayerHeads:
     """Keys and values of one layer.
 
@@ -171,6 +186,7 @@ class ModelConfig:
     layer_heads: tuple[LayerHeads, ...] = ()
     delta: DeltaConfig | None = None
     chunk: int = 0
+    temper: TemperConfig | None = None
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Keys and values of a layer."""

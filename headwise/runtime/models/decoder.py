@@ -136,8 +136,17 @@ class Decoder(Model):
         return Layer(
             attention=self.load_attention(layer, f"{at}self_attn."),
             mlp=self.load_mlp(layer, f"{at}{self.mlp_name}."),
-            norms=LayerNorms(**{norm: self._norm(f"{at}{name}.weight") for norm, name in self.norms_of(layer).items()}),
+            norms=LayerNorms(
+                **{
+                    norm: self.load_norm(layer, norm, f"{at}{name}.weight")
+                    for norm, name in self.norms_of(layer).items()
+                }
+            ),
         )
+
+    def load_norm(self, layer: int, norm: str, name: str) -> Tensor:
+        """The weight of that name, which is one of a layer's `LayerNorms`, ``norm``."""
+        return self._norm(name)
 
     def norms_of(self, layer: int) -> Mapping[str, str]:
         """Those of `norm_names` that a layer has."""
@@ -263,15 +272,20 @@ class Decoder(Model):
             return self._run_fused(token_ids, positions, embeds, cache, wanted)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         norms = [layer.norms.before_attention for layer in self._layers]
-        residual = Residual(x, self.norm(x, norms[0]))
+        residual = Residual(x, x if norms[0] is None else self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
             rows = wanted if index == len(self._layers) - 1 else None
             attended = self.attend(index, layer, residual.normed, rotations[self.rotation_of[index]], attention, rows)
             if rows is not None and not len(rows):
                 return residual.x[:0]
-            x = residual.x if rows is None else self.ops.take_rows(residual.x, rows)
-            residual = self.after_mlp(layer, self.after_attention(layer, x, attended), next_norm)
+            if rows is not None:
+                residual = Residual(*(self.ops.take_rows(each, rows) for each in residual))
+            residual = self.behind(layer, residual, attended, next_norm)
         return residual.normed
+
+    def behind(self, layer: Layer, before: Residual, attended: Tensor, next_norm: Tensor | None) -> Residual:
+        """The residual stream behind a layer, normed with ``next_norm``; before: that before it, of the same rows."""
+        return self.after_mlp(layer, self.after_attention(layer, before.x, attended), next_norm)
 
     def rotations(self, positions: KernelArray) -> list[Rotation]:
         """Of the tokens' positions, one of each kind; ``rotation_of`` says which each layer has."""
@@ -338,6 +352,7 @@ class Decoder(Model):
         x = fused.embedded(self._embedding, token_ids, self.embedding_scale)
         if embeds is not None:
             self.ops.put_rows(x, *embeds)
+        x = self.entering(x)
         besides, layers = self.besides(token_ids, positions, x, cache), range(len(self._layers))
         if wanted is None:
             self._run_layers(fused, layers, x, positions, cache, besides)
@@ -383,6 +398,10 @@ class Decoder(Model):
         x = self.ops.embedding(self._embedding, token_ids, self.embedding_scale)
         if embeds is not None:
             self.ops.put_rows(x, *embeds)
+        return self.entering(x)
+
+    def entering(self, x: Tensor) -> Tensor:
+        """What the residual stream begins with, of the tokens' embeddings ``x [T, hidden]``, which it may overwrite."""
         return x
 
     @property
@@ -397,8 +416,8 @@ class Decoder(Model):
             return self.add_reduced(x, attended, layer.norms.before_mlp, layer.attention.out.added)
         return self.add(x, self.norm(self.reduce(attended), norm), layer.norms.before_mlp)
 
-    def after_mlp(self, layer: Layer, residual: Residual, next_norm: Tensor) -> Residual:
-        """The residual stream after the MLP, normed with ``next_norm``, the norm weight of the next layer."""
+    def after_mlp(self, layer: Layer, residual: Residual, next_norm: Tensor | None) -> Residual:
+        """The residual stream after the MLP, normed with ``next_norm``, the norm weight of the next layer, if any."""
         norm = layer.norms.after_mlp
         if norm is None:
             bias = layer.mlp.down.added if isinstance(layer.mlp, GatedMlp) else None
@@ -408,12 +427,17 @@ class Decoder(Model):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.ops.rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def add(self, x: Tensor, addend: Tensor, weight: Tensor, bias: Tensor | None = None) -> Residual:
-        """The sum, with a bias if there is one, and its norm with ``weight``."""
+    def add(self, x: Tensor, addend: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Residual:
+        """The sum, with a bias if there is one, and its norm with ``weight``; without one, itself."""
+        if weight is None:
+            total = x + addend if bias is None else x + (addend + bias)
+            return Residual(total, total)
         return Residual(*self.ops.add_rms_norm(x, addend, weight, self.config.rms_norm_eps, bias))
 
-    def add_reduced(self, x: Tensor, partial: Tensor, weight: Tensor, bias: Tensor | None = None) -> Residual:
+    def add_reduced(self, x: Tensor, partial: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Residual:
         """`add` of the sum of ``partial`` over the ranks; ``partial`` is the caller's no more."""
+        if weight is None:
+            return self.add(x, self.reduce(partial), None, bias)
         added = self._collectives.add_rms_norm(partial, x, weight, self.config.rms_norm_eps, bias)
         return self.add(x, self.reduce(partial), weight, bias) if added is None else Residual(*added)
 

@@ -17,15 +17,16 @@ from headwise.kernels.fused import Latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v2_moe, v3_moe
-from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, number, positive, rope
+from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
+from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, mapping, number, positive, rope
 from headwise.runtime.models.layers import Layer, Linear
-from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.weight_view import taken
 from headwise.runtime.ops.base import Tensor
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_floats
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+KIMI_K25 = "KimiK25ForConditionalGeneration"
 
 MOST_RANK = 1 << 16
 """No model has larger ranks or heads: a config that claims more would cost gigabytes."""
@@ -48,6 +49,12 @@ def parse_v3(config: HfConfig) -> ModelConfig:
     parsed = parse_latents({**config, "rope_interleave": True}, V3, v3_moe)
     assert parsed.mla is not None, "parsed so"
     return replace(parsed, mla=replace(parsed.mla, in_halves=True))
+
+
+def parse_kimi_k25(config: HfConfig) -> ModelConfig:
+    """The text of a Kimi-K2.5, which is a Kimi-K2."""
+    text = mapping(config, "text_config")
+    return parse_v3({**{key: value for key, value in config.items() if key != "text_config"}, **text})
 
 
 def parse_latents(
@@ -113,7 +120,7 @@ class LatentProjections:
     out: Linear
 
 
-class Deepseek(MoeDecoder):
+class Deepseek(GroupedMoeDecoder):
     """The shared decoder with latent attention.
 
     Rotary embedding: DeepSeek rotates neighbours ``(2i, 2i + 1)`` by the angle ``i``, the rope operation the elements
@@ -242,11 +249,6 @@ class Deepseek(MoeDecoder):
                 f"{name}.weight has the shape {shape} where config.json says {expected}: weights and config.json "
                 "do not belong together"
             )
-
-    def correction(self, at: str) -> Floats | None:
-        moe = self.config.moe
-        assert isinstance(moe, GroupedMoeConfig), "parsed so"
-        return self._weights.tensor(f"{at}gate.e_score_correction_bias") if moe.has_correction else None
 
     # ---- computation ----
 

@@ -7,7 +7,7 @@ correction is added for the choice alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.errors import ModelError
@@ -69,11 +69,34 @@ def v2_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
 
 def v3_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
     """The experts of a DeepSeek-V3 or Kimi-K2 ``config.json``; raises ModelError on routing that is not known."""
+    return _corrected(config, num_layers, groups=8, groups_per_token=4)
+
+
+def ungrouped_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
+    """The same of models whose experts come in no groups if ``n_group`` does not say so."""
+    return _corrected(config, num_layers, groups=1, groups_per_token=1)
+
+
+def _corrected(config: HfConfig, num_layers: int, groups: int, groups_per_token: int) -> GroupedMoeConfig:
     _one_of(config, "topk_method", ("noaux_tc",))
     _one_of(config, "scoring_func", ("sigmoid",))
-    groups, per_token = positive(config, "n_group", default=8), positive(config, "topk_group", default=4)
+    groups = positive(config, "n_group", default=groups)
+    per_token = positive(config, "topk_group", default=groups_per_token)
     is_normed = flag(config, "norm_topk_prob", default=True)
-    return _grouped(config, num_layers, groups, per_token, is_sigmoid=True, best_of_group=2, is_normed=is_normed)
+    moe = _grouped(config, num_layers, groups, per_token, is_sigmoid=True, best_of_group=2, is_normed=is_normed)
+    return replace(moe, layers=_named_layers(config, moe.layers, num_layers))
+
+
+def _named_layers(config: HfConfig, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The layers with experts: as ``mlp_layer_types`` names them, or where that is missing ``default``."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return default
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {"dense", "sparse"}:
+        raise ModelError(
+            f"config.json: 'mlp_layer_types' must name {num_layers} layers 'dense' or 'sparse', got {shown(kinds)}"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
 def _grouped(

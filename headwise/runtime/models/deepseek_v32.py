@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +11,9 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
-from headwise.runtime.models.base import IndexerConfig, ModelConfig, MoeConfig
+from headwise.runtime.models.base import IndexerConfig, ModelConfig
 from headwise.runtime.models.deepseek import MOST_RANK, Deepseek, LatentProjections, parse_latents
-from headwise.runtime.models.deepseek_routing import v3_moe
+from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v3_moe
 from headwise.runtime.models.hf_config import HfConfig, named_layer_types, positive
 from headwise.runtime.models.layers import Linear
 from headwise.runtime.models.values import shown
@@ -27,7 +28,14 @@ Floats = NDArray[np.float32]
 
 
 def parse(config: HfConfig) -> ModelConfig:
-    decoder = parse_latents(config, ARCHITECTURE, v3_moe)
+    return parse_indexed(config, ARCHITECTURE, v3_moe)
+
+
+def parse_indexed(
+    config: HfConfig, architecture: str, read_moe: Callable[[HfConfig, int], GroupedMoeConfig]
+) -> ModelConfig:
+    """As `parse_latents`, with an indexer in every layer."""
+    decoder = parse_latents(config, architecture, read_moe)
     kinds = {named_layer_types(config, lambda layer: _INDEXED)(layer) for layer in range(decoder.num_layers)}
     if kinds != {_INDEXED}:
         raise ModelError(f"config.json: layer types {shown(sorted(kinds))} are not supported; known is {_INDEXED!r}")
@@ -45,21 +53,7 @@ def parse(config: HfConfig) -> ModelConfig:
             f"config.json: 'index_head_dim' {indexer.head_dim} is less than 'qk_rope_head_dim' {mla.rotated}, the part "
             "of an indexer's head that is rotated"
         )
-    experts = _layers_with_experts(config, decoder)
-    return replace(decoder, mla=replace(mla, indexer=indexer), moe=experts)
-
-
-def _layers_with_experts(config: HfConfig, decoder: ModelConfig) -> MoeConfig | None:
-    """The experts, in the layers that ``mlp_layer_types`` names, where it is there."""
-    kinds = config.get("mlp_layer_types")
-    if kinds is None or decoder.moe is None:
-        return decoder.moe
-    if not isinstance(kinds, list) or len(kinds) != decoder.num_layers or not {*map(str, kinds)} <= {"dense", "sparse"}:
-        raise ModelError(
-            f"config.json: 'mlp_layer_types' must name {decoder.num_layers} layers 'dense' or 'sparse', got "
-            f"{shown(kinds)}"
-        )
-    return replace(decoder.moe, layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
+    return replace(decoder, mla=replace(mla, indexer=indexer))
 
 
 @dataclass(frozen=True)
@@ -82,6 +76,10 @@ class DeepseekV32(Deepseek):
     The indexer rotates the elements ``(i, i + D / 2)``, as the rope operation does: its rows keep their order.
     """
 
+    def index_order(self) -> NDArray[np.int64]:
+        """Of an indexer's head's elements, that in which the rope operation turns the pairs that the model turns."""
+        return np.arange(self.indexer.head_dim)
+
     @property
     def indexer(self) -> IndexerConfig:
         indexer = self.mla.indexer
@@ -93,16 +91,17 @@ class DeepseekV32(Deepseek):
         at, dim = f"{at}indexer.", indexer.head_dim
 
         def into() -> Floats:
-            shapes = {"wk": (dim, hidden), "weights_proj": (indexer.heads, hidden)}
-            return np.concatenate([self._index_part(f"{at}{name}.weight", shape) for name, shape in shapes.items()])
+            key = self._index_part(f"{at}wk.weight", (dim, hidden))[order]
+            return np.concatenate([key, self._index_part(f"{at}weights_proj.weight", (indexer.heads, hidden))])
 
         def queries() -> Floats:
-            return self._index_part(f"{at}wq_b.weight", (indexer.heads * dim, self.mla.q_rank))
+            rows = self._index_part(f"{at}wq_b.weight", (indexer.heads * dim, self.mla.q_rank))
+            return rows.reshape(indexer.heads, dim, -1)[:, order].reshape(rows.shape)
 
         def norm_part(name: str) -> KernelArray:
-            return ops.kernel_array(ops.norm_weight(self._index_part(f"{at}k_norm.{name}", (dim,))))
+            return ops.kernel_array(ops.norm_weight(self._index_part(f"{at}k_norm.{name}", (dim,))[order]))
 
-        prepare, ops = self._prepare, self.ops
+        prepare, ops, order = self._prepare, self.ops, self.index_order()
         return IndexedProjections(
             **vars(found),
             index_queries=Linear(prepare(f"{at}wq_b.weight", lambda: ops.linear_weight(queries()))),

@@ -24,8 +24,9 @@ from headwise.runtime.models.hf_config import (
     rope,
 )
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
+from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.values import shown
-from headwise.runtime.models.weight_view import InterleavedWeights
+from headwise.runtime.models.weight_view import ExpertWeights, rotated
 from headwise.runtime.models.weights import Weights
 
 DENSE = "Ernie4_5ForCausalLM"
@@ -146,34 +147,20 @@ def _windowed(config: HfConfig, num_layers: int) -> list[bool]:
     return [(layer + 1) % skip != 0 for layer in range(num_layers)]
 
 
-# ---- weights ----
-
-
-class ErnieWeights(InterleavedWeights):
-    """A checkpoint's weights in the shape that the shared decoder takes."""
-
-    _CORRECTION = ("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias")
-
-    def correction(self, at: str) -> NDArray[np.float32]:
-        """A router's ``e_score_correction_bias [num_experts]``."""
-        published, fused = (at + name for name in self._CORRECTION)
-        return self._source.tensor(fused if fused in self._known else published).reshape(-1)
-
-
 # ---- models ----
 
 
 class Ernie45(Decoder):
-    """The shared decoder over `ErnieWeights`."""
+    """The shared decoder. ERNIE rotates neighbours of a head."""
 
-    _weights: ErnieWeights
-
-    def view(self, weights: Weights) -> ErnieWeights:
-        return ErnieWeights(weights, self.config.head_dim)
+    def view(self, weights: Weights) -> Weights:
+        order = pairs_first(self.config.ropes[0], self.config.head_dim, of_neighbours=True)
+        return rotated(ExpertWeights(weights), order)
 
 
 class Ernie45Moe(MoeDecoder, Ernie45):
     """Routed and shared experts for the MLP in most layers."""
 
     def correction(self, at: str) -> NDArray[np.float32]:
-        return self._weights.correction(at)
+        published, fused = (f"{at}{where}moe_statics.e_score_correction_bias" for where in ("", "gate."))
+        return self._weights.tensor(fused if fused in self._weights.names else published).reshape(-1)

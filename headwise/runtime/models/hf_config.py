@@ -14,9 +14,11 @@ from headwise.runtime.models.values import finite_number, shown
 
 HfConfig = Mapping[str, Any]
 
+_PARTIAL = "partial_rotary_factor"
+
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1),
+    _PARTIAL: (None, 1),
     "use_bidirectional_attention": (None, False),
 }
 """Fields that change what a decoder computes, and the values that are served: others would be silently wrong."""
@@ -111,6 +113,22 @@ def rope(config: HfConfig, layer_type: str | None = None, default_theta: float =
     return RopeConfig(theta, _with_lengths(config, parameters or mapping(config, "rope_scaling")) or None)
 
 
+def split_share(config: HfConfig, default: float) -> tuple[HfConfig, float]:
+    """A config without ``partial_rotary_factor``, and what that says: the share of a head's elements that is rotated.
+
+    For `RopeConfig.share`, of models that are served with a part; others refuse the field. Raises ModelError naming it.
+    """
+    parameters = mapping(config, "rope_parameters")
+    value = parameters.get(_PARTIAL, config.get(_PARTIAL))
+    share = finite_number(default if value is None else value)
+    if share is None or not 0 < share <= 1:
+        raise ModelError(f"config.json: {_PARTIAL!r} must be a number above 0 and up to 1, got {shown(value)}")
+    own = {key: value for key, value in config.items() if key != _PARTIAL}
+    if parameters:
+        own["rope_parameters"] = {key: value for key, value in parameters.items() if key != _PARTIAL}
+    return own, share
+
+
 def _with_lengths(config: HfConfig, scaling: HfConfig) -> HfConfig:
     """A scaling with the lengths that follow from fields outside of it, as Hugging Face has them follow."""
     if scaling_kind(scaling) not in ("yarn", "longrope"):
@@ -132,6 +150,16 @@ def named_layer_types(config: HfConfig, default: Callable[[int], str]) -> Callab
             f"config.json: 'layer_types' must name {layers} layers, as many as 'num_hidden_layers', got {shown(kinds)}"
         )
     return lambda layer: str(kinds[layer])
+
+
+def rotated_layers(config: HfConfig, num_layers: int) -> list[bool]:
+    """Which layers rotate queries and keys: ``no_rope_layers`` has a 1 for each that does."""
+    interval, found = positive(config, "no_rope_layer_interval", default=4), config.get("no_rope_layers")
+    if not found:
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(found, list) or len(found) < num_layers or not {*map(shown, found)} <= {"0", "1"}:
+        raise ModelError(f"config.json: 'no_rope_layers' must be a 0 or 1 for {num_layers} layers, got {shown(found)}")
+    return [bool(each) for each in found[:num_layers]]
 
 
 def token_ids(config: HfConfig, key: str) -> tuple[int, ...]:

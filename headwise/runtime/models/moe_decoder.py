@@ -56,7 +56,7 @@ class MoeDecoder(Decoder):
         leaves = self.ops.leaves_biases
         routed = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
         shared_size = moe.num_shared_experts * moe.expert_size
-        return MoeMlp(
+        made = MoeMlp(
             router=Linear(
                 self._prepare(f"{name}.weight", lambda: self.ops.linear_weight(router)),
                 None if bias is None or leaves else self.ops.linear_bias(bias),
@@ -68,6 +68,21 @@ class MoeDecoder(Decoder):
                 if shared_size
                 else None,
             ),
+        )
+        return self._with_gated_shared(made, at, moe.gated_shared_size) if moe.gated_shared_size else made
+
+    def _with_gated_shared(self, made: MoeMlp, at: str, size: int) -> MoeMlp:
+        name = f"{at}shared_expert_gate.weight"
+        gate = self._weights.tensor(name)
+        if gate.shape != (1, self.config.hidden_size):
+            raise ModelError(
+                f"{name} has the shape {gate.shape}, config.json says {(1, self.config.hidden_size)}: weights and "
+                "config.json do not belong together"
+            )
+        return replace(
+            made,
+            gated_shared=self.gated_mlp(f"{at}shared_expert.", size),
+            shared_gate=Linear(self._prepare(name, lambda: self.ops.linear_weight(gate))),
         )
 
     def _router_bias(self, name: str, moe: MoeConfig) -> NDArray[np.float32] | None:

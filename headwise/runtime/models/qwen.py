@@ -1,4 +1,7 @@
-"""Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: with their norms; some have experts."""
+"""Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: with their norms. Some have experts.
+
+dots.llm1 and Hunyuan 3 are a Qwen 3 with DeepSeek's experts.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any, ClassVar
 from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
     HfConfig,
@@ -23,6 +28,10 @@ from headwise.runtime.models.mistral import window_everywhere
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+QWEN2_MOE, DOTS1, HUNYUAN3 = "Qwen2MoeForCausalLM", "Dots1ForCausalLM", "HYV3ForCausalLM"
+
+_QWEN2_MOE_DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+"""Those of Hugging Face's ``Qwen2MoeConfig``."""
 
 
 def parse_qwen2(config: HfConfig) -> ModelConfig:
@@ -37,6 +46,55 @@ def parse_qwen3_moe(config: HfConfig) -> ModelConfig:
     window = config.get("sliding_window", 4096) if flag(config, "use_sliding_window") else None
     decoder = decoder_config(config, QWEN3_MOE, **window_everywhere({**config, "sliding_window": window}))
     return replace(decoder, moe=moe_config(config, decoder.num_layers))
+
+
+def parse_qwen2_moe(config: HfConfig) -> ModelConfig:
+    window = positive(config, "sliding_window", default=4096) if flag(config, "use_sliding_window") else 0
+    most = integer(config, "max_window_layers", default=28)
+
+    def default(layer: int) -> str:
+        return "sliding_attention" if window and layer < most and layer % 2 == 0 else "full_attention"
+
+    decoder = decoder_config(
+        config,
+        QWEN2_MOE,
+        layer_types=named_layer_types(config, default),
+        window=window,
+        attention_bias=flag(config, "qkv_bias", default=True),
+        out_bias=False,
+    )
+    moe = moe_config({**_QWEN2_MOE_DEFAULTS, **config}, decoder.num_layers)
+    shared = positive(config, "shared_expert_intermediate_size", default=5632)
+    return replace(decoder, moe=replace(moe, gated_shared_size=shared))
+
+
+def parse_dots1(config: HfConfig) -> ModelConfig:
+    window = 0 if config.get("sliding_window", 4096) is None else positive(config, "sliding_window", default=4096)
+    first = integer(config, "max_window_layers", default=62)
+
+    def default(layer: int) -> str:
+        return "sliding_attention" if window and layer >= first else "full_attention"
+
+    decoder = decoder_config(config, DOTS1, layer_types=named_layer_types(config, default), window=window)
+    if config.get("n_routed_experts") is None:
+        return decoder
+    return replace(decoder, moe=ungrouped_moe({"norm_topk_prob": False, **config}, decoder.num_layers))
+
+
+def parse_hunyuan3(config: HfConfig) -> ModelConfig:
+    """Experts are in all layers but the first, if nothing else is said."""
+    decoder = decoder_config({"head_dim": 128, "rms_norm_eps": 1e-5, **config}, HUNYUAN3)
+    experts = {
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 8,
+        **config,
+        "n_routed_experts": positive(config, "num_experts", default=192),
+        "n_shared_experts": integer(config, "num_shared_experts", default=1),
+        "routed_scaling_factor": config.get("router_scaling_factor", 2.826),
+        "norm_topk_prob": True,
+    }
+    return replace(decoder, moe=ungrouped_moe(experts, decoder.num_layers))
 
 
 def _windows(config: HfConfig) -> dict[str, Any]:
@@ -80,3 +138,19 @@ class Qwen3(Decoder):
 
 class Qwen3Moe(MoeDecoder, Qwen3):
     """Routed experts for the MLP in most layers."""
+
+
+class Qwen2Moe(MoeDecoder):
+    """Routed experts for the MLP, and one that all tokens go through as far as a gate lets them."""
+
+
+class Dots1(GroupedMoeDecoder, Qwen3):
+    """Routed and shared experts for the MLP in most layers."""
+
+
+class Hunyuan3(GroupedMoeDecoder, Qwen3):
+    """The same by other names."""
+
+    router_name: ClassVar[str] = "router.gate"
+    shared_name: ClassVar[str] = "shared_mlp"
+    correction_name: ClassVar[str] = "expert_bias"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from headwise.kernels.delta_base import DeltaProjected, DeltaWeights
 from headwise.kernels.fused import DeltaNet, GroupedQueries, Latents
 from headwise.runtime.models.base import AttentionLayer, DeltaConfig, ModelConfig, RopeConfig, Rotation
 from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.gated_heads import GatedHeadsDecoder
 from headwise.runtime.models.hf_config import (
     MOST_HEAD_DIM,
     MOST_MEMBERS,
@@ -25,14 +26,14 @@ from headwise.runtime.models.hf_config import (
     named_layer_types,
     positive,
     rope,
+    split_share,
 )
-from headwise.runtime.models.layers import Layer, Linear, QkvProjections
-from headwise.runtime.models.moe import MoeMlp
+from headwise.runtime.models.layers import Layer, Linear
 from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.qwen import Qwen3, moe_config
 from headwise.runtime.models.qwen3_next_weights import GatedHeadWeights, JoinedDeltaWeights
-from headwise.runtime.models.values import finite_number, shown
-from headwise.runtime.models.weight_view import ExpertWeights
+from headwise.runtime.models.rope import pairs_first
+from headwise.runtime.models.weight_view import ExpertWeights, rotated
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Tensor
 
@@ -41,7 +42,6 @@ QWEN3_5 = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 QWEN3_5_MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 
 MOST_CONVOLUTION = 64
-_PARTIAL = "partial_rotary_factor"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _NOT_OF_QWEN3_5 = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 """Fields of Qwen3-Next by which experts are weighted, or missing from some layers: Qwen3.5 always has them alike."""
@@ -77,9 +77,7 @@ def _with_experts(decoder: ModelConfig, config: HfConfig) -> ModelConfig:
 
 
 def _parse(config: HfConfig, architecture: str) -> ModelConfig:
-    share = _rotated_share(config)
-    own = {**_DEFAULTS, **{key: value for key, value in config.items() if key != _PARTIAL}}
-    own["rope_parameters"] = {k: v for k, v in mapping(config, "rope_parameters").items() if k != _PARTIAL}
+    own, share = split_share({**_DEFAULTS, **config}, default=0.25)
     interval = positive(config, "full_attention_interval", default=4)
     kind_of = named_layer_types(own, lambda layer: _LINEAR if (layer + 1) % interval else _FULL)
 
@@ -104,14 +102,6 @@ def _parse(config: HfConfig, architecture: str) -> ModelConfig:
     return replace(decoder, policies=tuple(policies), delta=delta)
 
 
-def _rotated_share(config: HfConfig) -> float:
-    value = mapping(config, "rope_parameters").get(_PARTIAL, config.get(_PARTIAL, 0.25))
-    share = finite_number(value)
-    if share is None or not 0 < share <= 1:
-        raise ModelError(f"config.json: {_PARTIAL!r} must be a number above 0 and up to 1, got {shown(value)}")
-    return share
-
-
 def _delta(config: HfConfig, layers: tuple[int, ...]) -> DeltaConfig:
     key_heads = positive(config, "linear_num_key_heads", default=16)
     value_heads = positive(config, "linear_num_value_heads", default=32)
@@ -132,13 +122,6 @@ def _delta(config: HfConfig, layers: tuple[int, ...]) -> DeltaConfig:
 
 
 @dataclass(frozen=True)
-class GatedProjections(QkvProjections):
-    """One rank's part of attention whose heads have gates."""
-
-    gate: Linear | None = None
-
-
-@dataclass(frozen=True)
 class DeltaProjections:
     """One rank's part of a gated delta-net.
 
@@ -151,13 +134,19 @@ class DeltaProjections:
     out: Linear
 
 
-class Qwen3_5(Qwen3):  # noqa: N801
+class Qwen3_5(GatedHeadsDecoder, Qwen3):  # noqa: N801
     """The shared decoder with two kinds of layers."""
 
+    gate_name: ClassVar[str] = "q_gate"
     norm_offset = 1.0
 
     def view(self, weights: Weights) -> Weights:
-        return GatedHeadWeights(JoinedDeltaWeights(weights, self._delta), self.config)
+        return self.gated_heads(JoinedDeltaWeights(weights, self._delta))
+
+    def gated_heads(self, weights: Weights) -> Weights:
+        """Weights with heads' gates apart, and what is rotated in pairs."""
+        config = self.config
+        return rotated(GatedHeadWeights(weights, config), pairs_first(config.ropes[0], config.head_dim))
 
     @property
     def _delta(self) -> DeltaConfig:
@@ -172,9 +161,7 @@ class Qwen3_5(Qwen3):  # noqa: N801
     def load_attention(self, layer: int, at: str) -> Any:
         if layer in self._delta.layers:
             return self._load_delta(self._shard.kv_heads[layer], at.replace("self_attn", "linear_attn"))
-        found, dim = super().load_attention(layer, at), self.config.head_dim
-        q = [(start * dim, stop * dim) for start, stop in self._shard.query_heads(self.config, layer)]
-        return GatedProjections(found.qkv, found.out, gate=self._split_rows([(f"{at}q_gate", q)], has_bias=False))
+        return super().load_attention(layer, at)
 
     def _load_delta(self, heads: tuple[int, ...], at: str) -> DeltaProjections:
         delta, source, upload = self._delta, self._weights, self.ops.upload
@@ -218,9 +205,7 @@ class Qwen3_5(Qwen3):  # noqa: N801
     def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
         if isinstance(attention, DeltaProjections):
             return DeltaNet(attention.into.weight, attention.between, attention.out.weight)
-        found = super().fusible_attention(index, attention)
-        assert isinstance(found, GroupedQueries)
-        return replace(found, gate=attention.gate.weight)
+        return super().fusible_attention(index, attention)
 
     def attend(
         self,
@@ -235,31 +220,14 @@ class Qwen3_5(Qwen3):  # noqa: N801
             numbers = self.ops.kernel_array(self._linear(x, layer.attention.into))
             seen = attention(index, DeltaProjected(numbers, layer.attention.between), wanted=wanted)
             return self.projected(seen, layer.attention.out)
-        query, key, value = self.query_key_value(index, layer, x)
-        seen = attention(index, query, key, value, rotation, wanted=wanted)
-        if not seen.shape[0]:
-            return seen
-        gates = self._linear(x if wanted is None else self.ops.take_rows(x, wanted), layer.attention.gate)
-        return self.projected(self.ops.sigmoid_mul(seen.reshape(gates.shape), gates), layer.attention.out)
+        return super().attend(index, layer, x, rotation, attention, wanted)
 
 
 class Qwen3Next(MoeDecoder, Qwen3_5):
     """Routed experts for the MLP in most layers, and one that all tokens go through as far as a gate lets them."""
 
     def view(self, weights: Weights) -> Weights:
-        return GatedHeadWeights(weights, self.config)
-
-    def load_mlp(self, layer: int, at: str) -> Any:
-        mlp, moe = super().load_mlp(layer, at), self.config.moe
-        if moe is None or not isinstance(mlp, MoeMlp):
-            return mlp
-        gate = f"{at}shared_expert_gate"
-        weight = self._shaped(f"{gate}.weight", self._weights.tensor(f"{gate}.weight"), (1, self.config.hidden_size))
-        return replace(
-            mlp,
-            gated_shared=self.gated_mlp(f"{at}shared_expert.", moe.gated_shared_size),
-            shared_gate=Linear(self._prepare(f"{gate}.weight", lambda: self.ops.linear_weight(weight))),
-        )
+        return self.gated_heads(weights)
 
 
 class Qwen3_5Moe(Qwen3Next):  # noqa: N801

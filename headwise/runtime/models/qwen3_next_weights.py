@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.base import DeltaConfig, ModelConfig
-from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.weight_view import Reader, WeightView, taken
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix
@@ -18,49 +17,30 @@ Floats = NDArray[np.float32]
 
 
 class GatedHeadWeights(WeightView):
-    """``q_proj``, which has each head's query and then its gate, as ``q_proj`` and ``q_gate``.
-
-    Of queries, keys and their norms each head's rotated elements come in pairs (see `pairs_first`).
-    """
+    """``q_proj``, which has each head's query and then its gate, as ``q_proj`` and ``q_gate``."""
 
     def __init__(self, source: Weights, config: ModelConfig) -> None:
         super().__init__(source)
         self._dim = config.head_dim
-        order = pairs_first(config.ropes[0], config.head_dim)
-        self._order = np.arange(self._dim) if order is None else order
-
-    def tensor(self, name: str) -> Floats:
-        found = super().tensor(name)
-        return found[self._order] if name.endswith(("q_norm.weight", "k_norm.weight")) else found
 
     def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
         at, _, part = name.removesuffix(".weight").rpartition(".")
-        if part == "k_proj":
-            return self._paired(super().read_rows(source, name, start, stop))
         if part not in ("q_proj", "q_gate"):
             return super().read_rows(source, name, start, stop)
         both = super().read_rows(source, f"{at}.q_proj.weight", 2 * start, 2 * stop)
         query, gate = np.split(both.reshape(-1, 2 * self._dim, both.shape[1]), 2, axis=1)
-        chosen = (query if part == "q_proj" else gate).reshape(-1, both.shape[1])
-        return self._paired(chosen) if part == "q_proj" else np.ascontiguousarray(chosen)
+        return np.ascontiguousarray((query if part == "q_proj" else gate).reshape(-1, both.shape[1]))
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
         at, _, part = name.removesuffix(".weight").rpartition(".")
-        heads = np.arange((stop - start) // self._dim)[:, None] * self._dim
-        if part not in ("q_proj", "q_gate", "k_proj"):
+        if part not in ("q_proj", "q_gate"):
             return self._source.kept_rows(name, start, stop)
-        if part == "k_proj":
-            kept = self._source.kept_rows(name, start, stop)
-            return None if kept is None else taken(kept, (heads + self._order).reshape(-1))
         both = self._source.kept_rows(f"{at}.q_proj.weight", 2 * start, 2 * stop)
-        chosen = self._order if part == "q_proj" else self._dim + np.arange(self._dim)
-        return None if both is None else taken(both, (2 * heads + chosen).reshape(-1))
+        rows = np.arange(2 * (stop - start)).reshape(-1, 2, self._dim)[:, 0 if part == "q_proj" else 1]
+        return None if both is None else taken(both, rows.reshape(-1))
 
     def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
         return self._source.kept_columns(name, start, stop)
-
-    def _paired(self, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows.reshape(-1, self._dim, rows.shape[1])[:, self._order].reshape(rows.shape)
 
 
 class JoinedDeltaWeights(WeightView):

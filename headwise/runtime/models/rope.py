@@ -71,16 +71,19 @@ def rotated_elements(config: RopeConfig, head_dim: int) -> int:
     return rotated
 
 
-def pairs_first(config: RopeConfig, head_dim: int) -> NDArray[np.int64] | None:
+def pairs_first(config: RopeConfig, head_dim: int, *, of_neighbours: bool = False) -> NDArray[np.int64] | None:
     """The order of a head's elements in which element ``i`` turns with ``i + head_dim / 2``; None if it is theirs.
 
     Where only the first elements are rotated, these turn with one another; the others are put behind them, in the place
     of pairs that `inverse_frequencies` does not turn.
+
+    of_neighbours: the model turns ``(2i, 2i + 1)``, not ``(i, i + rotated / 2)``
     """
     rotated = rotated_elements(config, head_dim)
-    if rotated == head_dim:
+    if rotated == head_dim and not of_neighbours:
         return None
-    first, second, rest = np.split(np.arange(head_dim), [rotated // 2, rotated])
+    turning, rest = np.split(np.arange(head_dim), [rotated])
+    first, second = turning.reshape(-1, 2).T if of_neighbours else np.split(turning, 2)
     left, right = np.split(rest, 2)
     return np.concatenate([first, left, second, right])
 

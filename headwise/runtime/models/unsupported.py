@@ -21,22 +21,10 @@ _MAMBA = "states of a state space model (Mamba)"
 
 MISSING = {
     "DeepseekV4ForCausalLM": Missing("a cache of compressed tokens", "DeepseekV32ForCausalLM"),
-    "GlmMoeDsaForCausalLM": Missing("an indexer's choice that several layers share", "DeepseekV32ForCausalLM"),
-    "Glm4MoeForCausalLM": Missing(
-        "keys and values of grouped heads, partly rotated, beside sigmoid routing and shared experts",
-        "Qwen3MoeForCausalLM",
-    ),
-    "Qwen2MoeForCausalLM": Missing(
-        "biases of queries, keys and values beside a gated shared expert", "Qwen3MoeForCausalLM"
-    ),
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": Missing("the unified form's vision and audio", "Gemma4ForCausalLM"),
     "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),
-    "KimiK25ForConditionalGeneration": Missing(
-        "vision, around a language model of its own names", "DeepseekV3ForCausalLM"
-    ),
     "KimiLinearForCausalLM": Missing("states that decay by channel (KDA) beside latents", "Qwen3NextForCausalLM"),
-    "Mistral3ForConditionalGeneration": Missing("vision", "MistralForCausalLM"),
     "Phi3SmallForCausalLM": Missing("block-sparse attention", "Phi3ForCausalLM"),
     "PhiMoEForCausalLM": Missing("layer norms and sparse mixing of experts", "MixtralForCausalLM"),
     "PhiForCausalLM": Missing("layer norms and parallel blocks", "Phi3ForCausalLM"),

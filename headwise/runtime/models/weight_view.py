@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -151,30 +151,71 @@ class ExpertWeights(WeightView):
         return gate if match["kind"] == "gate" else up
 
 
-class InterleavedWeights(ExpertWeights):
-    """The same, of models that rotate neighbours ``(2i, 2i + 1)`` of a head by the angle ``i``.
+class FusedWeights(WeightView):
+    """Projections that a checkpoint has below one another in one matrix, one by one.
 
-    The rope operation rotates the elements ``(i, i + D / 2)``. So the rows of the query and the key projection are
-    reordered here, each head's even ones before its odd ones: then the rope operation turns the pairs that the model
-    turns, and queries and keys, being reordered alike, have the same products.
+    at: of each such projection's last name, that of the matrix, and the row there that it begins with
     """
 
-    _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-
-    def __init__(self, source: Weights, head_dim: int) -> None:
+    def __init__(self, source: Weights, at: Mapping[str, tuple[str, int]]) -> None:
         super().__init__(source)
-        self._even_first = np.concatenate([np.arange(0, head_dim, 2), np.arange(1, head_dim, 2)])
+        self._at = at
 
     def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
-        rows = super().read_rows(source, name, start, stop)
-        if not name.endswith(self._ROTATED):
-            return rows
-        heads = rows.reshape(-1, len(self._even_first), rows.shape[1])
-        return heads[:, self._even_first].reshape(rows.shape)
+        name, first = self._place(name)
+        return super().read_rows(source, name, first + start, first + stop)
 
     def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        kept = super().kept_rows(name, start, stop)
-        if kept is None or not name.endswith(self._ROTATED):
-            return kept
-        dim = len(self._even_first)
-        return taken(kept, (np.arange(0, stop - start, dim)[:, None] + self._even_first).reshape(-1))
+        name, first = self._place(name)
+        return self._source.kept_rows(name, first + start, first + stop)
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(name, start, stop)
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The name of the matrix, and the row that the projection begins with."""
+        layer, _, last = name.rpartition(".")
+        at, _, part = layer.rpartition(".")
+        if part not in self._at:
+            return name, 0
+        fused, first = self._at[part]
+        return f"{at}.{fused}.{last}", first
+
+
+class RotatedWeights(WeightView):
+    """Queries, keys and their norms with each head's elements in an order as `pairs_first` gives it.
+
+    So the rope operation turns the pairs that the model turns; and queries and keys, being reordered alike, have the
+    same products.
+    """
+
+    _ROWS = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+    _NORMS = ("q_norm.weight", "k_norm.weight")
+
+    def __init__(self, source: Weights, order: NDArray[np.int64]) -> None:
+        super().__init__(source)
+        self._order = order
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        found = self._source.tensor(name)
+        return found[self._every(len(found))] if name.endswith(self._NORMS) else found
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        rows = self._source.rows(name, start, stop)
+        return rows[self._every(len(rows))] if name.endswith(self._ROWS) else rows
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        kept = self._source.kept_rows(name, start, stop)
+        return kept if kept is None or not name.endswith(self._ROWS) else taken(kept, self._every(stop - start))
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(name, start, stop)
+
+    def _every(self, rows: int) -> NDArray[np.int64]:
+        """The order of so many rows, of whole heads."""
+        return (np.arange(0, rows, len(self._order))[:, None] + self._order).reshape(-1)
+
+
+def rotated(source: Weights, order: NDArray[np.int64] | None) -> Weights:
+    """`RotatedWeights`, where a head's elements are not in that order already."""
+    return source if order is None else RotatedWeights(source, order)

@@ -57,7 +57,7 @@ def test_where_a_part_of_a_head_is_rotated_its_pairs_lie_half_a_head_apart() -> 
         ({"rope_scaling": {**LONGROPE, "short_factor": "1, 2"}}, "needs a list 'short_factor' .* got '1, 2'"),
         ({"rope_scaling": {**LONGROPE, "attention_factor": -1}}, "needs a positive number 'attention_factor'"),
         ({"rope_scaling": LONGROPE, "original_max_position_embeddings": 0}, "'original_max_position_embeddings' must"),
-        ({"partial_rotary_factor": 1.5}, "'partial_rotary_factor' 1.5 rotates 24 of a head's 16 elements"),
+        ({"partial_rotary_factor": 1.5}, "'partial_rotary_factor' must be a number above 0 and up to 1, got 1.5"),
         ({"partial_rotary_factor": 0.45}, "'partial_rotary_factor' 0.45 rotates 7 of a head's 16 elements"),
         ({"rope_scaling": {"rope_type": "su2"}}, "rope scaling 'su2' is not supported; supported are default, linear"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope scaling \['yarn'\] is not supported"),

@@ -1,0 +1,89 @@
+"""AFMoE (Arcee's Trinity): gated heads, three of four of whose layers have windows; the others rotate nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.gated_heads import GatedHeadsDecoder
+from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
+from headwise.runtime.models.hf_config import (
+    HfConfig,
+    check_served,
+    decoder_config,
+    flag,
+    integer,
+    named_layer_types,
+    positive,
+    rope,
+)
+from headwise.runtime.models.weight_view import ExpertWeights
+from headwise.runtime.models.weights import Weights
+
+ARCHITECTURE = "AfmoeForCausalLM"
+
+_SERVED_VALUES = {"score_func": (None, "sigmoid"), "route_norm": (None, True), "n_group": (None, 1)}
+_DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": 128}
+"""Those of Hugging Face's ``AfmoeConfig``."""
+
+
+@dataclass(frozen=True)
+class AfmoeConfig(ModelConfig):
+    """scales_embedding: by the root of the hidden size (muP)"""
+
+    scales_embedding: bool = False
+
+
+def parse(config: HfConfig) -> AfmoeConfig:
+    check_served(config, _SERVED_VALUES)
+    own = {**_DEFAULTS, **config}
+    interval = positive(own, "global_attn_every_n_layers", default=4)
+
+    def layer_rope(kind: str) -> RopeConfig:
+        turning = rope(own)
+        return turning if kind == "sliding_attention" else RopeConfig(turning.theta, is_none=True)
+
+    decoder = decoder_config(
+        own,
+        ARCHITECTURE,
+        layer_types=named_layer_types(
+            own, lambda layer: "sliding_attention" if (layer + 1) % interval else "full_attention"
+        ),
+        ropes=layer_rope,
+        window=positive(own, "sliding_window", default=1024),
+    )
+    experts = {
+        "n_routed_experts": positive(own, "num_experts", default=64),
+        "num_experts_per_tok": positive(own, "num_experts_per_tok", default=6),
+        "moe_intermediate_size": positive(own, "moe_intermediate_size", default=1408),
+        "n_shared_experts": integer(own, "num_shared_experts", default=2),
+        "first_k_dense_replace": integer(own, "num_dense_layers", default=1),
+        "routed_scaling_factor": own.get("route_scale"),
+    }
+    moe = ungrouped_moe(experts, decoder.num_layers)
+    return AfmoeConfig(**{**vars(decoder), "moe": moe, "scales_embedding": flag(own, "mup_enabled")})
+
+
+class Afmoe(GatedHeadsDecoder, GroupedMoeDecoder):
+    config: AfmoeConfig
+    norm_names: ClassVar[Mapping[str, str]] = {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_mlp_layernorm",
+        "after_mlp": "post_mlp_layernorm",
+        "query": "self_attn.q_norm",
+        "key": "self_attn.k_norm",
+    }
+    gate_name: ClassVar[str] = "gate_proj"
+    router_name: ClassVar[str] = "router.gate"
+    correction_name: ClassVar[str] = "expert_bias"
+
+    def view(self, weights: Weights) -> Weights:
+        return ExpertWeights(weights)
+
+    @property
+    def embedding_scale(self) -> float:
+        return float(self.config.hidden_size**0.5) if self.config.scales_embedding else 1.0

@@ -1,0 +1,93 @@
+"""Command R7B and Command A: attention and MLP beside each other; the layers without windows rotate nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from headwise.kernels.fused import DecoderLayer
+from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.hf_config import (
+    HfConfig,
+    check_served,
+    decoder_config,
+    flag,
+    named_layer_types,
+    number,
+    positive,
+    rope,
+)
+from headwise.runtime.models.layers import Layer, Residual
+from headwise.runtime.models.rope import pairs_first
+from headwise.runtime.models.weight_view import rotated
+from headwise.runtime.models.weights import Weights
+from headwise.runtime.ops.base import Tensor
+
+ARCHITECTURE = "Cohere2ForCausalLM"
+
+_SERVED_VALUES = {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "rotary_pct": (None, 1)}
+
+
+@dataclass(frozen=True)
+class CohereConfig(ModelConfig):
+    """logit_scale: factor on logits"""
+
+    logit_scale: float = 1.0
+
+
+def parse(config: HfConfig) -> CohereConfig:
+    check_served(config, _SERVED_VALUES)
+    pattern = positive(config, "sliding_window_pattern", default=4)
+
+    def layer_rope(kind: str) -> RopeConfig:
+        turning = rope(config)
+        return turning if kind == "sliding_attention" else RopeConfig(turning.theta, is_none=True)
+
+    decoder = decoder_config(
+        config,
+        ARCHITECTURE,
+        layer_types=named_layer_types(
+            config, lambda layer: "sliding_attention" if (layer + 1) % pattern else "full_attention"
+        ),
+        ropes=layer_rope,
+        window=positive(config, "sliding_window", default=4096),
+        rms_norm_eps=number(config, "layer_norm_eps", 1e-5),
+        tie_embeddings=flag(config, "tie_word_embeddings", default=True),
+    )
+    return CohereConfig(**vars(decoder), logit_scale=number(config, "logit_scale", 0.0625))
+
+
+class Cohere2(Decoder):
+    """The shared decoder with the MLP beside attention, over neighbours that turn.
+
+    Its norms take the mean off, and have no biases. Each reads the residual stream, so the stream is kept without its
+    mean, and they are RMS norms of it. The factor on logits is one on the last norm.
+    """
+
+    config: CohereConfig
+    norm_names: ClassVar[Mapping[str, str]] = {"before_attention": "input_layernorm"}
+
+    def view(self, weights: Weights) -> Weights:
+        return rotated(weights, pairs_first(self.config.ropes[0], self.config.head_dim, of_neighbours=True))
+
+    def load_more(self) -> None:
+        weight = self._weights.tensor(f"{self.prefix}norm.weight")
+        self._final_norm = self.ops.norm_weight(weight * np.float32(self.config.logit_scale))
+
+    def entering(self, x: Tensor) -> Tensor:
+        rows = self.ops.kernel_array(x)
+        wide = rows.astype(np.float32)
+        return self.ops.from_kernel_array((wide - wide.mean(axis=1, keepdims=True)).astype(rows.dtype))
+
+    def behind(self, layer: Layer, before: Residual, attended: Tensor, next_norm: Tensor | None) -> Residual:
+        added = self.reduce(attended + self.feed_forward(layer.mlp, before.normed))
+        bias = layer.attention.out.added
+        return self.add(before.x, self.entering(added if bias is None else added + bias), next_norm)
+
+    def fusible(self, index: int, layer: Layer) -> DecoderLayer | None:
+        found = super().fusible(index, layer)
+        return None if found is None else replace(found, is_parallel=True, is_centred=True)

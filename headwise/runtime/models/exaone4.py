@@ -1,0 +1,66 @@
+"""EXAONE 4 and K-EXAONE: where some layers have windows, the others rotate nothing. K-EXAONE has experts.
+
+EXAONE 4 norms what attention and MLP add, and not what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, integer, named_layer_types, positive, rope
+from headwise.runtime.models.olmo import NORMS_BEHIND
+from headwise.runtime.models.qwen import Qwen3
+
+DENSE, MOE = "Exaone4ForCausalLM", "ExaoneMoeForCausalLM"
+
+
+def parse(config: HfConfig) -> ModelConfig:
+    return _parse(config, DENSE)
+
+
+def parse_moe(config: HfConfig) -> ModelConfig:
+    decoder = _parse(config, MOE)
+    experts = {
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1024,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        **config,
+        "n_routed_experts": positive(config, "num_experts", default=64),
+        "n_shared_experts": integer(config, "num_shared_experts", default=1),
+    }
+    return replace(decoder, moe=ungrouped_moe(experts, decoder.num_layers))
+
+
+def _parse(config: HfConfig, architecture: str) -> ModelConfig:
+    own = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **config}
+    window = 0 if own["sliding_window"] is None else positive(own, "sliding_window")
+
+    def default(layer: int) -> str:
+        is_full = not window or (layer + 1) % positive(own, "sliding_window_pattern", default=4) == 0
+        return "full_attention" if is_full else "sliding_attention"
+
+    def layer_rope(kind: str) -> RopeConfig:
+        turning = rope(own)
+        return RopeConfig(turning.theta, is_none=True) if window and kind == "full_attention" else turning
+
+    return decoder_config(
+        own, architecture, layer_types=named_layer_types(own, default), ropes=layer_rope, window=window
+    )
+
+
+class Exaone4(Decoder):
+    norm_names: ClassVar[Mapping[str, str]] = NORMS_BEHIND
+
+
+class ExaoneMoe(GroupedMoeDecoder):
+    """Routed and shared experts for the MLP in most layers, and norms before attention and MLP."""
+
+    norm_names: ClassVar[Mapping[str, str]] = Qwen3.norm_names
+    correction_name: ClassVar[str] = "e_score_correction_bias"

@@ -1,0 +1,54 @@
+"""Decoders whose heads are gated: what they have seen counts as far as sigmoids, made of a token itself, let it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.kernels.fused import DeltaNet, GroupedQueries, Latents
+from headwise.runtime.models.base import AttentionLayer, Rotation
+from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.layers import Layer, Linear, QkvProjections
+from headwise.runtime.ops.base import Tensor
+
+
+@dataclass(frozen=True)
+class GatedProjections(QkvProjections):
+    """One rank's part of attention with a gate for each number of its query heads' outputs."""
+
+    gate: Linear = field(kw_only=True)
+
+
+class GatedHeadsDecoder(Decoder):
+    """The shared decoder over `GatedProjections`."""
+
+    gate_name: ClassVar[str]
+    """Of the gates' projection, below a layer's attention."""
+
+    def load_attention(self, layer: int, at: str) -> Any:
+        found, dim = super().load_attention(layer, at), self.config.heads_of(layer).head_dim
+        q = [(start * dim, stop * dim) for start, stop in self._shard.query_heads(self.config, layer)]
+        return GatedProjections(**vars(found), gate=self._split_rows([(f"{at}{self.gate_name}", q)], has_bias=False))
+
+    def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
+        found = super().fusible_attention(index, attention)
+        return replace(found, gate=attention.gate.weight) if isinstance(found, GroupedQueries) else found
+
+    def attend(
+        self,
+        index: int,
+        layer: Layer,
+        x: Tensor,
+        rotation: Rotation,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        query, key, value = self.query_key_value(index, layer, x)
+        seen = attention(index, query, key, value, rotation, wanted=wanted)
+        if not seen.shape[0]:
+            return seen
+        gates = self._linear(x if wanted is None else self.ops.take_rows(x, wanted), layer.attention.gate)
+        return self.projected(self.ops.sigmoid_mul(seen.reshape(gates.shape), gates), layer.attention.out)
