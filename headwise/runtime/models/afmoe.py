@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from headwise.runtime.models.base import ModelConfig, RopeConfig
-from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import (
@@ -15,7 +15,6 @@ from headwise.runtime.models.hf_config import (
     check_served,
     decoder_config,
     flag,
-    integer,
     named_layer_types,
     positive,
     rope,
@@ -26,8 +25,17 @@ from headwise.runtime.models.weights import Weights
 ARCHITECTURE = "AfmoeForCausalLM"
 
 _SERVED_VALUES = {"score_func": (None, "sigmoid"), "route_norm": (None, True), "n_group": (None, 1)}
-_DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": 128}
+_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "num_shared_experts": 2,
+    "num_dense_layers": 1,
+}
 """Those of Hugging Face's ``AfmoeConfig``."""
+_FIELDS = RoutedFields("num_experts", shared="num_shared_experts", dense="num_dense_layers", scale="route_scale")
 
 
 @dataclass(frozen=True)
@@ -55,15 +63,7 @@ def parse(config: HfConfig) -> AfmoeConfig:
         ropes=layer_rope,
         window=positive(own, "sliding_window", default=1024),
     )
-    experts = {
-        "n_routed_experts": positive(own, "num_experts", default=64),
-        "num_experts_per_tok": positive(own, "num_experts_per_tok", default=6),
-        "moe_intermediate_size": positive(own, "moe_intermediate_size", default=1408),
-        "n_shared_experts": integer(own, "num_shared_experts", default=2),
-        "first_k_dense_replace": integer(own, "num_dense_layers", default=1),
-        "routed_scaling_factor": own.get("route_scale"),
-    }
-    moe = ungrouped_moe(experts, decoder.num_layers)
+    moe = ungrouped_moe(own, decoder.num_layers, _FIELDS)
     return AfmoeConfig(**{**vars(decoder), "moe": moe, "scales_embedding": flag(own, "mup_enabled")})
 
 

@@ -55,6 +55,23 @@ class GroupedMoeConfig(MoeConfig):
 # ---- config.json ----
 
 
+@dataclass(frozen=True)
+class RoutedFields:
+    """Of a ``config.json`` that has experts like DeepSeek's, where it says what of them.
+
+    dense: how many layers have none, from the first on
+    """
+
+    experts: str = "n_routed_experts"
+    size: str = "moe_intermediate_size"
+    shared: str = "n_shared_experts"
+    dense: str = "first_k_dense_replace"
+    scale: str = "routed_scaling_factor"
+
+
+_DEEPSEEK = RoutedFields()
+
+
 def v2_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
     """The experts of a DeepSeek-V2 ``config.json``; raises ModelError on routing that is not known."""
     method = _one_of(config, "topk_method", ("greedy", "group_limited_greedy"))
@@ -72,18 +89,20 @@ def v3_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
     return _corrected(config, num_layers, groups=8, groups_per_token=4)
 
 
-def ungrouped_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
+def ungrouped_moe(config: HfConfig, num_layers: int, fields: RoutedFields = _DEEPSEEK) -> GroupedMoeConfig:
     """The same of models whose experts come in no groups if ``n_group`` does not say so."""
-    return _corrected(config, num_layers, groups=1, groups_per_token=1)
+    return _corrected(config, num_layers, groups=1, groups_per_token=1, fields=fields)
 
 
-def _corrected(config: HfConfig, num_layers: int, groups: int, groups_per_token: int) -> GroupedMoeConfig:
+def _corrected(
+    config: HfConfig, num_layers: int, groups: int, groups_per_token: int, fields: RoutedFields = _DEEPSEEK
+) -> GroupedMoeConfig:
     _one_of(config, "topk_method", ("noaux_tc",))
     _one_of(config, "scoring_func", ("sigmoid",))
     groups = positive(config, "n_group", default=groups)
     per_token = positive(config, "topk_group", default=groups_per_token)
     is_normed = flag(config, "norm_topk_prob", default=True)
-    moe = _grouped(config, num_layers, groups, per_token, is_sigmoid=True, best_of_group=2, is_normed=is_normed)
+    moe = _grouped(config, num_layers, groups, per_token, fields, is_sigmoid=True, best_of_group=2, is_normed=is_normed)
     return replace(moe, layers=_named_layers(config, moe.layers, num_layers))
 
 
@@ -100,30 +119,30 @@ def _named_layers(config: HfConfig, default: tuple[int, ...], num_layers: int) -
 
 
 def _grouped(
-    config: HfConfig, num_layers: int, groups: int, per_token: int, **routing: Any
-) -> GroupedMoeConfig:  # fmt: skip
-    experts = positive(config, "n_routed_experts", most=MOST_EXPERTS)
+    config: HfConfig, num_layers: int, groups: int, per_token: int, fields: RoutedFields = _DEEPSEEK, **routing: Any
+) -> GroupedMoeConfig:
+    experts = positive(config, fields.experts, most=MOST_EXPERTS)
     chosen = positive(config, "num_experts_per_tok")
     if experts % groups or per_token > groups or chosen > experts // groups * per_token:
         raise ModelError(
             f"config.json: 'num_experts_per_tok' {chosen} cannot be chosen from 'topk_group' {per_token} of 'n_group' "
-            f"{groups} equal groups of 'n_routed_experts' {experts}"
+            f"{groups} equal groups of {fields.experts!r} {experts}"
         )
     if groups > 1 and experts // groups < routing["best_of_group"]:
         raise ModelError(f"config.json: 'n_group' {groups} leaves fewer than two of {experts} experts to a group")
     if positive(config, "moe_layer_freq", default=1) != 1:
         raise ModelError(f"config.json: 'moe_layer_freq' must be 1, got {shown(config['moe_layer_freq'])}")
     return GroupedMoeConfig(
-        layers=tuple(range(integer(config, "first_k_dense_replace", default=0), num_layers)),
+        layers=tuple(range(integer(config, fields.dense, default=0), num_layers)),
         num_experts=experts,
         experts_per_token=chosen,
-        expert_size=positive(config, "moe_intermediate_size"),
-        num_shared_experts=integer(config, "n_shared_experts", default=0),
+        expert_size=positive(config, fields.size),
+        num_shared_experts=integer(config, fields.shared, default=0),
         norm_min=None,
         has_correction=routing["is_sigmoid"],
         groups=groups,
         groups_per_token=per_token,
-        scale=number(config, "routed_scaling_factor", 1.0),
+        scale=number(config, fields.scale, 1.0),
         **routing,
     )
 

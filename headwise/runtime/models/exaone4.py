@@ -11,13 +11,24 @@ from typing import ClassVar
 
 from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder
-from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
-from headwise.runtime.models.hf_config import HfConfig, decoder_config, integer, named_layer_types, positive, rope
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, named_layer_types, positive, rope
 from headwise.runtime.models.olmo import NORMS_BEHIND
 from headwise.runtime.models.qwen import Qwen3
 
 DENSE, MOE = "Exaone4ForCausalLM", "ExaoneMoeForCausalLM"
+
+_MOE_DEFAULTS = {
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+"""Those of Hugging Face's ``ExaoneMoeConfig``."""
+_FIELDS = RoutedFields("num_experts", shared="num_shared_experts")
 
 
 def parse(config: HfConfig) -> ModelConfig:
@@ -26,16 +37,7 @@ def parse(config: HfConfig) -> ModelConfig:
 
 def parse_moe(config: HfConfig) -> ModelConfig:
     decoder = _parse(config, MOE)
-    experts = {
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 1024,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        **config,
-        "n_routed_experts": positive(config, "num_experts", default=64),
-        "n_shared_experts": integer(config, "num_shared_experts", default=1),
-    }
-    return replace(decoder, moe=ungrouped_moe(experts, decoder.num_layers))
+    return replace(decoder, moe=ungrouped_moe({**_MOE_DEFAULTS, **config}, decoder.num_layers, _FIELDS))
 
 
 def _parse(config: HfConfig, architecture: str) -> ModelConfig:

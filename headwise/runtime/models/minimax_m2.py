@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
-from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, positive, rope, split_share
 from headwise.runtime.models.mixtral import Mixtral
@@ -28,6 +28,7 @@ _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
 _DEFAULTS = {"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1536}
 """Those of Hugging Face's ``MiniMaxM2Config``."""
 _THETA = 5e6
+_FIELDS = RoutedFields(experts="num_local_experts", size="intermediate_size")
 
 
 def parse(config: HfConfig) -> ModelConfig:
@@ -47,9 +48,8 @@ def parse(config: HfConfig) -> ModelConfig:
         return replace(rope(plain, default_theta=_THETA), share=share)
 
     decoder = decoder_config(plain, ARCHITECTURE, ropes=layer_rope)
-    experts = {"n_routed_experts": own["num_local_experts"], "moe_intermediate_size": own["intermediate_size"]}
-    always = {"norm_topk_prob": True, "first_k_dense_replace": 0, "n_shared_experts": 0}
-    return replace(decoder, moe=ungrouped_moe({**own, **experts, **always}, decoder.num_layers))
+    moe = ungrouped_moe({**own, "norm_topk_prob": True}, decoder.num_layers, _FIELDS)
+    return replace(decoder, moe=moe)
 
 
 class MiniMaxM2(WholeNormDecoder, GroupedMoeDecoder):

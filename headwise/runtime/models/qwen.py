@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
-from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
@@ -31,7 +31,16 @@ QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCa
 QWEN2_MOE, DOTS1, HUNYUAN3 = "Qwen2MoeForCausalLM", "Dots1ForCausalLM", "HYV3ForCausalLM"
 
 _QWEN2_MOE_DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
-"""Those of Hugging Face's ``Qwen2MoeConfig``."""
+_HUNYUAN3_DEFAULTS = {
+    "num_experts": 192,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "router_scaling_factor": 2.826,
+}
+"""Those of Hugging Face's configs."""
+_HUNYUAN3_FIELDS = RoutedFields("num_experts", shared="num_shared_experts", scale="router_scaling_factor")
 
 
 def parse_qwen2(config: HfConfig) -> ModelConfig:
@@ -84,17 +93,8 @@ def parse_dots1(config: HfConfig) -> ModelConfig:
 def parse_hunyuan3(config: HfConfig) -> ModelConfig:
     """Experts are in all layers but the first, if nothing else is said."""
     decoder = decoder_config({"head_dim": 128, "rms_norm_eps": 1e-5, **config}, HUNYUAN3)
-    experts = {
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 1536,
-        "num_experts_per_tok": 8,
-        **config,
-        "n_routed_experts": positive(config, "num_experts", default=192),
-        "n_shared_experts": integer(config, "num_shared_experts", default=1),
-        "routed_scaling_factor": config.get("router_scaling_factor", 2.826),
-        "norm_topk_prob": True,
-    }
-    return replace(decoder, moe=ungrouped_moe(experts, decoder.num_layers))
+    own = {**_HUNYUAN3_DEFAULTS, **config, "norm_topk_prob": True}
+    return replace(decoder, moe=ungrouped_moe(own, decoder.num_layers, _HUNYUAN3_FIELDS))
 
 
 def _windows(config: HfConfig) -> dict[str, Any]:

@@ -104,11 +104,21 @@ def model_config(config: HfConfig) -> ModelConfig:
         missing = what_is_missing(names[0], config, _MODELS) if names and len(names[0]) < 80 else ""
         raise ModelError(
             f"architecture {named or 'missing from config.json'} is not supported{missing and f': {missing}'}; "
-            f"supported are {', '.join(sorted(_MODELS))}"
+            f"supported are {_supported()}"
         )
     model = entry.parse(config)
     check_kinds(config, model)
     return model
+
+
+_CAUSAL = "ForCausalLM"
+
+
+def _supported() -> str:
+    """All that are, short: most names end alike."""
+    names = sorted(_MODELS)
+    plain = ", ".join(name.removesuffix(_CAUSAL) for name in names if name.endswith(_CAUSAL))
+    return f"..{_CAUSAL} of {plain}; {', '.join(name for name in names if not name.endswith(_CAUSAL))}"
 
 
 def build_model(

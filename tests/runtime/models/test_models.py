@@ -177,8 +177,8 @@ def test_window_layers_become_window_policies() -> None:
             "that is served is LlamaForCausalLM; supported are",
         ),
         (
-            {"architectures": ["GlmMoeDsaForCausalLM"]},
-            "needs an indexer's choice that several layers share; the nearest that is served is DeepseekV32ForCausalLM",
+            {"architectures": ["DeepseekV4ForCausalLM"]},
+            "needs a cache of compressed tokens; the nearest that is served is DeepseekV32ForCausalLM",
         ),
         (
             {"architectures": ["Gemma9ForCausalLM"], "num_key_value_heads": None},

@@ -19,11 +19,11 @@ def test_whatever_is_told_to_be_nearest_is_served_and_nothing_that_is_served_is_
 @pytest.mark.parametrize(
     ("name", "needs", "nearest"),
     [
-        ("Glm4MoeForCausalLM", "partly rotated, beside sigmoid routing", "Qwen3MoeForCausalLM"),
-        ("Qwen2MoeForCausalLM", "biases of queries, keys and values beside a gated", "Qwen3MoeForCausalLM"),
+        ("PhiMoEForCausalLM", "layer norms and sparse mixing of experts", "MixtralForCausalLM"),
+        ("GemmaForCausalLM", "a GELU MLP without post norms", "Gemma2ForCausalLM"),
         ("MambaForCausalLM", "states of a state space model", "Qwen3NextForCausalLM"),
         ("NemotronHForCausalLM", "states of a state space model", "Qwen3NextForCausalLM"),
-        ("KimiK25ForConditionalGeneration", "vision", "DeepseekV3ForCausalLM"),
+        ("Gemma4UnifiedForConditionalGeneration", "vision and audio", "Gemma4ForCausalLM"),
     ],
 )
 def test_what_is_known_of_a_name_is_told(name: str, needs: str, nearest: str) -> None:

@@ -1,0 +1,173 @@
+"""Configs of models that are variants of others: what is read of them, and what is refused in a line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine.dense_oracle import run_rank
+from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
+
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.errors import ModelError
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.models.registry import model_config
+from headwise.runtime.ops.comm import SingleRank
+
+PUBLISHED = Path(__file__).parents[2] / "support" / "published"
+
+
+def published(name: str, **changes: Any) -> dict[str, Any]:
+    return {**json.loads((PUBLISHED / f"{name}.json").read_text()), **changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "glm5",
+            {"indexer_types": ["full", "shared", "full"]},
+            "'indexer_types' is .*'shared'.* served with an indexer",
+        ),
+        ("glm5", {"indexer_types": 3}, "'indexer_types' is 3; GlmMoeDsaForCausalLM is served with an indexer in every"),
+        ("glm5", {"index_topk_pattern": "FSF"}, "'index_topk_pattern' is 'FSF'; GlmMoeDsaForCausalLM is served with"),
+        ("glm5", {"index_topk_freq": 4}, "'index_topk_freq' is 4; GlmMoeDsaForCausalLM is served with an indexer in"),
+        ("glm5", {"q_lora_rank": None}, "'q_lora_rank' must be a positive integer: an indexer's queries"),
+        (
+            "glm4-moe",
+            {"partial_rotary_factor": 0},
+            "'partial_rotary_factor' must be a number above 0 and up to 1, got 0",
+        ),
+        ("glm4-moe", {"n_routed_experts": 2}, "'num_experts_per_tok' 3 cannot be chosen from .* 'n_routed_experts' 2"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must name 3 layers 'dense' or 'sparse'"),
+        ("hunyuan3", {"num_experts": 2}, "'num_experts_per_tok' 3 cannot be chosen from .* 'num_experts' 2"),
+        ("afmoe", {"score_func": "softmax"}, "'score_func' is 'softmax', which cannot be served"),
+        ("afmoe", {"num_dense_layers": "two"}, "'num_dense_layers' must be an integer of at least 0, got 'two'"),
+        (
+            "minimax-m2",
+            {"attn_type_list": [1, 0, 1]},
+            r"'attn_type_list' is \[1, 0, 1\]; MiniMaxM2ForCausalLM is served",
+        ),
+        ("minimax-m2", {"qk_norm_type": "per_head"}, "'qk_norm_type' is 'per_head', which cannot be served"),
+        ("minimax-m2", {"rotary_dim": 65}, "'partial_rotary_factor' must be a number above 0 and up to 1, got 1.0"),
+        (
+            "exaone4",
+            {"sliding_window_pattern": "LLLG"},
+            "'sliding_window_pattern' must be a positive integer, got 'LLLG'",
+        ),
+        ("olmo3", {"sliding_window": 0}, "'sliding_window' must be a positive integer, got 0"),
+        ("cohere2", {"use_qk_norm": True}, "'use_qk_norm' is True, which cannot be served"),
+        ("cohere2", {"logit_scale": 0}, "'logit_scale' must be a positive number, got 0"),
+        ("smollm3", {"no_rope_layers": [1, 2, 1]}, "'no_rope_layers' must be a 0 or 1 for 3 layers"),
+        ("seed-oss", {"attention_out_bias": "no"}, "'attention_out_bias' must be true or false, got 'no'"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+            "'original_max_position_embeddings' must be a positive integer, got None",
+        ),
+        ("qwen2-moe", {"shared_expert_intermediate_size": -1}, "'shared_expert_intermediate_size' must be a positive"),
+    ],
+)
+def test_what_cannot_be_served_is_told_by_its_field(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config({**TINY_CONFIGS[name], **changes})
+
+
+def test_a_mistral_s_text_is_a_mistral_or_a_ministral_3() -> None:
+    small = model_config(published("mistral-small-3.2-24b"))
+    assert (small.architecture, small.num_layers, small.temper) == ("MistralForCausalLM", 40, None)
+    assert small.policies[0][0] == FULL
+    ministral = model_config(published("ministral-3-8b"))
+    assert ministral.architecture == "Ministral3ForCausalLM"
+    assert ministral.temper is not None
+    assert (ministral.temper.factor, ministral.temper.step) == (0.1, 16384)
+    other = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}}
+    with pytest.raises(ModelError, match="served around 'mistral' and 'ministral3', got 'model_type' 'mistral4'"):
+        model_config(other)
+
+
+def test_a_multimodal_checkpoint_of_a_mistral_has_its_decoder_s_tokens() -> None:
+    """Images have weights beside it, which nobody asks for."""
+    text = {key: value for key, value in TINY_CONFIGS["ministral3"].items() if key != "architectures"}
+    nested = model_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
+    plain, ids = model_config(TINY_CONFIGS["ministral3"]), np.arange(3, 90, dtype=np.int32)
+    assert nested == plain
+    weights = Checkpoint(checkpoint("ministral3"))
+    expected = run_rank(plain, weights, SingleRank(), ids)
+    np.testing.assert_array_equal(run_rank(nested, _Nested(weights), SingleRank(), ids), expected)  # type: ignore[arg-type]
+
+
+class _Nested:
+    """A checkpoint's weights by the names that a multimodal model gives them."""
+
+    def __init__(self, weights: Checkpoint) -> None:
+        self._weights = weights
+        self.names = [f"language_model.{name}" for name in weights.names]
+
+    def __getattr__(self, method: str) -> Any:
+        found = getattr(self._weights, method)
+        return lambda name, *part: found(name.removeprefix("language_model."), *part)
+
+
+def test_a_kimi_k2_5_is_the_kimi_k2_in_it_and_so_is_how_its_weights_are_stored() -> None:
+    config = published("kimi-k2.5")
+    found, plain = model_config(config), model_config(published("kimi-k2"))
+    longer = {"ropes": plain.ropes, "max_position": plain.max_position, "attention_scale": plain.attention_scale}
+    assert replace(found, **longer) == plain
+    stored = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32, "type": "int", "symmetric": True}}},
+    }
+    nested = {**config, "text_config": {**config["text_config"], "quantization_config": stored}}
+    scheme = scheme_of(nested)
+    assert scheme is not None
+    assert scheme.is_int4
+    assert without_scheme(nested) == config
+    model_config(without_scheme(nested))
+    with pytest.raises(ModelError, match=r"'quantization_config' is .*, which cannot be served"):
+        model_config(nested)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "every", "rotated"),
+    [
+        ("olmo-3-32b", 4096, 4, "all"),
+        ("exaone-4.0-32b", 4096, 4, "windows"),
+        ("command-a", 4096, 4, "windows"),
+        ("smollm3-3b", 0, 4, "three of four"),
+    ],
+)
+def test_every_fourth_layer_sees_all_and_may_rotate_nothing(name: str, window: int, every: int, rotated: str) -> None:
+    model = model_config(published(name))
+    for layer, (policies, rope) in enumerate(zip(model.policies, model.ropes, strict=True)):
+        is_fourth = (layer + 1) % every == 0
+        assert policies[0] == (FULL if is_fourth or not window else HeadPolicy(window))
+        assert rope.is_none == (is_fourth and rotated != "all")
+
+
+def test_a_scaling_of_an_olmo_3_is_of_its_full_layers() -> None:
+    model = model_config(published("olmo-3-7b"))
+    scaled = [rope.scaling is not None for rope in model.ropes]
+    assert scaled == [policies[0] == FULL for policies in model.policies]
+
+
+def test_an_exaone_without_a_window_sees_and_rotates_everything() -> None:
+    model = model_config(published("exaone-4.0-32b", sliding_window=None, layer_types=None))
+    assert {policies[0] for policies in model.policies} == {FULL}
+    assert not any(rope.is_none for rope in model.ropes)
+
+
+def test_a_norm_of_all_heads_that_is_of_another_size_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Checkpoint(checkpoint("olmo2"))
+    read = weights.tensor
+    monkeypatch.setattr(
+        weights, "tensor", lambda name: read(name)[:64] if name.endswith("q_norm.weight") else read(name)
+    )
+    with pytest.raises(ModelError, match=r"q_norm.weight has the shape \[64\], config.json says 4 heads of 64"):
+        run_rank(model_config(TINY_CONFIGS["olmo2"]), weights, SingleRank(), np.zeros(1, np.int32))
