@@ -94,10 +94,22 @@ class EngineConfig:
         "File of a Jinja template for chats, instead of the model's own; on every node that runs the scheduler or HTTP "
         "servers. Empty: the model's own.",
     )
-    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "gpt_oss"] = _option(
-        "auto", "How the model writes calls of tools, for HTTP; auto is what its chat template contains."
-    )
-    reasoning_parser: Literal["auto", "none", "think", "gpt_oss"] = _option(
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "llama3",
+        "mistral",
+        "gpt_oss",
+        "qwen3_coder",
+        "glm45",
+        "minimax_m2",
+        "seed_oss",
+        "kimi_k2",
+        "deepseek_v3",
+        "deepseek_v32",
+    ] = _option("auto", "How the model writes calls of tools, for HTTP; auto is what its chat template contains.")
+    reasoning_parser: Literal["auto", "none", "think", "seed_oss", "gpt_oss"] = _option(
         "auto", "How the model marks what it thinks before it answers, for HTTP; auto is what its template contains."
     )
     replicas: int = _option(

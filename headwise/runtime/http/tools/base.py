@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class AnswerParser(ABC):
     shown_tokens: the control tokens that it reads (`SamplingParams.shown_tokens`)
     """
 
-    shown_tokens: ClassVar[tuple[str, ...]] = ()
+    shown_tokens: tuple[str, ...] = ()
 
     @abstractmethod
     def push(self, text: str) -> list[Part]:

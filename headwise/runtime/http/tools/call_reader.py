@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 from headwise.runtime.http.tools.base import CallArguments, CallBegin, Part
 from headwise.runtime.http.tools.json_scan import JsonScan
@@ -19,13 +19,27 @@ Step = Callable[[str, int], int]
 """Reads on from a position of a piece of text; returns the position behind what it took."""
 
 
-class CallReader(ABC):
+class ReadsCall(Protocol):
     """Reads one call.
 
-    names:     functions that may be called
     has_begun: whether it is certain that this is a call
-    raw:       what was read of something that is not, or not yet, a call
     """
+
+    has_begun: bool
+
+    @property
+    def raw(self) -> str:
+        """What was read of something that is not, or not yet, a call."""
+
+    def push(self, text: str) -> tuple[list[Part], str | None]:
+        """What the next piece of text says, and the text behind the call; None: the call goes on.
+
+        When something was no call, `has_begun` is false, and ``raw`` and the text behind it are the whole.
+        """
+
+
+class CallReader(ABC):
+    """`ReadsCall`, a step at a time. names: functions that may be called"""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -37,10 +51,6 @@ class CallReader(ABC):
         self.has_begun = False
 
     def push(self, text: str) -> tuple[list[Part], str | None]:
-        """What the next piece of text says, and the text behind the call; None: the call goes on.
-
-        When something was no call, `has_begun` is false, and ``raw`` and the text behind it are the whole.
-        """
         at = 0
         while at < len(text) and not self._is_over:
             at = self._step(text, at)
@@ -183,12 +193,16 @@ class NamedCall(CallReader):
         if text[at] != "{":
             self._head += text[at]
             return at + 1 if len(self._head) <= _MAX_HEAD else self._end(at + 1)
-        name = self._head.partition("[CALL_ID]")[0].partition("[ARGS]")[0].strip()
+        name = self.name_of(self._head)
         if name not in self._names:
             return self._end(at)
         self._begin(name, "")
         self._step = self._in_arguments
         return at
+
+    def name_of(self, head: str) -> str:
+        """The function's name out of what stands before the arguments; anything else, if that is no call."""
+        return head.partition("[CALL_ID]")[0].partition("[ARGS]")[0].strip()
 
     def _in_arguments(self, text: str, at: int) -> int:
         end = self._scan.push(text, at)

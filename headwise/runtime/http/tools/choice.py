@@ -58,13 +58,14 @@ class ToolChoice:
         return cls(offered, (tool,), schema_of_one(tool), named=True, is_one=True)
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool["function"]["name"] for tool in self.tools)
+    def functions(self) -> dict[str, Any]:
+        """Their names, and the schemas of their parameters, where they have any."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
 
     def sampling(self, asked: SamplingParams, parsers: Parsers) -> SamplingParams:
         """The sampling of such an answer. Raises `ApiError` if it cannot have the form that was asked for."""
         if not self.forced:
-            return replace(asked, shown_tokens=() if asked.guided else parsers.shown_tokens(self.names))
+            return replace(asked, shown_tokens=() if asked.guided else parsers.shown_tokens(self.functions))
         if asked.guided is not None:
             raise invalid("an answer has one form, and tool_choice asks for a call: leave the other out", "tool_choice")
         try:
@@ -82,8 +83,8 @@ class ToolChoice:
             if self.named:
                 return OneCall(self.forced[0]["function"]["name"])
             if self.forced:
-                return SomeCalls(self.names)
-            return PlainText() if has_form else parsers.parser(self.names, prompt)
+                return SomeCalls(self.functions)
+            return PlainText() if has_form else parsers.parser(self.functions, prompt)
 
         return lambda prompt: ChatAnswer(parser(prompt), self.is_one)
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection
 
 from headwise.runtime.http.tools.base import AnswerParser, CallSpacing, Part, Text, cut_at
-from headwise.runtime.http.tools.call_reader import CallReader, NamedCall, ObjectCall
+from headwise.runtime.http.tools.call_reader import CallReader, NamedCall, ObjectCall, ReadsCall
 
 _MAX_SPACE = 64
 """White space before a call; text begins so, too, and it would be held back."""
@@ -25,7 +25,7 @@ class MarkedCalls(AnswerParser):
         self._buffer = ""
         self._state: Callable[[], bool] = self._at_start
         self._opening = ""  # what opened the call that is being read
-        self._reader: CallReader = ObjectCall(names)
+        self._reader: ReadsCall = ObjectCall(names)
         self._parts: list[Part] = []
         self._spacing = CallSpacing()
 

@@ -12,6 +12,14 @@ from numpy.typing import NDArray
 from headwise.runtime.http.tools.base import AnswerParser, PlainText
 from headwise.runtime.http.tools.harmony import Harmony
 from headwise.runtime.http.tools.marked_calls import HermesCalls, LlamaCalls, MarkedCalls, MistralCalls
+from headwise.runtime.http.tools.section_calls import DeepseekCalls, KimiCalls
+from headwise.runtime.http.tools.tagged_calls import (
+    DeepseekTaggedCalls,
+    GlmCalls,
+    MinimaxCalls,
+    Qwen3CoderCalls,
+    SeedCalls,
+)
 from headwise.runtime.http.tools.thinking import CLOSE, OPEN, Thinking
 
 log = logging.getLogger(__name__)
@@ -19,7 +27,18 @@ log = logging.getLogger(__name__)
 PROMPT_END = 16
 """Last tokens of a prompt that are looked at: they say whether the answer begins within reasoning."""
 
-_MARKED: dict[str, type[MarkedCalls]] = {"hermes": HermesCalls, "llama3": LlamaCalls, "mistral": MistralCalls}
+_MARKED: dict[str, type[MarkedCalls]] = {
+    "hermes": HermesCalls,
+    "llama3": LlamaCalls,
+    "mistral": MistralCalls,
+    "qwen3_coder": Qwen3CoderCalls,
+    "glm45": GlmCalls,
+    "minimax_m2": MinimaxCalls,
+    "seed_oss": SeedCalls,
+    "kimi_k2": KimiCalls,
+    "deepseek_v3": DeepseekCalls,
+    "deepseek_v32": DeepseekTaggedCalls,
+}
 
 Tokens = Sequence[int] | NDArray[np.int32]
 Written = Callable[[Sequence[int]], str]
@@ -30,8 +49,8 @@ Written = Callable[[Sequence[int]], str]
 class Parsers:
     """The forms of one model's answers.
 
-    tools:     ``hermes``, ``llama3``, ``mistral``, ``gpt_oss``, or ``none``: it calls no tools by itself
-    reasoning: ``think``, ``gpt_oss`` or ``none``
+    tools:     one of `_MARKED`, ``gpt_oss``, or ``none``: it calls no tools by itself
+    reasoning: ``think``, ``seed_oss``, ``gpt_oss`` or ``none``
     written:   reads the end of a prompt; None: no prompt ends within reasoning
     """
 
@@ -57,13 +76,14 @@ class Parsers:
         parser = self.parser(names, ())
         return tuple(dict.fromkeys((*parser.shown_tokens, *self._of_calls(names).shown_tokens)))
 
-    def parser(self, names: Collection[str], prompt: Tokens) -> AnswerParser:
-        """Of an answer to this prompt that may call these functions."""
-        calls = self._of_calls(names)
-        if self.reasoning != "think":
+    def parser(self, functions: Collection[str], prompt: Tokens) -> AnswerParser:
+        """Of an answer to this prompt that may call these functions; a mapping has their parameters' schemas."""
+        calls = self._of_calls(functions)
+        marks = _THINKING.get(self.reasoning)
+        if marks is None:
             return calls
         end = [int(token) for token in prompt[-PROMPT_END:]]
-        return Thinking(calls, self.written is not None and self.written(end).rstrip().endswith(OPEN))
+        return Thinking(calls, self.written is not None and self.written(end).rstrip().endswith(marks[0]), marks)
 
     def _of_calls(self, names: Collection[str]) -> AnswerParser:
         if "gpt_oss" in (self.reasoning, self.tools):
@@ -71,22 +91,32 @@ class Parsers:
         return _MARKED[self.tools](names) if names and self.tools in _MARKED else PlainText()
 
 
+_THINKING = {"think": (OPEN, CLOSE), "seed_oss": ("<seed:think>", "</seed:think>")}
+"""What reasoning stands between."""
+_OWN_MARKS = ("kimi_k2", "deepseek_v3", "deepseek_v32", "minimax_m2", "seed_oss")
+"""Forms that are known by their mark."""
+
+
 def _tools_of(template: str) -> str:
     """What a template tells a model that calls look like."""
     if _is_harmony(template):
         return "gpt_oss"
+    own = next((form for form in _OWN_MARKS if _MARKED[form].mark in template), None)
+    if own is not None:
+        return own
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<|python_tag|>" in template or ('"parameters"' in template and "ipython" in template):
         return "llama3"
-    is_other = "<function=" in template or "<arg_key>" in template  # Qwen 3 Coder's and GLM's, which are no JSON
-    return "hermes" if "<tool_call>" in template and not is_other else "none"
+    if "<tool_call>" not in template:
+        return "none"
+    return "qwen3_coder" if "<function=" in template else "glm45" if "<arg_key>" in template else "hermes"
 
 
 def _reasoning_of(template: str) -> str:
     if _is_harmony(template):
         return "gpt_oss"
-    return "think" if OPEN in template or CLOSE in template else "none"
+    return next((form for form, marks in _THINKING.items() if any(mark in template for mark in marks)), "none")
 
 
 def _is_harmony(template: str) -> bool:

@@ -13,13 +13,12 @@ class Thinking(AnswerParser):
     """Splits reasoning off, and gives what follows to another parser. An answer that is cut off within its reasoning
     has nothing else. White space at the ends of both is left out.
 
-    answer:   parses what follows
-    has_begun: whether the prompt ended with ``<think>``
+    answer:    parses what follows
+    has_begun: whether the prompt ended with the first of ``marks``
     """
 
-    shown_tokens = (OPEN, CLOSE)
-
-    def __init__(self, answer: AnswerParser, has_begun: bool) -> None:
+    def __init__(self, answer: AnswerParser, has_begun: bool, marks: tuple[str, str] = (OPEN, CLOSE)) -> None:
+        self._open, self._close = self.shown_tokens = marks
         self._answer = answer
         self._has_begun = has_begun
         self._buffer = ""
@@ -41,16 +40,16 @@ class Thinking(AnswerParser):
         """Before anything but white space has come."""
         text = self._buffer.lstrip()
         may_open = len(self._buffer) - len(text) <= _MAX_SPACE
-        if may_open and text != OPEN and OPEN.startswith(text):
+        if may_open and text != self._open and self._open.startswith(text):
             return []
-        if may_open and text.startswith(OPEN):
-            self._buffer, self._state = text.removeprefix(OPEN), self._thinking
+        if may_open and text.startswith(self._open):
+            self._buffer, self._state = text.removeprefix(self._open), self._thinking
         else:
             self._state = self._thinking if self._has_begun else self._plain
         return self._state()
 
     def _thinking(self) -> list[Part]:
-        before, mark, self._buffer = cut_at(self._buffer, (CLOSE,))
+        before, mark, self._buffer = cut_at(self._buffer, (self._close,))
         parts = _reasoning(self._reasoning.push(before))
         if mark:
             self._state = self._answering

@@ -22,6 +22,14 @@ from headwise.runtime.http.tools.base import (
 from headwise.runtime.http.tools.forced import OneCall, SomeCalls
 from headwise.runtime.http.tools.harmony import Harmony
 from headwise.runtime.http.tools.marked_calls import HermesCalls, LlamaCalls, MistralCalls
+from headwise.runtime.http.tools.section_calls import DeepseekCalls, KimiCalls
+from headwise.runtime.http.tools.tagged_calls import (
+    DeepseekTaggedCalls,
+    GlmCalls,
+    MinimaxCalls,
+    Qwen3CoderCalls,
+    SeedCalls,
+)
 from headwise.runtime.http.tools.thinking import Thinking
 
 NAMES = frozenset(("add", "look_up"))
@@ -40,6 +48,40 @@ def mistral() -> AnswerParser:
     return MistralCalls(NAMES)
 
 
+SCHEMAS = {
+    "add": {"properties": {"a": {"type": "number"}, "text": {"type": "string"}, "unit": {"enum": ["m", "km"]}}},
+    "look_up": None,
+}
+
+
+def qwen3_coder() -> AnswerParser:
+    return Qwen3CoderCalls(SCHEMAS)
+
+
+def glm45() -> AnswerParser:
+    return GlmCalls(SCHEMAS)
+
+
+def minimax() -> AnswerParser:
+    return MinimaxCalls(SCHEMAS)
+
+
+def seed() -> AnswerParser:
+    return SeedCalls(SCHEMAS)
+
+
+def kimi() -> AnswerParser:
+    return KimiCalls(NAMES)
+
+
+def deepseek() -> AnswerParser:
+    return DeepseekCalls(NAMES)
+
+
+def deepseek_v32() -> AnswerParser:
+    return DeepseekTaggedCalls(SCHEMAS)
+
+
 def harmony() -> AnswerParser:
     return Harmony(NAMES)
 
@@ -56,7 +98,9 @@ def some() -> AnswerParser:
     return SomeCalls(NAMES)
 
 
-MAKERS = (hermes, llama, mistral, harmony, thinking, thinking_already, some, PlainText)
+TAGGED = (qwen3_coder, glm45, minimax, seed, deepseek_v32)
+IN_SECTIONS = (kimi, deepseek)
+MAKERS = (hermes, llama, mistral, *TAGGED, *IN_SECTIONS, harmony, thinking, thinking_already, some, PlainText)
 
 
 def parts_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Part]:
@@ -72,7 +116,97 @@ ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]\\"\\\\"}]}}'
 ADD_ARGUMENTS = '{"a": 1, "b": [2, {"c": "}]\\"\\\\"}]}'
 LOOK = '{"name":"look_up","parameters":{}}'
 
+TWO = '{"a": 1, "text": "5"}'
+DSML = "\N{FULLWIDTH VERTICAL LINE}DSML\N{FULLWIDTH VERTICAL LINE}"
+
+
+def deepseek_tokens(text: str) -> str:
+    """``<tool_sep>`` and the like as DeepSeek writes them."""
+    for name in ("calls_begin", "calls_end", "call_begin", "call_end", "sep"):
+        written = f"tool_{name}".replace("_", chr(0x2581))
+        text = text.replace(f"<{name}>", f"<\N{FULLWIDTH VERTICAL LINE}{written}\N{FULLWIDTH VERTICAL LINE}>")
+    return text
+
+
 WORKED: list[tuple[Make, str, list[Part]]] = [
+    (
+        qwen3_coder,
+        "So:\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=text>\n5\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=look_up>\n</function>\n</tool_call>",
+        [Text("So:"), *call("add", TWO), *call("look_up", "{}")],
+    ),
+    (
+        qwen3_coder,
+        '<tool_call><function=add><parameter=text>\n if a < "b":\n\tgo </param\n\n</parameter></function></tool_call>!',
+        [*call("add", '{"text": " if a < \\"b\\":\\n\\tgo </param\\n"}'), Text("!")],
+    ),
+    (qwen3_coder, "<tool_call><function=look_up><parameter=a>\n</parameter></function>", call("look_up", '{"a": ""}')),
+    (
+        qwen3_coder,
+        "<tool_call><function=look_up><parameter=x>[1, 2]</parameter><parameter=y>True</parameter><parameter=z>[1,"
+        "</parameter><parameter=w>None</parameter></function></tool_call>",
+        call("look_up", '{"x": [1, 2], "y": true, "z": "[1,", "w": null}'),
+    ),
+    (qwen3_coder, "<tool_call><function=add><parameter=text>\nso lo\n", call("add", '{"text": "so lo')),
+    (qwen3_coder, "<tool_call><function=add><parameter=a>1</parameter> or", [*call("add", '{"a": 1}'), Text("or")]),
+    (
+        glm45,
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>text</arg_key>\n<arg_value>5</arg_value>"
+        "\n</tool_call>\n<tool_call>look_up</tool_call>",
+        [*call("add", TWO), *call("look_up", "{}")],
+    ),
+    (
+        glm45,
+        "I add.<tool_call>add<arg_key>unit</arg_key><arg_value>km</arg_value></tool_call> Done",
+        [Text("I add."), *call("add", '{"unit": "km"}'), Text("Done")],
+    ),
+    (glm45, "<tool_call>add<arg_key>a</arg_key>1</arg_value></tool_call>", call("add", '{"a": 1}')),
+    (
+        minimax,
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+        '<parameter name="text">5</parameter>\n</invoke>\n<invoke name="look_up">\n</invoke>\n</minimax:tool_call>',
+        [*call("add", TWO), *call("look_up", "{}")],
+    ),
+    (
+        seed,
+        "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=text>5</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        call("add", TWO),
+    ),
+    (
+        deepseek_v32,
+        f'<{DSML}function_calls>\n<{DSML}invoke name="look_up">\n<{DSML}parameter name="a" string="false">1'
+        f'</{DSML}parameter>\n<{DSML}parameter name="text" string="true">5</{DSML}parameter>\n</{DSML}invoke>\n'
+        f"</{DSML}function_calls>",
+        call("look_up", TWO),
+    ),
+    (
+        kimi,
+        "Yes. <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        + ADD_ARGUMENTS
+        + "<|tool_call_end|><|tool_call_begin|>look_up<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        [Text("Yes."), *call("add", ADD_ARGUMENTS), *call("look_up", "{}")],
+    ),
+    (
+        deepseek,
+        deepseek_tokens(
+            f"<calls_begin><call_begin>add<sep>{ADD_ARGUMENTS}<call_end><call_begin>look_up<sep>{{}}<call_end>"
+        )
+        + deepseek_tokens("<calls_end>"),
+        [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")],
+    ),
+    (
+        deepseek,
+        deepseek_tokens("<calls_begin><call_begin>function<sep>add\n```json\n" + ADD_ARGUMENTS + "\n```<call_end>\n")
+        + deepseek_tokens("<call_begin>function<sep>look_up\n```json\n{}\n```<call_end><calls_end>\n"),
+        [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")],
+    ),
+    (
+        lambda: Thinking(SeedCalls(SCHEMAS), False, ("<seed:think>", "</seed:think>")),
+        "<seed:think>Hm.</seed:think><seed:tool_call><function=look_up></function></seed:tool_call>",
+        [Reasoning("Hm."), *call("look_up", "{}")],
+    ),
     (hermes, f"<tool_call>\n{ADD}\n</tool_call>", call("add", ADD_ARGUMENTS)),
     (hermes, f"I look.\n\n<tool_call>\n{ADD}\n</tool_call>\n", [Text("I look."), *call("add", ADD_ARGUMENTS)]),
     (
@@ -139,6 +273,24 @@ WORKED: list[tuple[Make, str, list[Part]]] = [
 ]
 
 NO_CALLS = [
+    (qwen3_coder, "<tool_call>\n<function=other>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+    (qwen3_coder, "<tool_call>\n<function=add"),
+    (qwen3_coder, "<tool_call>\n<function=add>\n"),
+    (qwen3_coder, "<tool_call><function=add> the function"),
+    (qwen3_coder, "<tool_call>" + " " * 300 + "<function=add></function>"),
+    (qwen3_coder, '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+    (glm45, "<tool_call>other</tool_call>"),
+    (glm45, "<tool_call>add two numbers"),
+    (glm45, "<tool_call>add\nup</tool_call>"),
+    (glm45, "<tool_call>" + "x" * 300 + "\n"),
+    (minimax, '<minimax:tool_call><invoke name="add"'),
+    (minimax, "<minimax:tool_call>add</minimax:tool_call>"),
+    (seed, "<seed:tool_call>"),
+    (deepseek_v32, f'<{DSML}function_calls><{DSML}invoke name="other"></{DSML}invoke>'),
+    (kimi, "<|tool_calls_section_begin|><|tool_call_begin|>functions.other:0<|tool_call_argument_begin|>{}"),
+    (kimi, "<|tool_calls_section_begin|>add {}"),
+    (deepseek, deepseek_tokens("<calls_begin><call_begin>function<sep>add\n{}")),
+    (deepseek, deepseek_tokens("<calls_begin><call_begin>other<sep>{}")),
     (hermes, "A <tool_call> is no call.\n"),
     (hermes, "<tool_call>\n"),
     (hermes, "5 < 6 <tool"),
@@ -194,6 +346,18 @@ FRAGMENTS = st.sampled_from(
             "<think>",
             "</think>",
         ),
+        *(
+            "<function=add>",
+            "<parameter=text>",
+            "</parameter>",
+            "</function>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+        ),
+        *("</arg_value>", "<minimax:tool_call>", '<invoke name="add">', '<parameter name="a">', "</invoke>"),
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>"),
+        *(deepseek_tokens(part) for part in ("<calls_begin>", "<call_begin>add<sep>", "<call_end>", "<calls_end>")),
         *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "analysis", "final", "to=functions.add"),
         *(ADD, LOOK, '{"name": "add"', '"arguments": ', '{"a"', "add", "other", '"name"', "tool_call", "|>", "<|", "<"),
         *('"', "\\", "{", "}", "[", "]", ":", ",", ";", " ", "\n", " " * 70, "1", "null", "é", "x"),
@@ -216,7 +380,9 @@ def test_parts_of_any_text_are_the_same_at_any_cut(make: Make, fragments: list[s
 
 
 @settings(max_examples=300)
-@given(make=st.sampled_from((hermes, llama, mistral)), fragments=st.lists(FRAGMENTS, max_size=12))
+@given(
+    make=st.sampled_from((hermes, llama, mistral, *TAGGED, *IN_SECTIONS)), fragments=st.lists(FRAGMENTS, max_size=12)
+)
 def test_answers_without_calls_keep_all_their_text(make: Make, fragments: list[str]) -> None:
     text = "".join(fragments)
     parts = parts_of(make(), [text])
@@ -224,7 +390,7 @@ def test_answers_without_calls_keep_all_their_text(make: Make, fragments: list[s
         assert parts == ([Text(text)] if text else [])
 
 
-@pytest.mark.parametrize("make", [hermes, llama, mistral, harmony, thinking, PlainText])
+@pytest.mark.parametrize("make", [hermes, llama, mistral, *TAGGED, *IN_SECTIONS, harmony, thinking, PlainText])
 def test_text_is_told_as_it_comes(make: Make) -> None:
     parser, told = make(), 0
     for count in range(1, 100):
@@ -237,3 +403,12 @@ def test_arguments_are_told_as_they_come() -> None:
     parser.push('<tool_call>{"name": "add", "arguments": {"a": "')
     assert parser.push("some ") == [CallArguments("some ")]
     assert parser.push("words") == [CallArguments("words")]
+
+
+def test_strings_between_tags_are_told_as_they_come() -> None:
+    parser = qwen3_coder()
+    parser.push("<tool_call><function=add><parameter=text>\n")
+    assert parser.push('some "') == [CallArguments('some \\"')]
+    assert parser.push("words\n") == [CallArguments("words")]
+    assert parser.push("more</para") == [CallArguments("\\nmore")]
+    assert parser.push("meter></function>") == [CallArguments('"'), CallArguments("}")]

@@ -19,6 +19,8 @@ MISTRAL = "{{- '[TOOL_CALLS] [' }}{{- tool_call.function|tojson }}"
 GPT_OSS = '"<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>"'
 QWEN3 = HERMES + "{%- set content = content.split('</think>')[-1] %}"
 QWEN3_CODER = "<tool_call>\n<function=example_function_name>"
+GLM = "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>"
+DEEPSEEK = "<|tool calls begin|>".replace("|", "\N{FULLWIDTH VERTICAL LINE}").replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,12 @@ QWEN3_CODER = "<tool_call>\n<function=example_function_name>"
         (MISTRAL, "mistral", "none"),
         (GPT_OSS, "gpt_oss", "gpt_oss"),
         (QWEN3, "hermes", "think"),
-        (QWEN3_CODER, "none", "none"),
+        (QWEN3_CODER, "qwen3_coder", "none"),
+        (GLM + "<think></think>", "glm45", "think"),
+        ("<minimax:tool_call>\\n<invoke name=... <think>", "minimax_m2", "think"),
+        ("<seed:tool_call>\\n<function=... <seed:think>", "seed_oss", "seed_oss"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", "none"),
+        (DEEPSEEK + "</think>", "deepseek_v3", "think"),
         ("<|im_start|>{{ message.content }}", "none", "none"),
         (None, "none", "none"),
     ],
