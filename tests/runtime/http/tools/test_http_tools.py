@@ -86,6 +86,19 @@ def test_calls_stand_in_the_message(served: Served) -> None:
     assert calls == [{"name": "add", "arguments": '{"a": 1}'}, {"name": "look_up", "arguments": "{}"}]
 
 
+def test_a_tool_s_schema_says_which_arguments_are_strings(core: RepeatingCore) -> None:
+    deployment = Deployment()
+    deployment.add_engine(core)
+    both = {"properties": {"a": {"type": "integer"}, "text": {"type": "string"}}}
+    said = "".join(f"<arg_key>{key}</arg_key><arg_value>1</arg_value>" for key in both["properties"])
+    with serving(deployment, parsers=Parsers("glm45")) as served:
+        choice = chosen(served, f"<tool_call>add{said}</tool_call>", tools=[tool("add", both)])
+    deployment.close()
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1, "text": "1"}'}
+    assert choice["finish_reason"] == "tool_calls"
+
+
 def test_without_text_beside_calls_there_is_no_content(served: Served) -> None:
     assert chosen(served, ADD, tools=TOOLS)["message"]["content"] is None
 
