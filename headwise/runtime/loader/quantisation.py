@@ -203,7 +203,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     Raises:
         ModelError: it is quantised in a way that is not read, which the message names with those that are.
     """
-    given = config.get(KEY) or _text(config).get(KEY)
+    given = config.get(KEY)
+    given = _text(config).get(KEY) if given is None else given
     if given is None:
         return None
     if not isinstance(given, Mapping):
