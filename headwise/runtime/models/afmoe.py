@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
@@ -15,12 +15,11 @@ from headwise.runtime.models.hf_config import (
     check_served,
     decoder_config,
     flag,
-    named_layer_types,
     positive,
-    rope,
 )
 from headwise.runtime.models.weight_view import ExpertWeights
 from headwise.runtime.models.weights import Weights
+from headwise.runtime.models.windows import full_every, rotated_in_windows
 
 ARCHITECTURE = "AfmoeForCausalLM"
 
@@ -48,19 +47,11 @@ class AfmoeConfig(ModelConfig):
 def parse(config: HfConfig) -> AfmoeConfig:
     check_served(config, _SERVED_VALUES)
     own = {**_DEFAULTS, **config}
-    interval = positive(own, "global_attn_every_n_layers", default=4)
-
-    def layer_rope(kind: str) -> RopeConfig:
-        turning = rope(own)
-        return turning if kind == "sliding_attention" else RopeConfig(turning.theta, is_none=True)
-
     decoder = decoder_config(
         own,
         ARCHITECTURE,
-        layer_types=named_layer_types(
-            own, lambda layer: "sliding_attention" if (layer + 1) % interval else "full_attention"
-        ),
-        ropes=layer_rope,
+        layer_types=full_every(own, positive(own, "global_attn_every_n_layers", default=4)),
+        ropes=rotated_in_windows(own),
         window=positive(own, "sliding_window", default=1024),
     )
     moe = ungrouped_moe(own, decoder.num_layers, _FIELDS)

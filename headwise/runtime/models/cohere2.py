@@ -9,22 +9,21 @@ from typing import ClassVar
 import numpy as np
 
 from headwise.kernels.fused import DecoderLayer
-from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
     HfConfig,
     check_served,
     decoder_config,
     flag,
-    named_layer_types,
     number,
     positive,
-    rope,
 )
 from headwise.runtime.models.layers import Layer, Residual
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.weight_view import rotated
 from headwise.runtime.models.weights import Weights
+from headwise.runtime.models.windows import full_every, rotated_in_windows
 from headwise.runtime.ops.base import Tensor
 
 ARCHITECTURE = "Cohere2ForCausalLM"
@@ -41,19 +40,11 @@ class CohereConfig(ModelConfig):
 
 def parse(config: HfConfig) -> CohereConfig:
     check_served(config, _SERVED_VALUES)
-    pattern = positive(config, "sliding_window_pattern", default=4)
-
-    def layer_rope(kind: str) -> RopeConfig:
-        turning = rope(config)
-        return turning if kind == "sliding_attention" else RopeConfig(turning.theta, is_none=True)
-
     decoder = decoder_config(
         config,
         ARCHITECTURE,
-        layer_types=named_layer_types(
-            config, lambda layer: "sliding_attention" if (layer + 1) % pattern else "full_attention"
-        ),
-        ropes=layer_rope,
+        layer_types=full_every(config, positive(config, "sliding_window_pattern", default=4)),
+        ropes=rotated_in_windows(config),
         window=positive(config, "sliding_window", default=4096),
         rms_norm_eps=number(config, "layer_norm_eps", 1e-5),
         tie_embeddings=flag(config, "tie_word_embeddings", default=True),

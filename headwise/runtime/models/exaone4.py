@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
-from headwise.runtime.models.hf_config import HfConfig, decoder_config, named_layer_types, positive, rope
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, named_layer_types, positive
 from headwise.runtime.models.olmo import NORMS_BEHIND
 from headwise.runtime.models.qwen import Qwen3
+from headwise.runtime.models.windows import FULL, full_every, rotated_in_windows
 
 DENSE, MOE = "Exaone4ForCausalLM", "ExaoneMoeForCausalLM"
 
@@ -43,17 +44,11 @@ def parse_moe(config: HfConfig) -> ModelConfig:
 def _parse(config: HfConfig, architecture: str) -> ModelConfig:
     own = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **config}
     window = 0 if own["sliding_window"] is None else positive(own, "sliding_window")
-
-    def default(layer: int) -> str:
-        is_full = not window or (layer + 1) % positive(own, "sliding_window_pattern", default=4) == 0
-        return "full_attention" if is_full else "sliding_attention"
-
-    def layer_rope(kind: str) -> RopeConfig:
-        turning = rope(own)
-        return RopeConfig(turning.theta, is_none=True) if window and kind == "full_attention" else turning
-
+    if not window:
+        return decoder_config(own, architecture, layer_types=named_layer_types(own, lambda layer: FULL))
+    every = 4 if own.get("layer_types") else positive(own, "sliding_window_pattern", default=4)
     return decoder_config(
-        own, architecture, layer_types=named_layer_types(own, default), ropes=layer_rope, window=window
+        own, architecture, layer_types=full_every(own, every), ropes=rotated_in_windows(own), window=window
     )
 
 

@@ -9,12 +9,12 @@ from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.hf_config import (
     HfConfig,
     decoder_config,
-    named_layer_types,
     number,
     positive,
     rope,
 )
 from headwise.runtime.models.whole_norms import WholeNormDecoder
+from headwise.runtime.models.windows import full_every
 
 OLMO2, OLMO3 = "Olmo2ForCausalLM", "Olmo3ForCausalLM"
 
@@ -46,7 +46,7 @@ def parse_olmo3(config: HfConfig) -> ModelConfig:
     return decoder_config(
         own,
         OLMO3,
-        layer_types=named_layer_types(own, lambda layer: "sliding_attention" if (layer + 1) % 4 else "full_attention"),
+        layer_types=full_every(own, 4),
         ropes=layer_rope,
         window=positive(own, "sliding_window", default=4096),
     )
