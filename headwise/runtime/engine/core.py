@@ -165,6 +165,11 @@ class EngineCore:
             raise InvalidRequestError(
                 f"token id {highest} is not in the model's vocabulary of {self.card.config.vocab_size}"
             )
+        lacking = self.card.config.missing_for_images
+        if request.embeds and lacking:
+            raise InvalidRequestError(
+                f"this model's images need {lacking}, which is not served: leave the items' embeddings out"
+            )
         check_embeds(request.extra_keys, request.embeds, self.card.config.hidden_size)
         if self._embed_bytes + embed_bytes(request.embeds) > MAX_HELD_EMBED_BYTES:
             raise OverloadedError(

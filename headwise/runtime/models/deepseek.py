@@ -18,7 +18,7 @@ from headwise.kernels.mla_base import UpProjections
 from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v2_moe, v3_moe
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
-from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, mapping, number, positive, rope
+from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, number, positive, rope, text_of
 from headwise.runtime.models.layers import Layer, Linear
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.weight_view import taken
@@ -53,8 +53,7 @@ def parse_v3(config: HfConfig) -> ModelConfig:
 
 def parse_kimi_k25(config: HfConfig) -> ModelConfig:
     """The text of a Kimi-K2.5, which is a Kimi-K2."""
-    text = mapping(config, "text_config")
-    return parse_v3({**{key: value for key, value in config.items() if key != "text_config"}, **text})
+    return parse_v3(text_of(config))
 
 
 def parse_latents(

@@ -103,6 +103,12 @@ def mapping(config: HfConfig, key: str) -> HfConfig:
     return value
 
 
+def text_of(config: HfConfig) -> HfConfig:
+    """A multimodal model's config as that of its decoder alone."""
+    text = mapping(config, "text_config")
+    return {**{key: value for key, value in config.items() if key != "text_config"}, **text}
+
+
 def rope(config: HfConfig, layer_type: str | None = None, default_theta: float = 10000.0) -> RopeConfig:
     """Rotary embedding: ``rope_parameters`` (maybe per layer type), or ``rope_theta`` and ``rope_scaling``."""
     parameters = mapping(config, "rope_parameters")

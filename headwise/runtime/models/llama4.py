@@ -33,7 +33,7 @@ from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.tempered import TemperedDecoder
 from headwise.runtime.models.values import shown
-from headwise.runtime.models.weight_view import ExpertWeights, rotated
+from headwise.runtime.models.weight_view import InputsFirstExperts, rotated
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import KernelArray, Tensor
 
@@ -127,14 +127,8 @@ def _experts(config: HfConfig, decoder: ModelConfig) -> MoeConfig | None:
     )
 
 
-class Llama4Weights(ExpertWeights):
-    """A layer's experts lie in two tensors, inputs before outputs."""
-
-    has_inputs_first: ClassVar[bool] = True
-
-
 class Llama4(TemperedDecoder, MoeDecoder):
-    """The shared decoder over `Llama4Weights`, which rotates neighbours of a head.
+    """The shared decoder over `InputsFirstExperts`, which rotates neighbours of a head.
 
     Queries and keys are normed before they are rotated: that keeps their root mean square. An expert's input is what is
     weighted, not its result.
@@ -150,7 +144,7 @@ class Llama4(TemperedDecoder, MoeDecoder):
 
     def view(self, weights: Weights) -> Weights:
         order = pairs_first(self.config.ropes[0], self.config.head_dim, of_neighbours=True)
-        return rotated(Llama4Weights(weights), order)
+        return rotated(InputsFirstExperts(weights), order)
 
     def mixture(self, moe: MoeConfig, correction: Floats | None) -> Mixture:
         return Mixture(replace(moe.routing, is_sigmoid=True), self.activation, correction, weighs_input=True)

@@ -8,7 +8,7 @@ from typing import Any
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, TemperConfig
 from headwise.runtime.models.decoder import Decoder
-from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive, text_of
 from headwise.runtime.models.tempered import TemperedDecoder
 from headwise.runtime.models.values import shown
 
@@ -50,7 +50,6 @@ def parse_ministral3(config: HfConfig) -> ModelConfig:
 
 def parse_multimodal(config: HfConfig) -> ModelConfig:
     """Mistral Small 3.1 and later, and Ministral 3: the text's decoder is a Mistral, or a Ministral 3."""
-    text = {key: value for key, value in {**config, **mapping(config, "text_config")}.items() if key != "text_config"}
     kind = mapping(config, "text_config").get("model_type", "mistral")
     parsers = {"mistral": parse, "ministral3": parse_ministral3}
     if kind not in parsers:
@@ -58,7 +57,7 @@ def parse_multimodal(config: HfConfig) -> ModelConfig:
             f"config.json: {MULTIMODAL} is served around {' and '.join(map(repr, parsers))}, got 'model_type' "
             f"{shown(kind)} of its 'text_config'"
         )
-    return parsers[kind]({"sliding_window": None, **text})
+    return parsers[kind]({"sliding_window": None, **text_of(config)})
 
 
 def window_everywhere(config: HfConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headwise.errors import ModelError
 from headwise.runtime.models import (
@@ -28,12 +28,14 @@ from headwise.runtime.models import (
     phi3,
     qwen,
     qwen3_next,
+    qwen_vl,
     seed_oss,
     smollm3,
 )
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig
+from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.kinds import check_kinds
 from headwise.runtime.models.unsupported import what_is_missing
 from headwise.runtime.models.values import shown
@@ -69,6 +71,9 @@ _MODELS = {
     qwen.QWEN2_MOE: _Entry(qwen.parse_qwen2_moe, qwen.Qwen2Moe),
     qwen.DOTS1: _Entry(qwen.parse_dots1, qwen.Dots1),
     qwen.HUNYUAN3: _Entry(qwen.parse_hunyuan3, qwen.Hunyuan3),
+    **dict.fromkeys(qwen_vl.QWEN2, _Entry(qwen_vl.parse_qwen2, qwen.Qwen2)),
+    qwen_vl.QWEN3: _Entry(qwen_vl.parse_qwen3, qwen.Qwen3),
+    qwen_vl.QWEN3_MOE: _Entry(qwen_vl.parse_qwen3_moe, qwen_vl.Qwen3VlMoe),
     qwen3_next.NEXT: _Entry(qwen3_next.parse_next, qwen3_next.Qwen3Next),
     **dict.fromkeys(qwen3_next.QWEN3_5, _Entry(qwen3_next.parse_qwen3_5, qwen3_next.Qwen3_5)),
     **dict.fromkeys(qwen3_next.QWEN3_5_MOE, _Entry(qwen3_next.parse_qwen3_5_moe, qwen3_next.Qwen3_5Moe)),
@@ -108,7 +113,7 @@ def model_config(config: HfConfig) -> ModelConfig:
         )
     model = entry.parse(config)
     check_kinds(config, model)
-    return model
+    return replace(model, missing_for_images=missing_for_images(config))
 
 
 _CAUSAL = "ForCausalLM"

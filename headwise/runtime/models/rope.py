@@ -20,7 +20,8 @@ from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.values import finite_number, shown
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
-_ALIASES = {"su": "longrope"}
+_ALIASES = {"su": "longrope", "mrope": "default"}
+"""Text has the same three positions for each token as M-RoPE, so that it is plain RoPE."""
 
 _LEAST, _MOST = 1e-9, 1e12
 """Of a scaling's numbers: what is made of them stays finite."""

@@ -151,6 +151,12 @@ class ExpertWeights(WeightView):
         return gate if match["kind"] == "gate" else up
 
 
+class InputsFirstExperts(ExpertWeights):
+    """The same with inputs before outputs, where experts are joined."""
+
+    has_inputs_first: ClassVar[bool] = True
+
+
 class FusedWeights(WeightView):
     """Projections that a checkpoint has below one another in one matrix, one by one.
 

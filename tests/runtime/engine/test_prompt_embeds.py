@@ -98,6 +98,15 @@ def test_what_cannot_be_computed_with_is_refused_and_the_engine_goes_on() -> Non
     assert run(engine)["r"].token_ids == continuation([1, 2, 3], 3)
 
 
+def test_images_that_need_what_is_not_served_are_refused_and_text_is_served() -> None:
+    engine, _ = make_engine(num_blocks=64)
+    engine.card = replace(engine.card, config=replace(engine.card.config, missing_for_images="three positions"))
+    with pytest.raises(InvalidRequestError, match="this model's images need three positions, which is not served"):
+        engine.add(shown("image", PROMPT, *ITEMS))
+    engine.add(request("text", PROMPT, 9))
+    assert run(engine)["text"].token_ids == continuation(PROMPT, 9)
+
+
 def test_embeddings_are_let_go_of_with_their_request_and_too_many_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(core, "MAX_HELD_EMBED_BYTES", 4 * 7 + 3)
     engine, _ = make_engine(num_blocks=64)

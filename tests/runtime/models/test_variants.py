@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.dense_oracle import run_rank
-from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
+from support.engine.dense_oracle import DictWeights, run_rank
+from support.tiny_checkpoints import TINY_CONFIGS, checkpoint, draw_weights, reference
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
@@ -105,13 +105,73 @@ def test_a_multimodal_checkpoint_of_a_mistral_has_its_decoder_s_tokens() -> None
 class _Nested:
     """A checkpoint's weights by the names that a multimodal model gives them."""
 
-    def __init__(self, weights: Checkpoint) -> None:
-        self._weights = weights
-        self.names = [f"language_model.{name}" for name in weights.names]
+    def __init__(self, weights: Any, plain: str = "", nested: str = "language_model.") -> None:
+        self._weights, self._plain, self._nested = weights, plain, nested
+        self.names = [name.replace(plain, nested, 1) for name in weights.names]
 
     def __getattr__(self, method: str) -> Any:
         found = getattr(self._weights, method)
-        return lambda name, *part: found(name.removeprefix("language_model."), *part)
+        return lambda name, *part: found(name.replace(self._nested, self._plain, 1), *part)
+
+
+MROPE = {"type": "mrope", "mrope_section": [8, 12, 12]}
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("qwen2", "Qwen2_5_VLForConditionalGeneration"),
+        ("qwen3", "Qwen3VLForConditionalGeneration"),
+        ("qwen3-moe", "Qwen3VLMoeForConditionalGeneration"),
+    ],
+)
+def test_the_text_of_a_qwen_vl_is_a_qwen_s(name: str, architecture: str) -> None:
+    text = {key: value for key, value in TINY_CONFIGS[name].items() if key != "architectures"}
+    nested = model_config({"architectures": [architecture], "text_config": {**text, "rope_scaling": MROPE}})
+    plain, ids = model_config(TINY_CONFIGS[name]), np.arange(3, 90, dtype=np.int32)
+    assert "three positions" in nested.missing_for_images
+    weights = DictWeights(draw_weights(TINY_CONFIGS[name], reference(name)["shapes"]))
+    expected = run_rank(plain, weights, SingleRank(), ids)
+    stored = _Nested(_joined(weights), "model.", "model.language_model.")
+    np.testing.assert_array_equal(run_rank(nested, stored, SingleRank(), ids), expected)  # type: ignore[arg-type]
+
+
+def _joined(weights: DictWeights) -> DictWeights:
+    """Experts in two tensors a layer, inputs before outputs, as Qwen3-VL has them."""
+    found: dict[str, Any] = {}
+    for name in weights.names:
+        at, is_one, part = name.partition(".experts.")
+        number, _, kind = part.partition(".")
+        if not is_one:
+            found[name] = weights.tensor(name)
+        elif kind == "down_proj.weight":
+            found.setdefault(f"{at}.experts.down_proj", {})[int(number)] = weights.tensor(name).T
+        elif kind == "gate_proj.weight":
+            both = [weights.tensor(name), weights.tensor(name.replace("gate_proj", "up_proj"))]
+            found.setdefault(f"{at}.experts.gate_up_proj", {})[int(number)] = np.concatenate(both).T
+    stacked = {
+        name: np.stack([each[i] for i in range(len(each))]) if isinstance(each, dict) else each
+        for name, each in found.items()
+    }
+    return DictWeights(stacked)
+
+
+@pytest.mark.parametrize(
+    ("config", "lacking"),
+    [
+        (published("qwen3.5-27b"), "three positions"),
+        (published("gemma-3-4b"), "both directions"),
+        (published("gemma-4-31b"), "both directions"),
+        (published("gemma-3-1b"), ""),
+        (published("mistral-small-3.2-24b"), ""),
+        (published("kimi-k2.5"), ""),
+        (published("qwen3-8b"), ""),
+    ],
+)
+def test_what_images_need_that_is_not_served_is_known(config: dict[str, Any], lacking: str) -> None:
+    found = model_config(config).missing_for_images
+    assert lacking in found
+    assert bool(lacking) == bool(found)
 
 
 def test_a_kimi_k2_5_is_the_kimi_k2_in_it_and_so_is_how_its_weights_are_stored() -> None:
