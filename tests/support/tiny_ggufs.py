@@ -18,6 +18,7 @@ import numpy as np
 from support.random_ernie import DENSE, MOE
 from support.random_ernie import draw_weights as draw_ernie
 from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference, write_checkpoint
+from support.tiny_gguf_keys import model_keys
 from support.tiny_models import BYTE_MERGES, BYTE_TOKENS, CONTROL
 from tokenizers import pre_tokenizers
 
@@ -223,7 +224,7 @@ def write_tiny_gguf(
 
 def keys_of(writer: gguf.GGUFWriter, config: Config, architecture: str, more: Mapping[str, Any] | None = None) -> None:
     """Write a model's keys. more: besides, or in their places"""
-    found = {f"{architecture}.{key}": value for key, value in _keys(config, architecture).items()}
+    found = {f"{architecture}.{key}": value for key, value in model_keys(config, architecture).items()}
     for key, value in {**found, **(more or {})}.items():
         _add_key(writer, key, value)
 
@@ -251,161 +252,6 @@ def _tokenizer(vocabulary: int) -> dict[str, Any]:
 def vocabulary(merges: Sequence[str]) -> list[str]:
     """Tokens of a byte-level vocabulary: bytes, and what merges make of them."""
     return [*sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(merge.replace(" ", "") for merge in merges)]
-
-
-# ---- keys ----
-
-
-def _keys(config: Config, architecture: str) -> dict[str, Any]:
-    heads = config["num_attention_heads"]
-    dim = config.get("head_dim") or config["hidden_size"] // heads
-    base = {
-        "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config.get("intermediate_size"),
-        "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", _EPS.get(architecture, 1e-6))),
-        "attention.key_length": dim,
-        "attention.value_length": dim,
-        "rope.freq_base": float(config["rope_theta"]) if "rope_theta" in config else None,
-        "expert_used_count": config.get("num_experts_per_tok", config.get("moe_k", config.get("top_k_experts"))),
-        "expert_count": next((config[key] for key in _EXPERT_COUNTS if key in config), None),
-        "expert_feed_forward_length": config.get("moe_intermediate_size"),
-        **_scaling(config.get("rope_scaling")),
-    }
-    return {**base, **_OWN_KEYS.get(architecture, lambda config: {})(config)}
-
-
-_EPS = {"llama": 1e-5, "gpt-oss": 1e-5, "ernie4_5": 1e-5, "ernie4_5-moe": 1e-5}
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-def _scaling(scaling: Config | None) -> dict[str, Any]:
-    if not scaling:
-        return {}
-    found = {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": float(scaling["factor"]),
-        "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
-        "rope.scaling.yarn_beta_fast": float(scaling["beta_fast"]),
-        "rope.scaling.yarn_beta_slow": float(scaling["beta_slow"]),
-    }
-    if "mscale_all_dim" in scaling:
-        found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
-    return found
-
-
-def _llama(config: Config) -> dict[str, Any]:
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return {"rope.dimension_count": dim, "vocab_size": config["vocab_size"]}
-
-
-def _gpt_oss(config: Config) -> dict[str, Any]:
-    return {
-        "attention.sliding_window": config["sliding_window"],
-        "expert_feed_forward_length": config["intermediate_size"],
-    }
-
-
-def _deepseek(config: Config) -> dict[str, Any]:
-    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    return {
-        "attention.head_count_kv": 1,
-        "attention.key_length": rank + rotated,
-        "attention.value_length": rank,
-        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
-        "attention.value_length_mla": config["v_head_dim"],
-        "attention.kv_lora_rank": rank,
-        "attention.q_lora_rank": config["q_lora_rank"],
-        "rope.dimension_count": rotated,
-        "vocab_size": config["vocab_size"],
-        "leading_dense_block_count": config["first_k_dense_replace"],
-        "expert_shared_count": config["n_shared_experts"],
-        "expert_weights_scale": config["routed_scaling_factor"],
-        "expert_weights_norm": config["norm_topk_prob"],
-        "expert_gating_func": 2 if config["scoring_func"] == "sigmoid" else 1,
-        "expert_group_count": config.get("n_group"),
-        "expert_group_used_count": config.get("topk_group"),
-        "attention.indexer.head_count": config.get("index_n_heads"),
-        "attention.indexer.key_length": config.get("index_head_dim"),
-        "attention.indexer.top_k": config.get("index_topk"),
-    }
-
-
-def _ernie_moe(config: Config) -> dict[str, Any]:
-    return {
-        "interleave_moe_layer_step": config["moe_layer_interval"],
-        "leading_dense_block_count": config["moe_layer_start_index"],
-        "expert_shared_count": config["moe_num_shared_experts"],
-        "expert_shared_feed_forward_length": config["moe_num_shared_experts"] * config["moe_intermediate_size"],
-    }
-
-
-def _gemma4(config: Config) -> dict[str, Any]:
-    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
-    shared, layers, inner = config.get("num_kv_shared_layers", 0), len(slides), config["intermediate_size"]
-    wide = [inner * (2 if layer >= layers - shared else 1) for layer in range(layers)]
-    kinds = {True: config["num_key_value_heads"], False: config["num_global_key_value_heads"]}
-    full = kinds if config["attention_k_eq_v"] else dict.fromkeys(kinds, config["num_key_value_heads"])
-    return {
-        "attention.shared_kv_layers": shared,
-        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
-        "attention.sliding_window_pattern": slides,
-        "attention.sliding_window": config["sliding_window"],
-        "attention.key_length": config["global_head_dim"],
-        "attention.value_length": config["global_head_dim"],
-        "attention.key_length_swa": config["head_dim"],
-        "attention.value_length_swa": config["head_dim"],
-        "feed_forward_length": wide if config.get("use_double_wide_mlp") else inner,
-        "attention.head_count_kv": [full[each] for each in slides],
-        "rope.dimension_count": config["global_head_dim"],
-        "rope.dimension_count_swa": config["head_dim"],
-        "rope.freq_base": 1_000_000.0,
-        "rope.freq_base_swa": 10_000.0,
-        "final_logit_softcapping": config["final_logit_softcapping"],
-    }
-
-
-def _delta(config: Config) -> dict[str, Any]:
-    return {
-        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-        "ssm.state_size": config["linear_key_head_dim"],
-        "ssm.group_count": config["linear_num_key_heads"],
-        "ssm.time_step_rank": config["linear_num_value_heads"],
-        "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
-        "full_attention_interval": config.get("full_attention_interval", 4),
-        "rope.dimension_count": int(config["head_dim"] * config["partial_rotary_factor"]),
-        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
-    }
-
-
-def _qwen35(config: Config) -> dict[str, Any]:
-    return {**_delta(config), "rope.dimension_sections": [11, 11, 10, 0]}
-
-
-def _llama4(config: Config) -> dict[str, Any]:
-    return {
-        **_llama(config),
-        "interleave_moe_layer_step": config["interleave_moe_layer_step"],
-        "expert_feed_forward_length": config["intermediate_size"],
-        "feed_forward_length": config["intermediate_size_mlp"],
-    }
-
-
-_OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
-    "llama": _llama,
-    "gpt-oss": _gpt_oss,
-    "deepseek2": _deepseek,
-    "deepseek32": _deepseek,
-    "ernie4_5-moe": _ernie_moe,
-    "gemma4": _gemma4,
-    "qwen3next": _delta,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35,
-    "llama4": _llama4,
-}
 
 
 # ---- tensors ----

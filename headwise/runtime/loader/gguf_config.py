@@ -17,7 +17,7 @@ from headwise.runtime.loader.gguf_experts import WITH_EXPERTS
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_gemma import GEMMA
 from headwise.runtime.loader.gguf_gemma4 import GEMMA4
-from headwise.runtime.loader.gguf_keys import count, integer, shortest
+from headwise.runtime.loader.gguf_keys import count, integer, served_layers, shortest
 from headwise.runtime.loader.gguf_latents import LATENTS
 from headwise.runtime.loader.gguf_llama import LLAMA
 from headwise.runtime.loader.gguf_part import Part, rows_of, whole
@@ -95,15 +95,6 @@ def build_config(source: GgufFile) -> dict[str, Any]:
         "pad_token_id": lambda: source.get("tokenizer.ggml.padding_token_id"),
     }
     return {**{key: read() for key, read in common.items() if key not in own}, **own}
-
-
-def served_layers(source: GgufFile) -> int:
-    """Layers of the model itself: those behind them predict further tokens, which is not served."""
-    name = source.require("general.architecture")
-    layers = integer(source, f"{name}.block_count") - count(source, f"{name}.nextn_predict_layers")
-    if layers < 1:
-        raise ModelError(f"{source.path}: {name}.nextn_predict_layers leaves no layer of {name}.block_count")
-    return layers
 
 
 def parts_of(source: GgufFile, config: Config, model: ModelConfig) -> list[Part]:

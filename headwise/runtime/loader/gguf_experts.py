@@ -18,9 +18,8 @@ from headwise.runtime.loader.gguf_architecture import (
 )
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer, rope_scaling, theta
+from headwise.runtime.loader.gguf_routing import CORRECTION, corrected_feed_forward
 from headwise.runtime.models.base import ModelConfig
-
-_CORRECTION = "exp_probs_b.bias"
 
 
 def _gpt_oss(source: GgufFile) -> dict[str, Any]:
@@ -81,8 +80,7 @@ def _ernie_moe(source: GgufFile) -> dict[str, Any]:
 
 
 def _needs_ernie_moe(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    shared = SHARED_EXPERT if config.moe is not None and config.moe.num_shared_experts else ()
-    return (*ATTENTION, "ffn_norm", *feed_forward(config, layer, (*shared, _CORRECTION)))
+    return (*ATTENTION, "ffn_norm", *corrected_feed_forward(config, layer))
 
 
 WITH_EXPERTS: Mapping[str, Architecture] = {
@@ -104,7 +102,7 @@ WITH_EXPERTS: Mapping[str, Architecture] = {
             **LLAMA_NAMES,
             **SHARED_EXPERT,
             "ffn_gate_inp": "mlp.gate",
-            _CORRECTION: "mlp.moe_statics.e_score_correction_bias",
+            CORRECTION: "mlp.moe_statics.e_score_correction_bias",
         },
         _needs_ernie_moe,
         experts=experts_at("mlp.experts"),

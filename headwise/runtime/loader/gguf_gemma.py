@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import ModelError
 from headwise.runtime.loader.gguf_architecture import (
     ATTENTION,
     DENSE,
@@ -18,11 +17,11 @@ from headwise.runtime.loader.gguf_architecture import (
     Config,
 )
 from headwise.runtime.loader.gguf_file import GgufFile
-from headwise.runtime.loader.gguf_keys import integer, rope_scaling, theta
+from headwise.runtime.loader.gguf_keys import integer, layer_types, rope_scaling, theta
 from headwise.runtime.models.base import ModelConfig
 
 _GEMMA3_LOCAL_THETA = 10_000.0
-_GEMMA3_PATTERN = 6
+GEMMA3_PATTERN = 6
 _GEMMA3_27B_LAYERS = 62
 _GEMMA2_27B_LAYERS = 46
 
@@ -63,24 +62,13 @@ def _gemma3(source: GgufFile) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
         "sliding_window": integer(source, "gemma3.attention.sliding_window"),
-        "layer_types": layer_types(source, "gemma3", layers),
+        "layer_types": layer_types(source, "gemma3", GEMMA3_PATTERN),
         "rope_theta": theta(source, "gemma3", 1_000_000.0),
         "rope_local_base_freq": float(source.get("gemma3.rope.freq_base_swa", _GEMMA3_LOCAL_THETA)),
         "rope_scaling": rope_scaling(source, "gemma3"),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": source.get("gemma3.final_logit_softcapping"),
     }
-
-
-def layer_types(source: GgufFile, name: str, layers: int) -> list[str]:
-    """Each layer's attention. In GGUF ``sliding_window_pattern`` is a period (every n-th layer is full), or a flag for
-    each layer: whether it slides."""
-    pattern = source.get(f"{name}.attention.sliding_window_pattern", _GEMMA3_PATTERN)
-    if isinstance(pattern, int):
-        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
-    if len(pattern) != layers:
-        raise ModelError(f"{source.path}: the sliding window pattern covers {len(pattern)} of {layers} layers")
-    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
 def _undo(name: str, values: NDArray[Any], config: Config) -> NDArray[Any]:

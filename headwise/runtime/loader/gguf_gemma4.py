@@ -10,8 +10,8 @@ import numpy as np
 from headwise.errors import ModelError
 from headwise.runtime.loader.gguf_architecture import DENSE, EXPERTS, HEAD_NORMS, Architecture, experts_at
 from headwise.runtime.loader.gguf_file import GgufFile
-from headwise.runtime.loader.gguf_gemma import GEMMA2_NAMES, layer_types
-from headwise.runtime.loader.gguf_keys import count, integer, theta
+from headwise.runtime.loader.gguf_gemma import GEMMA2_NAMES, GEMMA3_PATTERN
+from headwise.runtime.loader.gguf_keys import count, integer, layer_types, theta
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.gemma4_config import FULL, Gemma4Config
 
@@ -23,7 +23,7 @@ _STILL = 1e10
 
 def _config(source: GgufFile) -> dict[str, Any]:
     layers = integer(source, f"{_NAME}.block_count")
-    kinds, shared = layer_types(source, _NAME, layers), count(source, f"{_NAME}.attention.shared_kv_layers")
+    kinds, shared = layer_types(source, _NAME, GEMMA3_PATTERN), count(source, f"{_NAME}.attention.shared_kv_layers")
     sliding_heads, full_heads = _heads(source, kinds)
     sizes = _each(source, "feed_forward_length", layers)
     found = {

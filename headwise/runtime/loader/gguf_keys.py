@@ -53,3 +53,25 @@ def rope_scaling(source: GgufFile, name: str) -> dict[str, Any] | None:
         known = {key: shortest(value) for key, value in told.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **known}
     raise ModelError(f"{source.path} scales RoPE by {kind!r}; linear, yarn and Llama 3's can be converted")
+
+
+def served_layers(source: GgufFile) -> int:
+    """Layers of the model itself: those behind them predict further tokens, which is not served."""
+    name = source.require("general.architecture")
+    layers = integer(source, f"{name}.block_count") - count(source, f"{name}.nextn_predict_layers")
+    if layers < 1:
+        raise ModelError(f"{source.path}: {name}.nextn_predict_layers leaves no layer of {name}.block_count")
+    return layers
+
+
+def layer_types(source: GgufFile, name: str, period: int) -> list[str]:
+    """Each layer's attention. In GGUF ``sliding_window_pattern`` is a period (every n-th layer is full), or a flag for
+    each layer: whether it slides. period: where the file does not say"""
+    layers, pattern = served_layers(source), source.get(f"{name}.attention.sliding_window_pattern", period)
+    if isinstance(pattern, int):
+        if pattern < 1:
+            raise ModelError(f"{source.path}: {name}.attention.sliding_window_pattern must be positive, got {pattern}")
+        pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    if len(pattern) not in (layers, integer(source, f"{name}.block_count")):
+        raise ModelError(f"{source.path}: the sliding window pattern covers {len(pattern)} of {layers} layers")
+    return ["sliding_attention" if slides else "full_attention" for slides in pattern[:layers]]

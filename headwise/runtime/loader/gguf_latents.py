@@ -21,24 +21,21 @@ from headwise.runtime.loader.gguf_architecture import (
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer, rope_scaling, shortest, theta
 from headwise.runtime.loader.gguf_part import Part, made_of
+from headwise.runtime.loader.gguf_routing import CORRECTION, SIGMOID, SOFTMAX, weights_scale
 from headwise.runtime.models.base import ModelConfig
 
-_SOFTMAX, _SIGMOID = 1, 2
-"""What GGUF calls the functions that make scores of a router's results."""
-
-_GROUPS = {(160, _SOFTMAX): (8, 3), (256, _SIGMOID): (8, 4)}
+_GROUPS = {(160, SOFTMAX): (8, 3), (256, SIGMOID): (8, 4)}
 """Groups of experts, and those that a token may use, of DeepSeek-V2 and V3 by their experts and their router: files of
 before llama.cpp knew of groups do not say."""
 
 _LOG_MULTIPLIER = 0.1
 """GGUF has YaRN's ``mscale_all_dim`` multiplied with it."""
 
-_CORRECTION = "exp_probs_b.bias"
 _JOINED, _KEYS, _VALUES = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 
 
 def _deepseek2(source: GgufFile) -> dict[str, Any]:
-    is_v3 = _gating(source, "deepseek2") == _SIGMOID
+    is_v3 = _gating(source, "deepseek2") == SIGMOID
     found = {
         **_latents(source, "deepseek2"),
         "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
@@ -62,8 +59,8 @@ def _deepseek32(source: GgufFile) -> dict[str, Any]:
 
 def _gating(source: GgufFile, name: str) -> int:
     """The function that makes scores; of files of before it was a key, a softmax."""
-    found = source.get(f"{name}.expert_gating_func", 0) or _SOFTMAX
-    if found not in (_SOFTMAX, _SIGMOID):
+    found = source.get(f"{name}.expert_gating_func", 0) or SOFTMAX
+    if found not in (SOFTMAX, SIGMOID):
         raise ModelError(f"{source.path}: {name}.expert_gating_func {found!r} is neither softmax (1) nor sigmoid (2)")
     return int(found)
 
@@ -119,12 +116,12 @@ def _routing(source: GgufFile, name: str, experts: int | None) -> dict[str, Any]
         "num_experts_per_tok": integer(source, f"{name}.expert_used_count"),
         "moe_intermediate_size": integer(source, f"{name}.expert_feed_forward_length"),
         "n_shared_experts": count(source, f"{name}.expert_shared_count"),
-        "routed_scaling_factor": shortest(float(source.get(f"{name}.expert_weights_scale", 0.0)) or 1.0),
+        "routed_scaling_factor": weights_scale(source, name),
         "norm_topk_prob": bool(source.get(f"{name}.expert_weights_norm", False)),
         "n_group": groups,
         "topk_group": used or groups,
     }
-    if gating == _SIGMOID:
+    if gating == SIGMOID:
         return {**found, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     return {**found, "topk_method": "greedy" if groups == 1 else "group_limited_greedy", "scoring_func": "softmax"}
 
@@ -165,7 +162,7 @@ def _needed(config: ModelConfig, layer: int) -> tuple[str, ...]:
     own = ("attn_norm", *queries, "attn_kv_a_mqa", "attn_kv_a_norm", "attn_output", "ffn_norm")
     indexer = tuple(_INDEXER) if mla.indexer is not None else ()
     shared = SHARED_EXPERT if config.moe is not None and config.moe.num_shared_experts else ()
-    correction = (_CORRECTION,) if getattr(config.moe, "has_correction", False) else ()
+    correction = (CORRECTION,) if getattr(config.moe, "has_correction", False) else ()
     return (*own, *indexer, *feed_forward(config, layer, (*shared, *correction)))
 
 
@@ -186,7 +183,7 @@ _NAMES = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
     "ffn_gate_inp": "mlp.gate",
-    _CORRECTION: "mlp.gate.e_score_correction_bias",
+    CORRECTION: "mlp.gate.e_score_correction_bias",
 }
 
 LATENTS: Mapping[str, Architecture] = {
