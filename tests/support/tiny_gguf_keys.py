@@ -31,19 +31,22 @@ def model_keys(config: Config, architecture: str) -> dict[str, Any]:
     return {**base, **_OWN_KEYS.get(architecture, lambda config: {})(config)}
 
 
-_EPS = {"llama": 1e-5, "gpt-oss": 1e-5, "ernie4_5": 1e-5, "ernie4_5-moe": 1e-5}
+_EPS = {
+    **dict.fromkeys(("llama", "gpt-oss", "ernie4_5", "ernie4_5-moe", "olmo2", "exaone4", "mistral3", "cohere2"), 1e-5),
+    "glm4": 1.5625e-7,
+}
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _scaling(scaling: Config | None) -> dict[str, Any]:
-    if not scaling:
+    if not scaling or scaling.get("rope_type") == "llama3":
         return {}
     found = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": float(scaling["factor"]),
         "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
-        "rope.scaling.yarn_beta_fast": float(scaling["beta_fast"]),
-        "rope.scaling.yarn_beta_slow": float(scaling["beta_slow"]),
+        "rope.scaling.yarn_beta_fast": scaling.get("beta_fast"),
+        "rope.scaling.yarn_beta_slow": scaling.get("beta_slow"),
     }
     if "mscale_all_dim" in scaling:
         found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
@@ -74,11 +77,11 @@ def _deepseek(config: Config) -> dict[str, Any]:
         "attention.q_lora_rank": config["q_lora_rank"],
         "rope.dimension_count": rotated,
         "vocab_size": config["vocab_size"],
-        "leading_dense_block_count": config["first_k_dense_replace"],
+        "leading_dense_block_count": config.get("first_k_dense_replace", 1),
         "expert_shared_count": config["n_shared_experts"],
         "expert_weights_scale": config["routed_scaling_factor"],
-        "expert_weights_norm": config["norm_topk_prob"],
-        "expert_gating_func": 2 if config["scoring_func"] == "sigmoid" else 1,
+        "expert_weights_norm": config.get("norm_topk_prob", True),
+        "expert_gating_func": 1 if config.get("scoring_func") == "softmax" else 2,
         "expert_group_count": config.get("n_group"),
         "expert_group_used_count": config.get("topk_group"),
         "attention.indexer.head_count": config.get("index_n_heads"),
@@ -147,6 +150,81 @@ def _llama4(config: Config) -> dict[str, Any]:
     }
 
 
+def _corrected(config: Config) -> dict[str, Any]:
+    """Of experts that are chosen by sigmoids."""
+    shared = config.get("n_shared_experts", config.get("num_shared_experts", 0))
+    return {
+        "leading_dense_block_count": config.get("first_k_dense_replace", config.get("num_dense_layers", 1)),
+        "expert_shared_count": shared,
+        "expert_weights_scale": config.get("routed_scaling_factor", config.get("route_scale")),
+        "expert_weights_norm": config.get("norm_topk_prob", True),
+        "expert_gating_func": 2,
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group", config.get("n_group") and 1),
+        "expert_shared_feed_forward_length": shared * config["moe_intermediate_size"],
+    }
+
+
+def _windows(config: Config) -> dict[str, Any]:
+    layers = range(config["num_hidden_layers"])
+    window = config.get("sliding_window")
+    slides = [kind == "sliding_attention" for kind in config.get("layer_types") or ()]
+    return {
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": (slides or [(layer + 1) % 4 != 0 for layer in layers]) if window else None,
+    }
+
+
+def _part_rotated(config: Config) -> dict[str, Any]:
+    share = config.get("partial_rotary_factor", 1.0)
+    return {"rope.dimension_count": config.get("rotary_dim") or int(config["head_dim"] * share)}
+
+
+def _glm4_moe(config: Config) -> dict[str, Any]:
+    return {**_corrected(config), **_part_rotated(config), "nextn_predict_layers": config["num_nextn_predict_layers"]}
+
+
+def _qwen2_moe(config: Config) -> dict[str, Any]:
+    return {"expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}
+
+
+def _minimax(config: Config) -> dict[str, Any]:
+    size = config["intermediate_size"]
+    return {**_part_rotated(config), "expert_feed_forward_length": size, "expert_gating_func": 2}
+
+
+def _exaone_moe(config: Config) -> dict[str, Any]:
+    return {**_corrected(config), **_windows(config), "rope.scaling.type": "none", "nextn_predict_layers": 0}
+
+
+def _cohere2(config: Config) -> dict[str, Any]:
+    return {
+        **_llama(config),
+        "attention.layer_norm_rms_epsilon": None,
+        "attention.layer_norm_epsilon": float(config.get("layer_norm_eps", 1e-5)),
+        "attention.sliding_window": config["sliding_window"],
+        "logit_scale": config["logit_scale"],
+        "rope.scaling.type": "none",
+    }
+
+
+def _afmoe(config: Config) -> dict[str, Any]:
+    return {**_llama(config), **_corrected(config), "attention.sliding_window": config["sliding_window"]}
+
+
+def _mistral3(config: Config) -> dict[str, Any]:
+    ropes = config.get("rope_parameters") or {}
+    if "llama_4_scaling_beta" not in ropes:
+        return _llama(config)
+    return {
+        **_llama(config),
+        **_scaling(ropes),
+        "rope.freq_base": ropes["rope_theta"],
+        "rope.scaling.yarn_log_multiplier": ropes["mscale_all_dim"],
+        "attention.temperature_scale": ropes["llama_4_scaling_beta"],
+    }
+
+
 _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama,
     "gpt-oss": _gpt_oss,
@@ -158,4 +236,16 @@ _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "llama4": _llama4,
+    "glm4": _part_rotated,
+    "glm4moe": _glm4_moe,
+    "qwen2moe": _qwen2_moe,
+    "smollm3": _llama,
+    "minimax-m2": _minimax,
+    "olmo2": _windows,
+    "exaone4": _windows,
+    "exaone-moe": _exaone_moe,
+    "cohere2": _cohere2,
+    "dots1": _corrected,
+    "afmoe": _afmoe,
+    "mistral3": _mistral3,
 }

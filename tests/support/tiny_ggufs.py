@@ -39,6 +39,7 @@ class TinyGguf:
                   computed this very model
     like:         layer -> another one of the checkpoint, whose weights' names and shapes it gets
     sizes:        a part of weights' names -> their sizes, and the ones that they have instead
+    without:      ends of the names of weights that it does not have
     """
 
     architecture: str
@@ -46,6 +47,7 @@ class TinyGguf:
     changes: Mapping[str, Any] | None = None
     like: Mapping[int, int] | None = None
     sizes: Mapping[str, Mapping[int, int]] | None = None
+    without: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class TinyGguf:
             found |= {name.replace(theirs, at): shape for name, shape in known.items() if name.startswith(theirs)}
         for part, sizes in (self.sizes or {}).items():
             found |= {name: [sizes.get(size, size) for size in found[name]] for name in found if part in name}
-        return found
+        return {name: shape for name, shape in found.items() if not name.endswith(self.without)}
 
     def weights(self) -> dict[str, np.ndarray]:
         if self.checkpoint in _ERNIE:
@@ -78,6 +80,20 @@ _SQUARE = {"linear_value_head_dim": 32}
 _SQUARE_SIZES = {"linear_attn": {48: 32, 192: 128, 320: 256, 512: 384}}
 _KINDS = TINY_CONFIGS["gemma4-shared"]["layer_types"]
 _LITE_LAYERS = 27
+_NARROW = {"head_dim": 16}
+_NARROW_SIZES = {"self_attn": {256: 64, 128: 32}}
+"""Heads that together are as wide as the hidden state."""
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_EXAONE_LAYERS = 64
+_NARROW_EXAONE = TinyGguf(
+    "exaone4", "exaone4", _NARROW, sizes={"_proj": {256: 64, 128: 32}, "q_norm": {64: 16}, "k_norm": {64: 16}}
+)
 
 TINY_GGUFS: Mapping[str, TinyGguf] = {
     "mixtral": TinyGguf("llama", "mixtral"),
@@ -96,6 +112,21 @@ TINY_GGUFS: Mapping[str, TinyGguf] = {
     "qwen3.5": TinyGguf("qwen35", "qwen3.5"),
     "qwen3.5-moe": TinyGguf("qwen35moe", "qwen3.5-moe"),
     "llama4": TinyGguf("llama4", "llama4", _LLAMA4),
+    "glm4": TinyGguf("glm4", "glm4"),
+    "glm4-moe": TinyGguf("glm4moe", "glm4-moe"),
+    "glm4-moe-lite": TinyGguf("deepseek2", "glm4-moe-lite"),
+    "seed-oss": TinyGguf("seed_oss", "seed-oss"),
+    "qwen2-moe": TinyGguf("qwen2moe", "qwen2-moe", _EVERY_LAYER, {1: 0}),
+    "smollm3": TinyGguf("smollm3", "smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}, {3: 2}),
+    "minimax-m2": TinyGguf("minimax-m2", "minimax-m2"),
+    "olmo2": TinyGguf("olmo2", "olmo2"),
+    "olmo3": TinyGguf("olmo2", "olmo3"),
+    "exaone4": TinyGguf("exaone4", "exaone4"),
+    "exaone-moe": TinyGguf("exaone-moe", "exaone-moe"),
+    "cohere2": TinyGguf("cohere2", "cohere2"),
+    "dots1": TinyGguf("dots1", "dots1"),
+    "afmoe": TinyGguf("afmoe", "afmoe"),
+    "ministral3": TinyGguf("mistral3", "ministral3"),
 }
 
 JUDGED_GGUFS: Mapping[str, TinyGguf] = {
@@ -125,6 +156,24 @@ JUDGED_GGUFS: Mapping[str, TinyGguf] = {
     # and keys and values of a delta-net have one size.
     "qwen3-next": replace(TINY_GGUFS["qwen3-next"], changes={**_EVERY_LAYER, **_SQUARE}, sizes=_SQUARE_SIZES),
     **{name: replace(TINY_GGUFS[name], changes=_SQUARE, sizes=_SQUARE_SIZES) for name in ("qwen3.5", "qwen3.5-moe")},
+    # Heads of some are as wide as the hidden state,
+    **{name: replace(TINY_GGUFS[name], changes=_NARROW, sizes=_NARROW_SIZES) for name in ("olmo2", "olmo3")},
+    "exaone4": replace(_NARROW_EXAONE, changes={**_NARROW, "sliding_window": None, "rope_scaling": _LLAMA3}),
+    # llama.cpp knows EXAONE 4 with windows by its layers,
+    "exaone4-windows": replace(
+        _NARROW_EXAONE,
+        changes={**_NARROW, "num_hidden_layers": _EXAONE_LAYERS},
+        like={layer: layer % 4 for layer in range(4, _EXAONE_LAYERS)},
+    ),
+    "qwen2-moe": replace(TINY_GGUFS["qwen2-moe"], changes={**_EVERY_LAYER, **_NARROW}, sizes=_NARROW_SIZES),
+    # and what comes from attention has no bias.
+    "seed-oss": replace(TINY_GGUFS["seed-oss"], changes={"attention_out_bias": False}, without=("o_proj.bias",)),
+    "dots1": replace(
+        TINY_GGUFS["dots1"],
+        changes={"attention_bias": False, "num_key_value_heads": 4},  # no heads share keys and values
+        sizes={"self_attn": {128: 256}},
+        without=("_proj.bias",),
+    ),
 }
 """Those that llama.cpp can load, too."""
 
@@ -291,6 +340,19 @@ def _tensors(tiny: TinyGguf, is_split: bool) -> Iterator[_Tensor]:
         full = config["global_head_dim"] // 2
         turning = full // 4
         yield "rope_freqs.weight", np.array([1.0] * turning + [1e30] * (full - turning), np.float32), Kind.F32
+    if (config.get("rope_scaling") or {}).get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _llama3_factors(config), Kind.F32
+
+
+def _llama3_factors(config: Config) -> np.ndarray:
+    """What frequencies are divided by: those of waves longer than the original context by the factor, of waves shorter
+    than a quarter of it by 1."""
+    scaling, dim = config["rope_scaling"], config["head_dim"]
+    turns = scaling["original_max_position_embeddings"] / (
+        2 * np.pi * config["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    )
+    kept = np.clip((turns - 1) / 3, 0, 1)
+    return (1 / (kept + (1 - kept) / scaling["factor"])).astype(np.float32)
 
 
 _OTHER_NAMES = {
@@ -318,7 +380,7 @@ def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple
     """What a converter makes of each tensor."""
     kind = config["model_type"]
     for name, values in weights.items():
-        if kind == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if kind in ("mixtral", "smollm3", "ministral3") and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
             yield name, halves.swapaxes(1, 2).reshape(values.shape)
@@ -328,6 +390,10 @@ def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple
             yield from _split_latents(name, values, config)
         elif name.endswith("e_score_correction_bias"):
             yield name.replace("_bias", ".bias"), values.reshape(-1)
+        elif name.endswith("expert_bias"):
+            yield f"{name}.bias", values
+        elif name.endswith("shared_expert_gate.weight"):
+            yield name, values[0]
         elif kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
             yield from _delta_tensor(name, values, config, is_split)
         elif name.endswith("experts.gate_up_proj") and kind == "llama4_text":

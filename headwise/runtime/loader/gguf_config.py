@@ -11,18 +11,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.runtime.loader.gguf_afmoe import AFMOE
 from headwise.runtime.loader.gguf_architecture import GLOBAL_NAMES, Architecture, Config
+from headwise.runtime.loader.gguf_cohere import COHERE
 from headwise.runtime.loader.gguf_delta import DELTA
+from headwise.runtime.loader.gguf_dots1 import DOTS1
+from headwise.runtime.loader.gguf_exaone import EXAONE
 from headwise.runtime.loader.gguf_experts import WITH_EXPERTS
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_gemma import GEMMA
 from headwise.runtime.loader.gguf_gemma4 import GEMMA4
+from headwise.runtime.loader.gguf_glm import GLM
 from headwise.runtime.loader.gguf_keys import count, integer, served_layers, shortest
 from headwise.runtime.loader.gguf_latents import LATENTS
 from headwise.runtime.loader.gguf_llama import LLAMA
+from headwise.runtime.loader.gguf_minimax import MINIMAX
+from headwise.runtime.loader.gguf_mistral import MISTRAL3
+from headwise.runtime.loader.gguf_olmo import OLMO
 from headwise.runtime.loader.gguf_part import Part, rows_of, whole
 from headwise.runtime.loader.gguf_phi3 import PHI3
 from headwise.runtime.loader.gguf_qwen import QWEN
+from headwise.runtime.loader.gguf_seed_oss import SEED_OSS
+from headwise.runtime.loader.gguf_smollm3 import SMOLLM3
 from headwise.runtime.models.base import ModelConfig
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -34,6 +44,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **WITH_EXPERTS,
     **LATENTS,
     **DELTA,
+    **GLM,
+    **SEED_OSS,
+    **SMOLLM3,
+    **MINIMAX,
+    **OLMO,
+    **EXAONE,
+    **COHERE,
+    **DOTS1,
+    **AFMOE,
+    **MISTRAL3,
 }
 """By their names in GGUF."""
 

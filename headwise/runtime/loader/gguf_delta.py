@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from headwise.runtime.loader.gguf_architecture import (
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import integer, rope_scaling, theta
 from headwise.runtime.loader.gguf_part import Part, made_of
+from headwise.runtime.loader.gguf_qwen import GATED_EXPERT, GATED_EXPERT_PARTS, shared_gates
 from headwise.runtime.models.base import ModelConfig
 
 _NEXT, _QWEN35, _QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
@@ -115,16 +115,9 @@ def _made(order: Callable[[NDArray[np.float32], Config], NDArray[np.float32]]) -
             at, hf = f"blk.{layer}.", f"model.layers.{layer}.linear_attn."
             if f"{at}ssm_a" in source.tensors:
                 yield from _of_delta_net(source, at, hf, config, order)
-            gate = f"{at}ffn_gate_inp_shexp.weight"
-            if gate in source.tensors:
-                name = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
-                yield made_of(source, name, (1, config["hidden_size"]), (gate,), partial(_as_row, source, gate))
+        yield from shared_gates(source, config)
 
     return made
-
-
-def _as_row(source: GgufFile, name: str) -> NDArray[np.float32]:
-    return source.tensor(name).reshape(1, -1)
 
 
 def _of_delta_net(
@@ -183,8 +176,7 @@ def _made_next(source: GgufFile, config: Config) -> Iterable[Part]:
 def _needed(is_next: bool) -> Callable[[ModelConfig, int], tuple[str, ...]]:
     def needed(config: ModelConfig, layer: int) -> tuple[str, ...]:
         assert config.delta is not None, "parsed so"
-        shared = (*_SHARED, "ffn_gate_inp_shexp")
-        fed = ("post_attention_norm", *feed_forward(config, layer, shared))
+        fed = ("post_attention_norm", *feed_forward(config, layer, GATED_EXPERT_PARTS))
         if layer not in config.delta.layers:
             return (*ATTENTION, *HEAD_NORMS, *fed)
         parts = ("ssm_ba",) if is_next else ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
@@ -193,11 +185,10 @@ def _needed(is_next: bool) -> Callable[[ModelConfig, int], tuple[str, ...]]:
     return needed
 
 
-_SHARED = {f"ffn_{kind}_shexp": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
 _NAMES = {
     **{name: hf for name, hf in LLAMA_NAMES.items() if name != "ffn_norm"},
     **HEAD_NORMS,
-    **_SHARED,
+    **GATED_EXPERT,
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.gate",
     "ssm_norm": "linear_attn.norm",

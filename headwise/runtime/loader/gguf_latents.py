@@ -1,4 +1,4 @@
-"""GGUF's models with latent attention: DeepSeek-V2 and V3, R1, Kimi-K2 (``deepseek2``) and DeepSeek-V3.2."""
+"""GGUF's models with latent attention: DeepSeek-V2 and V3, R1, Kimi-K2, GLM-4.7-Flash (``deepseek2``), V3.2."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ def _deepseek32(source: GgufFile) -> dict[str, Any]:
 
 
 def _gating(source: GgufFile, name: str) -> int:
-    """The function that makes scores; of files of before it was a key, a softmax."""
-    found = source.get(f"{name}.expert_gating_func", 0) or SOFTMAX
+    """The function that makes scores. Of files that do not say: softmax, or sigmoid where experts have a correction, as
+    those of GLM-4.7-Flash do."""
+    is_corrected = any(tensor.endswith(CORRECTION) for tensor in source.tensors)
+    found = source.get(f"{name}.expert_gating_func", 0) or (SIGMOID if is_corrected else SOFTMAX)
     if found not in (SOFTMAX, SIGMOID):
         raise ModelError(f"{source.path}: {name}.expert_gating_func {found!r} is neither softmax (1) nor sigmoid (2)")
     return int(found)

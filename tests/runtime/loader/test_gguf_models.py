@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from support.engine.dense_oracle import run_rank, run_ranks
 from support.reference import CLOSE, answers
+from support.tiny_gguf_keys import model_keys
 from support.tiny_ggufs import (
     JUDGED_GGUFS,
     K_QUANTS,
@@ -39,6 +40,7 @@ from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.rope import rotation_scale
 from headwise.runtime.ops.comm import SingleRank
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -49,12 +51,18 @@ CLOSE_TO_LLAMA_CPP = {**dict.fromkeys(("gemma4", "gemma4-moe", "gemma4-shared"),
 TRANSFORMERS = [name for name, tiny in TINY_GGUFS.items() if tiny.changes is None]
 EXPANDED = (
     *("embed_tokens_per_layer.weight", "per_layer_model_projection.weight"),
-    *("mlp.gate.weight", "mlp.router.weight", "feed_forward.router.weight", "router.proj.weight"),
+    *(
+        "mlp.gate.weight",
+        "mlp.router.gate.weight",
+        "mlp.router.weight",
+        "feed_forward.router.weight",
+        "router.proj.weight",
+    ),
     *("per_layer_input_gate.weight", "block_sparse_moe.gate.weight"),
     *("indexer.wk.weight", "indexer.wq_b.weight", "indexer.weights_proj.weight"),
 )
 """Matrices that models compute from floats of, whatever a file has."""
-WITH_EXPERTS = [name for name in TINY_GGUFS if name not in ("ernie", "gemma4", "gemma4-shared", "qwen3.5")]
+WITH_EXPERTS = [name for name, tiny in TINY_GGUFS.items() if model_keys(tiny.config, tiny.architecture)["expert_count"]]
 
 
 @cache
@@ -167,6 +175,41 @@ def test_files_that_do_not_speak_of_groups_get_those_that_were_published(
     }
     found = build_config(GgufFile(write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["deepseek-v3"], keys=keys)))
     assert (found["n_group"], found["topk_group"]) == groups
+
+
+def test_older_files_do_not_name_the_function_of_scores_that_are_corrected(tmp_path: Path) -> None:
+    path = write_tiny_gguf(
+        tmp_path / "old.gguf", TINY_GGUFS["glm4-moe-lite"], keys={"deepseek2.expert_gating_func": None}
+    )
+    np.testing.assert_array_equal(
+        logits(convert(path, tmp_path), some_ids()), logits(converted("glm4-moe-lite"), some_ids())
+    )
+
+
+def test_older_files_do_not_name_the_size_of_qwen_2s_experts(tmp_path: Path) -> None:
+    path = write_tiny_gguf(
+        tmp_path / "old.gguf", TINY_GGUFS["qwen2-moe"], keys={"qwen2moe.expert_feed_forward_length": None}
+    )
+    np.testing.assert_array_equal(
+        logits(convert(path, tmp_path), some_ids()), logits(converted("qwen2-moe"), some_ids())
+    )
+
+
+def test_windows_are_in_three_of_four_layers_where_a_file_does_not_say(tmp_path: Path) -> None:
+    keys = {"olmo2.attention.sliding_window_pattern": None}
+    path = write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["olmo3"], keys=keys)
+    np.testing.assert_array_equal(logits(convert(path, tmp_path), some_ids()), logits(converted("olmo3"), some_ids()))
+
+
+def test_a_mistral_whose_queries_are_not_tempered_is_a_mistral_without_windows(tmp_path: Path) -> None:
+    keys = {"mistral3.attention.temperature_scale": None}
+    found = build_config(GgufFile(write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["ministral3"], keys=keys)))
+    assert (found["architectures"], found["sliding_window"]) == (["MistralForCausalLM"], None)
+    model, tempered = model_config(found), model_config(Checkpoint(converted("ministral3")).config)
+    assert model.temper is None
+    assert tempered.temper is not None
+    assert model.ropes == (model.ropes[0],) * 3
+    assert rotation_scale(model.ropes[0], 64) == rotation_scale(tempered.ropes[0], 64)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -357,6 +400,19 @@ class Stages(SilentProgress):
         ("qwen3-next", "blk.0.attn_gate.weight"),
         ("qwen3.5", "blk.2.attn_gate.weight"),
         ("llama4", "blk.3.ffn_gate_inp.weight"),
+        ("glm4", "blk.1.ffn_up.weight"),
+        ("glm4-moe", "blk.2.exp_probs_b.bias"),
+        ("seed-oss", "blk.0.post_attention_norm.weight"),
+        ("qwen2-moe", "blk.0.ffn_gate_inp_shexp.weight"),
+        ("smollm3", "blk.3.attn_k.weight"),
+        ("minimax-m2", "blk.1.attn_q_norm.weight"),
+        ("olmo2", "blk.2.post_ffw_norm.weight"),
+        ("exaone4", "blk.0.attn_k_norm.weight"),
+        ("exaone-moe", "blk.1.ffn_up_shexp.weight"),
+        ("cohere2", "blk.3.ffn_gate.weight"),
+        ("dots1", "blk.0.ffn_down.weight"),
+        ("afmoe", "blk.2.attn_gate.weight"),
+        ("ministral3", "blk.2.ffn_norm.weight"),
     ],
 )
 def test_what_a_file_lacks_is_named_before_its_weights_are_read(tmp_path: Path, name: str, lacks: str) -> None:
@@ -382,6 +438,15 @@ def test_what_a_file_lacks_is_named_before_its_weights_are_read(tmp_path: Path, 
         ("gemma4", {"gemma4.attention.head_count_kv": [4, 2, 2, 4, 2]}, "differs between layers of a kind"),
         ("qwen3.5", {"qwen35.ssm.inner_size": 193}, "no multiple of 4 heads"),
         ("qwen3.5", {"qwen35.nextn_predict_layers": 4}, "leaves no layer"),
+        ("glm4", {"glm4.rope.dimension_sections": [8, 12, 12, 0]}, "reorders a GLM-4's rows"),
+        ("glm4", {"glm4.rope.dimension_count": 128}, "dimension_count 128 is more than a head's 64"),
+        ("glm4-moe", {"glm4moe.expert_gating_func": 1}, r"glm4moe\.expert_gating_func must be sigmoid \(2\), got 1"),
+        ("afmoe", {"afmoe.expert_weights_norm": False}, "weights are not normed"),
+        ("seed-oss", {"seed_oss.rope.dimension_count": 32}, "rotates 32 of 64 dimensions"),
+        ("olmo3", {"olmo2.attention.sliding_window_pattern": [True]}, "pattern covers 1 of 4 layers"),
+        ("olmo3", {"olmo2.attention.sliding_window_pattern": 0}, "sliding_window_pattern must be positive, got 0"),
+        ("cohere2", {"cohere2.logit_scale": None}, r"lacks the metadata key 'cohere2\.logit_scale'"),
+        ("ministral3", {"mistral3.expert_count": 8}, "a mistral3 with 8 experts, which cannot be served"),
         ("qwen3.5", {"qwen35.expert_count": 8}, "a qwen35 with 8 experts, which cannot be served"),
     ],
 )

@@ -180,7 +180,7 @@ def test_frequency_factors_of_another_origin_are_refused(tmp_path: Path) -> None
 
 
 def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"'mamba'; GGUF files of deepseek2, .*qwen3moe, qwen3next can be converted"):
+    with pytest.raises(ModelError, match=r"'mamba'; GGUF files of afmoe, .*qwen3moe, .*smollm3 can be converted"):
         convert(write_llama_gguf(tmp_path / "m.gguf", architecture="mamba"), tmp_path)
 
 
