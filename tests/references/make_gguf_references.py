@@ -139,14 +139,15 @@ def split_texts(scratch: Path, pre: str, known: list[str]) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=[*JUDGED_GGUFS, *SPLITS])
+    parser.add_argument("models", nargs="*", default=list(dict.fromkeys([*JUDGED_GGUFS, *SPLITS])))
     place = Path(__file__).with_name("gguf.json")
     found: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {"models": {}, "splits": {}}
     known, learned = found["models"], merges()
     with tempfile.TemporaryDirectory() as scratch:
         for name in parser.parse_args().models:
-            if name in SPLITS:
+            if name in SPLITS:  # some of whose names are models', too
                 found["splits"][name] = split_texts(Path(scratch), name, learned)
+            if name not in JUDGED_GGUFS:
                 continue
             tiny = JUDGED_GGUFS[name]
             keys = {"tokenizer.ggml.tokens": words(tiny.config["vocab_size"]), "tokenizer.ggml.eos_token_id": NEVER}

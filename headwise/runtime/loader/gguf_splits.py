@@ -13,7 +13,9 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _REST
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_SEED = _QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 _QWEN35 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _REST
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def _words(but: str = "", endings: str = "") -> str:
@@ -51,20 +53,30 @@ _DEEPSEEK = (
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
 
+# Groups of three digits from a number's end, then scripts without spaces between words.
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+",
+    _DEEPSEEK3[2],
+)
+
 SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral"), (_LLAMA3,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral", "glm4", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
+    "seed-coder": (_SEED,),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT4O,)),
     "tekken": (_TEKKEN,),
     "kimi-k2": (_KIMI,),
+    "command-r": (r"\p{N}", _GPT2),
     "deepseek-v3": _DEEPSEEK3,
     "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": _DEEPSEEK_CODER,
+    "afmoe": _AFMOE,
 }
 """By what ``tokenizer.ggml.pre`` says."""
 
-NORMALISED = ("qwen2", "deepseek-r1-qwen", "qwen35")
+NORMALISED = ("qwen2", "deepseek-r1-qwen", "qwen35", "command-r")
 """Those whose text is normalised (NFC) first."""
 
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")

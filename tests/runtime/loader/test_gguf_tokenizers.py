@@ -17,8 +17,8 @@ from headwise.runtime.loader.gguf_splits import NORMALISED, SPLITS
 from headwise.runtime.loader.gguf_tokenizer import build_tokenizer
 
 DEPARTURES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "qwen35"), (5,)),
-    **dict.fromkeys(("gpt-4o", "llama4", "tekken"), (5,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "qwen35", "command-r"), (5,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "tekken"), (5,)),
     **dict.fromkeys(("deepseek-llm", "deepseek-coder"), (5,)),
     "kimi-k2": (0, 3, 5),
 }
@@ -54,7 +54,7 @@ def test_text_is_split_as_llama_cpp_splits_it(pre: str, tmp_path: Path) -> None:
 
 def test_words_that_combining_marks_are_in_stay_whole(tmp_path: Path) -> None:
     """Where their models' expressions say so, which llama.cpp's do not."""
-    for pre in ("gpt-4o", "llama4", "tekken", "kimi-k2", "qwen35", "deepseek-v3"):
+    for pre in ("gpt-4o", "llama4", "minimax-m2", "tekken", "kimi-k2", "qwen35", "deepseek-v3", "afmoe"):
         tokenizer = tokenizer_of(tmp_path, vocabulary(ONE), pre=pre, merges=ONE)
         pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("हिन्दी x")]
         assert len(pieces) == 2, pre
@@ -64,6 +64,23 @@ def test_kimis_words_part_where_capitals_begin_and_at_chinese(tmp_path: Path) ->
     tokenizer = tokenizer_of(tmp_path, vocabulary(ONE), pre="kimi-k2", merges=ONE)
     spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str("CamelCase中文ab don't")]
     assert ["CamelCase中文ab don't"[first:last] for first, last in spans] == ["Camel", "Case", "中文", "ab", " don't"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("glm4", ["x", "123", "456", "7", ".\n", "y"]),
+        ("seed-coder", ["x", *"1234567", ".", "\n", "y"]),
+        ("command-r", ["x", *"1234567", ".", "\n", "y"]),
+        ("afmoe", ["x", "1", "234", "567", ".\n", "y"]),
+    ],
+)
+def test_numbers_and_ends_of_lines_part_as_a_models_own_expressions_say(
+    tmp_path: Path, pre: str, pieces: list[str]
+) -> None:
+    tokenizer = tokenizer_of(tmp_path, vocabulary(ONE), pre=pre, merges=ONE)
+    spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str("x1234567.\ny")]
+    assert ["x1234567.\ny"[first:last] for first, last in spans] == pieces
 
 
 def test_without_merges_the_union_that_comes_first_is_merged_first(tmp_path: Path) -> None:
