@@ -213,7 +213,8 @@ def _vector(source: GgufFile, name: str, row: int, part: slice) -> NDArray[np.fl
 
 
 def _eos(source: GgufFile) -> int | list[int] | None:
-    """Ids of the tokens that end the output: end of text and, where it differs, end of turn."""
-    ids = [source.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    """Ids of the tokens that end the output: end of text and, where they differ, of a turn, and of a message that
+    a tool is to answer."""
+    ids = [source.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     known = list(dict.fromkeys(token for token in ids if token is not None))
     return known if len(known) > 1 else next(iter(known), None)

@@ -24,7 +24,7 @@ from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 from headwise.runtime.models.registry import model_config
 
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 """Goes up whenever the same file would be converted differently: older results are then converted again."""
 
 

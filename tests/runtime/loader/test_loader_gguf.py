@@ -133,6 +133,13 @@ def test_an_end_of_turn_token_joins_the_end_tokens(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(convert(source, tmp_path)).eos_token_ids == (0, 2)
 
 
+def test_so_does_one_that_ends_a_message_that_a_tool_answers(tmp_path: Path) -> None:
+    """As GLM's ``<|observation|>`` does."""
+    extra = {"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.eom_token_id": 5}
+    source = write_llama_gguf(tmp_path / "eom.gguf", extra=extra)
+    assert Tokenizer.from_directory(convert(source, tmp_path)).eos_token_ids == (0, 2, 5)
+
+
 def test_gemma_config_states_windows_and_both_thetas(gemma3: Path, tmp_path: Path) -> None:
     config = Checkpoint(convert(gemma3, tmp_path)).config
     assert config["architectures"] == ["Gemma3ForCausalLM"]
