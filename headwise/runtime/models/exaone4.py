@@ -19,6 +19,8 @@ from headwise.runtime.models.qwen import Qwen3
 from headwise.runtime.models.windows import FULL, full_every, rotated_in_windows
 
 DENSE, MOE = "Exaone4ForCausalLM", "ExaoneMoeForCausalLM"
+ARCHITECTURES_MOE = (MOE, "ExaoneMoEForCausalLM")
+"""The second before transformers had the model."""
 
 _MOE_DEFAULTS = {
     "num_experts": 64,

@@ -87,7 +87,9 @@ def parse_dots1(config: HfConfig) -> ModelConfig:
     decoder = decoder_config(config, DOTS1, layer_types=named_layer_types(config, default), window=window)
     if config.get("n_routed_experts") is None:
         return decoder
-    return replace(decoder, moe=ungrouped_moe({"norm_topk_prob": False, **config}, decoder.num_layers))
+    # Published with a way to choose experts in the place of what scores them, which is a sigmoid always.
+    scores = {"scoring_func": "sigmoid"} if config.get("scoring_func") == "noaux_tc" else {}
+    return replace(decoder, moe=ungrouped_moe({"norm_topk_prob": False, **config, **scores}, decoder.num_layers))
 
 
 def parse_hunyuan3(config: HfConfig) -> ModelConfig:

@@ -87,7 +87,7 @@ _MODELS = {
     olmo.OLMO2: _Entry(olmo.parse_olmo2, olmo.Olmo),
     olmo.OLMO3: _Entry(olmo.parse_olmo3, olmo.Olmo),
     exaone4.DENSE: _Entry(exaone4.parse, exaone4.Exaone4),
-    exaone4.MOE: _Entry(exaone4.parse_moe, exaone4.ExaoneMoe),
+    **dict.fromkeys(exaone4.ARCHITECTURES_MOE, _Entry(exaone4.parse_moe, exaone4.ExaoneMoe)),
     afmoe.ARCHITECTURE: _Entry(afmoe.parse, afmoe.Afmoe),
     cohere2.ARCHITECTURE: _Entry(cohere2.parse, cohere2.Cohere2),
     mixtral.ARCHITECTURE: _Entry(mixtral.parse, mixtral.Mixtral),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.engine.dense_oracle import run_rank, run_ranks
@@ -42,6 +44,14 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, ops_name:
         pytest.importorskip("paddle")
     answer, ids = everything(name)
     assert_right(answer, run_rank(parsed(name), Checkpoint(checkpoint(name)), SingleRank(), ids, ops_name))
+
+
+@pytest.mark.parametrize(
+    ("name", "as_published"),
+    [("dots1", {"scoring_func": "noaux_tc"}), ("exaone-moe", {"architectures": ["ExaoneMoEForCausalLM"]})],
+)
+def test_a_config_as_it_was_first_published_is_the_same_model(name: str, as_published: dict[str, Any]) -> None:
+    assert model_config({**TINY_CONFIGS[name], **as_published}) == model_config(TINY_CONFIGS[name])
 
 
 ONLY_TWO = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
