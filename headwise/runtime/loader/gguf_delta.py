@@ -28,6 +28,12 @@ _NEXT, _QWEN35, _QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
 _QKV, _GATES, _WHOLE = "attn_qkv.weight", "attn_gate.weight", "ssm_in.weight"
 
 
+def _rope_scaling(source: GgufFile, name: str) -> dict[str, Any] | None:
+    """With the parts of a head that positions in images rotate, where the model has such."""
+    scaling, parts = rope_scaling(source, name), source.get(f"{name}.rope.dimension_sections", ())
+    return {**(scaling or {"rope_type": "default"}), "mrope_section": list(parts)} if any(parts) else scaling
+
+
 def _config(name: str, architecture: str, model_type: str) -> Callable[[GgufFile], dict[str, Any]]:
     def config(source: GgufFile) -> dict[str, Any]:
         head_dim = integer(source, f"{name}.attention.key_length")
@@ -39,7 +45,7 @@ def _config(name: str, architecture: str, model_type: str) -> Callable[[GgufFile
             "model_type": model_type,
             "hidden_act": "silu",
             "rope_theta": theta(source, name),
-            "rope_scaling": rope_scaling(source, name),
+            "rope_scaling": _rope_scaling(source, name),
             "partial_rotary_factor": integer(source, f"{name}.rope.dimension_count") / head_dim,
             "full_attention_interval": integer(source, f"{name}.full_attention_interval", 4),
             "linear_num_key_heads": integer(source, f"{name}.ssm.group_count"),

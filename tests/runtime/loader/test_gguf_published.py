@@ -34,6 +34,8 @@ ARCHITECTURES = {
     **dict.fromkeys(("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"), "qwen35moe"),
 }
 NOT_GEOMETRY = ("ropes", "eos_token_ids", "bos_token_id", "attention_scale")
+NOT_TOLD = ("gemma-4-26b-a4b", "gemma-4-31b")
+"""Models of which files do not say that their images see both ways."""
 
 
 def flat(published: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def test_a_published_model_comes_back_from_its_keys(name: str, tmp_path: Path) -
         build_config(write_header(tmp_path / "x.gguf", ARCHITECTURES[name], flat(published), expected))
     )
     for field in fields(expected):
-        if field.name not in NOT_GEOMETRY:
+        if field.name not in NOT_GEOMETRY and not (field.name == "missing_for_images" and name in NOT_TOLD):
             assert getattr(found, field.name) == getattr(expected, field.name), field.name
     assert found.attention_scale == pytest.approx(expected.attention_scale)
     for layer, (ours, theirs) in enumerate(zip(found.ropes, expected.ropes, strict=True)):
