@@ -18,5 +18,6 @@ class Later:
         return getattr(import_module(self.__name), name)
 
 
+anthropic = Later("anthropic")
 openai = Later("openai")
 paddle = Later("paddle")

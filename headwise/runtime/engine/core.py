@@ -380,14 +380,20 @@ class EngineCore:
     def _end(self, sequence: Sequence, reason: FinishReason, **last: Any) -> None:
         """The only way a request ends: the last delta is sent, and its blocks go back."""
         sequence.finished = True
-        del self._live[sequence.id], self._texts[sequence.id]
+        del self._live[sequence.id]
+        stop = self._texts.pop(sequence.id).stopped_by
         self._embed_bytes -= embed_bytes(sequence.request.embeds)
         self.resources.leave(sequence)
         if self._prefills is not None and self._prefills.ended(sequence.id):
             return
         self._outbox.append(
             OutputDelta(
-                sequence.id, finish_reason=reason, usage=_usage(sequence), timings=self._timings(sequence), **last
+                sequence.id,
+                finish_reason=reason,
+                usage=_usage(sequence),
+                timings=self._timings(sequence),
+                stop=stop,
+                **last,
             )
         )
 

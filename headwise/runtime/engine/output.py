@@ -22,6 +22,7 @@ class OutputText:
             self.ends |= frozenset(tokenizer.eos_token_ids)
         self._num_tokens = 0
         self._held = ""
+        self.stopped_by = ""
 
     def push(self, token: int) -> tuple[str, FinishReason | None]:
         """The text that a token makes certain, and `FinishReason.STOP` if it ends the request."""
@@ -62,10 +63,11 @@ class OutputText:
 
     def _release(self, text: str) -> tuple[str, FinishReason | None]:
         text = self._held + text
-        found = [at for at in map(text.find, self._sampling.stop) if at >= 0]
+        found = [(at, stop) for stop in self._sampling.stop if (at := text.find(stop)) >= 0]
         if found:
+            at, self.stopped_by = min(found, key=lambda each: each[0])
             self._held = ""
-            return text[: min(found)], FinishReason.STOP
+            return text[:at], FinishReason.STOP
         keep = max((_overlap(text, stop) for stop in self._sampling.stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None

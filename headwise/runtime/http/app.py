@@ -33,10 +33,18 @@ from headwise.runtime.http.bodies import (
     wanted_completion,
 )
 from headwise.runtime.http.deployment_metrics import DeploymentMetrics, DeploymentView
-from headwise.runtime.http.errors import ApiError, invalid
+from headwise.runtime.http.errors import MESSAGES, ApiError, invalid
 from headwise.runtime.http.generation import Generation
 from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
 from headwise.runtime.http.logprobs import HeldLogprobs, LogprobForms
+from headwise.runtime.http.message_bodies import (
+    CountBody,
+    MessagesBody,
+    choice_of,
+    counted_chat,
+    wanted_message,
+)
+from headwise.runtime.http.messages import MessageForm
 from headwise.runtime.http.metrics import RequestMetrics
 from headwise.runtime.http.overview import overview
 from headwise.runtime.http.page import HEADERS as PAGE_HEADERS
@@ -86,6 +94,8 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
         "/v1/chat/completions": ("POST", api.chat),
         "/v1/completions": ("POST", api.completions),
         "/v1/responses": ("POST", api.responses),
+        MESSAGES: ("POST", api.messages),
+        f"{MESSAGES}/count_tokens": ("POST", api.count_tokens),
         "/tokenize": ("POST", api.tokenize),
         "/detokenize": ("POST", api.detokenize),
         "/health": ("GET", api.health),
@@ -159,6 +169,20 @@ class _Api:
         wanted = wanted_response(body)
         form = ResponseForm(self._model, body, self._logprobs.chat() if wanted.has_logprobs else None)
         return Generation(self._client, wanted, form, (), self.counts, self._held)
+
+    async def messages(self, request: Request) -> Generation:
+        body = parse(MessagesBody, await self._bodies.read(request))
+        check_model(body.model, self._model)
+        choice = choice_of(body, self._parsers)
+        wanted = wanted_message(body, choice, self._parsers)
+        form = MessageForm(self._model, choice.answers(self._parsers, wanted.sampling.guided is not None))
+        return Generation(self._client, wanted, form, (), self.counts, self._held)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = parse(CountBody, await self._bodies.read(request))
+        check_model(body.model, self._model)
+        tokens = await self._texts.encode(None, counted_chat(body, choice_of(body, self._parsers)))
+        return JSONResponse({"input_tokens": len(tokens)})
 
     async def _echoed(self, wanted: Wanted) -> list[str]:
         try:
@@ -234,7 +258,7 @@ def _untraced(path: str, endpoint: Endpoint) -> Endpoint:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return ApiError.of(error).response()
+    return ApiError.of(error).response(request.url.path)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
@@ -242,4 +266,6 @@ async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method:.20} {request.url.path:.200}"
     why = "there is no such path" if error.status_code == 404 else str(error.detail)
-    return ApiError(error.status_code, f"{what}: {why}", code="not_found", headers=error.headers).response()
+    return ApiError(error.status_code, f"{what}: {why}", code="not_found", headers=error.headers).response(
+        request.url.path
+    )

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them: a status, and ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors as OpenAI's API tells them, ``{"error": {"message", "type", "param", "code"}}``, and as Anthropic's does."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ _OF_CLASS: tuple[tuple[type[HeadwiseError], int, str, str | None, Mapping[str, s
 """Status, type, code and headers of our own errors; the first class that fits."""
 
 
+MESSAGES = "/v1/messages"
+"""What the paths of Anthropic's API begin with."""
+
+
 class ApiError(Exception):
     """What a request is answered with instead.
 
@@ -66,8 +70,33 @@ class ApiError(Exception):
                 return cls(status, str(error), kind=kind, param=param, code=code, headers=headers)
         return cls(500, "the server failed over this request; its log says how", kind=_SERVER)
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self, path: str) -> JSONResponse:
+        """The answer to a request for that path, whose API says in which form."""
+        body = anthropic_error(self.body["error"], self.status) if path.startswith(MESSAGES) else self.body
+        return JSONResponse(body, self.status, self.headers)
+
+
+_KINDS = {
+    400: INVALID,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: Mapping[str, Any], status: int | None = None) -> dict[str, Any]:
+    """An error, as `ApiError` has it without its envelope, as Anthropic's API tells it.
+
+    status: where it has one; else the type of the error says which it would be
+    """
+    by_type = {INVALID: 400, "rate_limit_error": 429, "service_unavailable": 503}
+    known = by_type.get(error["type"], 500) if status is None else status
+    kind = _KINDS.get(known, INVALID if 400 <= known < 500 else "api_error")
+    where = "" if error["param"] is None or error["param"] in error["message"] else f"{error['param']}: "
+    return {"type": "error", "error": {"type": kind, "message": where + error["message"]}}
 
 
 def invalid(message: str, param: str | None) -> ApiError:

@@ -199,7 +199,7 @@ class Generation:
         if self._is_open:
             await self._send(self._form.failed(error.body["error"]), send, is_last=True)
         else:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
 
 
 async def merged(streams: Sequence[AsyncTokenStream]) -> AsyncGenerator[tuple[int, OutputDelta], None]:

@@ -8,7 +8,7 @@ import hmac
 import ipaddress
 import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -87,7 +87,7 @@ class Guard:
                 log.exception("an HTTP request failed")
             if has_begun:
                 raise
-            await ApiError.of(error).response()(scope, receive, counted)
+            await ApiError.of(error).response(scope["path"])(scope, receive, counted)
 
     def _check(self, scope: Scope) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -103,10 +103,10 @@ class Guard:
                 "serve it with keys, or as insecure",
                 code="host_not_allowed",
             )
-        if scope["path"] not in _OPEN and not self._keys.accept(dict(headers).get(b"authorization")):
+        if scope["path"] not in _OPEN and not self._keys.accept(_bearing(dict(headers))):
             raise ApiError(
                 401,
-                "this server wants an API key: send the header `Authorization: Bearer KEY`",
+                "this server wants an API key: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -168,6 +168,12 @@ class BodyReader:
         return ApiError(
             413, f"the body has {size} bytes; at most {self._most} are taken (http_max_body)", code="request_too_large"
         )
+
+
+def _bearing(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The header that bears a key; Anthropic's clients have one of their own for it."""
+    own = headers.get(b"x-api-key")
+    return headers.get(b"authorization", None if own is None else b"Bearer " + own)
 
 
 def _is_here(host: str) -> bool:

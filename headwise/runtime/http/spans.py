@@ -36,7 +36,12 @@ _GATHER_S = 0.5
 _LAST_S = 1.0
 """For the last spans, when the server stops."""
 _TRACE_PATH = "/v1/traces"
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
 """The paths whose requests get spans, and what OpenTelemetry calls these requests."""
 
 

@@ -273,6 +273,7 @@ class OutputDelta:
 
     prompt_token_ids, prompt_logprobs: the next tokens of the prompt, where their log-probabilities are asked for; the
                                        first token has none
+    stop: the stop string that ended the output; empty: none did
     """
 
     request_id: str
@@ -285,6 +286,7 @@ class OutputDelta:
     timings: Timings | None = None
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    stop: str = ""
 
 
 @dataclass
@@ -292,6 +294,7 @@ class GenerationResult:
     """A finished generation, as clients get it.
 
     prompt_token_ids, prompt_logprobs: of each token of the prompt, where they are asked for; the first one's is None
+    stop: the stop string that ended the output; empty: none did
     """
 
     request_id: str
@@ -303,6 +306,7 @@ class GenerationResult:
     timings: Timings = Timings()
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    stop: str = ""
 
     def add(self, delta: OutputDelta) -> None:
         self.text += delta.text
@@ -314,6 +318,7 @@ class GenerationResult:
             self.finish_reason = delta.finish_reason
             self.usage = delta.usage or self.usage
             self.timings = delta.timings or self.timings
+            self.stop = delta.stop
 
     def drop_logprobs(self) -> None:
         """Forget the log-probabilities so far."""

@@ -35,7 +35,7 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
-VERSION = 4
+VERSION = 5
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")

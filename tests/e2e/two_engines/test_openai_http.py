@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import ray
 from support.collector import Collector, attributes
-from support.later import openai
+from support.later import anthropic, openai
 from support.two_engines import ENGINES, KEY, MODEL
 from support.waiting import eventually
 
@@ -218,6 +218,21 @@ def test_a_response_is_the_chat_of_our_client_whole_streamed_and_asynchronous(
     assert asyncio.run(text()) == expected
     with pytest.raises(openai.BadRequestError, match="keeps no state"):
         client.responses.create(model=MODEL, input="and then?", previous_response_id=answer.id)
+
+
+def test_a_message_of_anthropics_client_is_the_chat_of_our_client_whole_and_streamed(
+    base_url: str, ours: Client
+) -> None:
+    expected = ours.chat(HARBOURS, temperature=0.0, max_tokens=12).text  # type: ignore[arg-type]
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "messages": HARBOURS, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), auth_token=KEY, timeout=120.0) as client:
+        message = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+    for each in (message, streamed):
+        assert [block.text for block in each.content] == [expected]
+        assert (each.stop_reason, each.usage.output_tokens) == ("max_tokens", 12)
+        assert each.usage.cache_read_input_tokens > 0
 
 
 def test_a_second_request_says_what_the_cache_served(client: openai.OpenAI) -> None:

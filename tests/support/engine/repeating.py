@@ -72,6 +72,7 @@ class RepeatingCore(ScriptedCore):
             text, reason = text + output.text.flush(), self.ends
         if reason is None:
             return OutputDelta(request_id, tuple(step), text)
+        stop = output.text.stopped_by
         del self.live[request_id], self._outputs[request_id]
         usage = Usage(len(output.request.prompt_token_ids), 0, output.told)
-        return OutputDelta(request_id, tuple(step), text, finish_reason=reason, usage=usage)
+        return OutputDelta(request_id, tuple(step), text, finish_reason=reason, usage=usage, stop=stop)

@@ -86,8 +86,9 @@ def test_calls_stand_in_the_message(served: Served) -> None:
     assert calls == [{"name": "add", "arguments": '{"a": 1}'}, {"name": "look_up", "arguments": "{}"}]
 
 
-def test_a_tool_s_schema_says_which_arguments_are_strings(core: RepeatingCore) -> None:
-    deployment = Deployment()
+def test_a_tool_s_schema_says_which_arguments_are_strings() -> None:
+    core, deployment = RepeatingCore(), Deployment()
+    core.ends = FinishReason.STOP
     deployment.add_engine(core)
     both = {"properties": {"a": {"type": "integer"}, "text": {"type": "string"}}}
     said = "".join(f"<arg_key>{key}</arg_key><arg_value>1</arg_value>" for key in both["properties"])
