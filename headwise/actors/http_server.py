@@ -95,6 +95,7 @@ class HttpServerActor:
             parsers=Parsers.choose(
                 config.tool_parser, config.reasoning_parser, tokenizer.chat_template, tokenizer.written
             ),
+            adapters=tuple(config.adapter_paths),
         )
         tls = (config.http_cert, config.http_key) if config.http_cert else None
         self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)

@@ -17,16 +17,21 @@ ENGINES = ("engine-0", "engine-1")
 PORTS = range(21700, 22000)
 
 
-def config(keys: Path, traces: str) -> EngineConfig:
+ADAPTER = "sailor"
+
+
+def config(keys: Path, traces: str, adapter: Path) -> EngineConfig:
     """Two engines, a scheduler and one that stands by, and two HTTP servers at one port, which want a key.
 
-    keys:   where the file of keys is to be
-    traces: URL of who collects spans
+    keys:    where the file of keys is to be
+    traces:  URL of who collects spans
+    adapter: a directory with one of the model's
     """
     keys.write_text(f"# of tests\nsk-of-nobody\n{KEY}\n")
     return replace(
         SMALL,
         model=MODEL,
+        adapters=f"{ADAPTER}={adapter}",
         replicas=len(ENGINES),
         min_replicas=0,
         http=free_ports(1)[0],

@@ -305,6 +305,17 @@ def matmul(
     return out
 
 
+def gate_and_up(
+    x: NDArray[np.float32], weight: PackedWeight, threads: int, bias: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """`matmul` with a gated weight as if it were none: ``gate | up``, ``[rows, outputs]``."""
+    order = _order(weight.outputs, gated=True)
+    interleaved = matmul(x, replace(weight, gated=False, outputs=len(order)), threads, bias)
+    places = np.empty(weight.outputs, np.int64)
+    places[order[order >= 0]] = (order >= 0).nonzero()[0]
+    return interleaved[:, places]
+
+
 _scratch = ThreadScratch()
 
 

@@ -90,6 +90,7 @@ def generate(
     local: Annotated[
         bool, typer.Option("--local", help="Compute without Ray: in this process, on a GPU in another one beside it.")
     ] = False,
+    adapter: Annotated[str, typer.Option(metavar="NAME", help="Compute with this one of --adapters.")] = "",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy; larger is more random.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the K likeliest tokens; 0 keeps all.")] = 0,
@@ -149,7 +150,7 @@ def generate(
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     with _serving(options, address, local, access) as server:
-        _print_stream(server, messages if chat else prompt, params)
+        _print_stream(server, messages if chat else prompt, params, adapter)
 
 
 def _json_object(text: str, option: str) -> dict[str, Any]:
@@ -211,10 +212,16 @@ def _deployment(config: EngineConfig, address: str | None) -> Deployment:
         return Deployment.start(config, address, progress=bars)
 
 
-def _print_stream(server: Client | LocalEngine, prompt: str | list[dict[str, str]], sampling: SamplingParams) -> None:
+def _print_stream(
+    server: Client | LocalEngine, prompt: str | list[dict[str, str]], sampling: SamplingParams, adapter: str = ""
+) -> None:
     from headwise.runtime.protocol.request import GenerationResult
 
-    stream = server.stream(prompt, sampling) if isinstance(prompt, str) else server.stream_chat(prompt, sampling)
+    asked = {"adapter": adapter} if adapter else {}
+    if isinstance(prompt, str):
+        stream = server.stream(prompt, sampling, **asked)
+    else:
+        stream = server.stream_chat(prompt, sampling, **asked)
     result = GenerationResult("")
     for delta in stream:
         result.add(delta)

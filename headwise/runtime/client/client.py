@@ -41,7 +41,8 @@ class Client:
     way of its cluster a client finds a deployment whose scheduler has moved to another node.
 
     Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
-    keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`), and ``session``: requests of
+    keywords of that name, ``priority`` and ``cache_salt`` (see `GenerateRequest`), ``adapter``: the name of the LoRA
+    adapter that it is computed with, and ``session``: requests of
     one session go to the same engine while that costs little. A prompt of token ids may have ``items``: images or
     audio, as `PromptItem`. A request whose engine is lost continues on another
     engine, and its stream goes on. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing answers
@@ -106,25 +107,32 @@ class Client:
         stats: dict[str, Any] = _answer_to(lambda deliver: self._io.ask(GetStats, deliver))
         return stats
 
-    def find_prefix(self, prompt: Prompt, cache_salt: str = "", items: Items = ()) -> dict[str, Any]:
+    def find_prefix(self, prompt: Prompt, cache_salt: str = "", items: Items = (), adapter: str = "") -> dict[str, Any]:
         """Who holds how much of a prompt: its ``tokens``, and by engine and tier how many of them the tier could
         serve, together with faster ones: ``{"tokens": 900, "engines": {"engine-0": {"device": 640, ...}}}``.
         """
-        return self._find_prefix(prompt, None, cache_salt, items)
+        return self._find_prefix(prompt, None, cache_salt, items, adapter)
 
-    def find_chat_prefix(self, messages: Messages, cache_salt: str = "") -> dict[str, Any]:
+    def find_chat_prefix(self, messages: Messages, cache_salt: str = "", adapter: str = "") -> dict[str, Any]:
         """Like `find_prefix`, for a chat."""
-        return self._find_prefix(None, messages, cache_salt)
+        return self._find_prefix(None, messages, cache_salt, adapter=adapter)
 
     def _find_prefix(
-        self, prompt: Prompt | None, messages: Messages | None, cache_salt: str, items: Items = ()
+        self,
+        prompt: Prompt | None,
+        messages: Messages | None,
+        cache_salt: str,
+        items: Items = (),
+        adapter: str = "",
     ) -> dict[str, Any]:
         text, token_ids, plain = _prompt(prompt, messages)
         keys = _placed(items, token_ids).extra_keys
-        salt = as_string("cache_salt", cache_salt)
-        found: dict[str, Any] = _answer_to(
-            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt, keys), deliver)
-        )
+        salt, adapter = as_string("cache_salt", cache_salt), as_string("adapter", adapter)
+
+        def asked(key: int) -> FindPrefix:
+            return FindPrefix(key, text, token_ids, plain, salt, keys, adapter)
+
+        found: dict[str, Any] = _answer_to(lambda deliver: self._io.ask(asked, deliver))
         return found
 
     # ---- operations: on all engines; they return when all engines are done ----
@@ -299,14 +307,15 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
     """The message for a call, and its embeddings; raises `InvalidRequestError` for what no deployment accepts."""
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
-    session = as_string("session", options.pop("session", ""))
+    session, adapter = (as_string(name, options.pop(name, "")) for name in ("session", "adapter"))
     if messages is not None:
         messages = chat_of(messages, options.pop("tools", None), options.pop("chat_template_kwargs", None))
     text, token_ids, plain = _prompt(prompt, messages)
     items = _placed(options.pop("items", ()), token_ids)
     chosen = SamplingParams.of(sampling, options)
     check_one_sample(chosen)
-    route = Route(0, text, token_ids, plain, chosen.to_wire(), priority, cache_salt, session, items.extra_keys)
+    wire = chosen.to_wire()
+    route = Route(0, text, token_ids, plain, wire, priority, cache_salt, session, items.extra_keys, adapter)
     return route, items.embeds
 
 

@@ -13,6 +13,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headwise.errors import ConfigError
+from headwise.runtime.config.adapters import parse_adapters
 from headwise.runtime.config.addresses import check_advertised, is_loopback, parse_ports
 from headwise.runtime.config.http import check_collector, check_http
 from headwise.units import parse_bytes, parse_pairs
@@ -93,6 +94,10 @@ class EngineConfig:
         "",
         "File of a Jinja template for chats, instead of the model's own; on every node that runs the scheduler or HTTP "
         "servers. Empty: the model's own.",
+    )
+    adapters: str = _option(
+        "",
+        "LoRA adapters in PEFT's format that requests may ask for: NAME=DIRECTORY,...; on every node. Empty: none.",
     )
     tool_parser: Literal[
         "auto",
@@ -533,6 +538,7 @@ class EngineConfig:
         return max(self.replicas, self.min_replicas, self.prefill_replicas + self.decode_replicas)
 
     def _check_placement(self) -> None:
+        _ = self.adapter_paths
         parse_pairs(self.node_labels, "node_labels such as zone=a,ray.io/accelerator-type=H100")
         for name, amount in self.custom_resources.items():
             if name in ("CPU", "GPU", "memory", "object_store_memory"):
@@ -566,6 +572,11 @@ class EngineConfig:
         mixed = max(1, self.first_replicas) - prefill - decode
         sizes = self.tp_size, self.prefill_tp_size or self.tp_size, self.decode_tp_size or self.tp_size
         return sum(count * size for count, size in zip((mixed, prefill, decode), sizes, strict=True))
+
+    @property
+    def adapter_paths(self) -> dict[str, Path]:
+        """Directories of `adapters`, by name; raises ConfigError if they are written wrongly."""
+        return parse_adapters(self.adapters, self.model)
 
     @property
     def custom_resources(self) -> dict[str, float]:

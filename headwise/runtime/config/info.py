@@ -66,6 +66,8 @@ def describe(
     yield from _decode_rows(config, decode_reads(config, card, directory))
     for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
+    if card.adapters:
+        yield "adapters", ", ".join(name for name, _ in card.adapters)
     yield "replicas x TP ranks", _replicas(config)
     yield "blocks from other engines", f"no, {why_not}" if (why_not := config.without_peer_loads) else "yes"
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.head_exchange import Arrangement
 from headwise.cache_controller.head_pattern import HeadPattern, parse_pattern, policies_from_scores
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, Policies, agreed_policies, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.windows import GroupWindows
-from headwise.errors import ConfigError, ModelError
+from headwise.errors import ConfigError, InvalidRequestError, ModelError
 from headwise.runtime.config.block_size import resolve_block_size
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.expert_codes import check_expert_codes
+from headwise.runtime.loader.adapters import AdapterFile
 from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
@@ -66,6 +68,7 @@ class ModelCard:
     weights:       a hash of the model's configuration and all weights, however it is served; empty likewise
     blocks:        a hash of the weights with a GGUF file's own blocks, where those are computed from; empty otherwise
     tp_sizes:      those of the deployment's engines, where they are not all alike; else empty
+    adapters:      names of those that requests may ask for, each with a hash of all that it is
     """
 
     model: str
@@ -79,6 +82,18 @@ class ModelCard:
     weights: str = ""
     blocks: str = ""
     tp_sizes: tuple[int, ...] = ()
+    adapters: tuple[tuple[str, str], ...] = ()
+
+    def hash_seed(self, cache_salt: str, adapter: str) -> bytes:
+        """What the hashes of a request's blocks start from."""
+        return hash_seed(self.identity, cache_salt, dict(self.adapters).get(adapter) or adapter)
+
+    def check_adapter(self, name: str) -> None:
+        """Raise `InvalidRequestError` if no adapter is called so; empty: none is asked for."""
+        known = [known for known, _ in self.adapters]
+        if name and name not in known:
+            told = f"served are {', '.join(known)}" if known else "none is served: leave it out"
+            raise InvalidRequestError(f"there is no adapter {name!r:.80}; {told}")
 
     @property
     def layout(self) -> BlockLayout:
@@ -162,6 +177,7 @@ def read_model_card(
         attention.check(Serving(config.model, tp_size, *chosen))
     plan, layouts = _plan(config, model, attention, resolve_block_size(config, model))
     spec = _cache_spec(config, layouts[0], asked)
+    adapters = [AdapterFile(name, path) for name, path in config.adapter_paths.items()]
     card = ModelCard(
         config.model,
         identity,
@@ -174,6 +190,7 @@ def read_model_card(
         weights,
         blocks,
         config.tp_sizes if len(config.tp_sizes) > 1 else (),
+        tuple((each.name, each.identity if identify else "") for each in adapters),
     )
     if config.kv_cache_bytes is None:
         return card
@@ -182,6 +199,14 @@ def read_model_card(
         for size in config.tp_sizes
     ]
     return replace(with_pool(card, config, config.kv_cache_bytes), max_model_len=min(longest))
+
+
+def check_same(card: ModelCard, adapters: Sequence[AdapterFile]) -> None:
+    """Raise ModelError if an adapter is another one than when the card was read: blocks are named by the card's."""
+    known = dict(card.adapters)
+    for each in adapters:
+        if known.get(each.name) and known[each.name] != each.identity:
+            raise ModelError(f"adapter {each.name!r} has changed since this engine started, or differs between nodes")
 
 
 def _with_ranks(card: ModelCard, config: EngineConfig, tp_size: int) -> ModelCard:

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.kv_events import IndexUpdate
@@ -133,7 +132,7 @@ class EngineCore:
         output = OutputText(self._tokenizer, request.sampling)
         sequence = Sequence(
             request,
-            hash_seed(self.card.identity, request.cache_salt, request.lora_id),
+            self.card.hash_seed(request.cache_salt, request.lora_id),
             order=(request.priority, self._arrivals),
             max_length=length,
             arrived=self._clock(),
@@ -165,6 +164,7 @@ class EngineCore:
             raise InvalidRequestError(
                 f"token id {highest} is not in the model's vocabulary of {self.card.config.vocab_size}"
             )
+        self.card.check_adapter(request.lora_id)
         lacking = self.card.config.missing_for_images
         if request.embeds and lacking:
             raise InvalidRequestError(

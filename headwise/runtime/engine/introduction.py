@@ -16,7 +16,8 @@ def introduction(sequence: Sequence) -> NewSequence:
     request = sequence.request
     known = _known_tokens(sequence) if request.sampling.edits_logits else None
     asked = AskedPrompt(request.prompt_token_ids, sequence.prompt_told) if sequence.is_prompt_asked else None
-    return NewSequence(sequence.row, request.request_id, request.sampling, request.sampling.seed or 0, known, asked)
+    seed = request.sampling.seed or 0
+    return NewSequence(sequence.row, request.request_id, request.sampling, seed, known, asked, request.lora_id)
 
 
 def _known_tokens(sequence: Sequence) -> KnownTokens:

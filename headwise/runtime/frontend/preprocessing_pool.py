@@ -41,6 +41,7 @@ class RequestPreprocessor(Protocol):
         priority: int,
         cache_salt: str,
         items: Sequence[PromptItem],
+        adapter: str,
     ) -> GenerateRequest: ...
 
     def hashes(self, request: GenerateRequest) -> list[bytes]: ...

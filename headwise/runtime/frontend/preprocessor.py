@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.block_hash import extend_hashes, hash_seed
+from headwise.cache_controller.block_hash import extend_hashes
 from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import InvalidRequestError
 from headwise.runtime.config.block_storage import storage_namespace
@@ -91,7 +91,7 @@ class Preprocessor:
         if request.output_token_ids:
             tokens = np.concatenate((tokens, np.array(request.output_token_ids, np.int32)))
         hashes: list[bytes] = []
-        seed = hash_seed(self.card.identity, request.cache_salt, request.lora_id)
+        seed = self.card.hash_seed(request.cache_salt, request.lora_id)
         extend_hashes(hashes, seed, tokens, self.card.layout.block_size, request.extra_keys)
         return hashes
 
@@ -105,17 +105,20 @@ class Preprocessor:
         cache_salt: str = "",
         request_id: str | None = None,
         items: Sequence[PromptItem] = (),
+        adapter: str = "",
     ) -> GenerateRequest:
         """A request for one prompt (text or token ids) or one chat; raises `InvalidRequestError`.
 
         A missing seed is drawn here, once, so that the request samples the same tokens on every engine.
 
         items: the prompt's multimodal items; the prompt must be token ids, for by these they are placed
+        adapter: name of the one that it is computed with; empty: none
         """
         if (prompt is None) == (messages is None):
             raise InvalidRequestError("give either a prompt or messages")
         sampling, priority = SamplingParams.of(sampling), as_priority(priority)
-        cache_salt = as_string("cache_salt", cache_salt)
+        cache_salt, adapter = as_string("cache_salt", cache_salt), as_string("adapter", adapter)
+        self.card.check_adapter(adapter)
         self._check_sampling(sampling)
         check_items(items, prompt)
         tokens = self._tokens(prompt, messages)
@@ -137,6 +140,7 @@ class Preprocessor:
             sampling,
             priority,
             cache_salt,
+            adapter,
             extra_keys=of_items.extra_keys,
             embeds=of_items.embeds,
         )

@@ -325,13 +325,19 @@ class SchedulerServer:
         self, call: PendingCall, asked: Route | FindPrefix, sampling: dict[str, Any], priority: int
     ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
-        chat, salt = asked.chat, asked.cache_salt
+        chat, salt, adapter = asked.chat, asked.cache_salt, asked.adapter
         items = [PromptItem(start, end - start, key) for start, end, key in asked.extra_keys]
 
         def prepare() -> PreparedRequest:
             return self._prepared(
                 self._preprocessor.prepare(
-                    prompt=prompt, messages=chat, sampling=sampling, priority=priority, cache_salt=salt, items=items
+                    prompt=prompt,
+                    messages=chat,
+                    sampling=sampling,
+                    priority=priority,
+                    cache_salt=salt,
+                    items=items,
+                    adapter=adapter,
                 )
             )
 

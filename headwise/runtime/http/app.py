@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -34,6 +34,7 @@ from headwise.runtime.http.bodies import (
 )
 from headwise.runtime.http.deployment_metrics import DeploymentMetrics, DeploymentView
 from headwise.runtime.http.errors import MESSAGES, ApiError, invalid
+from headwise.runtime.http.form import Form
 from headwise.runtime.http.generation import Generation
 from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
 from headwise.runtime.http.logprobs import HeldLogprobs, LogprobForms
@@ -74,6 +75,7 @@ class AppOptions:
     groups:   the model's head groups in words: which, and what they are
     tracing:  makes spans of requests; None: nobody asked for them
     parsers:  what finds calls of tools and reasoning in the model's answers
+    adapters: names of LoRA adapters, which are models of their own as far as clients see
     """
 
     model: str
@@ -84,6 +86,7 @@ class AppOptions:
     groups: tuple[tuple[str, str], ...] = ()
     tracing: Tracing | None = None
     parsers: Parsers = field(default_factory=Parsers)
+    adapters: tuple[str, ...] = ()
 
 
 def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
@@ -124,6 +127,7 @@ class _Api:
         self.counts = options.counts
         self._client = client
         self._texts = texts
+        self._models = (options.model, *options.adapters)
         self._model = options.model
         self._parsers = options.parsers
         self._bodies = BodyReader(options.max_body)
@@ -134,53 +138,62 @@ class _Api:
         self._since = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self._models]})
 
     async def model(self, request: Request) -> Response:
-        check_model(request.path_params["name"], self._model)
-        return JSONResponse(self._model_card())
+        name = request.path_params["name"]
+        check_model(name, self._models)
+        return JSONResponse(self._model_card(name))
+
+    def _generation(self, model: str | None, wanted: Wanted, form: Form, echoed: Sequence[str] = ()) -> Generation:
+        """What a request is answered by. model: that it asks for, which may be an adapter"""
+        adapter = {} if model in (None, self._model) else {"adapter": model}
+        wanted = replace(wanted, options={**wanted.options, **adapter})
+        return Generation(self._client, wanted, form, echoed, self.counts, self._held)
 
     async def chat(self, request: Request) -> Generation:
         body = parse(ChatBody, await self._bodies.read(request))
-        check_model(body.model, self._model)
+        check_model(body.model, self._models)
         choice = ToolChoice.of(body.tools, body.tool_choice, body.parallel_tool_calls, self._parsers)
         wanted = wanted_chat(body, choice, self._parsers)
         logprobs = self._logprobs.chat if wanted.has_logprobs else None
         prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
-        telling = Telling(self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs)
+        telling = Telling(body.model or self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs)
         form = Chat(telling, answers)
-        return Generation(self._client, wanted, form, (), self.counts, self._held)
+        return self._generation(body.model, wanted, form)
 
     async def completions(self, request: Request) -> Generation:
         body = parse(CompletionBody, await self._bodies.read(request))
-        check_model(body.model, self._model)
+        check_model(body.model, self._models)
         wanted = wanted_completion(body)
         echoed = await self._echoed(wanted) if wanted.echo else ()
         form_of = self._logprobs.echoing_completion if wanted.echo else self._logprobs.completion
         prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
         logprobs = form_of if wanted.has_logprobs else None
-        form = Completion(Telling(self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs))
-        return Generation(self._client, wanted, form, echoed, self.counts, self._held)
+        form = Completion(
+            Telling(body.model or self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs)
+        )
+        return self._generation(body.model, wanted, form, echoed)
 
     async def responses(self, request: Request) -> Generation:
         body = parse(ResponseBody, await self._bodies.read(request))
-        check_model(body.model, self._model)
+        check_model(body.model, self._models)
         wanted = wanted_response(body)
-        form = ResponseForm(self._model, body, self._logprobs.chat() if wanted.has_logprobs else None)
-        return Generation(self._client, wanted, form, (), self.counts, self._held)
+        form = ResponseForm(body.model or self._model, body, self._logprobs.chat() if wanted.has_logprobs else None)
+        return self._generation(body.model, wanted, form)
 
     async def messages(self, request: Request) -> Generation:
         body = parse(MessagesBody, await self._bodies.read(request))
-        check_model(body.model, self._model)
+        check_model(body.model, self._models)
         choice = choice_of(body, self._parsers)
         wanted = wanted_message(body, choice, self._parsers)
-        form = MessageForm(self._model, choice.answers(self._parsers, wanted.sampling.guided is not None))
-        return Generation(self._client, wanted, form, (), self.counts, self._held)
+        form = MessageForm(body.model or self._model, choice.answers(self._parsers, wanted.sampling.guided is not None))
+        return self._generation(body.model, wanted, form)
 
     async def count_tokens(self, request: Request) -> Response:
         body = parse(CountBody, await self._bodies.read(request))
-        check_model(body.model, self._model)
+        check_model(body.model, self._models)
         tokens = await self._texts.encode(None, counted_chat(body, choice_of(body, self._parsers)))
         return JSONResponse({"input_tokens": len(tokens)})
 
@@ -194,7 +207,7 @@ class _Api:
 
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await self._bodies.read(request))
-        check_model(body.model, self._model)
+        check_model(body.model, self._models)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
         chat = None if body.messages is None else checked_chat(body, body.tools or [])
@@ -203,7 +216,7 @@ class _Api:
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._bodies.read(request))
-        check_model(body.model, self._model)
+        check_model(body.model, self._models)
         try:
             return JSONResponse({"prompt": await self._texts.decode(body.tokens)})
         except InvalidRequestError as error:
@@ -243,13 +256,15 @@ class _Api:
         headers = {**PAGE_HEADERS, "cache-control": "no-store"}
         return JSONResponse(overview(await self._view.stats(), self._model, self._groups), headers=headers)
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
+        base = {} if name == self._model else {"root": self._model, "parent": self._model}
         return {
-            "id": self._model,
+            "id": name,
             "object": "model",
             "created": self._since,
             "owned_by": "headwise",
             "max_model_len": self._texts.limits.tokens,
+            **base,
         }
 
 

@@ -276,9 +276,10 @@ def _embeds(item: ItemBody) -> NDArray[np.float32] | None:
     return np.frombuffer(data, "<f4").reshape(item.length, -1)
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raise `ApiError` for another model than the one that is served."""
-    if asked is not None and asked != served:
+def check_model(asked: str | None, served: Sequence[str]) -> None:
+    """Raise `ApiError` for another model than those that are served: the first, and its adapters."""
+    if asked is not None and asked not in served:
+        told = f"{served[0]!r} is" if len(served) == 1 else f"served are {', '.join(served)}"
         raise ApiError(
-            404, f"the model {asked!r:.200} is not served here: {served!r} is", param="model", code="model_not_found"
+            404, f"the model {asked!r:.200} is not served here: {told}", param="model", code="model_not_found"
         )

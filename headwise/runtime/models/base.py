@@ -16,6 +16,7 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.experts import Routing
+from headwise.runtime.models.low_rank import AdaptedRows
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 _Kept = TypeVar("_Kept")
@@ -368,6 +369,8 @@ class Model(ABC):
     """A decoder. Built with its weights; holds nothing between calls but room for the next one's results."""
 
     config: ModelConfig
+    adapted: AdaptedRows | None
+    """Which rows of the next steps go by adapters; None: none. They are computed layer by layer."""
 
     @abstractmethod
     def forward(

@@ -38,6 +38,7 @@ from headwise.runtime.models.base import (
     fitting_sizes,
 )
 from headwise.runtime.models.layers import GatedMlp, Layer, Linear, QkvProjections, Residual
+from headwise.runtime.models.low_rank import AdaptedRows, Adapter, LowRank, RankAdapter
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
@@ -75,6 +76,7 @@ class Decoder(Model):
         collectives: Collectives,
         shard: Shard,
         prepare: Prepare = make_anew,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         undivided = next((size for size in config.mlp_sizes if not can_be_split(size, shard.size)), None)
         if undivided is not None:
@@ -88,18 +90,22 @@ class Decoder(Model):
         self._shard = shard
         self._weights, self._prepare = self.view(weights), prepare
         self.prefix = self._find_prefix(weights)
+        self._adapters = [RankAdapter(each, ops, self.prefix, self.view) for each in adapters]
         self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
         self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in range(config.num_layers)]
         self._final_norm = self._norm(f"{self.prefix}norm.weight")
         self._lm_head = self._load_lm_head()
         self.load_more()
+        for adapter in self._adapters:
+            adapter.check_used()
+        self.adapted: AdaptedRows | None = None
         of_layers = [(rope, config.heads_of(layer).head_dim) for layer, rope in enumerate(config.ropes)]
         ropes = _distinct(of_layers)
         self._frequencies = [ops.upload(inverse_frequencies(rope, dim)) for rope, dim in ropes]
         scales = (rotation_scale(rope, dim) for rope, dim in ropes)
         self._rotation_scales = [None if scale is None else ops.upload(scale) for scale in scales]
         self.rotation_of = [ropes.index(rope) for rope in of_layers]
-        del self._weights, self._prepare
+        del self._weights, self._prepare, self._adapters
         self.last_kept = config.last_kept
         self._fused = self._fuse()
 
@@ -163,7 +169,7 @@ class Decoder(Model):
         is_normed = bool({"query", "key"} & self.norms_of(layer).keys())
         adds_later = self.ops.leaves_biases and self.attends_to_projected and not is_normed
         return QkvProjections(
-            qkv=Linear(qkv.weight) if adds_later else qkv,
+            qkv=replace(qkv, bias=None) if adds_later else qkv,
             out=self._split_columns(f"{at}o_proj", q, config.out_bias, self.adds_later(layer, "after_attention")),
             sink_logits=self._sink_logits(at, layer) if config.sink_logits else None,
             bias=qkv.bias if adds_later else None,
@@ -218,7 +224,8 @@ class Decoder(Model):
         made_of = " + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where)
         weight = self._prepare(made_of, lambda: make_weight(self._rows(where)))
         bias = _join([source.rows(f"{name}.bias", start, stop) for name, start, stop in where], 0) if has_bias else None
-        return Linear(weight, None if bias is None else make_bias(bias))
+        adapters = tuple(each.of_rows(parts, self.config.hidden_size) for each in self._adapters)
+        return Linear(weight, None if bias is None else make_bias(bias), adapters=adapters)
 
     def _rows(self, where: list[tuple[str, int, int]]) -> Matrix:
         source = self._weights
@@ -234,10 +241,11 @@ class Decoder(Model):
         parts = _merged(ranges)
         made_of = " + ".join(f"{name}.weight[:, {start}:{stop}]" for start, stop in parts)
         weight = self._prepare(made_of, lambda: self.ops.linear_weight(self._columns(f"{name}.weight", parts)))
+        adapters = tuple(each.of_columns(name, parts, self.config.hidden_size) for each in self._adapters)
         if not has_bias or (self._shard.rank and not adds_later):
-            return Linear(weight)
+            return Linear(weight, adapters=adapters)
         bias = self.ops.linear_bias(self._weights.tensor(f"{name}.bias"))
-        return Linear(weight, added=bias) if adds_later else Linear(weight, bias)
+        return Linear(weight, added=bias, adapters=adapters) if adds_later else Linear(weight, bias, adapters=adapters)
 
     def _columns(self, name: str, parts: list[tuple[int, int]]) -> Matrix:
         source = self._weights
@@ -335,7 +343,7 @@ class Decoder(Model):
 
     def fused_over(self, attention: AttentionLayer) -> PagedCache | None:
         """The cache that fused layers take a step over; None: the step goes layer by layer."""
-        cache = _cache_of(attention) if self._fused else None
+        cache = _cache_of(attention) if self._fused and self.adapted is None else None
         return cache if cache and self._fused and self._fused.takes(cache.batch, cache.layouts) else None
 
     def _run_fused(
@@ -486,6 +494,9 @@ class Decoder(Model):
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         """This rank's part of what `load_mlp` made, for ``x [T, hidden]``."""
         gate_up = mlp.gate_up
+        if self.adapted is not None and any(gate_up.adapters):
+            both = self._adapt(self.ops.gate_and_up(x, gate_up.weight, gate_up.bias), x, gate_up.adapters)
+            return self._linear(self.ops.activated(both, self.activation), mlp.down)
         return self._linear(self.ops.gated_linear(x, gate_up.weight, gate_up.bias, self.activation), mlp.down)
 
     def scores(self, hidden: Tensor) -> Tensor | None:
@@ -506,7 +517,23 @@ class Decoder(Model):
         return self._collectives.all_reduce(x)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return self.ops.linear(x, linear.weight, linear.bias)
+        y = self.ops.linear(x, linear.weight, linear.bias)
+        return y if self.adapted is None or not any(linear.adapters) else self._adapt(y, x, linear.adapters)
+
+    def _adapt(self, y: Tensor, x: Tensor, adapters: Sequence[LowRank | None]) -> Tensor:
+        """What a projection made of ``x``, with what the rows' adapters add; ``y`` is the caller's no more."""
+        assert self.adapted is not None, "who asks looked"
+        for which, rows in self.adapted.parts:
+            adapter = adapters[which]
+            if adapter is None:
+                continue
+            own = x if rows is None else self.ops.take_rows(x, rows)
+            added = self.ops.linear(self.ops.linear(own, adapter.down), adapter.up)
+            if rows is None:
+                y = y + added
+            else:
+                self.ops.scatter_add_rows(y, rows, added, np.ones(len(rows), np.float32))
+        return y
 
 
 def _cache_of(attention: AttentionLayer) -> PagedCache | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headwise.kernels.fused import LayerNorms
+from headwise.runtime.models.low_rank import LowRank
 from headwise.runtime.ops.base import KernelArray, Tensor, Weight
 
 
@@ -15,11 +16,13 @@ class Linear:
 
     bias:  which comes with the product
     added: a bias of what goes into the residual stream, which is added there, once for all ranks, all of which have it
+    adapters: what each of the model's adapters adds to it; None: nothing
     """
 
     weight: Weight
     bias: Tensor | None = None
     added: Tensor | None = None
+    adapters: tuple[LowRank | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headwise.errors import ModelError
@@ -37,6 +37,7 @@ from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig
 from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.kinds import check_kinds
+from headwise.runtime.models.low_rank import Adapter
 from headwise.runtime.models.unsupported import what_is_missing
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
@@ -133,6 +134,7 @@ def build_model(
     collectives: Collectives,
     shard: Shard,
     prepare: Prepare = make_anew,
+    adapters: Sequence[Adapter] = (),
 ) -> Model:
-    """One rank's model with its weights loaded; raises ModelError if they do not fit the config."""
-    return _MODELS[config.architecture].model(config, weights, ops, collectives, shard, prepare)
+    """One rank's model with its weights loaded; raises ModelError if they, or adapters, do not fit the config."""
+    return _MODELS[config.architecture].model(config, weights, ops, collectives, shard, prepare, adapters)

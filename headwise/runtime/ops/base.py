@@ -153,6 +153,15 @@ class TensorOps(Protocol):
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
         """``gate | up [T, 2 * N] = x [T, in] @ weight.T + bias``; returns ``activation(gate) * up [T, N]``."""
 
+    def gate_and_up(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """What `gated_linear` gives to its activation: ``gate | up``, ``[T, 2 * N]``."""
+
+    def activated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """``activation(gate) * up`` of ``gate | up``."""
+
+    def float_weight(self, weight: NDArray[np.float32]) -> Weight:
+        """As `linear_weight`, of floats whatever others are kept as."""
+
     def embedding_table(self, table: Matrix) -> Weight:
         """Prepare ``table [V, N]`` for `embedding` and `tied_weight`."""
 

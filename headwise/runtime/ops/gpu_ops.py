@@ -103,6 +103,9 @@ class GpuOps(ArrayOps):
         self._packed_many.prepare(packed.form)
         return packed
 
+    def float_weight(self, weight: NDArray[np.float32]) -> Array:
+        return super().linear_weight(weight)
+
     def send(self, array: NDArray[Any]) -> Array:
         """`upload`, of much."""
         return self.upload(array)

@@ -84,6 +84,9 @@ class NumbaOps(NumpyOps):
         dtype = "float32" if self._weights_dtype == "float32" else "bfloat16"
         return packed.pack_float(as_float32(weight), dtype, gated)
 
+    def float_weight(self, weight: Array) -> PackedWeight:
+        return packed.pack_float(weight, "float32" if self._weights_dtype == "float32" else "bfloat16")
+
     def parts_of(self, weight: PackedWeight) -> PackedParts:
         arrays = {"packed": weight.packed, "scales": weight.scales, "minima": weight.minima}
         return PackedParts(
@@ -117,6 +120,9 @@ class NumbaOps(NumpyOps):
 
     def gated_linear(self, x: Array, weight: PackedWeight, bias: Array | None, activation: Activation) -> Array:
         return packed.matmul(x, weight, self.threads, bias, activation)
+
+    def gate_and_up(self, x: Array, weight: PackedWeight, bias: Array | None) -> Array:
+        return packed.gate_and_up(x, weight, self.threads, bias)
 
     def embedding(self, table: PackedWeight, ids: NDArray[np.int32], scale: float = 1.0) -> Array:
         rows = packed.take_rows(table, ids, self.threads)

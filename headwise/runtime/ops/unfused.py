@@ -97,6 +97,12 @@ class UnfusedOps(ABC):
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
         return self.activated(self.linear(x, weight, bias), activation)
 
+    def gate_and_up(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        return self.linear(x, weight, bias)
+
+    def float_weight(self, weight: NDArray[np.float32]) -> Weight:
+        return self.linear_weight(weight)
+
     def activated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """``activation(gate) * up`` of ``gate | up``."""
         activations = {"silu": self.silu_mul, "gelu_tanh": self.gelu_tanh_mul, "clamped": self.clamped_mul}

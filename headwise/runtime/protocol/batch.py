@@ -58,6 +58,7 @@ class NewSequence:
 
     known: where its parameters change logits; a worker itself adds to it the tokens that it samples
     asked: where log-probabilities of its prompt are still to be told
+    adapter: name of the one that it is computed with; empty: none
     """
 
     row: int
@@ -66,6 +67,7 @@ class NewSequence:
     seed: int
     known: KnownTokens | None = None
     asked: AskedPrompt | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,6 +56,7 @@ class Route:
     chat: messages, and what comes with them, as `headwise.runtime.loader.chat.plain_chat` returns it
     session: requests of one session go to the same engine while that costs little; empty: no session
     extra_keys: of the prompt's multimodal items. Their embeddings go to the engine, with `Submit`
+    adapter: its name; empty: none
     """
 
     key: int
@@ -67,6 +68,7 @@ class Route:
     cache_salt: str
     session: str = ""
     extra_keys: tuple[ExtraKey, ...] = ()
+    adapter: str = ""
 
 
 @register
@@ -188,6 +190,7 @@ class FindPrefix:
     chat: Any
     cache_salt: str
     extra_keys: tuple[ExtraKey, ...] = ()
+    adapter: str = ""
 
 
 @register

@@ -220,7 +220,8 @@ class GenerateRequest:
     prompt_token_ids: ``int32 [n]``, n >= 1
     priority:   lower is served first; equal priorities are first come, first served
     cache_salt: only requests with the same salt share cache blocks
-    lora_id, extra_keys: further identity of the cached blocks: of the multimodal items, by their places, ascending
+    lora_id: name of the adapter that it is computed with; empty: none
+    extra_keys: further identity of the cached blocks: of the multimodal items, by their places, ascending
     embeds:     of those of these items that have embeddings, by their places
     output_token_ids: tokens that a lost engine had already produced: generation continues behind them
     prompt_told: tokens of the prompt of which a lost engine had already told the log-probabilities

@@ -42,9 +42,9 @@ def _check_identity(request: GenerateRequest) -> None:
         raise InvalidRequestError(
             f"a cache_salt has {len(request.cache_salt)} characters; at most {MAX_SALT_CHARACTERS} are allowed"
         )
-    if request.lora_id:
+    if len(request.lora_id) > MAX_SALT_CHARACTERS:
         raise InvalidRequestError(
-            f"lora_id {request.lora_id!r:.80} was given, but LoRA adapters are not served; leave it empty"
+            f"a lora_id has {len(request.lora_id)} characters; at most {MAX_SALT_CHARACTERS} are allowed"
         )
     if len(request.extra_keys) > MAX_ITEMS:
         raise InvalidRequestError(f"{len(request.extra_keys)} items were given; at most {MAX_ITEMS} are allowed")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import NUMERICS_VERSION, ModelCard, check_unchanged
+from headwise.runtime.config.model_card import NUMERICS_VERSION, ModelCard, check_same, check_unchanged
+from headwise.runtime.loader.adapters import AdapterFile
 from headwise.runtime.loader.packed_cache import DIRECTORY, LIMITS, Limits, PackedKey, PackedWeights
 from headwise.runtime.loader.progress import LogProgress
 from headwise.runtime.loader.quantised_checkpoint import open_weights
@@ -45,7 +46,9 @@ def load_model(
         place, key = config.cache_path / DIRECTORY, packed_key(card, config, ops, shard)
         packed = PackedWeights(place, key, ops, lambda: weights.num_elements // shard.size, limits, LogProgress(log))
     prepare = packed.prepare if packed else make_anew
-    model = build_model(card.config, weights, ops, collectives, shard, prepare)
+    adapters = [AdapterFile(name, path) for name, path in config.adapter_paths.items()]
+    model = build_model(card.config, weights, ops, collectives, shard, prepare, adapters)
+    check_same(card, adapters)
     check_unchanged(card, config, directory)  # blocks of what is cached are named by the card
     if packed:
         packed.keep()

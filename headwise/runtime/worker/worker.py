@@ -48,6 +48,7 @@ from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.next_tokens import Chosen, NextTokens
 from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
+from headwise.runtime.worker.row_adapters import AdaptersOfRows
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.which_graphs import told_graphs, without_graphs
 from headwise.transfer.connectors.select import PeerAccess
@@ -151,6 +152,7 @@ class ModelWorker:
         self._is_asleep = False
         self._before: RunningStep | None = None
         self._ended = 0.0
+        self._adapters = AdaptersOfRows([name for name, _ in self.card.adapters], self.card.spec.max_rows)
 
     def _load_model(self) -> Model:
         shard = Shard.of(self.card.config, self.card.plan, self.rank)
@@ -186,6 +188,7 @@ class ModelWorker:
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'} "
             f"peers={'none' if self._copies is None else self._copies.transports} "
             f"speculation={self._config.speculation or 'none'} "
+            f"adapters={','.join(name for name, _ in self.card.adapters) or 'none'} "
             f"graphs={told_graphs(self._graphs, self._prefill) or self._without_graphs()}"
         )
 
@@ -427,6 +430,7 @@ class ModelWorker:
         if batch.new_sequences:
             self._cache.tables.open_rows(new.row for new in batch.new_sequences)
             self._prompts.open(batch.new_sequences)
+            self._adapters.open(batch.new_sequences)
             self._tokens.open(batch.new_sequences)
         if self._graphs is not None and self._is_plain_decode(batch):
             return _Computed(self._tokens.choose(batch, self._model, self._decode(self._graphs, batch)))
@@ -447,7 +451,7 @@ class ModelWorker:
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether a token is sampled behind each one, of no more than there may be sequences, and nothing is being
         loaded meanwhile."""
-        is_decode = batch.samples_behind_each and batch.embeds is None
+        is_decode = batch.samples_behind_each and batch.embeds is None and not self._adapters.are_in(batch)
         fits = 0 < batch.num_tokens <= self.card.spec.max_rows
         return is_decode and fits and (self._copies is None or not self._copies.is_loading)
 
@@ -462,10 +466,27 @@ class ModelWorker:
 
     def _forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor | None:
         """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none."""
+        if self._adapters.are_in(batch):
+            return self._forward_adapted(batch, wanted)
+        return self._forward_with(batch, wanted, self._graphs_of(batch, wanted))
+
+    def _forward_adapted(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> Tensor | None:
+        """The same of a step of which some rows go by adapters: layer by layer, all rows of all layers."""
+        self._model.adapted = self._adapters.of(batch)
+        try:
+            hidden = self._forward_with(batch, None, None)
+        finally:
+            self._model.adapted = None
+        if wanted is None or hidden is None:
+            return hidden
+        return self._ops.take_rows(hidden, wanted) if len(wanted) else None
+
+    def _forward_with(
+        self, batch: BatchRequest, wanted: NDArray[np.int64] | None, graphs: StepGraphs | None
+    ) -> Tensor | None:
         each = spread(batch)
         seq_lens = each.starts + each.query_lens
         positions, cu_seqlens = each.positions(batch.num_tokens)
-        graphs = self._graphs_of(batch, len(positions), wanted)
         inputs = self._last.inputs(batch)
         arrays = (inputs, positions, cu_seqlens, seq_lens, each.rows)
         if graphs is None:
@@ -483,10 +504,10 @@ class ModelWorker:
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
         return self._model.forward(tokens, places, _PagedAttention(self, step), given, wanted)
 
-    def _graphs_of(self, batch: BatchRequest, tokens: int, wanted: NDArray[np.int64] | None) -> StepGraphs | None:
+    def _graphs_of(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> StepGraphs | None:
         """Those that a step runs by, if it has no embeddings, which come from the host, and they give all rows where
         all are wanted."""
-        graphs = None if self._prefill is None or batch.embeds is not None else self._prefill.of(tokens)
+        graphs = None if self._prefill is None or batch.embeds is not None else self._prefill.of(batch.num_tokens)
         return None if graphs is not None and graphs.wanted and wanted is None else graphs
 
     def attend(

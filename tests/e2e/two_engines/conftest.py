@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from support.collector import Collector
-from support.two_engines import KEY, config
+from support.lora import write_adapter_of
+from support.two_engines import KEY, MODEL, config
 
 from headwise import Client, ClientKeys
 from headwise.actors.deployment import Deployment
@@ -28,7 +29,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-        with Deployment.start(config(directory / "keys", collector.url)) as deployment:
+        with Deployment.start(
+            config(directory / "keys", collector.url, write_adapter_of(MODEL, directory / "adapter"))
+        ) as deployment:
             yield deployment
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 import ray
 from support.collector import Collector, attributes
 from support.later import anthropic, openai
-from support.two_engines import ENGINES, KEY, MODEL
+from support.two_engines import ADAPTER, ENGINES, KEY, MODEL
 from support.waiting import eventually
 
-from headwise import Client, ClientKeys, SamplingParams
+from headwise import Client, ClientKeys, LocalEngine, SamplingParams
 from headwise.actors.deployment import Deployment
+from headwise.errors import InvalidRequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
@@ -233,6 +235,23 @@ def test_a_message_of_anthropics_client_is_the_chat_of_our_client_whole_and_stre
         assert [block.text for block in each.content] == [expected]
         assert (each.stop_reason, each.usage.output_tokens) == ("max_tokens", 12)
         assert each.usage.cache_read_input_tokens > 0
+
+
+def test_an_adapter_is_a_model_of_its_own(client: openai.OpenAI, deployment: Deployment, ours: Client) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL, ADAPTER]
+    sampling = SamplingParams(temperature=0.0, max_tokens=12)
+    with LocalEngine(replace(deployment.config, replicas=1, min_replicas=1)) as engine:
+        expected = [engine.chat(HARBOURS, sampling, **asked).text for asked in ({}, {"adapter": ADAPTER})]
+    assert expected[0] != expected[1]
+    for _ in range(2):  # the second time out of the cache, which each has its own of
+        for model, text in zip((MODEL, ADAPTER), expected, strict=True):
+            answer = client.chat.completions.create(model=model, messages=HARBOURS, temperature=0, max_tokens=12)
+            assert (answer.model, answer.choices[0].message.content) == (model, text)
+    assert ours.chat(HARBOURS, sampling, adapter=ADAPTER).text == expected[1]
+    with pytest.raises(openai.NotFoundError, match="the model 'pirate' is not served here: served are"):
+        client.models.retrieve("pirate")
+    with pytest.raises(InvalidRequestError, match="there is no adapter 'pirate'; served are sailor"):
+        ours.generate("x", adapter="pirate")
 
 
 def test_a_second_request_says_what_the_cache_served(client: openai.OpenAI) -> None:

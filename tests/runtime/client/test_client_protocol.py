@@ -534,7 +534,7 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(-1,)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(2**40,)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), cache_salt="s" * 2000),
-        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="adapter"),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="a" * 2000),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(n=2)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h"),) * 2000),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 2, "h"),)),
@@ -554,9 +554,9 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
     assert not core.live
 
 
-def test_a_lora_adapter_is_refused_with_a_remedy() -> None:
-    request = GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="adapter")
-    with pytest.raises(InvalidRequestError, match=r"lora_id 'adapter' .* not served; leave it empty"):
+def test_a_name_of_an_adapter_that_is_too_long_is_refused() -> None:
+    request = GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="a" * 2000)
+    with pytest.raises(InvalidRequestError, match="a lora_id has 2000 characters; at most 1024 are allowed"):
         check_request(request)
 
 

@@ -64,14 +64,22 @@ class ScriptedPreprocessor:
     """Its tokens are characters, and a request's id is its text."""
 
     def prepare(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str, items: Any
+        self,
+        *,
+        prompt: Any,
+        messages: Any,
+        sampling: dict[str, Any],
+        priority: int,
+        cache_salt: str,
+        items: Any,
+        adapter: str,
     ) -> GenerateRequest:
         if not prompt:
             raise InvalidRequestError("the prompt is empty")
         if prompt == "defect":
             raise ZeroDivisionError("a defect")
         tokens = as_token_ids([ord(character) for character in prompt])
-        return GenerateRequest(prompt, tokens, SamplingParams.from_wire(sampling), priority, cache_salt)
+        return GenerateRequest(prompt, tokens, SamplingParams.from_wire(sampling), priority, cache_salt, adapter)
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
         tokens = np.concatenate((request.prompt_token_ids, np.array(request.output_token_ids, np.int32)))
@@ -686,7 +694,7 @@ def test_an_engine_whose_connection_to_the_scheduler_has_ended_is_lost_without_a
 
 def test_a_reroute_of_what_is_no_request_is_an_error_of_that_call(make: Make) -> None:
     client = make().peer()
-    request = GenerateRequest("r", as_token_ids([1]), SamplingParams(), lora_id="adapter")
+    request = GenerateRequest("r", as_token_ids([1]), SamplingParams(), lora_id="a" * 2000)
     failed = client.ask(Reroute(5, request, "tcp://a"))
     assert (failed.key, failed.error) == (5, "InvalidRequestError")
 

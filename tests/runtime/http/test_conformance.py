@@ -439,6 +439,24 @@ def test_models_names_the_model(served: Served) -> None:
     assert served.http.get("/v1/models/other").status_code == 404
 
 
+def test_adapters_are_models_of_their_own(deployment: Deployment, core: ScriptedCore) -> None:
+    with serving(deployment, adapters=("sql", "chat")) as served:
+        data = served.http.get("/v1/models").json()["data"]
+        assert [(model["id"], model.get("parent")) for model in data] == [
+            (MODEL, None),
+            ("sql", MODEL),
+            ("chat", MODEL),
+        ]
+        assert served.http.get("/v1/models/sql").json() == data[1]
+        (request,) = at_the_engine(served, core, prompt="a", model="sql")
+        assert request.lora_id == "sql"
+        assert complete(served, prompt="a", model="sql")["model"] == "sql"
+        (request,) = at_the_engine(served, core, prompt="a", model=MODEL)
+        assert request.lora_id == ""
+        told = error(complete(served, 404, prompt="a", model="other"))
+        assert told["message"] == f"the model 'other' is not served here: served are {MODEL}, sql, chat"
+
+
 def test_texts_become_tokens_and_tokens_texts(served: Served) -> None:
     tokens = served.http.post("/tokenize", json={"prompt": "abc"}).json()
     assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [97, 98, 99]}

@@ -26,7 +26,15 @@ class ScriptedPreprocessor:
     """A preprocessor whose tokens are characters."""
 
     def prepare(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str, items: Any
+        self,
+        *,
+        prompt: Any,
+        messages: Any,
+        sampling: dict[str, Any],
+        priority: int,
+        cache_salt: str,
+        items: Any,
+        adapter: str,
     ) -> GenerateRequest:
         text = prompt if messages is None else "".join(message["content"] or "" for message in messages["messages"])
         tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
@@ -34,7 +42,7 @@ class ScriptedPreprocessor:
             raise InvalidRequestError("the prompt is empty")
         params = SamplingParams.from_wire(sampling)
         name, keys = f"r-{time.monotonic_ns()}-{threading.get_ident()}", placed(items, len(tokens)).extra_keys
-        return GenerateRequest(name, tokens, params, priority, cache_salt, extra_keys=keys)
+        return GenerateRequest(name, tokens, params, priority, cache_salt, adapter, extra_keys=keys)
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
         return []

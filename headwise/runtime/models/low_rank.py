@@ -1,0 +1,179 @@
+"""Matrices of low rank that some requests have added to a model's projections (LoRA), as one rank has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.runtime.models.weights import Weights
+from headwise.runtime.ops.base import TensorOps, Weight
+from headwise.runtime.ops.quantised import Matrix
+
+Parts = Sequence[tuple[str, list[tuple[int, int]]]]
+"""Projections by their names, and which ranges of their outputs."""
+
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "q_gate": "q_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Projections that checkpoints may have as a part of another one, whose input they share."""
+
+
+class Adapter(Protocol):
+    """What an adapter's file has; see `headwise.runtime.loader.adapters.AdapterFile`."""
+
+    name: str
+
+    @property
+    def modules(self) -> Set[str]: ...
+
+    def down(self, module: str) -> NDArray[np.float32]: ...
+
+    def up(self, module: str) -> NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """``x @ down.T @ up.T`` is added to what a projection makes of ``x``.
+
+    down: ``[rank, inputs]``
+    up:   ``[outputs, rank]``
+    """
+
+    down: Weight
+    up: Weight
+
+
+@dataclass(frozen=True)
+class AdaptedRows:
+    """Which rows of a step go by which adapter. parts: an adapter's place, and its rows ascending; None: all"""
+
+    parts: Sequence[tuple[int, NDArray[np.int64] | None]]
+
+    @staticmethod
+    def of(adapters: NDArray[np.int16]) -> AdaptedRows | None:
+        """Of each row's adapter, by its place from 1 on; 0: none. None: no row has one."""
+        present = np.unique(adapters)
+        if len(present) == 1:
+            return AdaptedRows([(int(present[0]) - 1, None)]) if present[0] else None
+        return AdaptedRows([(int(each) - 1, (adapters == each).nonzero()[0]) for each in present if each])
+
+
+class RankAdapter:
+    """One rank's part of an adapter.
+
+    prefix: of the names of the model's layers
+    view:   see `Decoder.view`: rows of ``up`` come in the order of a projection's own
+    """
+
+    def __init__(self, adapter: Adapter, ops: TensorOps, prefix: str, view: Callable[[Weights], Weights]) -> None:
+        self._adapter, self._ops, self._prefix = adapter, ops, prefix
+        self._ups = view(_Ups(adapter, prefix))
+        self._used: set[str] = set()
+
+    def of_rows(self, parts: Parts, inputs: int) -> LowRank | None:
+        """For these outputs of some projections as one; None: it changes none of them."""
+        modules = [self._module(name) for name, _ in parts]
+        if not any(modules):
+            return None
+        downs, ups = [], []
+        for (name, ranges), module in zip(parts, modules, strict=True):
+            outputs = sum(stop - start for start, stop in ranges)
+            if module is None:
+                downs.append(np.zeros((0, inputs), np.float32))
+                ups.append(np.zeros((outputs, 0), np.float32))
+                continue
+            up = np.concatenate([self._ups.rows(f"{name}.weight", start, stop) for start, stop in ranges])
+            down = self._adapter.down(module)
+            self._check(module, (down.shape[1], up.shape[0]), (inputs, outputs))
+            downs.append(down)
+            ups.append(up)
+        return self._made(np.concatenate(downs), _diagonal(ups))
+
+    def of_columns(self, name: str, ranges: Sequence[tuple[int, int]], outputs: int) -> LowRank | None:
+        """For these inputs of a projection; None: it does not change that."""
+        module = self._module(name)
+        if module is None:
+            return None
+        down, up = self._adapter.down(module), self._adapter.up(module)
+        most = max(stop for _, stop in ranges)
+        self._check(module, (min(down.shape[1], most), up.shape[0]), (most, outputs))
+        return self._made(np.concatenate([down[:, start:stop] for start, stop in ranges], axis=1), up)
+
+    def check_used(self) -> None:
+        """Raise ModelError if it changes something that was not asked for."""
+        unused = sorted(self._adapter.modules - self._used)
+        if unused:
+            raise ModelError(
+                f"adapter {self._adapter.name!r} changes {unused[0]}, which this model has not, or is not served with: "
+                "q_proj, k_proj, v_proj and o_proj of attention over keys and values are, and gate_proj, up_proj and "
+                "down_proj of dense MLPs"
+            )
+
+    def _module(self, name: str) -> str | None:
+        """The adapter's name of a projection; None: it has none."""
+        own = name.removeprefix(self._prefix)
+        at, _, last = own.rpartition(".")
+        known = own if own in self._adapter.modules else f"{at}.{_FUSED.get(last, last)}"
+        if known not in self._adapter.modules:
+            return None
+        self._used.add(known)
+        return known
+
+    def _made(self, down: NDArray[np.float32], up: NDArray[np.float32]) -> LowRank:
+        return LowRank(self._ops.float_weight(down), self._ops.float_weight(up))
+
+    def _check(self, module: str, found: tuple[int, int], expected: tuple[int, int]) -> None:
+        if found != expected:
+            raise ModelError(
+                f"adapter {self._adapter.name!r}: {module} has {found[0]} inputs and {found[1]} outputs, the model's "
+                f"{expected[0]} and {expected[1]}: it is for another model"
+            )
+
+
+def _diagonal(blocks: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """A matrix with these along its diagonal, and zeros elsewhere."""
+    found = np.zeros((sum(len(block) for block in blocks), sum(block.shape[1] for block in blocks)), np.float32)
+    row = column = 0
+    for block in blocks:
+        found[row : row + len(block), column : column + block.shape[1]] = block
+        row, column = row + len(block), column + block.shape[1]
+    return found
+
+
+class _Ups:
+    """`Weights` that are an adapter's ``up``s, by the names of the projections that they are for."""
+
+    def __init__(self, adapter: Adapter, prefix: str) -> None:
+        self._adapter, self._prefix = adapter, prefix
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [f"{self._prefix}{module}.weight" for module in self._adapter.modules]
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        return self._adapter.up(name.removeprefix(self._prefix).removesuffix(".weight"))
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        return self.tensor(name)[start:stop]
+
+    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        return self.tensor(name)[:, start:stop]
+
+    def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        raise ModelError(f"adapter {self._adapter.name!r} has no bytes")
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        return None
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return None

@@ -1,0 +1,174 @@
+"""Requests with LoRA adapters say what the models say that the adapters are merged into, whoever is beside them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine.loaded_model import BASE, GREEDY
+from support.engine.ranks import Ranks
+from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.emulated_gpu import EmulatedGpu
+from support.lora import draw_adapter, write_adapter, write_both
+from support.reference import CLOSE
+from support.tiny_checkpoints import checkpoint, reference
+
+from headwise import EngineConfig, LocalEngine, SamplingParams
+from headwise.errors import InvalidRequestError, ModelError
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.protocol.request import GenerationResult
+
+PROMPTS = [np.random.default_rng(5).integers(3, 259, length).tolist() for length in (9, 40, 90)]
+FEW = replace(GREEDY, max_tokens=16)
+SIZES = {"kv_cache": "24MiB", "max_model_len": 512, "cpu_threads": 1, "dtype": "float32"}
+
+MODELS = [
+    *("qwen2", "qwen3", "gemma2", "phi3", "glm4", "cohere2", "olmo3", "smollm3", "qwen3-moe", "gpt-oss", "qwen3.5"),
+    "deepseek-v3",
+]
+"""Biases, norms of heads, norms around, fused and interleaved projections, MLPs beside attention, whole norms, layers
+without positions, experts beside dense layers and alone, gated heads beside delta-nets, what heads over latents see."""
+
+
+def judged(result: GenerationResult) -> list[int]:
+    """The tokens before the first one that rounding may decide."""
+    for at, each in enumerate(result.logprobs):
+        (_, first), (_, second) = each.top
+        if first - second < CLOSE:
+            return result.token_ids[:at]
+    return result.token_ids
+
+
+def said(model: Path, **changes: Any) -> list[GenerationResult]:
+    with LocalEngine(EngineConfig(model=str(model), **{**SIZES, **changes})) as engine:
+        return engine.generate(PROMPTS, replace(FEW, logprobs=2))
+
+
+@pytest.fixture
+def two(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, list[list[GenerationResult]]]:
+    """A model, the option that names two adapters of it, and what it says without, with the one, and with the other."""
+    name: str = request.param
+    first, second = (write_both(tmp_path, name, seed) for seed in (1, 2))
+    expected = [said(checkpoint(name)), said(first[1]), said(second[1])]
+    assert len({tuple(results[2].token_ids) for results in expected}) == 3, "they say different things"
+    return name, f"one={first[0]},other={second[0]}", expected
+
+
+def assert_as(expected: list[GenerationResult], found: list[GenerationResult]) -> None:
+    sure = [judged(result) for result in expected]
+    assert sum(map(len, sure)) > 12
+    for wanted, result in zip(sure, found, strict=True):
+        assert result.token_ids[: len(wanted)] == wanted
+
+
+def all_at_once(engine: LocalEngine) -> list[list[GenerationResult]]:
+    """What requests say that are served together, some without an adapter, and some with either."""
+    core, preprocessor = engine.core, engine.preprocessor
+    results: dict[str, GenerationResult] = {}
+    for place, adapter in enumerate(("", "one", "other")):
+        for index, prompt in enumerate(PROMPTS):
+            name = f"{place}-{index}"
+            results[name] = GenerationResult(name)
+            core.add(preprocessor.prepare(prompt=prompt, sampling=FEW, request_id=name, adapter=adapter))
+    while core.has_work():
+        for delta in core.step(None):
+            assert delta.error is None, delta.error
+            results[delta.request_id].add(delta)
+    core.cache.check_integrity()
+    return [[results[f"{place}-{index}"] for index in range(len(PROMPTS))] for place in range(3)]
+
+
+@pytest.mark.parametrize("two", MODELS, indirect=True)
+def test_batches_of_all_kinds_say_what_merged_models_do(two: Any) -> None:
+    name, adapters, expected = two
+    config = EngineConfig(model=str(checkpoint(name)), adapters=adapters, max_batched_tokens=64, **SIZES)
+    with LocalEngine(config) as engine:
+        for _ in range(2):
+            for wanted, found in zip(expected, all_at_once(engine), strict=True):
+                assert_as(wanted, found)
+
+
+@pytest.mark.parametrize("two", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("changes", [{"tensor_ops": "numpy"}, {"tensor_ops": "paddle"}, {"speculation": 4}])
+def test_other_operations_and_drafts_say_the_same(two: Any, changes: dict[str, Any]) -> None:
+    if changes.get("tensor_ops") == "paddle":
+        pytest.importorskip("paddle")
+    name, adapters, expected = two
+    with LocalEngine(EngineConfig(model=str(checkpoint(name)), adapters=adapters, **SIZES, **changes)) as engine:
+        for wanted, found in zip(expected, all_at_once(engine), strict=True):
+            assert_as(wanted, found)
+
+
+@pytest.mark.parametrize("two", ["qwen3", "phi3", "olmo3"], indirect=True)
+def test_ranks_say_the_same(two: Any) -> None:
+    name, adapters, expected = two
+    directory = checkpoint(name)
+    config = replace(BASE, model=str(directory), adapters=adapters, tp_size=2, **SIZES)
+    preprocessor, executor = Preprocessor.open(config), LocalExecutor(Ranks(config, directory))
+    engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
+    with closing(executor):
+        for place, adapter in enumerate(("", "one", "other")):
+            results = [GenerationResult(str(index)) for index in range(len(PROMPTS))]
+            for index, prompt in enumerate(PROMPTS):
+                engine.add(preprocessor.prepare(prompt=prompt, sampling=FEW, request_id=str(index), adapter=adapter))
+            while engine.has_work():
+                for delta in engine.step(None):
+                    assert delta.error is None, delta.error
+                    results[int(delta.request_id)].add(delta)
+            assert_as(expected[place], results)
+
+
+@pytest.mark.parametrize("two", ["qwen3"], indirect=True)
+def test_a_gpu_s_operations_say_the_same(two: Any) -> None:
+    pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+    name, adapters, expected = two
+    given = {"kv_cache": "64MiB", "max_model_len": 256, "max_num_seqs": 4, "dtype": "float32", "device": "cuda"}
+    config = EngineConfig(model=str(checkpoint(name)), adapters=adapters, **given)
+    with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
+        few = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        for place, options in enumerate(({}, {"adapter": "one"}, {"adapter": "other"})):
+            results = engine.generate(PROMPTS[:2], few, **options)
+            assert [each.token_ids for each in results] == [each.token_ids[:3] for each in expected[place][:2]]
+
+
+@pytest.mark.parametrize("two", ["qwen3"], indirect=True)
+def test_the_cache_serves_an_adapter_s_prefixes_to_it_alone(two: Any) -> None:
+    name, adapters, _ = two
+    with LocalEngine(EngineConfig(model=str(checkpoint(name)), adapters=adapters, block_size=16, **SIZES)) as engine:
+        cached = []
+        for adapter in ("", "one", "other", "", "one", "other"):
+            options = {"adapter": adapter} if adapter else {}
+            cached.append(engine.generate([PROMPTS[2]], GREEDY, **options)[0].usage.cached_tokens)
+        assert cached == [0, 0, 0, 80, 80, 80]
+        with pytest.raises(InvalidRequestError, match="there is no adapter 'third'; served are one, other"):
+            engine.generate(["x"], GREEDY, adapter="third")
+
+
+def test_an_adapter_that_does_not_fit_is_told_before_anything_is_served(tmp_path: Path) -> None:
+    shapes = reference("qwen3")["shapes"]
+    matrices = draw_adapter(shapes, 1)
+    down, up = matrices["model.layers.0.self_attn.q_proj"]
+    cases = {
+        "wide": ({"model.layers.0.self_attn.q_proj": (np.pad(down, ((0, 0), (0, 8))), up)}, "has 72 inputs and 256"),
+        "tall": ({"model.layers.0.self_attn.o_proj": (up.T, np.zeros((65, 4), np.float32))}, "256 inputs and 65 "),
+        "deep": ({"model.layers.7.self_attn.q_proj": (down, up)}, "changes layers.7.self_attn.q_proj, which this "),
+        "else": ({"model.layers.0.mlp.router": (down, up)}, "changes layers.0.mlp.router, which this model has not"),
+    }
+    for name, (wrong, says) in cases.items():
+        path = write_adapter(tmp_path / name, wrong)
+        with pytest.raises(ModelError, match=says):
+            LocalEngine(EngineConfig(model=str(checkpoint("qwen3")), adapters=f"x={path}", **SIZES))
+
+
+def test_what_latents_are_made_by_is_not_adapted(tmp_path: Path) -> None:
+    known = reference("deepseek-v3")["shapes"]["model.layers.0.self_attn.q_b_proj.weight"]
+    matrices = {"model.layers.0.self_attn.q_b_proj": (np.zeros((4, known[1])), np.zeros((known[0], 4)))}
+    path = write_adapter(tmp_path / "x", {name: tuple(np.float32(m) for m in both) for name, both in matrices.items()})
+    with pytest.raises(ModelError, match=r"changes layers.0.self_attn.q_b_proj, which this model has not, or is not"):
+        LocalEngine(EngineConfig(model=str(checkpoint("deepseek-v3")), adapters=f"x={path}", **SIZES))
