@@ -99,6 +99,16 @@ _DELTA_NET: dict[str, Any] = {
 }
 
 
+_FACTORS: dict[str, Any] = {
+    "head_dim": _ABSENT,
+    "hidden_size": 256,
+    "embedding_multiplier": 2.5,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.8,
+}
+
+
 def _yarn(mscale: float, mscale_all_dim: float) -> dict[str, Any]:
     lengths = {"factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1}
     return {"type": "yarn", **lengths, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
@@ -369,6 +379,23 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         sliding_window=24,
         logit_scale=0.3,
         tie_word_embeddings=True,
+    ),
+    "granite": _config("GraniteForCausalLM", "granite", **_FACTORS),
+    "granite-moe": _config(
+        "GraniteMoeForCausalLM", "granitemoe", **_FACTORS, num_local_experts=8, num_experts_per_tok=3
+    ),
+    "granite-hybrid": _config(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        **_FACTORS,
+        layer_types=["attention"] * 3,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        intermediate_size=32,  # of experts, of which there are none
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+        mamba_d_state=16,
+        mamba_n_heads=8,
     ),
     "qwen3-next": _config(
         "Qwen3NextForCausalLM",

@@ -225,6 +225,16 @@ def _mistral3(config: Config) -> dict[str, Any]:
     }
 
 
+def _granite(config: Config) -> dict[str, Any]:
+    return {
+        **_llama(config),
+        "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"],
+        "attention.scale": config["attention_multiplier"],
+        "logit_scale": config["logits_scaling"],
+    }
+
+
 _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama,
     "gpt-oss": _gpt_oss,
@@ -248,4 +258,6 @@ _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "dots1": _corrected,
     "afmoe": _afmoe,
     "mistral3": _mistral3,
+    "granite": _granite,
+    "granitemoe": _granite,
 }

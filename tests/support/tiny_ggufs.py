@@ -127,6 +127,8 @@ TINY_GGUFS: Mapping[str, TinyGguf] = {
     "dots1": TinyGguf("dots1", "dots1"),
     "afmoe": TinyGguf("afmoe", "afmoe"),
     "ministral3": TinyGguf("mistral3", "ministral3"),
+    "granite": TinyGguf("granite", "granite"),
+    "granite-moe": TinyGguf("granitemoe", "granite-moe"),
 }
 
 JUDGED_GGUFS: Mapping[str, TinyGguf] = {
@@ -376,14 +378,22 @@ def _stacked(weights: Weights) -> dict[str, np.ndarray]:
     return found | {name: np.stack([each[at] for at in range(len(each))]) for name, each in experts.items()}
 
 
+_NEIGHBOURS = ("mixtral", "smollm3", "ministral3", "granite", "granitemoe")
+"""Model types whose queries and keys converters reorder."""
+
+
 def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple[str, np.ndarray]]:
     """What a converter makes of each tensor."""
     kind = config["model_type"]
     for name, values in weights.items():
-        if kind in ("mixtral", "smollm3", "ministral3") and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if kind in _NEIGHBOURS and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
             yield name, halves.swapaxes(1, 2).reshape(values.shape)
+        elif name.endswith("input_linear.weight"):
+            at = name.replace("model.", "").replace("block_sparse_moe.input_linear", "feed_forward.experts.{}")
+            for part, half in zip(("w1", "w3"), np.split(values, 2, axis=1), strict=True):
+                yield at.format(part), half
         elif kind == "gpt_oss":
             yield from _gpt_oss_tensor(name, values, weights)
         elif name.endswith("kv_b_proj.weight") and is_split:

@@ -105,6 +105,7 @@ class EngineConfig:
         "hermes",
         "llama3",
         "mistral",
+        "granite",
         "gpt_oss",
         "qwen3_coder",
         "glm45",

@@ -22,6 +22,7 @@ from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_gemma import GEMMA
 from headwise.runtime.loader.gguf_gemma4 import GEMMA4
 from headwise.runtime.loader.gguf_glm import GLM
+from headwise.runtime.loader.gguf_granite import GRANITE
 from headwise.runtime.loader.gguf_keys import count, integer, served_layers, shortest
 from headwise.runtime.loader.gguf_latents import LATENTS
 from headwise.runtime.loader.gguf_llama import LLAMA
@@ -46,6 +47,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **DELTA,
     **GLM,
     **SEED_OSS,
+    **GRANITE,
     **SMOLLM3,
     **MINIMAX,
     **OLMO,

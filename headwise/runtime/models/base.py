@@ -157,6 +157,7 @@ class ModelConfig:
     sink_logits:     whether every query head has learned the score of a sink, see `AttentionKernels.attend`
     chunk:           layers whose heads have a window of so many tokens see none before their own chunk of as many; 0: a
                      window is what its policy says
+    logit_scale:     factor on logits
     missing_for_images: what its images need that is not served, in words; empty: nothing
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     """
@@ -189,6 +190,7 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     chunk: int = 0
     temper: TemperConfig | None = None
+    logit_scale: float = 1.0
     missing_for_images: str = ""
 
     def heads_of(self, layer: int) -> LayerHeads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -31,16 +31,9 @@ ARCHITECTURE = "Cohere2ForCausalLM"
 _SERVED_VALUES = {"use_qk_norm": (None, False), "use_parallel_block": (None, True), "rotary_pct": (None, 1)}
 
 
-@dataclass(frozen=True)
-class CohereConfig(ModelConfig):
-    """logit_scale: factor on logits"""
-
-    logit_scale: float = 1.0
-
-
-def parse(config: HfConfig) -> CohereConfig:
+def parse(config: HfConfig) -> ModelConfig:
     check_served(config, _SERVED_VALUES)
-    decoder = decoder_config(
+    return decoder_config(
         config,
         ARCHITECTURE,
         layer_types=full_every(config, positive(config, "sliding_window_pattern", default=4)),
@@ -48,26 +41,21 @@ def parse(config: HfConfig) -> CohereConfig:
         window=positive(config, "sliding_window", default=4096),
         rms_norm_eps=number(config, "layer_norm_eps", 1e-5),
         tie_embeddings=flag(config, "tie_word_embeddings", default=True),
+        logit_scale=number(config, "logit_scale", 0.0625),
     )
-    return CohereConfig(**vars(decoder), logit_scale=number(config, "logit_scale", 0.0625))
 
 
 class Cohere2(Decoder):
     """The shared decoder with the MLP beside attention, over neighbours that turn.
 
     Its norms take the mean off, and have no biases. Each reads the residual stream, so the stream is kept without its
-    mean, and they are RMS norms of it. The factor on logits is one on the last norm.
+    mean, and they are RMS norms of it.
     """
 
-    config: CohereConfig
     norm_names: ClassVar[Mapping[str, str]] = {"before_attention": "input_layernorm"}
 
     def view(self, weights: Weights) -> Weights:
         return rotated(weights, pairs_first(self.config.ropes[0], self.config.head_dim, of_neighbours=True))
-
-    def load_more(self) -> None:
-        weight = self._weights.tensor(f"{self.prefix}norm.weight")
-        self._final_norm = self.ops.norm_weight(weight * np.float32(self.config.logit_scale))
 
     def entering(self, x: Tensor) -> Tensor:
         rows = self.ops.kernel_array(x)

@@ -93,7 +93,7 @@ class Decoder(Model):
         self._adapters = [RankAdapter(each, ops, self.prefix, self.view) for each in adapters]
         self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
         self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in range(config.num_layers)]
-        self._final_norm = self._norm(f"{self.prefix}norm.weight")
+        self._final_norm = self._norm(f"{self.prefix}norm.weight", config.logit_scale)
         self._lm_head = self._load_lm_head()
         self.load_more()
         for adapter in self._adapters:
@@ -133,9 +133,10 @@ class Decoder(Model):
             )
         return self.ops.embedding_table(table)
 
-    def _norm(self, name: str) -> Tensor:
+    def _norm(self, name: str, factor: float = 1.0) -> Tensor:
         weight = self._weights.tensor(name)
-        return self.ops.norm_weight(weight + np.float32(self.norm_offset) if self.norm_offset else weight)
+        weight = weight + np.float32(self.norm_offset) if self.norm_offset else weight
+        return self.ops.norm_weight(weight if factor == 1.0 else weight * np.float32(factor))
 
     def _load_layer(self, layer: int) -> Layer:
         at = f"{self.prefix}layers.{layer}."

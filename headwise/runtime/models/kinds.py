@@ -13,11 +13,15 @@ from headwise.runtime.models.values import shown
 
 @dataclass(frozen=True)
 class _Kind:
-    """what: in words; fields: of ``config.json``, any of which asks for it; is_served: whether the model has it"""
+    """what: in words; fields: of ``config.json``, any of which asks for it; is_served: whether the model has it
+
+    is_of_layers: these fields ask for nothing where ``layer_types`` names no layer that has it
+    """
 
     what: str
     fields: tuple[str, ...]
     is_served: Callable[[ModelConfig], bool]
+    is_of_layers: bool = False
 
 
 _KINDS = (
@@ -28,7 +32,12 @@ _KINDS = (
         ("linear_num_key_heads", "linear_attn_config"),
         lambda model: model.delta is not None,
     ),
-    _Kind("states of a state space model", ("mamba_d_state", "ssm_state_size", "mamba_num_heads"), lambda model: False),
+    _Kind(
+        "states of a state space model",
+        ("mamba_d_state", "ssm_state_size", "mamba_num_heads"),
+        lambda model: False,
+        is_of_layers=True,
+    ),
     _Kind("attention within chunks", ("attention_chunk_size",), lambda model: model.chunk > 0),
     _Kind("layers that share a cache", ("num_kv_shared_layers",), lambda model: bool(model.layer_heads)),
 )
@@ -54,11 +63,14 @@ def check_kinds(config: Mapping[str, Any], model: ModelConfig) -> None:
     """
     text = config.get("text_config")
     every = {**config, **(text if isinstance(text, Mapping) else {})}
+    types = every.get("layer_types")
+    are_all_attention = isinstance(types, list) and all(kind in ("attention", "full_attention") for kind in types)
     for kind in _KINDS:
+        if kind.is_of_layers and are_all_attention:
+            continue
         field = next((field for field in kind.fields if every.get(field)), "")
         if field and not kind.is_served(model):
             _refuse(model, f"{field!r} {shown(every[field])}, {kind.what}")
-    types = every.get("layer_types")
     named = {kind for kind in types if isinstance(kind, str)} if isinstance(types, list) else set()
     for name, (what, is_served) in _LAYER_TYPES.items():
         if name in named and not is_served(model):

@@ -19,6 +19,7 @@ from headwise.runtime.models import (
     glm4,
     glm5,
     gpt_oss,
+    granite,
     llama,
     llama4,
     minimax_m2,
@@ -91,6 +92,9 @@ _MODELS = {
     **dict.fromkeys(exaone4.ARCHITECTURES_MOE, _Entry(exaone4.parse_moe, exaone4.ExaoneMoe)),
     afmoe.ARCHITECTURE: _Entry(afmoe.parse, afmoe.Afmoe),
     cohere2.ARCHITECTURE: _Entry(cohere2.parse, cohere2.Cohere2),
+    granite.DENSE: _Entry(granite.parse, granite.Granite),
+    granite.MOE: _Entry(granite.parse_moe, granite.GraniteMoe),
+    granite.HYBRID: _Entry(granite.parse_hybrid, granite.GraniteHybrid),
     mixtral.ARCHITECTURE: _Entry(mixtral.parse, mixtral.Mixtral),
     phi3.ARCHITECTURE: _Entry(phi3.parse, phi3.Phi3),
     gpt_oss.ARCHITECTURE: _Entry(gpt_oss.parse, gpt_oss.GptOss),
@@ -117,14 +121,14 @@ def model_config(config: HfConfig) -> ModelConfig:
     return replace(model, missing_for_images=missing_for_images(config))
 
 
-_CAUSAL = "ForCausalLM"
+_ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def _supported() -> str:
-    """All that are, short: most names end alike."""
-    names = sorted(_MODELS)
-    plain = ", ".join(name.removesuffix(_CAUSAL) for name in names if name.endswith(_CAUSAL))
-    return f"..{_CAUSAL} of {plain}; {', '.join(name for name in names if not name.endswith(_CAUSAL))}"
+    """All that are, short: they end alike."""
+    every = sorted(_MODELS)
+    found = {end: [name.removesuffix(end) for name in every if name.endswith(end)] for end in _ENDINGS}
+    return "; ".join(f"..{end} of {', '.join(names)}" for end, names in found.items())
 
 
 def build_model(

@@ -105,11 +105,13 @@ class ExpertWeights(WeightView):
     Either form is read by the names ``experts.N.gate_proj.weight`` and so on.
 
     has_inputs_first: joined experts are ``[E, hidden, 2 I]`` and ``[E, I, hidden]``
+    joined:           names of both tensors in a layer's MLP
     """
 
     has_inputs_first: ClassVar[bool] = False
+    joined: ClassVar[tuple[str, str]] = ("experts.gate_up_proj", "experts.down_proj")
 
-    _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+    _EXPERT = re.compile(r"(?P<at>.*\.)experts\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
 
     @cached_property
     def _known(self) -> frozenset[str]:
@@ -139,7 +141,7 @@ class ExpertWeights(WeightView):
         if match is None:
             return None
         is_down = match["kind"] == "down"
-        joined = f"{match['at']}.{'down' if is_down else 'gate_up'}_proj"
+        joined = match["at"] + self.joined[is_down]
         if joined not in self._known:
             return None
         expert = int(match["expert"])

@@ -57,6 +57,7 @@ EXPANDED = (
         "mlp.router.weight",
         "feed_forward.router.weight",
         "router.proj.weight",
+        "router.layer.weight",
     ),
     *("per_layer_input_gate.weight", "block_sparse_moe.gate.weight"),
     *("indexer.wk.weight", "indexer.wq_b.weight", "indexer.weights_proj.weight"),

@@ -57,6 +57,7 @@ def test_the_decoder_s_part_of_a_multimodal_config_is_looked_at() -> None:
         ("qwen3-next", {"sliding_window": 4096, "use_sliding_window": False}),
         ("deepseek-v3", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "index_topk": None}),
         ("qwen3", {"kv_lora_rank": None, "attention_chunk_size": 0}),
+        ("qwen3", {"mamba_d_state": 16, "layer_types": ["full_attention"] * 3}),
     ],
 )
 def test_fields_that_ask_for_nothing_are_passed_over(name: str, changes: dict[str, Any]) -> None:

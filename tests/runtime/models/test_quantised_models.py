@@ -91,7 +91,7 @@ class ToldCheckpoint(Checkpoint):
 
 
 STILL_WIDE = re.compile(
-    r".*[.](gate|router|shared_expert_gate|conv1d|kv_b_proj|indexer[.]\w+)[.]weight|.*[.]experts[.]\w+_proj(_bias)?"
+    r".*[.](gate|router|router[.]layer|shared_expert_gate|conv1d|kv_b_proj|indexer[.]\w+)[.]weight|.*[.]experts[.]\w+_proj(_bias)?"
 )
 """Routers and convolutions, which are small; up-projections of latents, and indexers; gpt-oss' experts as floats."""
 

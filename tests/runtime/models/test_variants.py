@@ -16,6 +16,7 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.models.granite import GraniteConfig
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 
@@ -63,6 +64,11 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
         ("olmo3", {"sliding_window": 0}, "'sliding_window' must be a positive integer, got 0"),
         ("cohere2", {"use_qk_norm": True}, "'use_qk_norm' is True, which cannot be served"),
         ("cohere2", {"logit_scale": 0}, "'logit_scale' must be a positive number, got 0"),
+        ("granite", {"residual_multiplier": 0}, "'residual_multiplier' must be a positive number, got 0"),
+        ("granite-hybrid", {"layer_types": ["attention", "mamba", "attention"]}, r"layer types \['mamba'\] are not"),
+        ("granite-hybrid", {"layer_types": None}, r"layer types \['linear_attention'\] are not supported"),
+        ("granite-hybrid", {"position_embedding_type": "nope"}, "'position_embedding_type' is 'nope', which cannot"),
+        ("granite-hybrid", {"num_local_experts": 8}, "'num_local_experts' is 8, which cannot be served"),
         ("smollm3", {"no_rope_layers": [1, 2, 1]}, "'no_rope_layers' must be a 0 or 1 for 3 layers"),
         ("seed-oss", {"attention_out_bias": "no"}, "'attention_out_bias' must be true or false, got 'no'"),
         (
@@ -209,6 +215,17 @@ def test_every_fourth_layer_sees_all_and_may_rotate_nothing(name: str, window: i
         is_fourth = (layer + 1) % every == 0
         assert policies[0] == (FULL if is_fourth or not window else HeadPolicy(window))
         assert rope.is_none == (is_fourth and rotated != "all")
+
+
+def test_a_factor_on_what_goes_into_the_residual_stream_is_one_on_what_it_begins_with() -> None:
+    for name, mlp_size, logits in (("granite-3.3-8b", 12800, 16), ("granite-4.0-micro", 8192, 10)):
+        config = published(name)
+        model = model_config(config)
+        assert isinstance(model, GraniteConfig)
+        assert (model.attention_scale, model.mlp_size(0)) == (config["attention_multiplier"], mlp_size)
+        assert model.logit_scale == 1 / logits
+        assert model.entering_scale == pytest.approx(12 / 0.22)
+        assert model.rms_norm_eps == pytest.approx(1e-5 / 0.22**2)
 
 
 def test_a_scaling_of_an_olmo_3_is_of_its_full_layers() -> None:

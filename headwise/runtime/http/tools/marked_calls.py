@@ -1,4 +1,4 @@
-"""Calls behind a mark within the text: as Hermes and Qwen, Llama 3, and Mistral write them."""
+"""Calls behind a mark within the text: as Hermes and Qwen, Llama 3, Mistral, and Granite 3 write them."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class MistralCalls(MarkedCalls):
     """
 
     mark = "[TOOL_CALLS]"
-    shown_tokens = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    shown_tokens: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
     def _open(self, opening: str, reader: Callable[[Collection[str]], CallReader] = ObjectCall) -> None:
         self._opening, self._state = opening, self._behind_mark
@@ -175,3 +175,10 @@ class MistralCalls(MarkedCalls):
             self._buffer = text.removeprefix("]")
             self._state = self._in_text
         return True
+
+
+class GraniteCalls(MistralCalls):
+    """``<|tool_call|>`` before such a list: Granite 3."""
+
+    mark = "<|tool_call|>"
+    shown_tokens = ("<|tool_call|>",)

@@ -21,7 +21,7 @@ from headwise.runtime.http.tools.base import (
 )
 from headwise.runtime.http.tools.forced import OneCall, SomeCalls
 from headwise.runtime.http.tools.harmony import Harmony
-from headwise.runtime.http.tools.marked_calls import HermesCalls, LlamaCalls, MistralCalls
+from headwise.runtime.http.tools.marked_calls import GraniteCalls, HermesCalls, LlamaCalls, MistralCalls
 from headwise.runtime.http.tools.section_calls import DeepseekCalls, KimiCalls
 from headwise.runtime.http.tools.tagged_calls import (
     DeepseekTaggedCalls,
@@ -46,6 +46,10 @@ def llama() -> AnswerParser:
 
 def mistral() -> AnswerParser:
     return MistralCalls(NAMES)
+
+
+def granite() -> AnswerParser:
+    return GraniteCalls(NAMES)
 
 
 SCHEMAS = {
@@ -100,7 +104,7 @@ def some() -> AnswerParser:
 
 TAGGED = (qwen3_coder, glm45, minimax, seed, deepseek_v32)
 IN_SECTIONS = (kimi, deepseek)
-MAKERS = (hermes, llama, mistral, *TAGGED, *IN_SECTIONS, harmony, thinking, thinking_already, some, PlainText)
+MAKERS = (hermes, llama, mistral, granite, *TAGGED, *IN_SECTIONS, harmony, thinking, thinking_already, some, PlainText)
 
 
 def parts_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Part]:
@@ -225,6 +229,7 @@ WORKED: list[tuple[Make, str, list[Part]]] = [
     (llama, f"\n<|python_tag|>{LOOK}; {ADD}", [*call("look_up", "{}"), *call("add", ADD_ARGUMENTS)]),
     (llama, f"Let me see.\n<|python_tag|>{LOOK}", [Text("Let me see."), *call("look_up", "{}")]),
     (mistral, f"[TOOL_CALLS] [{ADD}, {LOOK}]", [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")]),
+    (granite, f"<|tool_call|>[{ADD}, {LOOK}]", [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")]),
     (mistral, 'So: [TOOL_CALLS]add[ARGS]{"a": 1}', [Text("So:"), *call("add", '{"a": 1}')]),
     (
         mistral,
@@ -311,6 +316,7 @@ NO_CALLS = [
     (mistral, "[TOOL_CALLS]add[ARGS]" + "x" * 300 + "{}"),
     (mistral, "[TOOL_CALLS] [5]"),
     (mistral, "[TOOL_"),
+    (granite, "<|tool_call|> none"),
 ]
 
 
