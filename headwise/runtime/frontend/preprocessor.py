@@ -124,14 +124,15 @@ class Preprocessor:
         tokens = self._tokens(prompt, messages)
         of_items = placed(items, len(tokens))
         room = self.card.max_model_len - len(tokens)
-        if room < (sampling.max_tokens or 1):
+        least = 1 if sampling.fit_max_tokens else sampling.max_tokens or 1
+        if room < least:
             raise InvalidRequestError(
-                f"{len(tokens)} prompt tokens and {sampling.max_tokens or 1} to generate are more than the "
+                f"{len(tokens)} prompt tokens and {least} to generate are more than the "
                 f"{self.card.max_model_len} tokens that fit (the model's length, or what the KV cache holds)"
             )
         sampling = replace(
             sampling,
-            max_tokens=sampling.max_tokens or room,
+            max_tokens=min(sampling.max_tokens or room, room),
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         )
         return GenerateRequest(

@@ -188,7 +188,8 @@ class _Api:
         check_model(body.model, self._models)
         choice = choice_of(body, self._parsers)
         wanted = wanted_message(body, choice, self._parsers)
-        form = MessageForm(body.model or self._model, choice.answers(self._parsers, wanted.sampling.guided is not None))
+        answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
+        form = MessageForm(body.model or self._model, body.max_tokens, answers)
         return self._generation(body.model, wanted, form)
 
     async def count_tokens(self, request: Request) -> Response:

@@ -72,7 +72,7 @@ def wanted_message(body: MessagesBody, choice: ToolChoice, parsers: Parsers) -> 
     given = {name: others[name] for name in _SAMPLING if name in others}
     sampling = sampling_of({**given, "stop": body.stop_sequences or None}, body.max_tokens)
     form = _form(body.output_config)
-    sampling = sampling if form is None else replace(sampling, guided=form)
+    sampling = replace(sampling, fit_max_tokens=True, guided=form)
     chat = _chat(body, choice)
     return Wanted(
         (), chat, choice.sampling(sampling, parsers), body.options, stream=bool(body.stream), source="messages"

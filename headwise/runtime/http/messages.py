@@ -61,10 +61,14 @@ _GROWING = {
 
 
 class MessageForm(Form):
-    """Of one answer. make_answer: makes what finds calls and reasoning in its text"""
+    """Of one answer.
 
-    def __init__(self, model: str, make_answer: MakeAnswer) -> None:
-        self._ident, self._model = f"msg_{secrets.token_hex(12)}", model
+    max_tokens:  that were asked for
+    make_answer: makes what finds calls and reasoning in its text
+    """
+
+    def __init__(self, model: str, max_tokens: int, make_answer: MakeAnswer) -> None:
+        self._ident, self._model, self._max_tokens = f"msg_{secrets.token_hex(12)}", model, max_tokens
         self._make_answer = make_answer
         self._answer: ChatAnswer
         self._read = 0
@@ -137,7 +141,8 @@ class MessageForm(Form):
         if self._answer.finish_reason("stop") == "tool_calls" and result.finish_reason is FinishReason.STOP:
             reason = "tool_use"
         elif result.finish_reason is FinishReason.LENGTH:
-            reason = "max_tokens"
+            is_all = result.usage.completion_tokens >= self._max_tokens
+            reason = "max_tokens" if is_all else "model_context_window_exceeded"
         else:
             reason = "stop_sequence" if result.stop else "end_turn"
         return {"stop_reason": reason, "stop_sequence": result.stop or None}

@@ -28,7 +28,6 @@ _SERVED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
     "fan_in_fan_out": (None, False),
-    "use_dora": (None, False),
     "lora_bias": (None, False),
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
@@ -37,6 +36,8 @@ _SERVED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
 }
 """Fields by which an adapter is more than its matrices, or they are used otherwise."""
+_USES = ("use_rslora",)
+"""What an adapter may be beside the plain one. PEFT names further kinds alike, in which the matrices mean otherwise."""
 _PART = 1 << 20
 
 
@@ -55,6 +56,9 @@ class AdapterFile:
         for key, served in _SERVED_VALUES.items():
             if config.get(key) not in served:
                 raise self._wrong(f"{key!r} is {shown(config.get(key))}, which is not served")
+        unknown = next((key for key, value in config.items() if key[:4] == "use_" and value and key not in _USES), None)
+        if unknown is not None:
+            raise self._wrong(f"{shown(unknown)} is {shown(config[unknown])}, which is not served")
         rank, alpha = config.get("r"), finite_number(config.get("lora_alpha"))
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
             raise self._wrong(f"'r' must be an integer from 1 to {MOST_RANK}, got {shown(rank)}")

@@ -55,6 +55,7 @@ class SamplingParams:
     min_p:       drop tokens less likely than p times the most likely one, in [0, 1]
     seed:        of the counter-based generator; None draws one per request
     max_tokens:  most tokens to produce; None goes on to the model's length
+    fit_max_tokens: where so many do not fit behind the prompt, produce as many as do; else the request is refused
     stop:        strings that end the text (not part of it)
     stop_token_ids: token ids that end the output, besides the model's own end tokens
     logprobs:    also return the log-probabilities of this many most likely tokens, and of the chosen one
@@ -93,6 +94,7 @@ class SamplingParams:
     guided: Guided | None = None
     prompt_logprobs: int | None = None
     shown_tokens: tuple[str, ...] = ()
+    fit_max_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Convert every value to a plain Python type: the wire accepts no others."""
@@ -120,6 +122,7 @@ class SamplingParams:
             "min_tokens": as_integer("min_tokens", self.min_tokens, 0, 2**31 - 1),
             "n": as_integer("n", self.n, 1, MAX_SAMPLES),
             "guided": Guided.of(self.guided),
+            "fit_max_tokens": as_flag("fit_max_tokens", self.fit_max_tokens),
             "shown_tokens": as_items("shown_tokens", self.shown_tokens, "tokens", MAX_SHOWN_TOKENS),
         }
         for name, value in values.items():

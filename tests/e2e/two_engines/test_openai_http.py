@@ -237,6 +237,19 @@ def test_a_message_of_anthropics_client_is_the_chat_of_our_client_whole_and_stre
         assert each.usage.cache_read_input_tokens > 0
 
 
+def test_a_message_may_ask_for_more_tokens_than_fit(base_url: str) -> None:
+    harbours = {"role": "user", "content": "harbour " * 456 + "Describe three harbours at length."}
+    asked: dict[str, Any] = {"model": MODEL, "messages": [harbours]}
+    with anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), auth_token=KEY, timeout=120.0) as client:
+        told = client.messages.count_tokens(**asked).input_tokens
+        message = client.messages.create(**asked, max_tokens=32_000, extra_body={"temperature": 0})
+        assert 480 < told < 512
+        assert message.stop_reason == "model_context_window_exceeded"
+        assert message.usage.output_tokens == 512 - told
+        with pytest.raises(anthropic.BadRequestError, match="and 1 to generate are more than the 512 tokens"):
+            client.messages.create(**{**asked, "messages": [harbours] * 2}, max_tokens=1)
+
+
 def test_an_adapter_is_a_model_of_its_own(client: openai.OpenAI, deployment: Deployment, ours: Client) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
     with LocalEngine(replace(deployment.config, replicas=1, min_replicas=1)) as engine:

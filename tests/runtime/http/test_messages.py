@@ -100,7 +100,8 @@ def test_a_stop_sequence_is_told(client: Any) -> None:
 def test_an_answer_that_is_cut_off_says_so(client: Any, core: RepeatingCore) -> None:
     core.ends = FinishReason.LENGTH
     try:
-        assert client.messages.create(**asked("Hello.")).stop_reason == "max_tokens"
+        assert client.messages.create(**asked("Hello.", max_tokens=6)).stop_reason == "max_tokens"
+        assert client.messages.create(**asked("Hello.")).stop_reason == "model_context_window_exceeded"
     finally:
         core.ends = FinishReason.STOP
 

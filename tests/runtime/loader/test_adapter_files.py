@@ -44,6 +44,7 @@ def test_its_identity_is_that_of_its_content(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "'peft_type' is 'IA3', which is not served"),
         ({"bias": "all"}, "'bias' is 'all', which is not served"),
         ({"use_dora": True}, "'use_dora' is True, which is not served"),
+        ({"use_qalora": True}, "'use_qalora' is True, which is not served"),
         ({"modules_to_save": ["lm_head"]}, r"'modules_to_save' is \['lm_head'\], which is not served"),
         ({"rank_pattern": {"q_proj": 8}}, "'rank_pattern' is .*, which is not served"),
         ({"r": 0}, "'r' must be an integer from 1 to 512, got 0"),

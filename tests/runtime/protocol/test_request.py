@@ -63,6 +63,7 @@ from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, a
         ({"guided": {"json_schema": {"a": {1, 2}}}}, "json_schema is no plain JSON"),
         ({"guided": {"json_schema": {"minimum": math.nan}}}, "json_schema is no plain JSON"),
         ({"guided": {"json_object": True}, "ignore_eos": True}, "guided output ends where its form does"),
+        ({"fit_max_tokens": 2}, "fit_max_tokens must be"),
         ({"shown_tokens": [""]}, "a shown token must be a string of 1 to 1024 characters"),
         ({"shown_tokens": ["a"] * 33}, "33 tokens were given; at most 32"),
         ({5: 1, "temprature": 1}, "unknown sampling parameter 5, temprature"),
