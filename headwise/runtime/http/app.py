@@ -52,6 +52,7 @@ from headwise.runtime.http.page import HEADERS as PAGE_HEADERS
 from headwise.runtime.http.page import PATHS as PAGE_PATHS
 from headwise.runtime.http.page import page_routes
 from headwise.runtime.http.response_bodies import ResponseBody, wanted_response
+from headwise.runtime.http.response_bodies import choice_of as response_choice
 from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
 from headwise.runtime.http.tools.choice import ToolChoice
@@ -179,8 +180,11 @@ class _Api:
     async def responses(self, request: Request) -> Generation:
         body = parse(ResponseBody, await self._bodies.read(request))
         check_model(body.model, self._models)
-        wanted = wanted_response(body)
-        form = ResponseForm(body.model or self._model, body, self._logprobs.chat() if wanted.has_logprobs else None)
+        choice = response_choice(body, self._parsers)
+        wanted = wanted_response(body, choice, self._parsers)
+        answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
+        logprobs = self._logprobs.chat() if wanted.has_logprobs else None
+        form = ResponseForm(body.model or self._model, body, answers, logprobs)
         return self._generation(body.model, wanted, form)
 
     async def messages(self, request: Request) -> Generation:

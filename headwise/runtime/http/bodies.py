@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from headwise.errors import InvalidRequestError
 from headwise.runtime.http.errors import ApiError, invalid
-from headwise.runtime.http.parameters import sampling_of
+from headwise.runtime.http.parameters import effort_variables, sampling_of
 from headwise.runtime.http.tools.choice import ToolChoice
 from headwise.runtime.http.tools.select import Parsers
 from headwise.runtime.loader.chat import chat_of, plain_variables
@@ -88,6 +88,7 @@ class ChatBody(_Generate):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -182,8 +183,10 @@ def wanted_chat(body: ChatBody, choice: ToolChoice, parsers: Parsers) -> Wanted:
 
 def checked_chat(body: ChatBody | TokenizeBody, tools: Sequence[Any]) -> Any:
     """Messages, tools and variables for the chat template; the messages are checked later. Raises `ApiError`."""
+    effort = effort_variables(body.reasoning_effort, "reasoning_effort") if isinstance(body, ChatBody) else {}
     try:
-        return chat_of(body.messages, list(tools), plain_variables(body.chat_template_kwargs or {}))
+        variables = plain_variables(body.chat_template_kwargs or {})
+        return chat_of(body.messages, list(tools), {**effort, **variables})
     except InvalidRequestError as error:
         raise invalid(str(error), "chat_template_kwargs") from None
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from headwise.errors import InvalidRequestError
 from headwise.runtime.http.bodies import Body, Wanted
 from headwise.runtime.http.errors import invalid
-from headwise.runtime.http.parameters import sampling_of
+from headwise.runtime.http.parameters import effort_variables, sampling_of
 from headwise.runtime.http.tools.choice import ToolChoice
 from headwise.runtime.http.tools.select import Parsers
 from headwise.runtime.loader.chat import chat_of
@@ -32,12 +32,12 @@ class CountBody(Body):
     tools: list[Any] | None = None
     tool_choice: Any = None
     thinking: Any = None
+    output_config: dict[str, Any] | None = None
 
 
 class MessagesBody(CountBody):
     max_tokens: int = Field(ge=1, lt=2**31)
     stop_sequences: list[str] | None = None
-    output_config: dict[str, Any] | None = None
 
 
 def choice_of(body: CountBody, parsers: Parsers) -> ToolChoice:
@@ -95,7 +95,7 @@ def _others(body: CountBody, besides: Container[str] = ()) -> dict[str, Any]:
 
 
 def _form(config: Mapping[str, Any] | None) -> Guided | None:
-    """The form that an answer must have. How much effort is asked for changes nothing. Raises `ApiError`."""
+    """The form that an answer must have. Raises `ApiError`."""
     described = (config or {}).get("format")
     if described is None:
         return None
@@ -119,16 +119,19 @@ def _chat(body: CountBody, choice: ToolChoice) -> Any:
         raise invalid(
             "the last message is the assistant's, and an answer that is begun is not gone on with here", "messages"
         )
-    return chat_of(messages, list(choice.tools), _variables(body.thinking))
+    return chat_of(messages, list(choice.tools), _variables(body.thinking, (body.output_config or {}).get("effort")))
 
 
-def _variables(thinking: Any) -> dict[str, bool]:
+def _variables(thinking: Any, effort: Any) -> dict[str, Any]:
+    if effort is not None and not isinstance(effort, str):
+        raise invalid(f"output_config.effort must be a string, got {shown(effort)}", "output_config")
+    told = effort_variables(effort, "output_config")
     if thinking is None:
-        return {}
+        return told
     kind = thinking.get("type") if isinstance(thinking, Mapping) else None
     if not isinstance(kind, str) or kind not in _THINKING:
         raise invalid(f"thinking must have a type: {', '.join(_THINKING)}; got {shown(thinking)}", "thinking")
-    return _THINKING[kind]
+    return {**told, **_THINKING[kind]}
 
 
 def _messages(name: str, message: Any) -> list[dict[str, Any]]:

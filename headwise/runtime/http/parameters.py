@@ -83,7 +83,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "modalities": (["text"],),
     "prediction": _NEVER,
-    "reasoning_effort": _NEVER,
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -96,6 +95,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 WITHOUT_EFFECT = frozenset(("metadata", "safety_identifier", "service_tier", "store", "user"))
 """Fields that change no answer."""
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def effort_variables(effort: str | None, name: str) -> dict[str, Any]:
+    """What a chat template is told of how much is to be thought before an answer: templates that know of it call it so,
+    and others only whether anything is. Raises `ApiError`.
+
+    name: of the field
+    """
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise invalid(f"{name}: the effort must be one of {', '.join(EFFORTS)}, got {effort!r:.80}", name)
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def sampling_of(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:

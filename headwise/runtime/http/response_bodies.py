@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -12,24 +11,23 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from headwise.errors import InvalidRequestError
 from headwise.runtime.http.bodies import Body, Wanted
 from headwise.runtime.http.errors import invalid
-from headwise.runtime.http.parameters import WITHOUT_EFFECT, sampling_of
+from headwise.runtime.http.parameters import WITHOUT_EFFECT, effort_variables, sampling_of
+from headwise.runtime.http.response_items import messages_of
+from headwise.runtime.http.tools.choice import ToolChoice
+from headwise.runtime.http.tools.select import Parsers
+from headwise.runtime.loader.chat import chat_of
+from headwise.runtime.loader.plain_data import shown
 from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.request import MAX_LOGPROBS
 
-_ROLES = ("assistant", "developer", "system", "user")
-_TEXTS = ("input_text", "output_text", "text")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
-"""What may be asked for besides the text. There is no reasoning, so none of it is encrypted."""
+"""What may be asked for besides the text. No reasoning is encrypted."""
 
 _STATEFUL = frozenset(("background", "context_management", "conversation", "previous_response_id", "prompt"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "max_tool_calls": (),
-    "parallel_tool_calls": (True, False),
-    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
     "truncation": ("disabled",),
 }
 """Fields that are not served: refused unless they say what happens anyway."""
@@ -51,8 +49,19 @@ class _Text(_Closed):
     verbosity: Literal["medium"] | None = None
 
 
+class _Reasoning(_Closed):
+    """summary: of reasoning, which is told as it is"""
+
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
 class ResponseBody(Body):
     input: Any
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: _Reasoning | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: _Text | None = None
@@ -62,9 +71,25 @@ class ResponseBody(Body):
     stream_options: _StreamOptions | None = None
 
 
-def wanted_response(body: ResponseBody) -> Wanted:
-    """Raises `ApiError`."""
-    messages = _messages(body.input)
+def choice_of(body: ResponseBody, parsers: Parsers) -> ToolChoice:
+    """What a body says of tools. Raises `ApiError`."""
+    choice = body.tool_choice
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    tools = None if not body.tools else [_tool(f"tools[{at}]", tool) for at, tool in enumerate(body.tools)]
+    choice = None if choice == "auto" and tools is None else choice  # as clients say it without tools, too
+    return ToolChoice.of(tools, choice, body.parallel_tool_calls, parsers)
+
+
+def _tool(name: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise invalid(f"{name} must be of type function, with a name and parameters; got {shown(tool)}", "tools")
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def wanted_response(body: ResponseBody, choice: ToolChoice, parsers: Parsers) -> Wanted:
+    """choice: what the body says of tools. Raises `ApiError`."""
+    messages = messages_of(body.input)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     logprobs = _logprobs(body)
@@ -73,7 +98,9 @@ def wanted_response(body: ResponseBody) -> Wanted:
     if form is not None and sampling.guided is not None:
         raise invalid("an answer has one form: give it as text.format, and leave the other one out", "text")
     sampling = sampling if form is None else replace(sampling, guided=form)
-    return Wanted((), messages, sampling, body.options, stream=bool(body.stream), source="input")
+    variables = effort_variables(None if body.reasoning is None else body.reasoning.effort, "reasoning")
+    chat = chat_of(messages, list(choice.tools), variables)
+    return Wanted((), chat, choice.sampling(sampling, parsers), body.options, stream=bool(body.stream), source="input")
 
 
 def _others(body: ResponseBody) -> dict[str, Any]:
@@ -87,7 +114,7 @@ def _others(body: ResponseBody) -> dict[str, Any]:
             raise invalid(f"{name}: this server keeps no state; send all that was said before as input", name)
         if name in _NEUTRAL:
             raise invalid(
-                f"{name} is not served here: leave it out, or ask /v1/chat/completions, which has tools and reasoning",
+                f"{name} is not served here: leave it out",
                 name,
             )
         if name == "response_format":
@@ -122,46 +149,3 @@ def _form(text: _Text | None) -> Guided | None:
         return Guided.of({"json_object": True} if kind == "json_object" else {"json_schema": schema})
     except InvalidRequestError as error:
         raise invalid(str(error), "text") from None
-
-
-def _messages(given: Any) -> list[dict[str, Any]]:
-    """The chat that an input says."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise invalid("input must be a text, or a list of messages which is not empty", "input")
-    return [_message(f"input[{index}]", item) for index, item in enumerate(given)]
-
-
-def _message(name: str, item: Any) -> dict[str, Any]:
-    if not isinstance(item, Mapping):
-        raise invalid(f"{name} must be a message with role and content, got {_shown(item)}", "input")
-    kind = item.get("type", "message")
-    if kind == "item_reference":
-        raise invalid(
-            f"{name} refers to an earlier item, but this server keeps no state: send the item itself", "input"
-        )
-    if kind != "message":
-        raise invalid(f"{name} is of type {_shown(kind)}; messages are served", "input")
-    if item.get("role") not in _ROLES:
-        raise invalid(f"{name}.role must be one of {', '.join(_ROLES)}, got {_shown(item.get('role'))}", "input")
-    return {"role": item["role"], "content": _content(f"{name}.content", item.get("content"))}
-
-
-def _content(name: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(f"{name} must be a text or a list of text parts, got {_shown(content)}", "input")
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            such = '{"type": "input_text", "text": "Hello"}'
-            raise invalid(f"{name}[{index}] must be a text part such as {such}, got {_shown(part)}", "input")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _shown(value: Any) -> str:
-    """A value for an error's message."""
-    return reprlib.repr(value)[:80]

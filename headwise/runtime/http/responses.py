@@ -1,16 +1,18 @@
-"""The form of answers at `/v1/responses`: one object with one message, and the events that build it up."""
+"""The form of answers at `/v1/responses`: one object with items, and the events that build it up."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headwise.runtime.http.form import Form
 from headwise.runtime.http.logprobs import ChatLogprobs
 from headwise.runtime.http.response_bodies import ResponseBody
+from headwise.runtime.http.response_output import Event, ResponseOutput
+from headwise.runtime.http.tools.answer import ChatAnswer, MakeAnswer
 from headwise.runtime.http.tools.select import Tokens
 from headwise.runtime.protocol.request import FinishReason, GenerationResult, OutputDelta
 
@@ -21,87 +23,48 @@ _CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "i
 class ResponseForm(Form):
     """Of one response.
 
-    logprobs: the form of log-probabilities; None: they are not told
+    make_answer: makes what finds calls and reasoning in its text
+    logprobs:    the form of log-probabilities; None: they are not told
     """
 
     repeats = True
 
-    def __init__(self, model: str, body: ResponseBody, logprobs: ChatLogprobs | None) -> None:
+    def __init__(self, model: str, body: ResponseBody, make_answer: MakeAnswer, logprobs: ChatLogprobs | None) -> None:
         self.has_logprobs = logprobs is not None
         self._logprobs = logprobs
-        self._item_id = f"msg_{secrets.token_hex(16)}"
+        self._make_answer = make_answer
+        self._answer: ChatAnswer
         self._events = 0
-        given = body.model_extra or {}
-        described = None if body.text is None else body.text.format
-        self._common = {
-            "id": f"resp_{secrets.token_hex(16)}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": model,
-            "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "service_tier": "default",
-            "store": False,
-            "temperature": _or(given.get("temperature"), 1.0),
-            "text": {"format": described or {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": _or(given.get("top_p"), 1.0),
-            "truncation": "disabled",
-        }
+        self._output = ResponseOutput()
+        self._common = _common(model, body)
 
     def start(self, index: int, prompt: Tokens) -> None:
-        """All of an answer's text is its message's, whatever its prompt."""
+        self._answer = self._make_answer(prompt)
 
     def take(self, index: int, delta: OutputDelta) -> None:
         """Usage is told at the end."""
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         (result,) = results
-        status = _status(result)
-        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            **self._response(status, [self._item(status, [self._content(result)])]),
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "incomplete_details": why,
-            "usage": _usage(result),
-        }
+        for _ in (*self._taken(result.text, True, self.logprobs(0, "", result)), *self._output.finish(_status(result))):
+            """What events tell, the items have."""
+        return self._ended(result)
 
     def begin(self, index: int, echoed: str) -> bytes:
-        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         response = {"response": self._response("in_progress", [])}
-        return (
-            self._event("response.created", response)
-            + self._event("response.in_progress", response)
-            + self._event("response.output_item.added", {"output_index": 0, "item": self._item("in_progress", [])})
-            + self._event("response.content_part.added", {**self._place, "part": empty})
-        )
+        return self._event("response.created", response) + self._event("response.in_progress", response)
 
     def logprobs(self, index: int, echoed: str, output: OutputDelta | GenerationResult) -> Any:
         return [] if self._logprobs is None else self._logprobs.told(output)["content"]
 
     def part(self, index: int, text: str, finish_reason: str | None, logprobs: Any = None) -> bytes:
-        if not text and not logprobs:
-            return b""
-        return self._event("response.output_text.delta", {**self._place, "delta": text, "logprobs": logprobs})
+        return self._events_of(self._taken(text, finish_reason is not None, logprobs or []))
 
     def end(self, results: Sequence[GenerationResult], n: int) -> bytes:
-        response = self.whole(results, n, ())
-        (item,) = response["output"]
-        (content,) = item["content"]
-        told = {"text": content["text"], "logprobs": content["logprobs"]}
-        return (
-            self._event("response.output_text.done", {**self._place, **told})
-            + self._event("response.content_part.done", {**self._place, "part": content})
-            + self._event("response.output_item.done", {"output_index": 0, "item": item})
-            + self._event(f"response.{response['status']}", {"response": response})
-        )
+        (result,) = results
+        told = self._events_of(self._output.finish(_status(result)))
+        response = self._ended(result)
+        return told + self._event(f"response.{response['status']}", {"response": response})
 
     def failed(self, error: dict[str, Any]) -> bytes:
         why = {"code": _CODES.get(error["type"], "server_error"), "message": error["message"]}
@@ -111,22 +74,55 @@ class ResponseForm(Form):
         states = {"error": None, "incomplete_details": None, "completed_at": None, "usage": None}
         return {**self._common, **states, "status": status, "output": output}
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+    def _ended(self, result: GenerationResult) -> dict[str, Any]:
+        status = _status(result)
+        return {
+            **self._response(status, self._output.items),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": _usage(result),
+        }
 
-    def _content(self, result: GenerationResult) -> dict[str, Any]:
-        logprobs = self.logprobs(0, "", result)
-        return {"type": "output_text", "text": result.text, "annotations": [], "logprobs": logprobs}
+    def _taken(self, text: str, is_last: bool, logprobs: list[Any]) -> Iterator[Event]:
+        self._output.take_logprobs(logprobs)
+        for delta in self._answer.push(text, is_last):
+            yield from self._output.take(delta)
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        """Where in the response a text is."""
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+    def _events_of(self, events: Iterable[Event]) -> bytes:
+        return b"".join(self._event(f"response.{kind}", data) for kind, data in events)
 
     def _event(self, kind: str, data: dict[str, Any]) -> bytes:
         told = json.dumps({"type": kind, "sequence_number": self._events, **data})
         self._events += 1
         return f"event: {kind}\ndata: {told}\n\n".encode()
+
+
+def _common(model: str, body: ResponseBody) -> dict[str, Any]:
+    """What a response says whatever comes of it."""
+    given = body.model_extra or {}
+    reasoning = body.reasoning
+    return {
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": _or(given.get("temperature"), 1.0),
+        "text": {"format": (None if body.text is None else body.text.format) or {"type": "text"}},
+        "tool_choice": _or(body.tool_choice, "auto"),
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": _or(given.get("top_p"), 1.0),
+        "truncation": "disabled",
+    }
 
 
 def _or(value: Any, otherwise: Any) -> Any:

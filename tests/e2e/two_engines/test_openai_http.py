@@ -166,6 +166,11 @@ def test_a_forced_call_fits_its_schema_whole_and_streamed(client: openai.OpenAI,
     assert streamed.finish_reason == "tool_calls"
     (again,) = streamed.message.tool_calls or ()
     assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)
+    as_response = {"input": HARBOURS, "max_output_tokens": 120, "extra_body": {"seed": 5}, "parallel_tool_calls": False}
+    tools: Any = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+    of_response = choice if choice == "required" else {"type": "function", **choice["function"]}
+    (item,) = client.responses.create(model=MODEL, tools=tools, tool_choice=of_response, **as_response).output
+    assert (item.type, item.name, item.arguments) == ("function_call", call.function.name, call.function.arguments)
 
 
 def test_a_model_without_a_form_of_calls_says_so(client: openai.OpenAI) -> None:

@@ -103,7 +103,10 @@ def test_instructions_come_first(served: Served, core: ScriptedCore) -> None:
         None, 7, [], [7], [{"role": "tool", "content": "a"}], [{"role": "user"}], [{"role": ["user"], "content": "a"}],
         [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}],
         [{"role": "user", "content": [{"type": ["input_text"], "text": "a"}]}],
-        [{"type": "item_reference", "id": "msg_1"}], [{"type": "function_call_output", "output": "a"}], [{"type": []}],
+        [{"type": "item_reference", "id": "msg_1"}], [{"type": "function_call_output", "output": "a"}],
+        [{"type": "function_call", "call_id": "a", "name": "b", "arguments": {}}],
+        [{"type": "reasoning", "content": "a"}],
+        [{"type": "reasoning", "content": [{"type": "reasoning_text"}]}], [{"type": "web_search_call"}], [{"type": []}],
     ],
     ids=repr,
 )  # fmt: skip
@@ -141,7 +144,8 @@ def test_store_is_taken_and_nothing_is_stored(served: Served) -> None:
     ("name", "value"),
     [
         ("tools", [{"type": "web_search"}]), ("tool_choice", "required"), ("max_tool_calls", 1),
-        ("truncation", "auto"), ("reasoning", {"effort": "high"}), ("include", ["web_search_call.results"]),
+        ("truncation", "auto"), ("reasoning", {"effort": "much"}), ("reasoning", {"summary": "long"}),
+        ("include", ["web_search_call.results"]),
         ("n", 2), ("max_tokens", 2), ("messages", [HELLO]), ("response_format", {"type": "text"}),
         ("text", "json"), ("text", {"verbosity": "high"}), ("text", {"format": {}}),
         ("text", {"format": {"type": "yaml"}}), ("text", {"format": {"type": "json_schema"}}), ("top_logprobs", 2),
