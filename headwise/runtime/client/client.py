@@ -19,7 +19,7 @@ from headwise.errors import ConfigError, DeploymentError, HeadwiseError, Invalid
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.client.ways import RelayMode
-from headwise.runtime.loader.chat import Chat, chat_of, plain_chat
+from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of, plain_chat
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
@@ -96,6 +96,7 @@ class Client:
         tools, chat_template_kwargs: options for the model's chat template: functions that the model may call, in
                                      OpenAI's form, and further variables. Calls come as the model writes them: as text,
                                      with the control tokens that ``shown_tokens`` names
+        continue_final_message:      the last message is the assistant's, and the beginning of the answer that is wanted
         """
         return self.stream_chat(messages, sampling, **options).read()
 
@@ -309,7 +310,7 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     session, adapter = (as_string(name, options.pop(name, "")) for name in ("session", "adapter"))
     if messages is not None:
-        messages = chat_of(messages, options.pop("tools", None), options.pop("chat_template_kwargs", None))
+        messages = chat_of(messages, **{name: options.pop(name, None) for name in CHAT_OPTIONS})
     text, token_ids, plain = _prompt(prompt, messages)
     items = _placed(options.pop("items", ()), token_ids)
     chosen = SamplingParams.of(sampling, options)

@@ -20,7 +20,7 @@ from headwise.runtime.config.model_card import ModelCard, with_pool
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
-from headwise.runtime.loader.chat import Chat, chat_of
+from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.executor import Executor
@@ -122,7 +122,7 @@ class LocalEngine:
         self, messages: Chat, sampling: SamplingParams | None = None, **kwargs: Any
     ) -> Iterator[OutputDelta]:
         """Like `stream`, for a chat; see `Client.chat`."""
-        chat = chat_of(messages, kwargs.pop("tools", None), kwargs.pop("chat_template_kwargs", None))
+        chat = chat_of(messages, **{name: kwargs.pop(name, None) for name in CHAT_OPTIONS})
         return self._calls.run([self.preprocessor.prepare(messages=chat, sampling=sampling, **kwargs)])
 
     def sleep(self) -> None:

@@ -89,6 +89,8 @@ class ChatBody(_Generate):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -183,12 +185,26 @@ def wanted_chat(body: ChatBody, choice: ToolChoice, parsers: Parsers) -> Wanted:
 
 def checked_chat(body: ChatBody | TokenizeBody, tools: Sequence[Any]) -> Any:
     """Messages, tools and variables for the chat template; the messages are checked later. Raises `ApiError`."""
-    effort = effort_variables(body.reasoning_effort, "reasoning_effort") if isinstance(body, ChatBody) else {}
+    effort, goes_on = {}, False
+    if isinstance(body, ChatBody):
+        effort, goes_on = effort_variables(body.reasoning_effort, "reasoning_effort"), _goes_on(body)
     try:
         variables = plain_variables(body.chat_template_kwargs or {})
-        return chat_of(body.messages, list(tools), {**effort, **variables})
+        return chat_of(body.messages, list(tools), {**effort, **variables}, goes_on)
     except InvalidRequestError as error:
         raise invalid(str(error), "chat_template_kwargs") from None
+
+
+def _goes_on(body: ChatBody) -> bool:
+    """Whether the last message is the beginning of the answer. Raises `ApiError`."""
+    goes_on = bool(body.continue_final_message)
+    if body.add_generation_prompt is goes_on:
+        raise invalid(
+            "an answer begins anew, or goes on with the last message: add_generation_prompt is the opposite of "
+            "continue_final_message, or left out",
+            "add_generation_prompt",
+        )
+    return goes_on
 
 
 def wanted_completion(body: CompletionBody) -> Wanted:

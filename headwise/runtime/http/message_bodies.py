@@ -115,11 +115,8 @@ def _chat(body: CountBody, choice: ToolChoice) -> Any:
     messages = [] if body.system is None else [{"role": "system", "content": _text("system", body.system, "system")}]
     for index, message in enumerate(body.messages):
         messages += _messages(f"messages[{index}]", message)
-    if messages[-1]["role"] == "assistant":
-        raise invalid(
-            "the last message is the assistant's, and an answer that is begun is not gone on with here", "messages"
-        )
-    return chat_of(messages, list(choice.tools), _variables(body.thinking, (body.output_config or {}).get("effort")))
+    variables = _variables(body.thinking, (body.output_config or {}).get("effort"))
+    return chat_of(messages, list(choice.tools), variables, messages[-1]["role"] == "assistant")
 
 
 def _variables(thinking: Any, effort: Any) -> dict[str, Any]:

@@ -72,10 +72,8 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 _NEVER: tuple[Any, ...] = ()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "audio": _NEVER,
     "chat_template": _NEVER,
-    "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),

@@ -19,8 +19,14 @@ MAX_VARIABLES_BYTES = 64 << 10
 """Of all variables of a template that a user gives together, as JSON."""
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
 
+_END = chr(0x10FFFF)
+"""Marks where the text of a message ends; no character, and what of users' is the same comes before it."""
+
+CHAT_OPTIONS = ("tools", "chat_template_kwargs", "continue_final_message")
+_PARTS = ("messages", *CHAT_OPTIONS)
+
 Chat = Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Its messages, or a mapping of ``messages``, ``tools`` and ``chat_template_kwargs``."""
+"""Its messages, or a mapping of ``messages``, ``tools``, ``chat_template_kwargs`` and ``continue_final_message``."""
 
 
 class ChatTemplate:
@@ -53,11 +59,24 @@ class ChatTemplate:
         """The conversation as text.
 
         chat:                  as `plain_chat` returns it
-        add_generation_prompt: whether the text ends with the beginning of the assistant's answer
+        add_generation_prompt: whether the text ends with the beginning of the assistant's answer, unless it ends with
+                               the last message's text, to be gone on with
 
         Raises:
             InvalidRequestError: the template refuses the messages, or fails on them.
         """
+        if not chat.get("continue_final_message"):
+            return self._rendered(chat, chat["messages"], add_generation_prompt)
+        *before, last = chat["messages"]
+        begun = {**last, "content": last["content"] + _END}
+        text, end, _ = self._rendered(chat, [*before, begun], add_generation_prompt=False).rpartition(_END)
+        if not end:
+            raise InvalidRequestError(
+                "the model's chat template leaves the last message out: it cannot be gone on with"
+            )
+        return text
+
+    def _rendered(self, chat: Mapping[str, Any], messages: Any, add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -65,7 +84,7 @@ class ChatTemplate:
                 {
                     **self._special_tokens,
                     **chat.get("chat_template_kwargs", {}),
-                    "messages": chat["messages"],
+                    "messages": messages,
                     "tools": chat.get("tools"),
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -93,32 +112,49 @@ def check_template(path: str) -> None:
         ChatTemplate(read_template(path), {})
 
 
-def chat_of(messages: Any, tools: Any = None, chat_template_kwargs: Any = None) -> Any:
+def chat_of(
+    messages: Any, tools: Any = None, chat_template_kwargs: Any = None, continue_final_message: Any = None
+) -> Any:
     """A chat of its parts, which are not checked; None and nothing are the same."""
-    others = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    others = {
+        "tools": tools,
+        "chat_template_kwargs": chat_template_kwargs,
+        "continue_final_message": continue_final_message,
+    }
     given = {name: value for name, value in others.items() if value}
     return {"messages": messages, **given} if given else messages
 
 
 def plain_chat(chat: Any) -> dict[str, Any]:
     """Check a user's chat, and copy it into the form that templates and the wire need: a mapping of ``messages``, and
-    of ``tools`` and ``chat_template_kwargs`` where they are given. A chat may also be its messages alone.
+    of ``tools``, ``chat_template_kwargs`` and ``continue_final_message`` where they are given. A chat may also be its
+    messages alone.
 
     Raises:
-        InvalidRequestError: see `plain_messages`, `plain_tools` and `plain_variables`.
+        InvalidRequestError: see `plain_messages`, `plain_tools` and `plain_variables`; or the last message is not the
+            beginning of an answer, though it is to be gone on with.
     """
     if not isinstance(chat, Mapping) or "messages" not in chat:
         return {"messages": plain_messages(chat)}
-    unknown = sorted(set(chat) - {"messages", "tools", "chat_template_kwargs"}, key=str)
+    unknown = sorted(set(chat) - set(_PARTS), key=str)
     if unknown:
-        raise InvalidRequestError(
-            f"a chat has messages, tools and chat_template_kwargs, and no {shown(unknown[0])}: leave it out"
-        )
+        raise InvalidRequestError(f"a chat has {', '.join(_PARTS)}, and no {shown(unknown[0])}: leave it out")
     plain: dict[str, Any] = {"messages": plain_messages(chat["messages"])}
     if chat.get("tools"):
         plain["tools"] = plain_tools(chat["tools"])
     if chat.get("chat_template_kwargs"):
         plain["chat_template_kwargs"] = plain_variables(chat["chat_template_kwargs"])
+    goes_on = chat.get("continue_final_message")
+    if not isinstance(goes_on, bool | None):
+        raise InvalidRequestError(f"continue_final_message must be true or false, got {shown(goes_on)}")
+    if goes_on:
+        last = plain["messages"][-1]
+        if last["role"] != "assistant" or not last["content"] or "tool_calls" in last:
+            raise InvalidRequestError(
+                "continue_final_message goes on with the last message, which must be the assistant's, with text and "
+                f"without calls; got {shown(last)}"
+            )
+        plain["continue_final_message"] = True
     return plain
 
 

@@ -255,6 +255,22 @@ def test_a_message_may_ask_for_more_tokens_than_fit(base_url: str) -> None:
             client.messages.create(**{**asked, "messages": [harbours] * 2}, max_tokens=1)
 
 
+def test_an_answer_that_is_begun_is_gone_on_with(client: openai.OpenAI, base_url: str, ours: Client) -> None:
+    begun: Any = [
+        {"role": "user", "content": "Which city is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
+    asked: dict[str, Any] = {"model": MODEL, "messages": begun, "max_tokens": 4}
+    expected = ours.chat(begun, temperature=0.0, max_tokens=4, continue_final_message=True).text
+    assert expected.startswith(" Paris")
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = client.chat.completions.create(**asked, temperature=0, extra_body=goes_on)
+    assert answer.choices[0].message.content == expected
+    with anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), auth_token=KEY, timeout=120.0) as other:
+        (block,) = other.messages.create(**asked, extra_body={"temperature": 0}).content
+    assert (block.type, block.text) == ("text", expected)
+
+
 def test_an_adapter_is_a_model_of_its_own(client: openai.OpenAI, deployment: Deployment, ours: Client) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
     with LocalEngine(replace(deployment.config, replicas=1, min_replicas=1)) as engine:

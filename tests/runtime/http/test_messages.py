@@ -218,8 +218,8 @@ def test_tokens_are_counted(client: Any) -> None:
             "messages[0].content[0].text must be a string",
         ),
         (
-            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-            "the last message is the assistant's",
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]},
+            "which must be the assistant's, with text",
         ),
         (
             {

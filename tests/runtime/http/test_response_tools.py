@@ -168,6 +168,23 @@ def test_what_was_thought_said_and_called_in_a_row_is_one_message(client: Any, s
     ]
 
 
+def test_an_answer_that_is_begun_is_gone_on_with() -> None:
+    begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well"}]
+
+    def of_chat(**body: Any) -> Any:
+        return checked_chat(parse(ChatBody, json.dumps({"messages": begun, **body}).encode()), [])
+
+    expected = {"messages": begun, "continue_final_message": True}
+    for said in ({}, {"add_generation_prompt": False}):
+        assert of_chat(continue_final_message=True, **said) == expected
+    assert of_chat(continue_final_message=False, add_generation_prompt=True) == begun == of_chat()
+    body = parse(CountBody, json.dumps({"messages": begun}).encode())
+    assert counted_chat(body, ToolChoice()) == expected
+    for said in ({"continue_final_message": True, "add_generation_prompt": True}, {"add_generation_prompt": False}):
+        with pytest.raises(ApiError, match="add_generation_prompt is the opposite of"):
+            of_chat(**said)
+
+
 def test_how_much_is_thought_is_a_variable_of_the_template() -> None:
     hello = [{"role": "user", "content": "hello"}]
 

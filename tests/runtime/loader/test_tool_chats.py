@@ -55,6 +55,22 @@ def test_arguments_that_a_model_wrote_wrong_stay_as_they_are(arguments: str) -> 
     assert chat["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+BEGUN = {"role": "assistant", "content": "so <|im_end|>\U0010ffff "}
+
+
+def test_a_message_may_be_gone_on_with() -> None:
+    chat = chat_of([*HELLO, BEGUN], continue_final_message=True)
+    rendered = TOKENIZER.render(chat)
+    assert rendered.text == "|<|im_start|>user:hi<|im_end|><|im_start|>assistant:so <|im_end|>\U0010ffff "
+    assert plain_chat({"messages": HELLO, "continue_final_message": False}) == plain_chat(HELLO)
+
+
+def test_a_template_that_leaves_the_last_message_out_says_so() -> None:
+    silent = Tokenizer(byte_level_tokenizer(), {}, "{{ messages[0].content }}", None, ())
+    with pytest.raises(InvalidRequestError, match="leaves the last message out"):
+        silent.render(chat_of([*HELLO, BEGUN], continue_final_message=True))
+
+
 def test_arguments_that_are_nothing_are_none() -> None:
     assert "(add {})" in TOKENIZER.render_chat(called(""))
 
@@ -75,6 +91,9 @@ def test_a_checked_chat_is_checked_again_to_the_same() -> None:
         ({"messages": []}, "non-empty list"),
         ({"messages": HELLO, "tools": {"a": 1}}, "tools must be a list"),
         ({"messages": HELLO, "chat_template_kwargs": "x"}, "must be a mapping"),
+        ({"messages": HELLO, "continue_final_message": True}, "which must be the assistant's, with text"),
+        ({"messages": called(""), "continue_final_message": True}, "with text and without calls"),
+        ({"messages": [*HELLO, BEGUN], "continue_final_message": "yes"}, "must be true or false, got 'yes'"),
         ({"messages": HELLO, "chat_template_kwargs": {"x": object()}}, "plain data"),
         ({"messages": HELLO, "tools": [tool(parameters={"x": object()})]}, "plain data"),
         ({"messages": HELLO, "tools": [tool(description="\ud800")]}, "surrogate"),
