@@ -100,14 +100,15 @@ class ResponseOutput:
         told = {}
         if item.kind == "message":
             told, self._untold = {"logprobs": self._untold}, []
-            item.logprobs = item.logprobs + told["logprobs"]
+            item.logprobs += told["logprobs"]
         yield f"{_GROWS[item.kind]}.delta", {**item.place, "delta": text, **told}
 
     def _close(self, status: str) -> Iterator[Event]:
         item, self._open = self._open, None
         if item is None:
             return
-        item.logprobs, self._untold = item.logprobs + self._untold, []
+        item.logprobs += self._untold
+        self._untold = []
         data = item.data(status)
         self.items.append(data)
         name = "arguments" if item.kind == "function_call" else "text"

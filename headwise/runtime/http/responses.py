@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from headwise.runtime.http.form import Form
@@ -46,8 +48,8 @@ class ResponseForm(Form):
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         (result,) = results
-        for _ in (*self._taken(result.text, True, self.logprobs(0, "", result)), *self._output.finish(_status(result))):
-            """What events tell, the items have."""
+        told = chain(self._taken(result.text, True, self.logprobs(0, "", result)), self._output.finish(_status(result)))
+        deque(told, maxlen=0)  # what events tell, the items have
         return self._ended(result)
 
     def begin(self, index: int, echoed: str) -> bytes:
