@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from support.engine.repeating import RepeatingCore
 from support.engine.scripted_deployment import Deployment
 
 from headwise.errors import InvalidRequestError
@@ -17,6 +18,7 @@ from headwise.runtime.http.app import AppOptions, make_app
 from headwise.runtime.http.logprobs import Decoder
 from headwise.runtime.http.server import HttpServer, listen
 from headwise.runtime.http.texts import Texts
+from headwise.runtime.http.tools.select import Parsers
 from headwise.runtime.loader.chat import plain_chat
 
 MODEL = "scripted"
@@ -81,3 +83,14 @@ def serving(deployment: Deployment, texts: Texts | None = None, **options: Any) 
                 yield Served(server.port, http, server, client)
         finally:
             server.stop()
+
+
+@contextmanager
+def serving_repeated(core: RepeatingCore) -> Iterator[Served]:
+    """What answers with its prompt, in which there may be Hermes' calls, and thoughts."""
+    deployment = Deployment()
+    deployment.add_engine(core)
+    parsers = Parsers("hermes", "think", lambda tokens: "".join(map(chr, tokens)))
+    with serving(deployment, parsers=parsers) as served:
+        yield served
+    deployment.close()

@@ -10,10 +10,9 @@ import pytest
 from support.engine.repeating import RepeatingCore
 from support.engine.scripted_deployment import Deployment
 from support.later import anthropic
-from support.scripted_http import MODEL, Served, serving
+from support.scripted_http import MODEL, Served, serving, serving_repeated
 
 from headwise.runtime.http.guard import ApiKeys
-from headwise.runtime.http.tools.select import Parsers
 from headwise.runtime.protocol.request import FinishReason
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -35,12 +34,8 @@ def core() -> RepeatingCore:
 
 @pytest.fixture(scope="module")
 def served(core: RepeatingCore) -> Iterator[Served]:
-    deployment = Deployment()
-    deployment.add_engine(core)
-    parsers = Parsers("hermes", "think", lambda tokens: "".join(map(chr, tokens)))
-    with serving(deployment, parsers=parsers) as served:
+    with serving_repeated(core) as served:
         yield served
-    deployment.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from support.engine.repeating import RepeatingCore
-from support.engine.scripted_deployment import Deployment
 from support.later import openai
-from support.scripted_http import MODEL, Served, serving
+from support.scripted_http import MODEL, Served, serving_repeated
 
 from headwise.runtime.http.bodies import ChatBody, checked_chat, parse
 from headwise.runtime.http.errors import ApiError
@@ -42,12 +41,8 @@ def core() -> RepeatingCore:
 
 @pytest.fixture(scope="module")
 def served(core: RepeatingCore) -> Iterator[Served]:
-    deployment = Deployment()
-    deployment.add_engine(core)
-    parsers = Parsers("hermes", "think", lambda tokens: "".join(map(chr, tokens)))
-    with serving(deployment, parsers=parsers) as served:
+    with serving_repeated(core) as served:
         yield served
-    deployment.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from support.engine.repeating import RepeatingCore
 from support.engine.scripted_deployment import Deployment
 from support.later import openai
-from support.scripted_http import MODEL, Served, serving
+from support.scripted_http import MODEL, Served, serving, serving_repeated
 
 from headwise.runtime.http.answers import Chat, Telling
 from headwise.runtime.http.tools.answer import ChatAnswer
@@ -41,12 +41,8 @@ def core() -> RepeatingCore:
 
 @pytest.fixture(scope="module")
 def served(core: RepeatingCore) -> Iterator[Served]:
-    deployment = Deployment()
-    deployment.add_engine(core)
-    parsers = Parsers("hermes", "think", lambda tokens: "".join(map(chr, tokens)))
-    with serving(deployment, parsers=parsers) as served:
+    with serving_repeated(core) as served:
         yield served
-    deployment.close()
 
 
 @pytest.fixture(scope="module")
