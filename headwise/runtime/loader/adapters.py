@@ -52,6 +52,9 @@ class AdapterFile:
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self._directory = name, directory
+        missing = next((file for file in (CONFIG, WEIGHTS) if not (directory / file).is_file()), None)
+        if missing is not None:
+            raise self._wrong(f"it has no {missing}: give a directory that PEFT saved")
         config = read_json(directory / CONFIG)
         for key, served in _SERVED_VALUES.items():
             if config.get(key) not in served:

@@ -89,11 +89,14 @@ def test_files_that_are_missing_or_corrupt_are_told(tmp_path: Path) -> None:
     (path / CONFIG).write_text(json.dumps([]))
     with pytest.raises(ModelError, match=CONFIG):
         AdapterFile("mine", path)
-    with pytest.raises(ModelError, match="nowhere"):
+    with pytest.raises(ModelError, match=f"'mine' at .*nowhere: it has no {CONFIG}: give a directory that PEFT saved"):
         AdapterFile("mine", tmp_path / "nowhere")
     path = write_adapter(tmp_path / "y", {AT: (DOWN, UP)})
     (path / WEIGHTS).write_bytes(b"short")
     with pytest.raises(ModelError, match=WEIGHTS):
+        AdapterFile("mine", path)
+    (path / WEIGHTS).unlink()
+    with pytest.raises(ModelError, match=f"it has no {WEIGHTS}"):
         AdapterFile("mine", path)
 
 
