@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -309,11 +310,17 @@ def gate_and_up(
     x: NDArray[np.float32], weight: PackedWeight, threads: int, bias: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
     """`matmul` with a gated weight as if it were none: ``gate | up``, ``[rows, outputs]``."""
-    order = _order(weight.outputs, gated=True)
-    interleaved = matmul(x, replace(weight, gated=False, outputs=len(order)), threads, bias)
-    places = np.empty(weight.outputs, np.int64)
+    columns, places = _places(weight.outputs)
+    return matmul(x, replace(weight, gated=False, outputs=columns), threads, bias)[:, places]
+
+
+@lru_cache(maxsize=64)
+def _places(outputs: int) -> tuple[int, NDArray[np.int64]]:
+    """Packed columns of a gated weight, and which of them each output is."""
+    order = _order(outputs, gated=True)
+    places = np.empty(outputs, np.int64)
     places[order[order >= 0]] = (order >= 0).nonzero()[0]
-    return interleaved[:, places]
+    return len(order), places
 
 
 _scratch = ThreadScratch()
