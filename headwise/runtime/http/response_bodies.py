@@ -113,10 +113,7 @@ def _others(body: ResponseBody) -> dict[str, Any]:
         if name in _STATEFUL:
             raise invalid(f"{name}: this server keeps no state; send all that was said before as input", name)
         if name in _NEUTRAL:
-            raise invalid(
-                f"{name} is not served here: leave it out",
-                name,
-            )
+            raise invalid(f"{name} is not served here: leave it out", name)
         if name == "response_format":
             raise invalid("response_format is called text.format here", name)
         others[name] = value
