@@ -465,7 +465,11 @@ class Decoder(Model):
         weights = layer.attention
         more = () if weights.bias is None else (weights.bias,)
         heads = attention(index, query, key, value, rotation, weights.sink_logits, *more, wanted=wanted)
-        return self.projected(heads, weights.out)
+        return self.projected(self.gated(layer, x, heads, wanted), weights.out)
+
+    def gated(self, layer: Layer, x: Tensor, heads: Tensor, wanted: NDArray[np.int64] | None) -> Tensor:
+        """What heads have seen, of those rows of ``x`` that are wanted, as far as it counts."""
+        return heads
 
     def projected(self, heads: Tensor, out: Linear) -> Tensor:
         """What ``out`` makes of what heads have seen, ``[rows, ...]``; of nothing, nothing."""

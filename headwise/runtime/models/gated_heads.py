@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.kernels.fused import DeltaNet, GroupedQueries, Latents
-from headwise.runtime.models.base import AttentionLayer, Rotation
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.layers import Layer, Linear, QkvProjections
 from headwise.runtime.ops.base import Tensor
@@ -37,18 +36,8 @@ class GatedHeadsDecoder(Decoder):
         found = super().fusible_attention(index, attention)
         return replace(found, gate=attention.gate.weight) if isinstance(found, GroupedQueries) else found
 
-    def attend(
-        self,
-        index: int,
-        layer: Layer,
-        x: Tensor,
-        rotation: Rotation,
-        attention: AttentionLayer,
-        wanted: NDArray[np.int64] | None = None,
-    ) -> Tensor:
-        query, key, value = self.query_key_value(index, layer, x)
-        seen = attention(index, query, key, value, rotation, wanted=wanted)
-        if not seen.shape[0]:
-            return seen
+    def gated(self, layer: Layer, x: Tensor, heads: Tensor, wanted: NDArray[np.int64] | None) -> Tensor:
+        if not heads.shape[0]:
+            return heads
         gates = self._linear(x if wanted is None else self.ops.take_rows(x, wanted), layer.attention.gate)
-        return self.projected(self.ops.sigmoid_mul(seen.reshape(gates.shape), gates), layer.attention.out)
+        return self.ops.sigmoid_mul(heads.reshape(gates.shape), gates)
