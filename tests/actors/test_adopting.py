@@ -93,7 +93,7 @@ def test_actors_that_leave_are_left_to_it_and_those_that_came_after_them_are_ado
     roles = deployment._roles
     names = {"scheduler": "scheduler.1", "store": "store.1", "http-0": "http-0.1", "http-1": "http-1.1"}
     assert {name: roles[name].known_as for name in names} == names
-    assert {name: roles[name].handle.name for name in names} == names  # type: ignore[union-attr]
+    assert {name: roles[name].handle.name for name in names} == names
     formers = deployment._supervisor.formers
     assert sorted(each.handle.name for each in formers) == sorted(leave)
     assert all(each.life.phase is Phase.RUNNING and each.is_leaving for each in formers)
@@ -119,7 +119,7 @@ def test_an_owner_that_dies_in_the_middle_of_the_switch_has_another_one_that_end
     stay = {name: FRONT if name == "scheduler.1" else None for name in (*old, *new)}
     deployment, _, killed = adopted(monkeypatch, stay=stay, leave=["scheduler"])
     assert killed == ["store"]
-    assert {role.handle.name for role in deployment._frontend.roles.values()} == set(new)  # type: ignore[union-attr]
+    assert {role.handle.name for role in deployment._frontend.roles.values()} == set(new)
     told = {each.handle.name: each.handle.leave.calls for each in deployment._supervisor.formers}
     assert set(told) == {"scheduler", "http-0", "http-1"}
     assert told["scheduler"] == []
@@ -146,7 +146,7 @@ def test_successors_serve_at_their_own_node_and_their_http_servers_ask_the_sched
     frontend, there = deployment._frontend, Site()
     assert frontend is not None
     there.adopt("10.0.0.3")
-    made = frontend.successors(there, ["scheduler", "former.4"])  # type: ignore[arg-type]
+    made = frontend.successors(there, ["scheduler", "former.4"])
     assert {name: role.known_as for name, role in made.items()} == {name: f"{name}.5" for name in stay}
     assert made["scheduler"]._arguments()[2:] == (FRONT.port, "tcp://10.0.0.3:8701")
     assert made["store"]._arguments()[1] == replace(FRONT, node="10.0.0.3", store_endpoint="tcp://10.0.0.3:8701")

@@ -38,7 +38,7 @@ def nothing_of_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     read_authentication()
 
 
-class Nodes(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):  # type: ignore[misc]
+class Nodes(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
     def __init__(self, addresses: tuple[str, ...], token: str) -> None:
         self.addresses, self.token = addresses, token
 

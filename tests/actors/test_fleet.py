@@ -98,7 +98,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     monkeypatch.setattr(placement, "draining_nodes", dict)
     config = EngineConfig(replicas=3, host_cache="1GiB", storage="file:///blocks?capacity=1GiB")
     supervisor = Supervisor()
-    fleet = Fleet(config, supervisor, lambda name, ranks: Role("d", name, None, lambda: (), Site(), Life(60.0)))  # type: ignore[arg-type]
+    fleet = Fleet(config, supervisor, lambda name, ranks: Role("d", name, None, lambda: (), Site(), Life(60.0)))
     fleet.look(0.0)
     for role in fleet.engines:
         role.handle = Handle()
@@ -117,17 +117,17 @@ def drained(fleet: Fleet, name: str) -> tuple[bytes, dict[str, int]]:
 
 
 def test_what_goes_into_storage_that_stays_is_not_given_to_other_engines_too(fleet: Fleet) -> None:
-    fleet._store = Store("engine-0", "engine-1")  # type: ignore[assignment]
+    fleet._store = Store("engine-0", "engine-1")
     assert drained(fleet, "engine-0") == (b"engine-0", {})
 
 
 def test_what_goes_into_storage_that_no_other_engine_reads_is_given_to_those_that_stay(fleet: Fleet) -> None:
-    fleet._store = Store("engine-0", "engine-1")  # type: ignore[assignment]
+    fleet._store = Store("engine-0", "engine-1")
     assert drained(fleet, "engine-2") == (b"engine-2", {"engine-0": 7, "engine-1": 7})
 
 
 def test_storage_that_only_engines_share_that_go_too_does_not_stay(fleet: Fleet) -> None:
-    fleet._store = Store("engine-0", "engine-1")  # type: ignore[assignment]
+    fleet._store = Store("engine-0", "engine-1")
     fleet._controller.drain("engine-0", fleet._epoch["engine-0"])
     fleet._controller.drain("engine-1", fleet._epoch["engine-1"])
     fleet._decide(Observation((), Arrivals()), 1.0)

@@ -41,7 +41,7 @@ class Scheduler:
 
 
 def role(name: str, ranks: int) -> Role:
-    return Role("d", name, None, (), NowhereSite(), Life(60.0))  # type: ignore[arg-type]
+    return Role("d", name, None, (), NowhereSite(), Life(60.0))
 
 
 def made_fleet(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> tuple[fleets.Fleet, Scheduler, Supervisor]:

@@ -99,7 +99,7 @@ def test_roles_that_the_fleet_did_not_make_are_no_engines(monkeypatch: pytest.Mo
     monkeypatch.setattr(placement, "draining_nodes", dict)
 
     def role(name: str) -> Role:
-        return Role("d", name, None, (), NowhereSite(), Life(60.0))  # type: ignore[arg-type]
+        return Role("d", name, None, (), NowhereSite(), Life(60.0))
 
     supervisor = Supervisor()
     supervisor.add(role("http-0"))

@@ -178,7 +178,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def request(demand: Any, node: str, name: str, *, spans: bool) -> Group:
         scene["asked"].append((node, spans))
-        return scene["next"]  # type: ignore[no-any-return]
+        return scene["next"]
 
     free = {each["NodeID"]: each["Resources"] for each in nodes}
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
@@ -237,7 +237,7 @@ def test_a_place_on_one_node_that_none_can_have_is_given_up_once_nodes_with_gpus
 
 
 def test_an_engine_that_was_found_is_where_its_group_is(two_nodes: dict[str, Any]) -> None:
-    site = placement.EngineSite(EngineConfig(device="cuda", tp_size=16), group=Group(*"ab"))  # type: ignore[arg-type]
+    site = placement.EngineSite(EngineConfig(device="cuda", tp_size=16), group=Group(*"ab"))
     assert site.nodes == {"a", "b"}
     assert site.needs() == "nodes that have 3.3 CPUs and 16 GPUs together"
 

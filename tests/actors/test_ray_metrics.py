@@ -42,7 +42,7 @@ def test_counters_and_histograms_are_set_to_what_they_count(gauges: dict[Any, fl
     name = "headwise_tokens_total", frozenset({("deployment", "d"), ("server", "s")})
     for expected in (3.0, 5.0):
         tokens.inc(expected - gauges.get(name, 0.0))
-        eventually(lambda expected=expected: gauges.get(name) == expected)  # type: ignore[misc]
+        eventually(lambda expected=expected: gauges.get(name) == expected)
     metrics.close()
     metrics.close()
     assert gauges["headwise_wait_seconds_bucket", frozenset({("deployment", "d"), ("le", "1.0")})] == 1.0

@@ -100,7 +100,7 @@ def test_every_engine_s_metric_is_in_some_panel(exposed: Exposed) -> None:
 
 def test_the_list_of_engines_is_asked_of_a_metric_that_is_there(exposed: Exposed) -> None:
     (engines,) = [each for each in DASHBOARD["templating"]["list"] if each["name"] == "engine"]
-    name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", filled(engines["query"])).groups()  # type: ignore[union-attr]
+    name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", filled(engines["query"])).groups()
     assert label in exposed[name][0]
     sources = {each["value"] for each in _variable("source")["options"]}
     assert sources == {"headwise", "ray_headwise"}, "the names of /metrics, and those of Ray"

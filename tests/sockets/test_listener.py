@@ -60,7 +60,7 @@ class Place:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.now = 0.0
         limits = {"max_message_bytes": MAX_BYTES, **options}
-        self.listener = Listener(self.context, "tcp://127.0.0.1:*", clock=lambda: self.now, **limits)  # type: ignore[arg-type]
+        self.listener = Listener(self.context, "tcp://127.0.0.1:*", clock=lambda: self.now, **limits)
         self.received: list[list[bytes]] = []
         self.of: dict[bytes, int] = {}
         self.ended: list[bytes] = []

@@ -125,7 +125,7 @@ def ask_for(endpoint: str, answers: bytes) -> tuple[bytes, bytes]:
 
     async def run() -> tuple[bytes, bytes]:
         script = Script(answers)
-        await connect(script.reader, script, Endpoint.parse(endpoint))  # type: ignore[arg-type]
+        await connect(script.reader, script, Endpoint.parse(endpoint))
         return script.said, await script.reader.read()
 
     return asyncio.run(run())

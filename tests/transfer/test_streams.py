@@ -114,7 +114,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_work_runs_in_order_beside_the_caller(device: Device) -> None:
     done: list[int] = []
     device.hold()
-    last = [device.submit(lambda i=i: done.append(i)) for i in range(20)][-1]  # type: ignore[misc]
+    last = [device.submit(lambda i=i: done.append(i)) for i in range(20)][-1]
     assert not last.done
     assert done == []
     device.go_on()
@@ -148,7 +148,7 @@ def test_pieces_that_follow_each_other_run_in_order_though_the_forward_pass_went
     device.submit(lambda: done.append(0))
     for piece in range(1, 5):
         device.forward(lambda: None)
-        last = device.submit(lambda i=piece: done.append(i), follows=True)  # type: ignore[misc]
+        last = device.submit(lambda i=piece: done.append(i), follows=True)
     assert last.wait(PATIENCE_S)
     assert done == list(range(5))
 
@@ -175,7 +175,7 @@ def test_an_event_can_be_used_again_once_its_work_is_over_well_or_not(device: De
 
     event, done = device.stream.make_event(), []
     for turn in range(3):
-        assert device.submit(lambda turn=turn: done.append(turn), event) is event  # type: ignore[misc]
+        assert device.submit(lambda turn=turn: done.append(turn), event) is event
         assert event.wait(PATIENCE_S)
         assert done == list(range(turn + 1))
         assert device.stream.submit(fail, event) is event
@@ -210,6 +210,6 @@ def test_time_that_was_waited_is_counted_once(device: Device) -> None:
 def test_a_stream_that_is_closed_has_finished_its_work(device: Device) -> None:
     done: list[int] = []
     for piece in range(10):
-        device.submit(lambda i=piece: done.append(i))  # type: ignore[misc]
+        device.submit(lambda i=piece: done.append(i))
     device.stream.close()
     assert done == list(range(10))

@@ -51,7 +51,7 @@ def test_a_completion_is_what_our_client_gets(client: openai.OpenAI, ours: Clien
     prompt = "The capital of France is"
     answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8)
     expected = ours.generate(prompt, temperature=0.0, max_tokens=8)
-    assert answer.choices[0].text == expected.text  # type: ignore[union-attr]
+    assert answer.choices[0].text == expected.text
     assert answer.choices[0].text.startswith(" Paris")
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -60,7 +60,7 @@ def test_a_completion_is_what_our_client_gets(client: openai.OpenAI, ours: Clien
 
 def test_a_chat_is_what_our_client_gets_whole_and_streamed(client: openai.OpenAI, ours: Client) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=24)
-    expected = ours.chat(HARBOURS, sampling).text  # type: ignore[arg-type]
+    expected = ours.chat(HARBOURS, sampling).text
     answer = client.chat.completions.create(model=MODEL, messages=HARBOURS, temperature=0, max_completion_tokens=24)
     assert answer.choices[0].message.content == expected
     with client.chat.completions.create(
@@ -181,12 +181,12 @@ def test_a_model_without_a_form_of_calls_says_so(client: openai.OpenAI) -> None:
 def test_a_call_cannot_be_forced_into_a_schema_that_is_none(client: openai.OpenAI) -> None:
     none = {"type": "function", "function": {"name": "none", "parameters": {"properties": {"a": {"type": "no type"}}}}}
     with pytest.raises(openai.BadRequestError, match="cannot be used"):
-        client.chat.completions.create(model=MODEL, messages=HARBOURS, tools=[none], tool_choice="required")  # type: ignore[list-item]
+        client.chat.completions.create(model=MODEL, messages=HARBOURS, tools=[none], tool_choice="required")
 
 
 def test_logprobs_are_what_our_client_gets(client: openai.OpenAI, ours: Client) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
-    expected = ours.chat(HARBOURS, sampling).logprobs  # type: ignore[arg-type]
+    expected = ours.chat(HARBOURS, sampling).logprobs
     answer = client.chat.completions.create(
         model=MODEL, messages=HARBOURS, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3
     )
@@ -201,14 +201,14 @@ def test_logprobs_are_what_our_client_gets(client: openai.OpenAI, ours: Client) 
     told = echoed.choices[0].logprobs
     assert told is not None
     assert "".join(told.tokens or []) == echoed.choices[0].text == prompt + " Paris"
-    expected_of_prompt = [each and pytest.approx(each.chosen, abs=1e-3) for each in of_ours.prompt_logprobs]  # type: ignore[union-attr]
+    expected_of_prompt = [each and pytest.approx(each.chosen, abs=1e-3) for each in of_ours.prompt_logprobs]
     assert (told.token_logprobs or [])[:-1] == expected_of_prompt
 
 
 def test_a_response_is_the_chat_of_our_client_whole_streamed_and_asynchronous(
     client: openai.OpenAI, base_url: str, ours: Client
 ) -> None:
-    expected = ours.chat(HARBOURS, temperature=0.0, max_tokens=12).text  # type: ignore[arg-type]
+    expected = ours.chat(HARBOURS, temperature=0.0, max_tokens=12).text
     asked: dict[str, Any] = {"model": MODEL, "input": HARBOURS, "temperature": 0, "max_output_tokens": 12}
     answer = client.responses.create(**asked)
     assert (answer.output_text, answer.status) == (expected, "incomplete")
@@ -230,7 +230,7 @@ def test_a_response_is_the_chat_of_our_client_whole_streamed_and_asynchronous(
 def test_a_message_of_anthropics_client_is_the_chat_of_our_client_whole_and_streamed(
     base_url: str, ours: Client
 ) -> None:
-    expected = ours.chat(HARBOURS, temperature=0.0, max_tokens=12).text  # type: ignore[arg-type]
+    expected = ours.chat(HARBOURS, temperature=0.0, max_tokens=12).text
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "messages": HARBOURS, "extra_body": {"temperature": 0}}
     with anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), auth_token=KEY, timeout=120.0) as client:
         message = client.messages.create(**asked)
@@ -275,7 +275,7 @@ def test_an_adapter_is_a_model_of_its_own(client: openai.OpenAI, deployment: Dep
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
     with LocalEngine(replace(deployment.config, replicas=1, min_replicas=1)) as engine:
         expected = [
-            "".join(delta.text for delta in engine.stream_chat(HARBOURS, sampling, adapter=adapter))  # type: ignore[arg-type]
+            "".join(delta.text for delta in engine.stream_chat(HARBOURS, sampling, adapter=adapter))
             for adapter in ("", ADAPTER)
         ]
     assert expected[0] != expected[1]
@@ -356,7 +356,7 @@ def test_metrics_tell_of_servers_and_engines(deployment: Deployment) -> None:
         'headwise_prefix_cache_hit_tokens_total{engine="engine-0",tier="device"}',
         'headwise_kv_cache_blocks{engine="engine-0",state="free",tier="device"}',
     ):
-        eventually(lambda name=name: name in metrics())  # type: ignore[misc]
+        eventually(lambda name=name: name in metrics())
 
 
 def test_the_page_is_told_of_the_model_and_its_head_groups(deployment: Deployment) -> None:

@@ -38,7 +38,7 @@ def prefetches(call: Any, signature: tuple[Any, ...]) -> int:
 def test_one_row_in_vectors_prefetches_codes_scales_and_minima(kind: Any) -> None:
     run = in_vectors(kind, 1, VECTORS_ALONE)
 
-    def call(a, b, c, d, e, f, g, h, i, j, k, m, n):  # type: ignore[no-untyped-def]
+    def call(a, b, c, d, e, f, g, h, i, j, k, m, n):
         run(a, b, c, d, e, f, g, h, i, j, k, m, n)
 
     assert prefetches(call, (types.intp,) * 13) >= kind.turn_bytes // LINE + 2 * (PANEL * 2 // LINE)
@@ -49,7 +49,7 @@ def test_a_tile_of_few_rows_prefetches_and_one_of_many_does_not(rows: int) -> No
     kind, vectors = matmul_jit._integers[0], VECTORS_ALONE if rows == 1 else FEW_VECTORS
     run = (integer_tile if INTEGERS else grouped_tile)(kind, rows, vectors)
 
-    def call(x, w, half, sums, tile, n):  # type: ignore[no-untyped-def]
+    def call(x, w, half, sums, tile, n):
         run(x, n, n, w, n, n, half, half, n, sums, n, n, n, n, n, n, n, tile, n, n)
 
     floats, bytes_, halves = (numba.from_dtype(np.dtype(name))[::1] for name in ("float32", "uint8", "uint16"))

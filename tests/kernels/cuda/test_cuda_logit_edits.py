@@ -18,7 +18,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 def random_edits(rng: np.random.Generator, rows: int, vocab: int, masks: int) -> LogitEdits:
     def ragged(values: object) -> Ragged:
         tokens = [rng.permutation(vocab)[: rng.integers(0, vocab // 2 + 1)].astype(np.int32) for _ in range(rows)]
-        return Ragged.of([(each, values(len(each))) for each in tokens], values(0).dtype)  # type: ignore[operator]
+        return Ragged.of([(each, values(len(each))) for each in tokens], values(0).dtype)
 
     def biases(size: int) -> np.ndarray:
         return np.where(rng.random(size) < 0.1, -np.inf, rng.standard_normal(size)).astype(np.float32)

@@ -84,7 +84,7 @@ class Planted(Model):
 def model() -> DenseModel:
     planted = Planted()
     return DenseModel(
-        "planted", "id", planted.config, planted, NumpyOps(), ReferenceKernels(), SimpleNamespace()  # type: ignore[arg-type]
+        "planted", "id", planted.config, planted, NumpyOps(), ReferenceKernels(), SimpleNamespace()
     )  # fmt: skip
 
 

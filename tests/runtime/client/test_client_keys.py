@@ -55,7 +55,7 @@ def test_strangers_are_told_why_and_get_nothing(deployment: Deployment, keys: Cl
 
 def test_what_is_no_pair_of_keys_is_said_to_be_none(deployment: Deployment) -> None:
     with pytest.raises(ConfigError, match=r"keys must be ClientKeys.*got a str"):
-        Client(deployment.address, keys=TOKENS[0])  # type: ignore[arg-type]
+        Client(deployment.address, keys=TOKENS[0])
 
 
 def test_a_client_with_keys_does_not_talk_to_a_deployment_without() -> None:

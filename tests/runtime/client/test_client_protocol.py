@@ -469,7 +469,7 @@ def test_numpy_s_numbers_are_taken_as_numbers(client: Client) -> None:
 def test_an_operation_on_what_is_no_tier_disturbs_no_other_call(client: Client) -> None:
     stream = client.stream("abc", max_tokens=3)
     with pytest.raises(InvalidRequestError, match="tier must be a string, got 5"):
-        client.reset_cache(5)  # type: ignore[arg-type]
+        client.reset_cache(5)
     assert stream.read().text == "0 1 2 "
 
 

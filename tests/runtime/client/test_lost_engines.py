@@ -320,7 +320,7 @@ def test_a_request_that_loses_four_engines_is_given_up(place: Place, client: Cli
     place.scheduler.tickets = [place.engine(core).endpoint for core in cores]
     for index, core in enumerate(cores):
         core.dies = EngineDiedError(f"engine {index} died")
-        core.has_work = lambda core=core: bool(core.live)  # type: ignore[method-assign]
+        core.has_work = lambda core=core: bool(core.live)
     with pytest.raises(EngineDiedError, match="engine 3 died"):
         client.generate("abc")
     assert len(place.scheduler.of(Reroute)) == client_io.MAX_REROUTES == 3

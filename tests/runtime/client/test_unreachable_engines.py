@@ -64,7 +64,7 @@ class Place:
 
     def restart_scheduler(self) -> None:
         """As when its process dies: nobody is told, connections end."""
-        self.scheduler._send = lambda identity, message: None  # type: ignore[method-assign]
+        self.scheduler._send = lambda identity, message: None
         self.scheduler.stop()
         self.scheduler = self._start_scheduler(self.port)
 
@@ -230,7 +230,7 @@ def test_a_temporary_directory_with_a_long_name_does_not_keep_a_client_from_its_
 
 def test_a_relay_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="relay must be one of auto, always, never, got 'yes'"):
-        Client("127.0.0.1:1", relay="yes")  # type: ignore[arg-type]
+        Client("127.0.0.1:1", relay="yes")
 
 
 def test_operations_go_through_the_relay_too(place: Place) -> None:

@@ -114,7 +114,7 @@ def watch(graphs: StepGraphs, found: list[tuple[int, list[int]]]) -> None:
         found.append((graphs.tokens, np.diff(arrays[2]).tolist()))
         return real(*arrays)
 
-    graphs.upload = upload  # type: ignore[method-assign]
+    graphs.upload = upload
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_decode_step_sends_numbers_of_its_sequences_and_of_some_blocks_at_once
         upload = real(capacity)
         return lambda *arrays: sent.append(sum(array.size for array in arrays)) or upload(*arrays)
 
-    gpu.ops.step_upload = counting  # type: ignore[method-assign]
+    gpu.ops.step_upload = counting
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     with LocalEngine(configuration(model, **ON_A_GPU), gpu) as engine:
         engine.generate([PROMPT * 2], greedy)
@@ -230,7 +230,7 @@ def test_no_two_block_tables_take_the_devices_memory_at_once_and_none_does_aslee
         made.append(weakref.ref(tables))
         return tables
 
-    gpu.block_tables = watched  # type: ignore[method-assign]
+    gpu.block_tables = watched
     greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
         first = engine.generate([PROMPT[:20]], greedy)[0]
@@ -337,7 +337,7 @@ def count_draws(gpu: EmulatedGpu) -> list[int]:
         seen.append(0 if drawn is None else len(drawn[0]))
         return drawn
 
-    gpu.sampler.draw = counted  # type: ignore[method-assign]
+    gpu.sampler.draw = counted
     return seen
 
 

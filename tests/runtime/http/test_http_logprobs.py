@@ -63,7 +63,7 @@ class LikelyCore(ScriptedCore):
     def add(self, request: GenerateRequest) -> None:
         super().add(request)
         data = "".join(map(chr, request.prompt_token_ids)).encode()
-        self._outputs[request.request_id] = OutputText(ByteTokenizer(), request.sampling), data  # type: ignore[arg-type]
+        self._outputs[request.request_id] = OutputText(ByteTokenizer(), request.sampling), data
         wanted = request.sampling.prompt_logprobs
         if wanted is not None:
             first, *rest = request.prompt_token_ids.tolist()

@@ -153,7 +153,7 @@ def test_a_browser_asks_for_the_key_and_forgets_it(
         for key, status in (("sk-of-nobody", "this key is not known"), (KEY, "live")):
             tab.write("#key", key)
             tab.click("#ask-key button")
-            eventually(lambda status=status: tab.text("#status") == status)  # type: ignore[misc]
+            eventually(lambda status=status: tab.text("#status") == status)
         assert not tab.evaluate("document.querySelector('#ask-key').checkVisibility()")
         assert KEY not in tab.evaluate("document.documentElement.outerHTML + document.querySelector('#key').value")
         assert tab.evaluate("[localStorage.length, sessionStorage.length, document.cookie, location.href]") == [

@@ -213,7 +213,7 @@ class FakeHub:
 
 def hub_of(monkeypatch: pytest.MonkeyPatch, hub: FakeHub) -> FakeHub:
     module = SimpleNamespace(snapshot_download=hub.snapshot_download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     return hub
 
 
@@ -259,7 +259,7 @@ def test_a_hub_that_fails_in_any_way_is_one_line(tmp_path: Path, monkeypatch: py
     def failing(*_: Any, **__: Any) -> str:
         raise EOFError("the connection\nended")
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=failing))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=failing))
     with pytest.raises(HeadwiseError, match="cannot fetch hf:organisation/name: the connection") as caught:
         resolve_model("hf:organisation/name", tmp_path)
     assert is_one_line(str(caught.value))

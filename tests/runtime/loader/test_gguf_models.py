@@ -245,7 +245,7 @@ def test_experts_are_kept_as_the_blocks_that_the_file_has(name: str, tmp_path: P
         np.testing.assert_array_equal(plain.columns(each, 5, columns - 3), plain.tensor(each)[:, 5 : columns - 3])
         if kept is not None:
             quantised_ones += 1
-            np.testing.assert_array_equal(kept.dequantised(), plain.rows(each, 1, rows - 1))  # type: ignore[union-attr]
+            np.testing.assert_array_equal(kept.dequantised(), plain.rows(each, 1, rows - 1))
             assert plain.kept_rows(each, 1, rows - 1) is None
     assert quantised_ones > 10
 
@@ -356,7 +356,7 @@ def test_columns_that_move_keep_their_blocks_where_these_move_as_wholes(tmp_path
         assert (kept is None) == (kind != "Q8_0")
         np.testing.assert_allclose(weights.tensor(name), tiny.weights()[name], atol=0.02)
         if kept is not None:
-            np.testing.assert_array_equal(kept.dequantised(), weights.tensor(name))  # type: ignore[union-attr]
+            np.testing.assert_array_equal(kept.dequantised(), weights.tensor(name))
 
 
 def test_gates_and_ups_in_one_tensor_are_taken_apart(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_multimodal_checkpoint_of_a_mistral_has_its_decoder_s_tokens() -> None
     assert nested == plain
     weights = Checkpoint(checkpoint("ministral3"))
     expected = run_rank(plain, weights, SingleRank(), ids)
-    np.testing.assert_array_equal(run_rank(nested, _Nested(weights), SingleRank(), ids), expected)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(run_rank(nested, _Nested(weights), SingleRank(), ids), expected)
 
 
 class _Nested:
@@ -139,7 +139,7 @@ def test_the_text_of_a_qwen_vl_is_a_qwen_s(name: str, architecture: str) -> None
     weights = DictWeights(draw_weights(TINY_CONFIGS[name], reference(name)["shapes"]))
     expected = run_rank(plain, weights, SingleRank(), ids)
     stored = _Nested(_joined(weights), "model.", "model.language_model.")
-    np.testing.assert_array_equal(run_rank(nested, stored, SingleRank(), ids), expected)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(run_rank(nested, stored, SingleRank(), ids), expected)
 
 
 def _joined(weights: DictWeights) -> DictWeights:

@@ -23,7 +23,7 @@ def test_rows_are_multiplied_with_codes_up_to_some_hundreds_and_with_floats_of_t
     for kernels, name in ((CudaPacked, "multiply"), (CudaPackedMany, "multiply"), (CudaPacked, "expand")):
         real = getattr(kernels, name)
 
-        def watched(self, *given, real=real, way=(kernels, name)):  # type: ignore[no-untyped-def]
+        def watched(self, *given, real=real, way=(kernels, name)):
             ways.append(way)
             return real(self, *given)
 

@@ -307,8 +307,8 @@ class RankGpu(EmulatedGpu):
     ) -> None:
         super().__init__(libraries, config.dtype_name, gpu=gpu)
         self._nccl, self._config = nccl, config
-        self.ops.name, self.ops.capture = "cupy", self.record  # type: ignore[method-assign]
-        self.ops.capture_pieces = self.record_pieces  # type: ignore[method-assign]
+        self.ops.name, self.ops.capture = "cupy", self.record
+        self.ops.capture_pieces = self.record_pieces
         programs = RankPrograms(nccl, libraries, f"rank{rank}")
         self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=programs)
 
@@ -350,8 +350,8 @@ class RankGpu(EmulatedGpu):
                 work()
             raise MemoryError("out of memory")
 
-        self.ops.capture = record_half  # type: ignore[method-assign, assignment]
-        self.ops.capture_pieces = lambda work: record_half(lambda: work(lambda: None))  # type: ignore[method-assign]
+        self.ops.capture = record_half
+        self.ops.capture_pieces = lambda work: record_half(lambda: work(lambda: None))
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class RanksAsThreads:
     def __init__(self, ranks: Ranks, gpus: list[RankGpu], config: EngineConfig, model_dir: Path) -> None:
         self._ranks = ranks
         self.workers = ranks.each(
-            lambda rank: ModelWorker(config, model_dir, rank, ranks.comms[rank], gpus[rank] if gpus else None)  # type: ignore[arg-type]
+            lambda rank: ModelWorker(config, model_dir, rank, ranks.comms[rank], gpus[rank] if gpus else None)
         )
         self.describe = self.workers[0].describe
 
@@ -528,7 +528,7 @@ def test_where_one_rank_cannot_all_sums_go_by_nccl(
             ops_of[rank],
             sharings[rank],
             programs[rank],
-            RankSums("float32", 2, 64),  # type: ignore[arg-type]
+            RankSums("float32", 2, 64),
         )
     )
     assert connected == larges

@@ -83,8 +83,8 @@ class LateEvent:
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
     copies = LateCopies()
     cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
-    cupyx.empty_pinned = np.empty  # type: ignore[attr-defined]
-    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+    cupyx.empty_pinned = np.empty
+    cupy.cuda = SimpleNamespace(
         Event=copies.make_event,
         get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
         runtime=SimpleNamespace(
@@ -108,7 +108,7 @@ class DeviceArray(np.ndarray):
     """NumPy's, that tells its address as CuPy's does."""
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         return SimpleNamespace(ptr=self.ctypes.data)
 
 

@@ -103,7 +103,7 @@ def test_other_embeddings_have_another_digest() -> None:
         ([PromptItem(0, 3, "a"), PromptItem(2, 1, "b")], r"\[0, 3\) overlaps \[2, 3\)"),
         ([PromptItem(2, 1, "a"), PromptItem(2, 1, "a")], r"\[2, 3\) overlaps \[2, 3\)"),
         ([PromptItem(0, 1)], "an item without embeddings needs a hash"),
-        ([PromptItem(0, 1, 7)], "an item without embeddings needs a hash"),  # type: ignore[arg-type]
+        ([PromptItem(0, 1, 7)], "an item without embeddings needs a hash"),
         ([PromptItem(0, 1, "a" * 129)], "an item's hash must have 1 to 128 characters"),
         ([PromptItem(0, 1, b"a" * 65)], "1 to 128 characters, 2 for a byte, got 65 bytes"),
         (

@@ -84,7 +84,7 @@ def test_what_a_worker_raises_comes_out() -> None:
     scene = Scene()
     scene.queue.append(1)
     scene.runner.turn(0.0)
-    scene.steps[1].result = lambda: [][0]  # type: ignore[method-assign]
+    scene.steps[1].result = lambda: [][0]
     scene.steps[1].is_done = True
     with pytest.raises(IndexError):
         scene.runner.turn(0.0)

@@ -142,7 +142,7 @@ def test_steps_go_to_other_nodes_over_tcp_and_only_to_who_has_the_key(is_encrypt
             stranger.send(b"what no rank says")
         for step_id in range(3):
             executor.submit(batch(step_id))
-        assert [(executor.poll(PATIENCE_S) or workers).step_id for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
+        assert [(executor.poll(PATIENCE_S) or workers).step_id for _ in range(3)] == [0, 1, 2]
         assert all(worker.seen == [0, 1, 2] for worker in workers)
     finally:
         context.destroy(linger=0)

@@ -57,7 +57,7 @@ def batch(rows: int) -> BatchRequest:
 
 def assert_same(left: object, right: object) -> None:
     assert type(left) is type(right)
-    for f in dataclasses.fields(left):  # type: ignore[arg-type]
+    for f in dataclasses.fields(left):
         a, b = getattr(left, f.name), getattr(right, f.name)
         if isinstance(a, np.ndarray):
             assert a.dtype == b.dtype
@@ -206,7 +206,7 @@ def test_sampling_parameters_out_of_range_are_named_as_such() -> None:
 
 def test_values_that_have_no_wire_form_are_refused_by_the_sender() -> None:
     with pytest.raises(wire.WireError, match="complex"):
-        wire.encode(StepResult(0, 0, np.zeros(1, dtype=np.complex64)))  # type: ignore[arg-type]
+        wire.encode(StepResult(0, 0, np.zeros(1, dtype=np.complex64)))
 
 
 def test_arrays_are_known_by_an_alias_too() -> None:

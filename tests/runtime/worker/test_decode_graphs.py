@@ -250,7 +250,7 @@ class DeviceArray(np.ndarray):
     device = SimpleNamespace(id=0)
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         return SimpleNamespace(ptr=self.ctypes.data)
 
 
@@ -279,10 +279,10 @@ def cupy_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return aligned(size).view(dtype).reshape(shape).view(DeviceArray)
 
     cupy = ModuleType("cupy")
-    cupy.empty, cupy.asarray, cupy.dot = empty, asarray, dot  # type: ignore[attr-defined]
-    cupy.ndarray = lambda shape, dtype, at, *strides: np.ndarray(shape, dtype, at.mem, 0, *strides)  # type: ignore[attr-defined]
-    cupy.get_default_memory_pool = FakePool  # type: ignore[attr-defined]
-    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+    cupy.empty, cupy.asarray, cupy.dot = empty, asarray, dot
+    cupy.ndarray = lambda shape, dtype, at, *strides: np.ndarray(shape, dtype, at.mem, 0, *strides)
+    cupy.get_default_memory_pool = FakePool
+    cupy.cuda = SimpleNamespace(
         MemoryPool=FakePool,
         Memory=FakeMemory,
         MemoryPointer=lambda memory, offset: SimpleNamespace(mem=memory),

@@ -24,7 +24,7 @@ LIKELIEST, OTHER = 4, 2
 def test_a_row_is_greedy_again_once_a_greedy_sequence_has_it() -> None:
     ops = NumpyOps(np.dtype(np.float32))
     comm, last = SingleRank(), HostLastSampled(2)
-    tokens = NextTokens(ops, comm, comm, last, None, LogitEditor(5, None))  # type: ignore[arg-type]
+    tokens = NextTokens(ops, comm, comm, last, None, LogitEditor(5, None))
     scores = np.eye(5, dtype=np.float32)[[LIKELIEST, LIKELIEST]]
     found = Scored(scores, (np.full(2, OTHER, np.int32), np.ones(2, np.float32)))
     model: Any = SimpleNamespace(config=SimpleNamespace(logit_softcap=0.0), capped=lambda logits: logits)

@@ -135,8 +135,8 @@ class Ops:
 
 
 def recorded(ops: Ops, most: int = 48, sequences: int = 33, **more: Any) -> PrefillGraphs:
-    graphs = PrefillGraphs(ops, most, sequences, **more)  # type: ignore[arg-type]
-    graphs.record(Model(), Attention())  # type: ignore[arg-type]
+    graphs = PrefillGraphs(ops, most, sequences, **more)
+    graphs.record(Model(), Attention())
     return graphs
 
 

@@ -301,7 +301,7 @@ class Network(RuleBasedStateMachine):
     def deliver(self, data: st.DataObject, doubled: bool) -> None:
         at = data.draw(st.integers(0, len(self.flying) - 1))
         message = decode(self.flying[at] if doubled else self.flying.pop(at))
-        self.store.apply(message)  # type: ignore[arg-type]
+        self.store.apply(message)
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
@@ -311,7 +311,7 @@ class Network(RuleBasedStateMachine):
     @rule()
     def deliver_all_in_order(self) -> None:
         for data in self.flying:
-            self.store.apply(decode(data))  # type: ignore[arg-type]
+            self.store.apply(decode(data))
         self.flying.clear()
 
     @rule()

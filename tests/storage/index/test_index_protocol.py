@@ -72,15 +72,15 @@ def test_every_kind_of_message_is_tested() -> None:
         (Flush("n", True, 1, "device", 0, b"", True), "must be an integer"),
         (Flush("n", 1, 0, "disk", 0, b"", True), "tier must be one of device, host, storage, got 'disk'"),
         (Flush("n", 1, 0, "device", 0, b"short", True), "16-byte hashes"),
-        (Flush("n", 1, 0, "device", 0, b"", 1), "resident must be true or false"),  # type: ignore[arg-type]
+        (Flush("n", 1, 0, "device", 0, b"", 1), "resident must be true or false"),
         (Flush("n", 1, 0, "device", 0, RUN, True, b"\1"), "resumable has 1 flags for 2 blocks"),
         (Flush("n", 1, 0, "device", 0, RUN, True, b"\1\2"), "resumable must be bytes of 0 and 1"),
         (Snapshot("n", 1, 0, {"device": (RUN, b"\1")}), "resumable has 1 flags for 2 blocks"),
-        (Snapshot("n", 1, 0, {"device": RUN}), "a tier must be"),  # type: ignore[dict-item]
+        (Snapshot("n", 1, 0, {"device": RUN}), "a tier must be"),
         (Heartbeat("n", 1, 0, (1,)), "digests must be 6 times 16 bytes"),
         (Heartbeat("n", 1, 0, (0,) * 6, "v" * 300), "volume must be a name of at most 256"),
-        (Heartbeat("n", 1, 0, (0,) * 6, 7), "volume must be a name"),  # type: ignore[arg-type]
-        (Matches(1, {"n": (1, 2)}), "depths must be 3 numbers"),  # type: ignore[dict-item]
+        (Heartbeat("n", 1, 0, (0,) * 6, 7), "volume must be a name"),
+        (Matches(1, {"n": (1, 2)}), "depths must be 3 numbers"),
     ],
 )
 def test_a_wrong_field_is_named(message: Message, says: str) -> None:

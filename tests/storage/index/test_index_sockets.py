@@ -95,7 +95,7 @@ def test_one_steps_updates_travel_as_one_message() -> None:
             flusher.flush([holds(depth, depth + 1) for depth in range(8)])
             assert router.poll(1000 * PATIENCE_S)
             frames = router.recv_multipart()[1:]
-    assert [decode(frame).seq for frame in frames] == list(range(8))  # type: ignore[union-attr]
+    assert [decode(frame).seq for frame in frames] == list(range(8))
     assert len(frames) <= MAX_FRAMES
 
 
@@ -230,7 +230,7 @@ BAD: list[tuple[str, str, list[bytes]]] = [
     ("another shape", "malformed", [msgpack.packb({"kind": "Flush"})]),
     ("an unknown kind", "malformed", [msgpack.packb([VERSION, "Flash", MODEL])]),
     ("a missing field", "malformed", [msgpack.packb([VERSION, "Flush", MODEL, "n", 1])]),
-    ("a wrong type", "malformed", [encode(replace(GOOD, epoch="1"), MODEL)]),  # type: ignore[arg-type]
+    ("a wrong type", "malformed", [encode(replace(GOOD, epoch="1"), MODEL)]),
     ("half a hash", "malformed", [encode(replace(GOOD, block_hashes=b"12345678"), MODEL)]),
     ("too few flags", "malformed", [encode(replace(GOOD, resumable=b"\1"), MODEL)]),
     ("cut off", "malformed", [encode(GOOD, MODEL)[:-5]]),
@@ -315,8 +315,8 @@ def test_with_keys_the_deployment_talks_and_strangers_get_nothing_in_and_nothing
             with closing(Connection(server.endpoint, "", its_keys, 10)) as connection:
                 said: list[Message] = [Flush("x", 1, 0, "device", 0, b"".join(PATH), True), Gone("n", 1), Query(1, b"")]
                 eventually(
-                    lambda before=before: server.stats()["rejected"].get("stranger", 0) > before,  # type: ignore[misc]
-                    lambda connection=connection, said=said: connection.send(said),  # type: ignore[misc]
+                    lambda before=before: server.stats()["rejected"].get("stranger", 0) > before,
+                    lambda connection=connection, said=said: connection.send(said),
                 )
                 assert list(connection.receive()) == []
         assert server.match(PATH) == {"n": (5, 5, 5)}

@@ -55,7 +55,7 @@ class RepeatingCore(ScriptedCore):
     def add(self, request: GenerateRequest) -> None:
         super().add(request)
         self.seen = request
-        self._outputs[request.request_id] = Output(request, OutputText(ByteTokenizer(), request.sampling))  # type: ignore[arg-type]
+        self._outputs[request.request_id] = Output(request, OutputText(ByteTokenizer(), request.sampling))
 
     def _next(self, request_id: str) -> OutputDelta:
         output = self._outputs[request_id]

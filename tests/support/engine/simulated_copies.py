@@ -88,7 +88,7 @@ class SteppedStream:
         piece = event or Piece(self)
         assert isinstance(piece, Piece)
         assert piece not in self._pieces, "the event is in use"
-        piece.__init__(self, work, self._faults.step)  # type: ignore[misc]
+        piece.__init__(self, work, self._faults.step)
         self._pieces.append(piece)
         self._begin()
         return piece

@@ -42,7 +42,7 @@ class HostArray(np.ndarray):
             self.mem = mem
 
     @property
-    def data(self) -> MemoryPointer:  # type: ignore[override]
+    def data(self) -> MemoryPointer:
         address = self.ctypes.data
         own = SimpleNamespace(ptr=address)
         return MemoryPointer(own, 0) if self.mem is None else MemoryPointer(self.mem, address - self.mem.ptr)
@@ -75,8 +75,8 @@ class Runtime:
 def host_cupy() -> dict[str, ModuleType]:
     """Modules by the names under which they are imported."""
     cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
-    cupy.ndarray, cupy.asnumpy = HostArray, np.array  # type: ignore[attr-defined]
-    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+    cupy.ndarray, cupy.asnumpy = HostArray, np.array
+    cupy.cuda = SimpleNamespace(
         UnownedMemory=UnownedMemory,
         MemoryPointer=MemoryPointer,
         Event=Event,
@@ -84,5 +84,5 @@ def host_cupy() -> dict[str, ModuleType]:
         get_current_stream=lambda: SimpleNamespace(ptr=0x5000),
         runtime=Runtime(),
     )
-    cupyx.empty_pinned = np.empty  # type: ignore[attr-defined]
+    cupyx.empty_pinned = np.empty
     return {"cupy": cupy, "cupyx": cupyx}

@@ -123,7 +123,7 @@ class _Stream:
 def host_sharing(gpu: HostGpu) -> CudaSharing:
     """The real one, over this GPU in place of CuPy's."""
     cupy = ModuleType("cupy")
-    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+    cupy.cuda = SimpleNamespace(
         runtime=gpu, Device=_device, Stream=_Stream, get_current_stream=lambda: _Stream(non_blocking=True)
     )
     installed: Any = sys.modules.get("cupy")

@@ -196,11 +196,11 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 def host_cupy_with(nccl: HostNccl) -> dict[str, ModuleType]:
     """CuPy's modules by the names under which they are imported."""
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
-    cupy.ascontiguousarray, cupy.empty, cupy.cuda = np.ascontiguousarray, poisoned, cuda  # type: ignore[attr-defined]
-    cuda.nccl = nccl  # type: ignore[attr-defined]
-    cuda.Device = lambda: SimpleNamespace(id=0)  # type: ignore[attr-defined]
-    cuda.get_current_stream = lambda: SimpleNamespace(ptr=nccl.thread.stream)  # type: ignore[attr-defined]
-    cuda.runtime = SimpleNamespace(deviceGetAttribute=lambda number, device: nccl.thread.pci[number])  # type: ignore[attr-defined]
+    cupy.ascontiguousarray, cupy.empty, cupy.cuda = np.ascontiguousarray, poisoned, cuda
+    cuda.nccl = nccl
+    cuda.Device = lambda: SimpleNamespace(id=0)
+    cuda.get_current_stream = lambda: SimpleNamespace(ptr=nccl.thread.stream)
+    cuda.runtime = SimpleNamespace(deviceGetAttribute=lambda number, device: nccl.thread.pci[number])
     return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
 
 

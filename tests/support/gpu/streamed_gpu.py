@@ -32,7 +32,7 @@ class StreamDriver(HostDriver):
         super().__init__()
         self._cuda = cuda
 
-    def record(self) -> HostEvent:  # type: ignore[override]
+    def record(self) -> HostEvent:
         event = HostEvent(self._cuda)
         event.record(self._cuda.get_current_stream())
         return event
@@ -45,7 +45,7 @@ class _DeviceArray(np.ndarray):
     """NumPy's, that tells its address as CuPy's does."""
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         return type("Pointer", (), {"ptr": self.ctypes.data})
 
 
@@ -56,7 +56,7 @@ class StreamedGpu(EmulatedGpu):
         super().__init__(LIBRARIES, dtype)
         self._cuda, self._failing_fetch = cuda, failing_fetch
         self._fetched: list[NDArray[Any]] = []  # a device's memory is not freed under a copy
-        self.ops.fetch = self._fetch  # type: ignore[method-assign,assignment]
+        self.ops.fetch = self._fetch
         self._fetches = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetches()
 
     def _fetch(self, array: NDArray[Any]) -> Any:
@@ -70,7 +70,7 @@ class StreamedGpu(EmulatedGpu):
         programs = driver.enqueued(SerialPrograms(LIBRARIES))
         return CudaBlockCopy(driver, programs, crossover_bytes=1 << 30)
 
-    def copy_stream(self, name: str) -> CudaStream:  # type: ignore[override]
+    def copy_stream(self, name: str) -> CudaStream:
         return CudaStream(device=0)
 
 
@@ -87,6 +87,6 @@ def open_streamed(config: EngineConfig, threads: int) -> StreamedGpu:
 def _open(config: EngineConfig, failing_fetch: int) -> StreamedGpu:
     cuda = HostCuda()
     cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
-    cupy.cuda, cupyx.empty_pinned = cuda, np.empty  # type: ignore[attr-defined]
+    cupy.cuda, cupyx.empty_pinned = cuda, np.empty
     sys.modules.update(cupy=cupy, cupyx=cupyx)
     return StreamedGpu(cuda, config.dtype_name, failing_fetch)
