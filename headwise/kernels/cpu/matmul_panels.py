@@ -52,6 +52,22 @@ def _next_grouped(done, rows):
     return TILE_ROWS[0] if done > 0 and left >= TILE_ROWS[0] else min(left, 4)
 
 
+def _fetching(kind: Kind, rows: int, vectors: int) -> Any:
+    """`plain_tile`s that prefetch none, one or two lines a turn, as the first argument says."""
+    none, line, two = (plain_tile(kind, rows, vectors, lines) for lines in range(3))
+
+    @_pasted
+    def run(lines, x, x_at, stride, data, at, turns, tile, t_at, fresh, ahead):
+        if lines == 0:
+            none(x, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
+        elif lines == 1:
+            line(x, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
+        else:
+            two(x, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
+
+    return run
+
+
 def plain_rows(kind: Kind) -> Any:
     """Make the function that multiplies some rows with some turns of a panel, for a kind without scales.
 
@@ -59,13 +75,7 @@ def plain_rows(kind: Kind) -> Any:
     tiles of rows. More at a time would wait for memory, and fewer would leave some of it to be waited for.
     """
     shapes = [(rows, VECTORS if rows > 1 else VECTORS_ALONE) for rows in (TILE_ROWS[0], 4, 3, 2, 1)]
-    most, four, three, two, one = (plain_tile(kind, *shape) for shape in shapes)
-    most_and_line, four_and_line, three_and_line, two_and_line, one_and_line = (
-        plain_tile(kind, *shape, 1) for shape in shapes
-    )
-    most_and_two, four_and_two, three_and_two, two_and_two, one_and_two = (
-        plain_tile(kind, *shape, 2) for shape in shapes
-    )
+    most, four, three, two, one = (_fetching(kind, *shape) for shape in shapes)
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
     @_pasted
@@ -83,39 +93,15 @@ def plain_rows(kind: Kind) -> Any:
                 some = min(2, -(-(lines - line) // passes))
                 there, passes, line = ahead + line * LINE - column * column_bytes, passes - 1, line + some
                 if step == TILE_ROWS[0]:
-                    if some == 0:
-                        most(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
-                    elif some == 1:
-                        most_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
-                    else:
-                        most_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                    most(some, factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                 elif step == 4:
-                    if some == 0:
-                        four(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
-                    elif some == 1:
-                        four_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
-                    else:
-                        four_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                    four(some, factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                 elif step == 3:
-                    if some == 0:
-                        three(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
-                    elif some == 1:
-                        three_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
-                    else:
-                        three_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                    three(some, factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                 elif step == 2:
-                    if some == 0:
-                        two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
-                    elif some == 1:
-                        two_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
-                    else:
-                        two_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
-                elif some == 0:
-                    one(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
-                elif some == 1:
-                    one_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                    two(some, factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                 else:
-                    one_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                    one(some, factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
             if first < done and turn + turns == weight.turns:
                 for r in range(done, rows):
                     row_copy(tile, (r + step - left) * PANEL, tile, r * PANEL, PANEL)
