@@ -100,6 +100,16 @@ def _guesses(f: Figures) -> str:
     return listed(*(listed(*(f"{task} {', '.join(each)}" for task, each in tasks.items())) for tasks in found.values()))
 
 
+def _adapters(f: Figures) -> str:
+    found: dict[str, list[str]] = {}
+    for case in f["cases"]:
+        words = f"{case['adapted']} of {case['requests']}"
+        found.setdefault(case["weights"], []).append(
+            f"{words} {case['adapted_ms']:.1f} ms, {case['plain_ms']:.1f} ms ({case['ratio']:.2f})"
+        )
+    return listed(*(f"{weights}: {', '.join(each)}" for weights, each in found.items()))
+
+
 SHARED_CACHES = "random weights in half of Gemma 4 E2B's width, whose last 20 layers share caches"
 
 ROWS: dict[str, tuple[Row, ...]] = {
@@ -138,6 +148,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "Decode with drafts by prompt lookup (`speculation: 8`) over that without, one request and four: texts to "
             "be repeated, answers about a prompt of 1,800 tokens, stories; bfloat16, and from the GGUF file's blocks",
             _guesses,
+        ),
+    ),
+    "adapters": (
+        Row(
+            "A decode step of requests of which some have a LoRA adapter, each another one, of rank 16 of all "
+            "projections, and without (tokens a second, with over without)",
+            _adapters,
         ),
     ),
     "wanted_rows": (
@@ -315,6 +332,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "On one CPU": (
         "roofline",
         "speculation",
+        "adapters",
         "wanted_rows",
         "perplexity",
         "engine_overhead",

@@ -16,13 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headwise import EngineConfig, LocalEngine, SamplingParams
+from decodes import decode_rate
+
+from headwise import EngineConfig, LocalEngine
 
 MODEL = "smollm2-135m"
 HANDBOOK = Path(__file__).resolve().parent / "data" / "perplexity.txt"
@@ -95,7 +96,7 @@ def measured(weights: str, rounds: int, tokens: int, guesses: int, numbers: Sequ
             for requests in numbers:
                 rates, before = list[tuple[float, float]](), guessing.core.stats()
                 for turn in range(rounds + 1):
-                    pair = rate(plain, asked[:requests], tokens), rate(guessing, asked[:requests], tokens)
+                    pair = decode_rate(plain, asked[:requests], tokens), decode_rate(guessing, asked[:requests], tokens)
                     if turn:  # the first one warms up
                         rates.append(pair)
                 slow, fast = (statistics.median(column) for column in zip(*rates, strict=True))
@@ -111,28 +112,6 @@ def measured(weights: str, rounds: int, tokens: int, guesses: int, numbers: Sequ
                     flush=True,
                 )
                 yield case
-
-
-def rate(engine: LocalEngine, asked: Sequence[str], tokens: int) -> float:
-    """Tokens a second while all requests decode."""
-    core, sampling = engine.core, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    counts = dict[str, int]()
-    for text in asked:
-        request = engine.preprocessor.prepare(messages=[{"role": "user", "content": text}], sampling=sampling)
-        counts[request.request_id] = 0
-        core.add(request)
-    began, before = 0.0, 0
-    while max(counts.values()) < tokens:
-        for delta in core.step(None):
-            counts[delta.request_id] += len(delta.token_ids)
-        if not began and all(counts.values()):
-            began, before = time.perf_counter(), sum(counts.values())
-    seconds = time.perf_counter() - began
-    for request_id in counts:
-        core.abort(request_id)
-    while core.has_work():
-        core.step(None)
-    return (sum(counts.values()) - before) / seconds
 
 
 if __name__ == "__main__":

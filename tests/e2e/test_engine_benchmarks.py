@@ -34,6 +34,12 @@ def test_decodes_with_and_without_guesses_are_compared(capsys: pytest.CaptureFix
     assert found["cases"][0]["right"] > 0.1, "what is to be repeated can be guessed"
 
 
+def test_decodes_with_and_without_adapters_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("adapters", capsys)
+    assert [(case["requests"], case["adapted"]) for case in found["cases"]] == [(1, 1), (4, 4), (4, 2)]
+    assert all(case["plain_ms"] > 0 < case["adapted_ms"] for case in found["cases"])
+
+
 def test_prompts_are_computed_with_and_without_the_rows_that_nobody_wants(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("wanted_rows", capsys)
     assert [case["model"] for case in found["cases"]] == ["smollm2-135m", "shared"]
