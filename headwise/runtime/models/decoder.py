@@ -38,7 +38,7 @@ from headwise.runtime.models.base import (
     fitting_sizes,
 )
 from headwise.runtime.models.layers import GatedMlp, Layer, Linear, QkvProjections, Residual
-from headwise.runtime.models.low_rank import AdaptedRows, Adapter, LowRank, RankAdapter
+from headwise.runtime.models.low_rank import AdaptedRows, Adapter, LowRank, RankAdapter, stacked
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
@@ -90,7 +90,7 @@ class Decoder(Model):
         self._shard = shard
         self._weights, self._prepare = self.view(weights), prepare
         self.prefix = self._find_prefix(weights)
-        self._adapters = [RankAdapter(each, ops, self.prefix, self.view) for each in adapters]
+        self._adapters = [RankAdapter(each, self.prefix, self.view) for each in adapters]
         self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
         self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in range(config.num_layers)]
         self._final_norm = self._norm(f"{self.prefix}norm.weight", config.logit_scale)
@@ -225,7 +225,7 @@ class Decoder(Model):
         made_of = " + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where)
         weight = self._prepare(made_of, lambda: make_weight(self._rows(where)))
         bias = _join([source.rows(f"{name}.bias", start, stop) for name, start, stop in where], 0) if has_bias else None
-        adapters = tuple(each.of_rows(parts, self.config.hidden_size) for each in self._adapters)
+        adapters = stacked([each.of_rows(parts, self.config.hidden_size) for each in self._adapters], ops)
         return Linear(weight, None if bias is None else make_bias(bias), adapters=adapters)
 
     def _rows(self, where: list[tuple[str, int, int]]) -> Matrix:
@@ -242,7 +242,8 @@ class Decoder(Model):
         parts = _merged(ranges)
         made_of = " + ".join(f"{name}.weight[:, {start}:{stop}]" for start, stop in parts)
         weight = self._prepare(made_of, lambda: self.ops.linear_weight(self._columns(f"{name}.weight", parts)))
-        adapters = tuple(each.of_columns(name, parts, self.config.hidden_size) for each in self._adapters)
+        pairs = [each.of_columns(name, parts, self.config.hidden_size) for each in self._adapters]
+        adapters = stacked(pairs, self.ops)
         if not has_bias or (self._shard.rank and not adds_later):
             return Linear(weight, adapters=adapters)
         bias = self.ops.linear_bias(self._weights.tensor(f"{name}.bias"))
@@ -499,7 +500,7 @@ class Decoder(Model):
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         """This rank's part of what `load_mlp` made, for ``x [T, hidden]``."""
         gate_up = mlp.gate_up
-        if self.adapted is not None and any(gate_up.adapters):
+        if self.adapted is not None and gate_up.adapters:
             both = self._adapt(self.ops.gate_and_up(x, gate_up.weight, gate_up.bias), x, gate_up.adapters)
             return self._linear(self.ops.activated(both, self.activation), mlp.down)
         return self._linear(self.ops.gated_linear(x, gate_up.weight, gate_up.bias, self.activation), mlp.down)
@@ -523,21 +524,17 @@ class Decoder(Model):
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         y = self.ops.linear(x, linear.weight, linear.bias)
-        return y if self.adapted is None or not any(linear.adapters) else self._adapt(y, x, linear.adapters)
+        return y if self.adapted is None else self._adapt(y, x, linear.adapters)
 
-    def _adapt(self, y: Tensor, x: Tensor, adapters: Sequence[LowRank | None]) -> Tensor:
-        """What a projection made of ``x``, with what the rows' adapters add; ``y`` is the caller's no more."""
+    def _adapt(self, y: Tensor, x: Tensor, adapters: Sequence[LowRank]) -> Tensor:
+        """What a projection made of ``x``, with what the rows' adapters add."""
         assert self.adapted is not None, "who asks looked"
-        for which, rows in self.adapted.parts:
-            adapter = adapters[which]
-            if adapter is None:
-                continue
-            own = x if rows is None else self.ops.take_rows(x, rows)
-            added = self.ops.linear(self.ops.linear(own, adapter.down), adapter.up)
-            if rows is None:
-                y = y + added
-            else:
-                self.ops.scatter_add_rows(y, rows, added, np.ones(len(rows), np.float32))
+        for each in adapters:
+            others = self.adapted.others(each.owners, self.ops)
+            if others is not None:
+                between = self.ops.kernel_array(self.ops.linear(x, each.down))
+                between[others] = 0  # not a product: infinities of others would be this row's
+                y = y + self.ops.linear(self.ops.from_kernel_array(between), each.up)
         return y
 
 

@@ -16,13 +16,13 @@ class Linear:
 
     bias:  which comes with the product
     added: a bias of what goes into the residual stream, which is added there, once for all ranks, all of which have it
-    adapters: what each of the model's adapters adds to it; None: nothing
+    adapters: what the model's adapters add to it
     """
 
     weight: Weight
     bias: Tensor | None = None
     added: Tensor | None = None
-    adapters: tuple[LowRank | None, ...] = ()
+    adapters: tuple[LowRank, ...] = ()
 
 
 @dataclass(frozen=True)

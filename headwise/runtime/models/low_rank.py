@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.weights import Weights
-from headwise.runtime.ops.base import TensorOps, Weight
+from headwise.runtime.ops.base import KernelArray, TensorOps, Weight
 from headwise.runtime.ops.quantised import Matrix
 
 Parts = Sequence[tuple[str, list[tuple[int, int]]]]
@@ -41,31 +41,53 @@ class Adapter(Protocol):
     def up(self, module: str) -> NDArray[np.float32]: ...
 
 
+STACKED = 8
+"""Adapters that are multiplied as one. More would be more work for rows of others, fewer more products."""
+
+Pair = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""What one adapter adds to a projection: ``down [rank, inputs]`` and ``up [outputs, rank]``."""
+
+
 @dataclass(frozen=True)
 class LowRank:
-    """``x @ down.T @ up.T`` is added to what a projection makes of ``x``.
+    """``x @ down.T @ up.T`` is added to what a projection makes of ``x``, where of the numbers between the two each row
+    has those of its own adapter.
 
-    down: ``[rank, inputs]``
-    up:   ``[outputs, rank]``
+    down:   ``[ranks, inputs]``, of some adapters below one another
+    up:     ``[outputs, ranks]``
+    owners: int16 ``[ranks]``: whose, by the adapters' places from 1 on
     """
 
     down: Weight
     up: Weight
+    owners: NDArray[np.int16]
 
 
-@dataclass(frozen=True)
+def stacked(pairs: Sequence[Pair | None], ops: TensorOps) -> tuple[LowRank, ...]:
+    """What all adapters, in their order, add to a projection; None: nothing."""
+    found = []
+    for first in range(0, len(pairs), STACKED):
+        some = {first + at + 1: pair for at, pair in enumerate(pairs[first : first + STACKED]) if pair is not None}
+        if some:
+            down, up = (np.concatenate(each, axis) for axis, each in enumerate(zip(*some.values(), strict=True)))
+            owners = np.repeat(np.array([*some], np.int16), [len(down) for down, _ in some.values()])
+            found.append(LowRank(ops.float_weight(down), ops.float_weight(up), owners))
+    return tuple(found)
+
+
 class AdaptedRows:
-    """Which rows of a step go by which adapter. parts: an adapter's place, and its rows ascending; None: all"""
+    """Which rows of a step go by which adapter. adapters: int16 ``[T]``, by its place from 1 on; 0: none"""
 
-    parts: Sequence[tuple[int, NDArray[np.int64] | None]]
+    def __init__(self, adapters: NDArray[np.int16]) -> None:
+        self._adapters, self._others = adapters, dict[bytes, KernelArray | None]()
 
-    @staticmethod
-    def of(adapters: NDArray[np.int16]) -> AdaptedRows | None:
-        """Of each row's adapter, by its place from 1 on; 0: none. None: no row has one."""
-        present = np.unique(adapters)
-        if len(present) == 1:
-            return AdaptedRows([(int(present[0]) - 1, None)]) if present[0] else None
-        return AdaptedRows([(int(each) - 1, (adapters == each).nonzero()[0]) for each in present if each])
+    def others(self, owners: NDArray[np.int16], ops: TensorOps) -> KernelArray | None:
+        """bool ``[T, ranks]``: whether a rank's owner is not the row's adapter. None: it is of no row."""
+        key = owners.tobytes()
+        if key not in self._others:
+            others = self._adapters[:, None] != owners
+            self._others[key] = None if others.all() else ops.upload(others)
+        return self._others[key]
 
 
 class RankAdapter:
@@ -75,12 +97,12 @@ class RankAdapter:
     view:   see `Decoder.view`: rows of ``up`` come in the order of a projection's own
     """
 
-    def __init__(self, adapter: Adapter, ops: TensorOps, prefix: str, view: Callable[[Weights], Weights]) -> None:
-        self._adapter, self._ops, self._prefix = adapter, ops, prefix
+    def __init__(self, adapter: Adapter, prefix: str, view: Callable[[Weights], Weights]) -> None:
+        self._adapter, self._prefix = adapter, prefix
         self._ups = view(_Ups(adapter, prefix))
         self._used: set[str] = set()
 
-    def of_rows(self, parts: Parts, inputs: int) -> LowRank | None:
+    def of_rows(self, parts: Parts, inputs: int) -> Pair | None:
         """For these outputs of some projections as one; None: it changes none of them."""
         modules = [self._module(name) for name, _ in parts]
         if not any(modules):
@@ -97,9 +119,9 @@ class RankAdapter:
             self._check(module, (down.shape[1], up.shape[0]), (inputs, outputs))
             downs.append(down)
             ups.append(up)
-        return self._made(np.concatenate(downs), _diagonal(ups))
+        return np.concatenate(downs), _diagonal(ups)
 
-    def of_columns(self, name: str, ranges: Sequence[tuple[int, int]], outputs: int) -> LowRank | None:
+    def of_columns(self, name: str, ranges: Sequence[tuple[int, int]], outputs: int) -> Pair | None:
         """For these inputs of a projection; None: it does not change that."""
         module = self._module(name)
         if module is None:
@@ -107,7 +129,7 @@ class RankAdapter:
         down, up = self._adapter.down(module), self._adapter.up(module)
         most = max(stop for _, stop in ranges)
         self._check(module, (min(down.shape[1], most), up.shape[0]), (most, outputs))
-        return self._made(np.concatenate([down[:, start:stop] for start, stop in ranges], axis=1), up)
+        return np.concatenate([down[:, start:stop] for start, stop in ranges], axis=1), up
 
     def check_used(self) -> None:
         """Raise ModelError if it changes something that was not asked for."""
@@ -128,9 +150,6 @@ class RankAdapter:
             return None
         self._used.add(known)
         return known
-
-    def _made(self, down: NDArray[np.float32], up: NDArray[np.float32]) -> LowRank:
-        return LowRank(self._ops.float_weight(down), self._ops.float_weight(up))
 
     def _check(self, module: str, found: tuple[int, int], expected: tuple[int, int]) -> None:
         if found != expected:

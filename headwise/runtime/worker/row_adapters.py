@@ -30,6 +30,6 @@ class AdaptersOfRows:
         """Whether some row of a step has one."""
         return bool(self._places) and bool(self._of_rows[batch.rows].any())
 
-    def of(self, batch: BatchRequest) -> AdaptedRows | None:
+    def of(self, batch: BatchRequest) -> AdaptedRows:
         """Those of a step's tokens."""
-        return AdaptedRows.of(self._of_rows[batch.token_rows])
+        return AdaptedRows(self._of_rows[batch.token_rows])
