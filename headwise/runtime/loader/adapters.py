@@ -88,12 +88,18 @@ class AdapterFile:
         return digest.hexdigest()[:32]
 
     def down(self, module: str) -> NDArray[np.float32]:
-        """``[rank, inputs]`` of a projection."""
-        return self._file.read(self._names[module]["A"])
+        """``[rank, inputs]`` of a projection. Raises `ModelError` where it has what is no number."""
+        return self._finite(module, self._file.read(self._names[module]["A"]))
 
     def up(self, module: str) -> NDArray[np.float32]:
-        """``[outputs, rank]`` of a projection, scaled."""
-        return self._file.read(self._names[module]["B"]) * self._scale
+        """``[outputs, rank]`` of a projection, scaled. Raises `ModelError` where it has what is no number."""
+        return self._finite(module, self._file.read(self._names[module]["B"]) * self._scale)
+
+    def _finite(self, module: str, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Times nothing it would be something: for rows of other adapters, which are multiplied with this one's."""
+        if not np.isfinite(matrix).all():
+            raise self._wrong(f"{module} has infinities or what is no number")
+        return matrix
 
     def _found(self) -> dict[str, dict[str, str]]:
         """Names of both matrices of each projection."""

@@ -81,6 +81,16 @@ def test_tensors_that_are_no_such_matrices_are_told(tmp_path: Path, names: list[
         AdapterFile("mine", path)
 
 
+def test_matrices_with_what_is_no_number_are_told(tmp_path: Path) -> None:
+    for which, value in enumerate((np.nan, np.inf)):
+        both = [DOWN.copy(), UP.copy()]
+        both[which][0, 0] = value
+        found = AdapterFile("mine", write_adapter(tmp_path / str(which), {AT: (both[0], both[1])}))
+        (module,) = found.modules
+        with pytest.raises(ModelError, match="q_proj has infinities or what is no number"):
+            (found.down, found.up)[which](module)
+
+
 def test_files_that_are_missing_or_corrupt_are_told(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "x", {AT: (DOWN, UP)})
     (path / CONFIG).write_text("{")
