@@ -15,11 +15,11 @@ import numpy as np
 
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu.delta_attention import NumbaDeltaKernels
-from headwise.kernels.delta import DeltaSizes, delta_layout
 from headwise.kernels.delta_base import DeltaWeights
+from headwise.kernels.state_layout import StateSizes, state_layout
 
 BLOCK_SIZE = 64
-SIZES, KEY_HEADS = DeltaSizes(key_dim=128, value_dim=128, share=2, convolution=4), 16
+SIZES, KEY_HEADS = StateSizes(key_dim=128, value_dim=128, share=2, convolution=4), 16
 """Of a layer of Qwen3-Next-80B: 2.1 MiB of states a sequence."""
 
 
@@ -45,7 +45,7 @@ def measure(
 ) -> dict[str, Any]:
     """What a workload takes by ``time_of``, and its GB/s, read and written, as a share of ``gqa_rate``."""
     draw = np.random.default_rng(0)
-    kernels, layout = NumbaDeltaKernels(threads), delta_layout(BLOCK_SIZE, KEY_HEADS, SIZES)
+    kernels, layout = NumbaDeltaKernels(threads), state_layout(BLOCK_SIZE, KEY_HEADS, SIZES)
     end = 2 if load.tokens == 1 else load.tokens
     tables = np.full((load.batch, -(-end // BLOCK_SIZE)), -1, np.int32)
     tables[:, -1] = draw.permutation(load.batch)  # the live states, and no checkpoint

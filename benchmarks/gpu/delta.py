@@ -21,10 +21,10 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import CudaDelta, DeltaShape
 from headwise.kernels.cuda.precompile import precompile
-from headwise.kernels.delta import RECURRENT, DeltaSizes, delta_layout
 from headwise.kernels.delta_base import DeltaWeights
 from headwise.kernels.delta_gates import gated_norm, inputs_of
 from headwise.kernels.delta_reference import ReferenceDeltaKernels
+from headwise.kernels.state_layout import RECURRENT, StateSizes, state_layout
 
 EPS = 1e-6
 
@@ -49,8 +49,8 @@ class DeltaStep:
         return partial(kernels.attend_projected, self.numbers, self.weights, *where, out=self.out)
 
 
-def sizes_of(net: DeltaNet) -> DeltaSizes:
-    return DeltaSizes(net.dim, net.dim, net.share, net.convolution)
+def sizes_of(net: DeltaNet) -> StateSizes:
+    return StateSizes(net.dim, net.dim, net.share, net.convolution)
 
 
 def shape_of(net: DeltaNet, block_size: int, dtype: str = "bfloat16") -> DeltaShape:
@@ -64,7 +64,7 @@ def compile_delta(shape: DeltaShape, target: Target, directory: Path) -> int:
 
 def delta_step(rig: Rig, shape: DeltaShape, sequences: Sequence[tuple[int, int]]) -> DeltaStep:
     """``sequences`` are (queries, context), each with blocks where it is read from and where it ends."""
-    layout = delta_layout(shape.block_size, shape.key_heads, shape.sizes)
+    layout = state_layout(shape.block_size, shape.key_heads, shape.sizes)
     tables = _tables(sequences, shape.block_size, rig.seed)
     counts = np.array([count for count, _ in sequences], np.int32)
     tokens, sizes = int(counts.sum()), shape.sizes

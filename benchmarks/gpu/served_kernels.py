@@ -12,8 +12,8 @@ from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.packed import form_of
-from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.experts import Routing
+from headwise.kernels.state_layout import StateSizes
 
 CARDS = (80, 90, 100)
 KERNELS = ("prefill", "decode")
@@ -22,7 +22,7 @@ TMA = "prefill by TMA"
 
 ERNIE_21B = ExpertShape(Routing(64, 6, 1e-12), 2, 2560, 1536, "silu", "bfloat16")
 QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
-QWEN3_NEXT = DeltaShape(16, DeltaSizes(128, 128, 2, 4), 64, "bfloat16")
+QWEN3_NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
 
 
 @dataclass(frozen=True)

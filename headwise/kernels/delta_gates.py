@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.delta_base import DeltaInputs, DeltaWeights
+from headwise.kernels.state_layout import StateSizes
 
 Floats = NDArray[np.float32]
 
 
-def inputs_of(projected: Floats, weights: DeltaWeights, sizes: DeltaSizes) -> tuple[DeltaInputs, Floats]:
+def inputs_of(projected: Floats, weights: DeltaWeights, sizes: StateSizes) -> tuple[DeltaInputs, Floats]:
     """What the rule takes, and gates ``[tokens, value_heads, value_dim]``, of `DeltaProjected.numbers`."""
     tokens, (heads, share) = len(projected), weights.speed.shape
     of_heads = projected[:, : -2 * heads * share].reshape(tokens, heads, -1)

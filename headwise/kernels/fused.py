@@ -10,6 +10,8 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
 from headwise.kernels.delta_base import DeltaWeights
 from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.ssm_base import SsmWeights
+from headwise.kernels.state_layout import StateSizes
 
 Activation = Literal["silu", "gelu_tanh", "clamped"]
 """Of a gated MLP. ``clamped`` is gpt-oss's: ``gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1)``, of a gate of at most
@@ -102,6 +104,26 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class StateSpace:
+    """A state space model: ``into`` makes `SsmProjected.numbers`, and ``between`` and a norm are before ``out``.
+
+    sizes: of a member
+    norm:  of all that comes of a token, in ``norm_groups`` equal parts, each normed by itself; eps: of it
+    """
+
+    into: Weight
+    between: SsmWeights
+    sizes: StateSizes
+    norm: Array
+    norm_groups: int
+    eps: float
+    out: Weight
+
+
+Attention = GroupedQueries | Latents | DeltaNet | StateSpace
+
+
+@dataclass(frozen=True)
 class GatedLayer:
     """A gated MLP."""
 
@@ -167,7 +189,7 @@ class DecoderLayer:
     is_centred:  each row of the residual stream has its mean taken off behind the layer
     """
 
-    attention: GroupedQueries | Latents | DeltaNet
+    attention: Attention
     mlp: GatedLayer | MixedLayer | BesideExperts
     norms: LayerNorms
     side: SideInput | None = None

@@ -12,6 +12,8 @@ from headwise.kernels.dsa_reference import ReferenceIndexedKernels
 from headwise.kernels.mla_base import LatentKernels
 from headwise.kernels.mla_reference import ReferenceLatentKernels
 from headwise.kernels.reference import ReferenceKernels
+from headwise.kernels.ssm_base import SsmKernels
+from headwise.kernels.ssm_reference import ReferenceSsmKernels
 
 KERNELS = ("auto", "numba", "reference")
 """For host memory; those of a GPU are `headwise.kernels.cuda.kernels.CudaKernels`."""
@@ -84,6 +86,17 @@ def make_delta_kernels(name: str, threads: int) -> DeltaKernels | ProjectedDelta
     except ImportError as error:
         raise _without_numba(name, error) from error
     return NumbaDeltaKernels(threads)
+
+
+def make_ssm_kernels(name: str, threads: int) -> SsmKernels:
+    """Those of state space models, as `make_kernels`; they raise the same."""
+    if _is_reference(name):
+        return ReferenceSsmKernels()
+    try:
+        from headwise.kernels.cpu.ssm_attention import NumbaSsmKernels
+    except ImportError as error:
+        raise _without_numba(name, error) from error
+    return NumbaSsmKernels(threads)
 
 
 def _is_reference(name: str) -> bool:

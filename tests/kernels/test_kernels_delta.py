@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.delta_scene import DeltaCase, DeltaScene
+from support.delta_scene import DeltaScene
 from support.projected_delta import OfProjected, expected_of
+from support.state_scene import StateCase
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
-from headwise.kernels.cpu.delta_jit import CHUNK
-from headwise.kernels.delta import DeltaSizes, delta_layout, sizes_of, state_views
+from headwise.kernels.cpu.state_room_jit import CHUNK
 from headwise.kernels.delta_base import DeltaKernels, ProjectedDeltaKernels
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.select import make_delta_kernels
+from headwise.kernels.state_layout import StateSizes, sizes_of, state_layout, state_views
 
 
 @pytest.fixture(scope="module", params=["reference", "numba"])
@@ -31,19 +32,19 @@ def assert_right(kernels: DeltaKernels, scene: DeltaScene, atol: float = 5e-5) -
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> DeltaCase:
+def cases(draw: st.DrawFn) -> StateCase:
     num_steps = draw(st.integers(1, 6))
     counts = st.one_of(st.integers(0, 2), st.integers(0, 2 * CHUNK + 5))
     sequences = draw(
         st.lists(st.tuples(*[counts] * num_steps).filter(any), min_size=1, max_size=4),
     )
-    sizes = DeltaSizes(
+    sizes = StateSizes(
         key_dim=draw(st.sampled_from([4, 8, 20])),
         value_dim=draw(st.sampled_from([4, 12, 16])),
         share=draw(st.integers(1, 3)),
         convolution=draw(st.integers(1, 4)),
     )
-    return DeltaCase(
+    return StateCase(
         tuple(sequences),
         sizes,
         heads=draw(st.integers(1, 3)),
@@ -55,7 +56,7 @@ def cases(draw: st.DrawFn) -> DeltaCase:
 def test_any_steps_make_of_a_sequence_what_the_definition_says(kernels: DeltaKernels) -> None:
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=cases())
-    def check(case: DeltaCase) -> None:
+    def check(case: StateCase) -> None:
         assert_right(kernels, DeltaScene(case))
 
     check()
@@ -63,11 +64,11 @@ def test_any_steps_make_of_a_sequence_what_the_definition_says(kernels: DeltaKer
 
 def test_the_geometry_of_published_models(kernels: DeltaKernels) -> None:
     steps = ((40, 1, 1), (0, 70, 1))
-    assert_right(kernels, DeltaScene(DeltaCase(steps, DeltaSizes(128, 128, 2, 4), heads=2, block_size=64)), atol=2e-4)
+    assert_right(kernels, DeltaScene(StateCase(steps, StateSizes(128, 128, 2, 4), heads=2, block_size=64)), atol=2e-4)
 
 
 def test_repeated_keys_do_not_blow_up_a_chunk(kernels: DeltaKernels) -> None:
-    scene = DeltaScene(DeltaCase(((90,),), block_size=64))
+    scene = DeltaScene(StateCase(((90,),), block_size=64))
     scene.inputs[0].mixed[:] = scene.inputs[0].mixed[0]
     scene.inputs[0].rate[:] = 1 - 1e-6
     scene.inputs[0].decay[:] = -1e-6
@@ -75,7 +76,7 @@ def test_repeated_keys_do_not_blow_up_a_chunk(kernels: DeltaKernels) -> None:
 
 
 def test_without_blocks_nothing_is_written_and_nothing_read(kernels: DeltaKernels) -> None:
-    scene = DeltaScene(DeltaCase(((5,),)))
+    scene = DeltaScene(StateCase(((5,),)))
     scene._make_room = lambda *arguments: None
     before = scene.arena.copy()
     assert_right(kernels, scene)
@@ -83,8 +84,8 @@ def test_without_blocks_nothing_is_written_and_nothing_read(kernels: DeltaKernel
 
 
 def test_a_layout_says_its_sizes_and_views_share_the_arenas_memory() -> None:
-    sizes = DeltaSizes(8, 12, 2, 4)
-    layout = delta_layout(16, 3, sizes)
+    sizes = StateSizes(8, 12, 2, 4)
+    layout = state_layout(16, 3, sizes)
     assert sizes_of(layout) == sizes
     assert layout.slot_bytes == 4 * (3 * 40) + 32 + 4 * (2 * 8 * 12)  # the first role ends on a multiple of 64
     arena = np.zeros(2 * layout.block_bytes, np.uint8)
@@ -92,15 +93,15 @@ def test_a_layout_says_its_sizes_and_views_share_the_arenas_memory() -> None:
     assert (convolution.shape, recurrent.shape) == ((2, 3, 3, 40), (2, 3, 2, 8, 12))
     recurrent[1, 2, -1, -1, -1] = 1
     assert arena[-4:].view(np.float32) == 1
-    with pytest.raises(ConfigError, match="not one of delta-net states"):
+    with pytest.raises(ConfigError, match="not one of recurrent states"):
         sizes_of(gqa_layout(16, 1, 8))
     with pytest.raises(ConfigError, match="not a whole number"):
         state_views(arena[:-64], layout)
 
 
 def test_states_do_not_grow_with_the_tokens_of_a_block_and_padding_is_part_of_the_layout() -> None:
-    sizes = DeltaSizes(8, 12, 2, 4)
-    small, large = delta_layout(16, 3, sizes), delta_layout(64, 3, sizes)
+    sizes = StateSizes(8, 12, 2, 4)
+    small, large = state_layout(16, 3, sizes), state_layout(64, 3, sizes)
     assert small.block_bytes == large.block_bytes
     padded = BlockLayout(16, 3, small.roles, tail_bytes=64)
     assert padded.block_bytes == small.block_bytes + 64
@@ -109,7 +110,7 @@ def test_states_do_not_grow_with_the_tokens_of_a_block_and_padding_is_part_of_th
 
 
 def test_inputs_that_do_not_fit_the_layout_are_refused() -> None:
-    scene = DeltaScene(DeltaCase(((3,),)))
+    scene = DeltaScene(StateCase(((3,),)))
     scene.weights = scene.weights[:, :3]
     with pytest.raises(ValueError, match="this layout's are"):
         scene.run(OfProjected(make_delta_kernels("numba", threads=1)))

@@ -99,6 +99,19 @@ _DELTA_NET: dict[str, Any] = {
 }
 
 
+_STATE_SPACE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_n_heads": 32,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+"""Eight members of four heads."""
+
 _FACTORS: dict[str, Any] = {
     "head_dim": _ABSENT,
     "hidden_size": 256,
@@ -396,6 +409,27 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         position_embedding_type="rope",
         mamba_d_state=16,
         mamba_n_heads=8,
+    ),
+    "granite-hybrid-ssm": _config(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        **_FACTORS,
+        **_STATE_SPACE,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=96,
+        position_embedding_type="nope",
+    ),
+    "granite-hybrid-moe": _config(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        **_FACTORS,
+        **_STATE_SPACE,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=32,
+        shared_intermediate_size=64,
+        position_embedding_type="nope",
     ),
     "qwen3-next": _config(
         "Qwen3NextForCausalLM",

@@ -1,8 +1,8 @@
 """Many layers of a decoder in one compiled call: the Python half (`decoder_jit` is compiled).
 
-For decoders of attention or delta-nets, and gated MLPs or mixtures of experts. What differs from model to model are
-phases and their numbers (`decoder_phases`): the compiled code is the same for all. Ranks take a layer in two calls, of
-the same phases, and sum over all of them what each call leaves to be added.
+For decoders of attention or recurrent states, and gated MLPs or mixtures of experts. What differs from model to model
+are phases and their numbers (`decoder_phases`): the compiled code is the same for all. Ranks take a layer in two calls,
+of the same phases, and sum over all of them what each call leaves to be added.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import PlanTable
 from headwise.kernels.cpu.attention_plan import Planner
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_phases
-from headwise.kernels.cpu.decoder_kinds import Angles, DeltaKind, Kind, Passes, StepCache, kind_of
+from headwise.kernels.cpu.decoder_kinds import Angles, Kind, Passes, StatesKind, StepCache, kind_of
 from headwise.kernels.cpu.decoder_phases import Phases, Run, kept_parts, words_of_heads
 from headwise.kernels.cpu.decoder_records import ADDED, LOGITS, NORMED, PLACES, QUERY_SCALES, SIDES, STREAM
 from headwise.kernels.cpu.delta_attention import delta_record, sizes_of_weights
@@ -32,6 +32,7 @@ from headwise.kernels.cpu.memory import Scratch, from_a_line_on
 from headwise.kernels.cpu.mla_attention import EXPANDED_QUERIES
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import Record, Room, address_of, place_of
+from headwise.kernels.cpu.ssm_attention import ssm_record
 from headwise.kernels.fused import (
     NOTHING,
     Besides,
@@ -40,6 +41,7 @@ from headwise.kernels.fused import (
     DeltaNet,
     GroupedQueries,
     Latents,
+    StateSpace,
     SumOverRanks,
 )
 from headwise.kernels.mla import has_scales
@@ -61,12 +63,11 @@ class CpuDecoder:
     def __init__(self, layers: Sequence[DecoderLayer], shape: DecoderShape, threads: int) -> None:
         self._layers = layers  # keeps alive what records point to
         self._table = np.zeros(len(layers), records.LAYER)
-        self._deltas: list[NDArray[np.int64]] = []
+        self._states: list[NDArray[np.int64]] = []
         for record, layer in zip(self._table, layers, strict=True):
-            if isinstance(layer.attention, DeltaNet):
-                between = layer.attention.between
-                self._deltas.append(delta_record(between, sizes_of_weights(between), len(between.speed)))
-                record["delta"] = place_of(self._deltas[-1])
+            if isinstance(layer.attention, DeltaNet | StateSpace):
+                self._states.append(_states_record(layer.attention))
+                record["states"] = place_of(self._states[-1])
             elif isinstance(layer.attention, GroupedQueries):
                 record["sink_logits"] = _span(layer.attention.sink_logits)
                 record["out_words"] = words_of_heads(layer.attention)
@@ -254,7 +255,7 @@ class CpuDecoder:
         plans: PlanTable,
     ) -> None:
         """Tell each kind of layers where this step's tokens and their cache are."""
-        dims = [own.kind.dim for own in self._passes if not isinstance(own.kind, DeltaKind)]
+        dims = [own.kind.dim for own in self._passes if not isinstance(own.kind, StatesKind)]
         partials = self._partials.of(plans.partial_floats(max(dims)))
         each = max(own.scratch_floats(plans) for own in self._passes)
         scratch, places = self._scratch.of(workers * each), self._rooms.places
@@ -306,14 +307,14 @@ class CpuDecoder:
         told = zip(self._table, self._layers, heads, layouts, strict=True)
         for index, (record, layer, head, layout) in enumerate(told):
             kind = kind_of(layer, layout)
-            if not isinstance(kind, DeltaKind) and kind.is_chunked:
+            if not isinstance(kind, StatesKind) and kind.is_chunked:
                 everything = self._unbounded[: len(head.window)]
                 head = HeadTable(head.group, head.slot, everything, everything)
             record["heads"] = [
                 (address_of(array, np.int32), array.size) for array in (head.group, head.slot, head.window, head.sink)
             ]
             self._phases.placed(index, which=kinds.setdefault(kind, len(kinds)))
-            if not isinstance(kind, DeltaKind):
+            if not isinstance(kind, StatesKind):
                 share = kind.q_heads // kind.kv_heads
                 policy = (head.window.tobytes(), head.sink.tobytes(), share, kind.dim, kind.is_chunked)
                 if policy not in plans:
@@ -322,8 +323,8 @@ class CpuDecoder:
         self._set_kinds(kinds)
         self._planners = [(planner, is_chunked) for (*_, is_chunked), (_, planner) in plans.items()]
         self._last_plan = NO_PLAN
-        last = self._table[self._last_kept]
-        if not isinstance(self._layers[self._last_kept].attention, DeltaNet):  # one of its own, behind all others
+        last, net = self._table[self._last_kept], self._layers[self._last_kept].attention
+        if not isinstance(net, DeltaNet | StateSpace):  # one of its own, behind all others
             self._last_plan, last["plan"] = int(last["plan"]), len(plans)
         self._plans = PlanTable.room(len(plans) + (self._last_plan != NO_PLAN))
         self._heads, self._layouts = heads, layouts
@@ -371,6 +372,14 @@ class _Rooms:
             tiles=from_a_line_on(threads * matmul_jit.TILE, np.float32),
             values=np.empty(threads * decoder._values, np.float32),
         )
+
+
+def _states_record(net: DeltaNet | StateSpace) -> NDArray[np.int64]:
+    """A `records.STATES`."""
+    members = len(net.between.speed)
+    if isinstance(net, StateSpace):
+        return ssm_record(net.between, net.sizes, members)
+    return delta_record(net.between, sizes_of_weights(net.between), members)
 
 
 def _only_attends(layer: DecoderLayer) -> bool:

@@ -53,12 +53,12 @@ from headwise.kernels.cpu.decoder_records import (
 from headwise.kernels.cpu.gates import sigmoid, times_gelu, times_sigmoid
 from headwise.kernels.cpu.matmul_jit import TILE, items_of, share_of
 from headwise.kernels.cpu.matmul_rows import prepare_row, weight_at
-from headwise.kernels.cpu.records import DELTA, PLAN
+from headwise.kernels.cpu.records import PLAN, STATES
 from headwise.kernels.cpu.threads import fetch_add, pieces_of, take_item, take_rows, wait_and_prefetch
 
 _MATH = {"reassoc", "nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
-_step_at, _phase_at, _kind_at, _delta_at = map(record_at, (STEP, PHASE, KIND, DELTA))
+_step_at, _phase_at, _kind_at, _states_at = map(record_at, (STEP, PHASE, KIND, STATES))
 _PHASE_BYTES, _KIND_BYTES, _PLAN_BYTES = PHASE.itemsize, KIND.itemsize, PLAN.itemsize
 
 
@@ -116,6 +116,17 @@ def _norm_row(row, norm, eps, out):
 
 
 @_pasted
+def _norm_parts(row, norm, eps, out, parts):
+    """Norm each of so many parts by itself; 0: all as one."""
+    if parts == 0:
+        _norm_row(row, norm, eps, out)
+        return
+    each = len(row) // parts
+    for first in range(0, len(row), each):
+        _norm_row(row[first : first + each], norm[first : first + each], eps, out[first : first + each])
+
+
+@_pasted
 def _gate(step, phase, row, values, columns):
     """Gate the first ``columns`` of ``values``; what is behind them and a vector's rest is room."""
     if phase.gate_kind == GATED_BY_ROW:
@@ -168,7 +179,7 @@ def _prepare(step, phase, is_first, before, counters, number, values, thread, ah
                 if phase.norms_first != 0:
                     pass
                 elif len(before) > 0:
-                    _norm_row(here, before, eps, values)
+                    _norm_parts(here, before, eps, values, phase.norm_parts)
                 else:
                     row_copy(here, 0, values, 0, columns)
                 if phase.gate_kind != NO_GATE:
@@ -336,8 +347,8 @@ def _attend(step, phase, counters_at, thread, ahead, end):
     kind, layer = _kind_at(step.kinds + phase.which * _KIND_BYTES), layer_at(phase.record)
     own, own_at = pass_at(kind.attending), counters_at + 8 * step.attend_counters
     call_at(kind.attend, (kind.attending, phase.record, own_at, thread))
-    if layer.delta != 0:
-        parts = own.sequences * _delta_at(layer.delta).heads
+    if layer.states != 0:
+        parts = own.sequences * _states_at(layer.states).heads
     else:
         parts = plan_at(own.plans + layer.plan * _PLAN_BYTES).part_count
     return wait_and_prefetch(longs_at(own_at, FINISHED + 1), FINISHED, parts, ahead, end)

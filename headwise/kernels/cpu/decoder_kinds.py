@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch
-from headwise.kernels.cpu import delta_jit, records
+from headwise.kernels.cpu import records, state_walk_jit
 from headwise.kernels.cpu.attention_pass import CacheKernels, PlanTable, score_factor
 from headwise.kernels.cpu.decoder_phases import LatentSizes, kept_parts
 from headwise.kernels.cpu.decoder_records import ABSORBED, HEADS_SEEN, LATENTS, QKV, VALUES
-from headwise.kernels.cpu.delta_attention import pass_fields, scratch_floats, sizes_of_weights
+from headwise.kernels.cpu.delta_attention import sizes_of_weights
 from headwise.kernels.cpu.records import Record, address_of, place_of
-from headwise.kernels.fused import DecoderLayer, DecoderShape, DeltaNet, GroupedQueries, Latents
+from headwise.kernels.cpu.state_attention import pass_fields, scratch_floats
+from headwise.kernels.fused import DecoderLayer, DecoderShape, DeltaNet, GroupedQueries, Latents, StateSpace
 
 Floats = NDArray[np.float32]
 Angles = Sequence[tuple[Floats, Floats]]
@@ -122,10 +123,10 @@ class LatentKind:
 
 
 @dataclass(frozen=True)
-class DeltaKind:
-    """Layers with delta-nets.
+class StatesKind:
+    """Layers with recurrent states.
 
-    row:     floats from one token's `DeltaProjected.numbers` to the next one's
+    row:     floats from what is projected of one token to the next one's
     scratch: floats that each thread works with
     """
 
@@ -134,14 +135,16 @@ class DeltaKind:
     scratch: int
 
 
-Kind = AttentionKind | LatentKind | DeltaKind
+Kind = AttentionKind | LatentKind | StatesKind
 
 
 def kind_of(layer: DecoderLayer, layout: BlockLayout) -> Kind:
     """The kind of a layer whose blocks have that layout."""
     attention = layer.attention
     if isinstance(attention, DeltaNet):
-        return DeltaKind(layout, attention.into.outputs, scratch_floats(sizes_of_weights(attention.between)))
+        return StatesKind(layout, attention.into.outputs, scratch_floats(sizes_of_weights(attention.between)))
+    if isinstance(attention, StateSpace):
+        return StatesKind(layout, attention.into.outputs, scratch_floats(attention.sizes))
     if isinstance(attention, Latents):
         sizes = LatentSizes.of(attention)
         return LatentKind(layout, sizes.heads, sizes.width, attention.rotation)
@@ -167,7 +170,7 @@ def _attending(kind: AttentionKind | LatentKind, kernels: CacheKernels, shape: D
 class Passes:
     """The `records.PASS` of a kind's KV write and its attention, which mostly are one, and what is compiled for them.
 
-    kernels: None for delta-nets
+    kernels: None for states
     record:  a `decoder_records.KIND`
     """
 
@@ -181,8 +184,8 @@ class Passes:
     def of(kind: Kind, known: CacheKernels | None) -> Passes:
         """known: what is compiled for its layout already"""
         attending = Record(records.PASS)
-        if isinstance(kind, DeltaKind):
-            record = attending.place, 0, attending.place, delta_jit.attend().address
+        if isinstance(kind, StatesKind):
+            record = attending.place, 0, attending.place, state_walk_jit.attend().address
             return Passes(kind, None, attending, attending, record)
         writing = Record(records.PASS) if kind.has_own_write else attending
         kernels = known or CacheKernels.of(kind.layout)
@@ -191,14 +194,14 @@ class Passes:
 
     def scratch_floats(self, plans: PlanTable) -> int:
         """How many each thread works with."""
-        if isinstance(self.kind, DeltaKind):
+        if isinstance(self.kind, StatesKind):
             return self.kind.scratch
         assert self.kernels is not None, "made so"
         return plans.scratch_floats(self.kind.q_heads // self.kind.kv_heads, self.kernels)
 
     def fill(self, shape: DecoderShape, step: StepCache) -> None:
         """Tell them of a step."""
-        if isinstance(self.kind, DeltaKind):
+        if isinstance(self.kind, StatesKind):
             where = pass_fields(step.arena, self.kind.layout, step.batch)
             self.attending.fill(**where, **step.fields, query=step.places[QKV], query_row=self.kind.row)
             return

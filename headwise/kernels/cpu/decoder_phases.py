@@ -26,6 +26,7 @@ from headwise.kernels.fused import (
     GroupedQueries,
     Latents,
     MixedLayer,
+    StateSpace,
 )
 
 Floats = NDArray[np.float32]
@@ -161,7 +162,10 @@ class _Maker:
         into = attention.qkv if isinstance(attention, GroupedQueries) else attention.into
         self._add(self.rows(at.STREAM, self.hidden, into, norms.before_attention, last))
         if isinstance(attention, DeltaNet):
-            self._delta(attention)
+            self._states(attention)
+        elif isinstance(attention, StateSpace):
+            norm = {"norm_parts": attention.norm_groups, "eps": attention.eps}
+            self._states(attention, attention.norm, norm)
         elif isinstance(attention, Latents):
             self._latents(attention)
         else:
@@ -177,10 +181,10 @@ class _Maker:
             left = _Sum(at.ADDED, side.after)
         return replace(left, scale=layer.scale, is_centred=layer.is_centred)
 
-    def _delta(self, net: DeltaNet) -> None:
+    def _states(self, net: DeltaNet | StateSpace, norm: Floats | None = None, how: Fields | None = None) -> None:
         self._product(net.into, at.QKV)
         self._add({"kind": at.ATTEND})
-        self._add(self.rows(at.HEADS_SEEN, net.out.inputs, net.out))
+        self._add(self.rows(at.HEADS_SEEN, net.out.inputs, net.out, norm) | (how or {}))
         self._product(net.out, at.ADDED)
 
     def _latents(self, attention: Latents) -> None:

@@ -27,7 +27,7 @@ gate themselves, as GELU has it, of other rows."""
 """Places that rows lie in from phase to phase, float32.
 
 STREAM:      the residual stream
-QKV:         queries, keys and values; of a delta-net all that goes into it
+QKV:         queries, keys and values; or all that goes into what has states
 VALUES:      values that keys are made into
 HEADS_SEEN:  what attention has seen
 GATES:       of heads, of a shared expert, of a side input
@@ -49,7 +49,7 @@ PHASE = np.dtype(
         *numbers(
             "kind layer number source source_row columns addend kept gate gate_row gate_at gate_kind weight"
             " bias bias_length epilogue out out_columns prepared following which record"
-            " copies_keys is_scaled mixture norms_first is_centred"
+            " copies_keys is_scaled mixture norms_first norm_parts is_centred"
             " heads plain rank rotated inputs outputs up tail"
         ),
         ("after", _N, (2,)),
@@ -63,7 +63,8 @@ PHASE = np.dtype(
 
 ROWS:    rows ``source [rows, columns]``, ``source_row`` apart, get ``addend``, if that is not negative, normed if
          there is a norm ``after``, are multiplied by ``scale``, and have their mean taken off, if ``is_centred``: in
-         place. Normed, if there is a norm ``before``, which comes before all that if ``norms_first``,
+         place. Normed, if there is a norm ``before``, which comes before all that if ``norms_first``, or else is of
+         each of ``norm_parts`` by itself, if that is not 0,
          and gated (see `NO_GATE`: by rows of ``gate``, ``gate_row`` apart, from ``gate_at`` on) they are prepared for
          the product with ``weight``, if that is not 0, and copied to ``kept``, if that is not negative; with neither
          they stay where they are, normed
@@ -73,7 +74,7 @@ PRODUCT: what rows were prepared as, in ``prepared``, or in `STEP`'s room if tha
 WRITE:   heads are normed by ``norms``, those that have some, each or as one, queries and keys rotated, and keys and
          values written to the cache of kind ``which``, as ``record``, a `LAYER`, says. copies_keys: values are keys,
          before all that. is_scaled: queries are multiplied by `QUERY_SCALES`
-ATTEND:  attention, or a delta-net, of ``record`` by kind ``which``
+ATTEND:  attention, or what has states in its place, of ``record`` by kind ``which``
 MIX:     the mixture of experts at ``mixture``
 WRITE_LATENTS: the last ``rank + rotated`` numbers of rows of ``source`` become latents: normed by ``before`` but for
          those that are rotated, and written to the cache. Of rows of ``gate`` the ``rotated`` numbers of each of the

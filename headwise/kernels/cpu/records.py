@@ -61,9 +61,9 @@ counters: `matmul_jit.PRODUCT_COUNTERS` and one for each of the ``threads``, tha
 HEAD_GROUP, HEAD_SLOT, HEAD_WINDOW, HEAD_SINK = HEADS = range(4)
 """Arrays of a layer's heads, as in `headwise.kernels.base.HeadTable`."""
 
-LAYER = np.dtype([("heads", _N, (len(HEADS), 2)), ("sink_logits", _N, (2,)), *numbers("plan delta out_words")])
-"""What attention or a delta-net is told of a layer: address and length of what says where its heads lie, and of learned
-sinks' logits (0 where it has none); which `PLAN` is its own; and a `DELTA` in place of attention, 0 for none.
+LAYER = np.dtype([("heads", _N, (len(HEADS), 2)), ("sink_logits", _N, (2,)), *numbers("plan states out_words")])
+"""What attention, or what has states in its place, is told of a layer: address and length of what says where its heads
+lie, and of learned sinks' logits (0 where it has none); which `PLAN` is its own; and its `STATES`, 0 for none.
 
 out_words: of a row that attention prepares for the product that follows, in tiles (`matmul_rows.tiled_row`); 0: what
            comes out is float32
@@ -117,18 +117,24 @@ partials:          maxima, sums and weighted values of parts, float32 ``[partial
 scratch:           ``scratch_floats`` for each thread
 factor, softcap:   of queries; of scores, 0 for none
 
-Of delta-nets ``query`` are `DeltaProjected.numbers`, ``query_row`` of a token; the cache's ``value_offset`` is where in
-a slot the matrices lie, in floats.
+Of states ``query`` are `DeltaProjected.numbers` or `SsmProjected.numbers`, ``query_row`` of a token; the cache's
+``value_offset`` is where in a slot the matrices lie, in floats.
 """
 
-DELTA = np.dtype(
+DELTA_NET, SSM = range(2)
+"""Rules by which states are taken on."""
+
+STATES = np.dtype(
     [
-        *numbers("heads share key_dim value_dim convolution weights speed bias norm"),
+        *numbers(
+            "rule heads share key_dim value_dim convolution weights speed bias norm groups group convolution_bias skip"
+        ),
         ("eps", np.float32),
         ("pad", np.float32),
     ]
 )
-"""A gated delta-net of so many key heads: sizes as in `DeltaSizes`, addresses and ``eps`` of `DeltaWeights`."""
+"""A layer with states of so many members, ``heads``: sizes as in `StateSizes`, addresses and ``eps`` of `DeltaWeights`,
+or addresses and ``groups`` of `SsmWeights`. What the other rule has is 0."""
 
 JOB = np.dtype([*numbers("state function argument thread"), ("semaphore", _N, (4,))])
 """What a thread of the pool is to do: to call a C ``function`` of ``argument`` and its own number. A cache line.

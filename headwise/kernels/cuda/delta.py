@@ -17,8 +17,8 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
-from headwise.kernels.delta import RECURRENT, DeltaSizes, delta_layout, sizes_of
 from headwise.kernels.delta_base import DeltaWeights
+from headwise.kernels.state_layout import RECURRENT, StateSizes, sizes_of, state_layout
 
 MODULE = "delta_jit"
 CHUNK = 64
@@ -77,7 +77,7 @@ class DeltaShape:
     """What the machine code of a layer depends on besides the card. key_heads: of a rank"""
 
     key_heads: int
-    sizes: DeltaSizes
+    sizes: StateSizes
     block_size: int
     dtype: str
 
@@ -280,9 +280,9 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _recurrent_at(sizes: DeltaSizes) -> int:
+def _recurrent_at(sizes: StateSizes) -> int:
     """Where a member's matrices begin, in numbers; so in a block of any size."""
-    return delta_layout(1, 1, sizes).role_offsets[RECURRENT] // 4
+    return state_layout(1, 1, sizes).role_offsets[RECURRENT] // 4
 
 
 def _check_arrays(projected: Array, out: Array, shape: DeltaShape) -> None:

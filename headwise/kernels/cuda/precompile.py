@@ -44,12 +44,12 @@ from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.packed import PackedForm
 from headwise.kernels.cuda.programs import Defines, cubin_path
-from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.dsa import index_dtype
 from headwise.kernels.experts import Routing
 from headwise.kernels.fused import Activation
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.mla import latent_layout
+from headwise.kernels.state_layout import StateSizes
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def _deltas(options: argparse.Namespace) -> Iterator[DeltaShape]:
             f"{value_heads} value heads cannot share {key_heads} key heads on {ranks} ranks evenly: give those of the "
             "model's config.json, and a --tp-size that divides them"
         )
-    sizes = DeltaSizes(
+    sizes = StateSizes(
         options.delta_key_dim, options.delta_value_dim, value_heads // key_heads, options.delta_convolution
     )
     yield DeltaShape(key_heads // ranks, sizes, options.block_size, options.dtype)

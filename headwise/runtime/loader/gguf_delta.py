@@ -181,9 +181,9 @@ def _made_next(source: GgufFile, config: Config) -> Iterable[Part]:
 
 def _needed(is_next: bool) -> Callable[[ModelConfig, int], tuple[str, ...]]:
     def needed(config: ModelConfig, layer: int) -> tuple[str, ...]:
-        assert config.delta is not None, "parsed so"
+        assert config.states is not None, "parsed so"
         fed = ("post_attention_norm", *feed_forward(config, layer, GATED_EXPERT_PARTS))
-        if layer not in config.delta.layers:
+        if layer not in config.states.layers:
             return (*ATTENTION, *HEAD_NORMS, *fed)
         parts = ("ssm_ba",) if is_next else ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")
         return ("attn_norm", *parts, "ssm_a", "ssm_conv1d", "ssm_dt.bias", "ssm_norm", "ssm_out", *fed)

@@ -14,8 +14,8 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, Sharing, can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.experts import Routing
+from headwise.kernels.state_layout import StateSizes
 from headwise.runtime.models.low_rank import AdaptedRows
 from headwise.runtime.ops.base import KernelArray, Tensor
 
@@ -64,16 +64,36 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
-    """Gated delta-nets that stand for attention in some layers.
+class StatesConfig:
+    """Recurrent states that stand for keys and values in some layers.
 
-    layers:    those layers, ascending
-    key_heads: of each, over all ranks; what a layer keeps has a member for each
+    layers:  those layers, ascending
+    members: that what each of them keeps has, over all ranks
+    sizes:   of a member
     """
 
     layers: tuple[int, ...]
-    key_heads: int
-    sizes: DeltaSizes
+    members: int
+    sizes: StateSizes
+
+
+@dataclass(frozen=True)
+class DeltaConfig(StatesConfig):
+    """Gated delta-nets. A member is a key head and the value heads that share it."""
+
+
+@dataclass(frozen=True)
+class SsmConfig(StatesConfig):
+    """State space models (Mamba-2). A member is some heads of one group.
+
+    groups:      whose heads share keys and queries; they have equally many members
+    norm_groups: parts of what comes out of all heads that are normed, each by itself
+    eps:         of that norm
+    """
+
+    groups: int
+    norm_groups: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -187,7 +207,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     layer_heads: tuple[LayerHeads, ...] = ()
-    delta: DeltaConfig | None = None
+    states: StatesConfig | None = None
     chunk: int = 0
     temper: TemperConfig | None = None
     logit_scale: float = 1.0
@@ -237,13 +257,13 @@ class ModelConfig:
 def valid_tp_sizes(config: ModelConfig) -> list[int]:
     """Tensor-parallel sizes with which each rank has a query head and a part of every MLP, and that fit all KV heads.
 
-    See `can_be_dealt`: they divide each number of KV heads, or are more. They divide the key heads of delta-nets.
+    See `can_be_dealt`: they divide each number of KV heads, or are more. They divide the members of recurrent states.
     """
-    delta = 1 if config.delta is None else config.delta.key_heads
+    members = 0 if config.states is None else config.states.members
     return [
         size
         for size in range(1, config.num_heads + 1)
-        if (config.delta is None or not delta % size)
+        if not members % size
         and all(can_be_split(total, size) for total in config.mlp_sizes)
         and all(can_be_dealt(count, size) for count in config.kv_head_counts)
     ]

@@ -13,14 +13,13 @@ from headwise.errors import ModelError
 from headwise.kernels.fused import (
     NOTHING,
     Activation,
+    Attention,
     Besides,
     DecoderLayer,
     DecoderShape,
-    DeltaNet,
     FusedDecoder,
     GatedLayer,
     GroupedQueries,
-    Latents,
     LayerNorms,
     MixedLayer,
 )
@@ -320,7 +319,7 @@ class Decoder(Model):
         attention, mlp = self.fusible_attention(index, layer.attention), self.fusible_mlp(layer.mlp)
         return None if attention is None or mlp is None else DecoderLayer(attention, mlp, layer.norms)
 
-    def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
+    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
         """What `load_attention` made, as a part of a fused layer; None: it cannot be."""
         if not isinstance(attention, QkvProjections):
             return None

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.fused import DeltaNet, GroupedQueries, Latents
+from headwise.kernels.fused import Attention, GroupedQueries
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.layers import Layer, Linear, QkvProjections
 from headwise.runtime.ops.base import Tensor
@@ -32,7 +32,7 @@ class GatedHeadsDecoder(Decoder):
         q = [(start * dim, stop * dim) for start, stop in self._shard.query_heads(self.config, layer)]
         return GatedProjections(**vars(found), gate=self._split_rows([(f"{at}{self.gate_name}", q)], has_bias=False))
 
-    def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
+    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
         found = super().fusible_attention(index, attention)
         return replace(found, gate=attention.gate.weight) if isinstance(found, GroupedQueries) else found
 

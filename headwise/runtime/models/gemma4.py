@@ -13,13 +13,12 @@ from headwise.errors import ModelError
 from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import (
     NOTHING,
+    Attention,
     BesideExperts,
     Besides,
     DecoderLayer,
-    DeltaNet,
     GatedLayer,
     GroupedQueries,
-    Latents,
     MixedLayer,
 )
 from headwise.kernels.fused import SideInput as FusedSide
@@ -192,7 +191,7 @@ class Gemma4(Gemma2):
         told = None if side is None else FusedSide(side.gate.weight, side.out.weight, side.after)
         return replace(found, mlp=mlp, side=told, scale=layer.scalar)
 
-    def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
+    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
         found = super().fusible_attention(index, attention)
         if isinstance(found, GroupedQueries) and self._keeps(index):
             return replace(found, value_norm=self._value_norms[found.head_dim])

@@ -1,4 +1,7 @@
-"""Granite 3 and 4: Llama, with factors on embeddings, on what goes into the residual stream, on scores and logits."""
+"""Granite 3 and 4: Llama, with factors on embeddings, on what goes into the residual stream, on scores and logits.
+
+Granite 4 has state space models in most layers, and attention without positions in the others.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
@@ -17,22 +22,34 @@ from headwise.runtime.models.hf_config import (
     named_layer_types,
     number,
     positive,
+    rope,
 )
 from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
-from headwise.runtime.models.weight_view import ExpertWeights, FusedWeights
+from headwise.runtime.models.state_space import FieldNames, StateSpaceDecoder, ssm_config, with_states
+from headwise.runtime.models.weight_view import ExpertWeights, Reader, WeightView
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Tensor
+from headwise.runtime.ops.quantised import Matrix
 
 DENSE = "GraniteForCausalLM"
 MOE = "GraniteMoeForCausalLM"
 HYBRID = "GraniteMoeHybridForCausalLM"
 
 _SERVED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("rope",),
-    "num_local_experts": (None, 0),
+    "position_embedding_type": (None, "nope", "rope"),
     "normalization_function": (None, "rmsnorm"),
 }
-"""Of Granite 4. Those with experts have states of a state space model, too."""
+"""Of Granite 4."""
+
+_FIELDS = FieldNames(
+    heads=("mamba_n_heads", 128),
+    head_dim=("mamba_d_head", 0),
+    groups=("mamba_n_groups", 1),
+    state=("mamba_d_state", 256),
+    convolution=("mamba_d_conv", 4),
+)
+_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Names of layers' kinds, older ones and what they are called now."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +69,47 @@ def parse_moe(config: HfConfig) -> GraniteConfig:
 
 
 def parse_hybrid(config: HfConfig) -> GraniteConfig:
-    named = named_layer_types(config, lambda layer: "linear_attention")
-    own = {**config, "intermediate_size": positive(config, "shared_intermediate_size", default=1024)}
-    full = {"attention": "full_attention"}
-    decoder = decoder_config(own, HYBRID, layer_types=lambda layer: full.get(named(layer), named(layer)))
     check_served(config, _SERVED_VALUES)
+    named = named_layer_types(config, lambda layer: "linear_attention")
+    has_experts = bool(config.get("num_local_experts", 8))
+    own = config if has_experts else {**config, "intermediate_size": _shared_size(config)}
+    decoder = decoder_config(
+        own,
+        HYBRID,
+        layer_types=lambda layer: _KINDS.get(named(layer), named(layer)).replace("linear", "full"),
+        ropes=lambda kind: replace(rope(own), is_none=config.get("position_embedding_type") != "rope"),
+    )
+    layers = [layer for layer in range(decoder.num_layers) if named(layer) in ("mamba", "linear_attention")]
+    if layers:
+        ssm = ssm_config(_with_head_dim(config), _FIELDS, layers, has_group_norms=False, eps=decoder.rms_norm_eps)
+        decoder = with_states(decoder, ssm)
+    if has_experts:
+        decoder = _with_shared(local_experts(config, decoder, experts=8, per_token=2), _shared_size(config))
     return _scaled(config, decoder)
+
+
+def _shared_size(config: HfConfig) -> int:
+    return positive(config, "shared_intermediate_size", default=1024)
+
+
+def _with_head_dim(config: HfConfig) -> HfConfig:
+    """With the size of a state space model's heads, which may be said to follow from others."""
+    if config.get("mamba_d_head", "auto") != "auto":
+        return config
+    heads = positive(config, _FIELDS.heads[0], default=_FIELDS.heads[1])
+    inner = positive(config, "mamba_expand", default=2) * positive(config, "hidden_size")
+    return {**config, "mamba_d_head": inner // heads}
+
+
+def _with_shared(decoder: ModelConfig, size: int) -> ModelConfig:
+    moe = decoder.moe
+    assert moe is not None, "made so"
+    if size % moe.expert_size:
+        raise ModelError(
+            f"config.json: 'shared_intermediate_size' {size} is no multiple of the experts' 'intermediate_size' "
+            f"{moe.expert_size}, which cannot be served"
+        )
+    return replace(decoder, moe=replace(moe, num_shared_experts=size // moe.expert_size))
 
 
 def _scaled(config: HfConfig, decoder: ModelConfig) -> GraniteConfig:
@@ -87,17 +139,6 @@ class Granite(Decoder):
         return self.ops.from_kernel_array(scaled.astype(rows.dtype))
 
 
-class GraniteHybrid(Granite):
-    """One without states: its MLP is what the others have as shared experts, gate above up."""
-
-    mlp_name: ClassVar[str] = "shared_mlp"
-    mlp_parts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "output_linear")
-
-    def view(self, weights: Weights) -> Weights:
-        size = self.config.intermediate_size
-        return FusedWeights(weights, {"gate_proj": ("input_linear", 0), "up_proj": ("input_linear", size)})
-
-
 class GraniteMoe(Granite, MoeDecoder):
     mlp_name: ClassVar[str] = "block_sparse_moe"
     router_name: ClassVar[str] = "router.layer"
@@ -106,5 +147,59 @@ class GraniteMoe(Granite, MoeDecoder):
         return _JoinedExperts(weights)
 
 
+class GraniteHybrid(StateSpaceDecoder, GraniteMoe):
+    """All tokens go through a shared MLP, which is all there is where no experts are."""
+
+    shared_name: ClassVar[str] = "shared_mlp"
+
+    def view(self, weights: Weights) -> Weights:
+        size = (
+            self.config.intermediate_size
+            if self.config.moe is None
+            else self.config.moe.expert_size * self.config.moe.num_shared_experts
+        )
+        return _JoinedExperts(_SharedMlp(weights, size))
+
+    def load_mlp(self, layer: int, at: str) -> Any:
+        return super().load_mlp(layer, at if self.config.moe else f"{at}{self.shared_name}.")
+
+
 class _JoinedExperts(ExpertWeights):
     joined: ClassVar[tuple[str, str]] = ("input_linear.weight", "output_linear.weight")
+
+
+class _SharedMlp(WeightView):
+    """What is asked for below a layer's experts, and a checkpoint has beside them, with gate above up."""
+
+    def __init__(self, source: Weights, size: int) -> None:
+        super().__init__(source)
+        self._known = frozenset(source.names)
+        self._parts = {
+            "gate_proj": ("input_linear", 0),
+            "up_proj": ("input_linear", size),
+            "down_proj": ("output_linear", 0),
+        }
+
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        name, first = self._place(name)
+        return super().read_rows(source, name, first + start, first + stop)
+
+    def read_columns(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        return super().read_columns(source, self._place(name)[0], start, stop)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        name, first = self._place(name)
+        return self._source.kept_rows(name, first + start, first + stop)
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(self._place(name)[0], start, stop)
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The name of the matrix, and the row there that the projection begins with."""
+        name = name.replace(".block_sparse_moe.shared_mlp.", ".shared_mlp.")
+        layer, _, last = name.rpartition(".")
+        at, _, part = layer.rpartition(".")
+        if name in self._known or not at.endswith(".shared_mlp") or part not in self._parts:
+            return name, 0
+        joined, first = self._parts[part]
+        return f"{at}.{joined}.{last}", first

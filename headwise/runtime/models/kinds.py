@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.base import DeltaConfig, ModelConfig, SsmConfig
 from headwise.runtime.models.values import shown
 
 
@@ -30,12 +30,12 @@ _KINDS = (
     _Kind(
         "states of linear attention",
         ("linear_num_key_heads", "linear_attn_config"),
-        lambda model: model.delta is not None,
+        lambda model: isinstance(model.states, DeltaConfig),
     ),
     _Kind(
         "states of a state space model",
         ("mamba_d_state", "ssm_state_size", "mamba_num_heads"),
-        lambda model: False,
+        lambda model: isinstance(model.states, SsmConfig),
         is_of_layers=True,
     ),
     _Kind("attention within chunks", ("attention_chunk_size",), lambda model: model.chunk > 0),
@@ -45,12 +45,12 @@ _KINDS = (
 
 def _may_have_windows(model: ModelConfig) -> bool:
     """Whether its heads may: neither latents nor attention beside states are served with such."""
-    return model.mla is None and model.delta is None
+    return model.mla is None and model.states is None
 
 
 _LAYER_TYPES: dict[str, tuple[str, Callable[[ModelConfig], bool]]] = {
     "sliding_attention": ("windows", _may_have_windows),
-    "linear_attention": ("states of linear attention", lambda model: model.delta is not None),
+    "linear_attention": ("states of linear attention", lambda model: model.states is not None),
     "chunked_attention": ("attention within chunks", lambda model: model.chunk > 0),
 }
 """What layers of that type keep, and whether the model has it."""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import STATE
 from headwise.errors import ModelError
-from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.delta_base import DeltaProjected, DeltaWeights
-from headwise.kernels.fused import DeltaNet, GroupedQueries, Latents
+from headwise.kernels.fused import Attention, DeltaNet
+from headwise.kernels.state_layout import StateSizes
 from headwise.runtime.models.base import AttentionLayer, DeltaConfig, ModelConfig, RopeConfig, Rotation
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
@@ -97,9 +97,9 @@ def _parse(config: HfConfig, architecture: str) -> ModelConfig:
             "'full_attention_interval'; at least one must, as states alone are not served"
         )
     policies = [
-        (STATE,) * delta.key_heads if layer in delta.layers else row for layer, row in enumerate(decoder.policies)
+        (STATE,) * delta.members if layer in delta.layers else row for layer, row in enumerate(decoder.policies)
     ]
-    return replace(decoder, policies=tuple(policies), delta=delta)
+    return replace(decoder, policies=tuple(policies), states=delta)
 
 
 def _delta(config: HfConfig, layers: tuple[int, ...]) -> DeltaConfig:
@@ -112,7 +112,7 @@ def _delta(config: HfConfig, layers: tuple[int, ...]) -> DeltaConfig:
             f"config.json: {len(layers)} delta-nets of {value_heads} heads make {len(layers) * value_heads}; "
             f"at most {MOST_MEMBERS} can be served"
         )
-    sizes = DeltaSizes(
+    sizes = StateSizes(
         key_dim=positive(config, "linear_key_head_dim", default=128, most=MOST_HEAD_DIM),
         value_dim=positive(config, "linear_value_head_dim", default=128, most=MOST_HEAD_DIM),
         share=value_heads // key_heads,
@@ -150,8 +150,8 @@ class Qwen3_5(GatedHeadsDecoder, Qwen3):  # noqa: N801
 
     @property
     def _delta(self) -> DeltaConfig:
-        assert self.config.delta is not None, "parsed so"
-        return self.config.delta
+        assert isinstance(self.config.states, DeltaConfig), "parsed so"
+        return self.config.states
 
     def norms_of(self, layer: int) -> Mapping[str, str]:
         return Decoder.norm_names if layer in self._delta.layers else self.norm_names
@@ -172,11 +172,11 @@ class Qwen3_5(GatedHeadsDecoder, Qwen3):  # noqa: N801
             return [(head * each, (head + 1) * each) for head in heads]
 
         def of_value_heads(name: str) -> Floats:
-            every = self._shaped(f"{at}{name}", source.tensor(f"{at}{name}"), (delta.key_heads * sizes.share,))
-            return np.ascontiguousarray(every.reshape(delta.key_heads, sizes.share)[list(heads)])
+            every = self._shaped(f"{at}{name}", source.tensor(f"{at}{name}"), (delta.members * sizes.share,))
+            return np.ascontiguousarray(every.reshape(delta.members, sizes.share)[list(heads)])
 
         convolution = source.tensor(f"{at}conv1d.weight")
-        self._shaped(f"{at}conv1d.weight", convolution, (delta.key_heads * sizes.channels, 1, sizes.convolution))
+        self._shaped(f"{at}conv1d.weight", convolution, (delta.members * sizes.channels, 1, sizes.convolution))
         return DeltaProjections(
             into=self._split_rows(
                 [(f"{at}in_proj_qkvz", ranges(sizes.channels + values)), (f"{at}in_proj_ba", ranges(2 * sizes.share))],
@@ -202,7 +202,7 @@ class Qwen3_5(GatedHeadsDecoder, Qwen3):  # noqa: N801
 
     # ---- computation ----
 
-    def fusible_attention(self, index: int, attention: Any) -> GroupedQueries | Latents | DeltaNet | None:
+    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
         if isinstance(attention, DeltaProjections):
             return DeltaNet(attention.into.weight, attention.between, attention.out.weight)
         return super().fusible_attention(index, attention)
@@ -239,6 +239,6 @@ class Qwen3_5Moe(Qwen3Next):  # noqa: N801
 
 def _by_key_head(rows: Floats, delta: DeltaConfig) -> Floats:
     """``[key_heads, channels, ...]`` of rows that are ``[all queries | all keys | all values]``."""
-    sizes, heads = delta.sizes, delta.key_heads
+    sizes, heads = delta.sizes, delta.members
     query, key, values = np.split(rows, [heads * sizes.key_dim, 2 * heads * sizes.key_dim])
     return np.concatenate([part.reshape(heads, -1, *rows.shape[1:]) for part in (query, key, values)], axis=1)

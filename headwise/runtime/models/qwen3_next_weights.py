@@ -51,7 +51,7 @@ class JoinedDeltaWeights(WeightView):
 
     def __init__(self, source: Weights, delta: DeltaConfig) -> None:
         super().__init__(source)
-        sizes, heads = delta.sizes, delta.key_heads
+        sizes, heads = delta.sizes, delta.members
         values = sizes.share * sizes.value_dim
         keys = heads * sizes.key_dim
         self._parts = {

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.delta_scene import DeltaCase, DeltaScene
+from support.delta_scene import DeltaScene
 from support.gpu.interpreted_attention import RecordingLauncher
 from support.gpu.machine_code import TARGETS, variant_code
 from support.projected_delta import expected_of, projected, weights_of
+from support.state_scene import StateCase
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -21,8 +22,8 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import CudaDelta, DeltaShape, variants_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
-from headwise.kernels.delta import DeltaSizes, delta_layout
 from headwise.kernels.delta_base import DeltaInputs
+from headwise.kernels.state_layout import StateSizes, state_layout
 
 NO_BLOCK = 0x7F000000
 
@@ -77,39 +78,39 @@ def assert_right(scene: DeltaScene, atol: float = 5e-5, **options: Any) -> OfPro
 
 
 CASES = {
-    "decodes behind prompts, alone and beside them": DeltaCase(((5, 1, 1), (0, 20, 1)), heads=1),
-    "blocks of two chunks, begun within the second": DeltaCase(((131, 1, 66), (5, 1, 100)), heads=1, block_size=128),
-    "chunks of several blocks, begun within one": DeltaCase(((70, 1, 66), (5, 1, 2)), heads=1, block_size=64),
-    "fewer tokens than the convolution spans, across blocks": DeltaCase(
+    "decodes behind prompts, alone and beside them": StateCase(((5, 1, 1), (0, 20, 1)), heads=1),
+    "blocks of two chunks, begun within the second": StateCase(((131, 1, 66), (5, 1, 100)), heads=1, block_size=128),
+    "chunks of several blocks, begun within one": StateCase(((70, 1, 66), (5, 1, 2)), heads=1, block_size=64),
+    "fewer tokens than the convolution spans, across blocks": StateCase(
         ((1, 1, 2), (63, 2, 3)), block_size=64, heads=1
     ),
-    "blocks of less than a tile, sizes that are no powers of two": DeltaCase(
-        ((9, 1, 4),), DeltaSizes(20, 36, 3, 3), heads=2, block_size=4
+    "blocks of less than a tile, sizes that are no powers of two": StateCase(
+        ((9, 1, 4),), StateSizes(20, 36, 3, 3), heads=2, block_size=4
     ),
-    "nothing to convolve with": DeltaCase(((3, 1, 7), (1, 1, 1)), DeltaSizes(8, 16, 1, 1), heads=1, block_size=16),
-    "several pieces of a head": DeltaCase(((66, 1),), DeltaSizes(16, 80, 1, 4), heads=1, block_size=32),
+    "nothing to convolve with": StateCase(((3, 1, 7), (1, 1, 1)), StateSizes(8, 16, 1, 1), heads=1, block_size=16),
+    "several pieces of a head": StateCase(((66, 1),), StateSizes(16, 80, 1, 4), heads=1, block_size=32),
 }
 
 
 @pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
-def test_any_steps_make_of_a_sequence_what_the_definition_says(case: DeltaCase) -> None:
+def test_any_steps_make_of_a_sequence_what_the_definition_says(case: StateCase) -> None:
     assert_right(DeltaScene(case))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
-def test_states_move_and_checkpoints_stay_in_any_way(case: DeltaCase) -> None:
+def test_states_move_and_checkpoints_stay_in_any_way(case: StateCase) -> None:
     for seed in range(1, 6):
         assert_right(DeltaScene(replace(case, heads=2, seed=seed)))
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.15), pytest.param("float16", 1e-2, marks=pytest.mark.soak)])
 def test_narrow_numbers_are_rounded_where_they_are_handed_on(dtype: str, atol: float) -> None:
-    assert_right(DeltaScene(DeltaCase(((70, 1, 1),), DeltaSizes(32, 32, 2, 4), block_size=64)), atol, dtype=dtype)
+    assert_right(DeltaScene(StateCase(((70, 1, 1),), StateSizes(32, 32, 2, 4), block_size=64)), atol, dtype=dtype)
 
 
 def test_repeated_keys_do_not_blow_up_a_chunk() -> None:
-    scene = DeltaScene(DeltaCase(((90,),), heads=1, block_size=64))
+    scene = DeltaScene(StateCase(((90,),), heads=1, block_size=64))
     scene.inputs[0].mixed[:] = scene.inputs[0].mixed[0]
     scene.inputs[0].rate[:] = 1 - 1e-6
     scene.inputs[0].decay[:] = -1e-6
@@ -118,7 +119,7 @@ def test_repeated_keys_do_not_blow_up_a_chunk() -> None:
 
 def test_without_blocks_nothing_is_written_and_nothing_read() -> None:
     for count in (1, 5):
-        scene = DeltaScene(DeltaCase(((count,),)))
+        scene = DeltaScene(StateCase(((count,),)))
         scene._make_room = lambda *arguments: None
         before = scene.arena.copy()
         assert_right(scene)
@@ -126,23 +127,23 @@ def test_without_blocks_nothing_is_written_and_nothing_read() -> None:
 
 
 def test_a_decode_is_one_launch_known_from_shapes_and_padding_is_left_alone() -> None:
-    kernels = assert_right(DeltaScene(DeltaCase(((1, 1), (1, 1), (1, 1)))), padding=3)
+    kernels = assert_right(DeltaScene(StateCase(((1, 1), (1, 1), (1, 1)))), padding=3)
     assert kernels.launcher.launched == [("step", (6 * 2, 1, 1))] * 2
 
 
 def test_what_is_not_served_is_refused_with_the_remedy() -> None:
-    shape = DeltaShape(16, DeltaSizes(128, 128, 2, 4), 64, "bfloat16")
+    shape = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
     for wrong, message in (
         (replace(shape, dtype="int8"), "dtype int8 is not supported on a GPU"),
-        (replace(shape, sizes=DeltaSizes(512, 128, 2, 4)), "heads of 512 and 128.*at most 256.*device cpu"),
-        (replace(shape, sizes=DeltaSizes(128, 128, 32, 4)), "32 of which share a key head.*shared by 16"),
+        (replace(shape, sizes=StateSizes(512, 128, 2, 4)), "heads of 512 and 128.*at most 256.*device cpu"),
+        (replace(shape, sizes=StateSizes(128, 128, 32, 4)), "32 of which share a key head.*shared by 16"),
         (replace(shape, block_size=48), "block_size 48.*power of two, 16 or more"),
         (replace(shape, block_size=2), "block_size 2.*convolution over 4 tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             CudaDelta(RecordingLauncher(), np.empty).prepare([wrong])
     numbers = np.zeros((1, 90), np.float32)
-    layout, batch = delta_layout(16, 1, DeltaSizes(8, 8, 1, 4)), AttentionBatch(np.zeros(2), None, None, 1)
+    layout, batch = state_layout(16, 1, StateSizes(8, 8, 1, 4)), AttentionBatch(np.zeros(2), None, None, 1)
     heads = HeadTable(np.zeros(1, np.int32), None, None, None)
     with pytest.raises(ValueError, match="this layout's are"):
         CudaDelta(RecordingLauncher(), np.empty).attend_projected(
@@ -152,14 +153,14 @@ def test_what_is_not_served_is_refused_with_the_remedy() -> None:
 
 # ---- machine code ----
 
-NEXT = DeltaShape(16, DeltaSizes(128, 128, 2, 4), 64, "bfloat16")
+NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
 """Qwen3-Next's."""
 SPILLED_BELOW_90 = {"solve": 256, "carry": 64}
 
 
 def every_kernel() -> Iterator[Any]:
     """As ``(sm, kernel, shape)``: each takes seconds to compile."""
-    larger = replace(NEXT, sizes=DeltaSizes(128, 128, 4, 4))  # of Qwen3.5's largest
+    larger = replace(NEXT, sizes=StateSizes(128, 128, 4, 4))  # of Qwen3.5's largest
     for sm in TARGETS:
         for kernel in variants_of(NEXT, sm):
             is_telling = sm == 90 and kernel in ("step", "carry")

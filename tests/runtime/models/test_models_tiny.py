@@ -58,14 +58,14 @@ ONLY_TWO = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Models whose delta-nets have two key heads; the others have four query heads, of which each rank has one at least."""
 
 
-ALSO_FOUR_KV_HEADS = ("gemma4", "gemma4-moe")
-"""In windowed layers, which three ranks neither divide nor exceed."""
+ONLY_POWERS = ("gemma4", "gemma4-moe", "granite-hybrid-ssm", "granite-hybrid-moe")
+"""Models with four KV heads in windowed layers, which three ranks neither divide nor exceed; or states in eight parts."""
 
 
 def sizes_of(name: str) -> list[int]:
     if name in ONLY_TWO:
         return [1, 2]
-    return [1, 2, 4] if name in ALSO_FOUR_KV_HEADS else [1, 2, 3, 4]
+    return [1, 2, 4] if name in ONLY_POWERS else [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

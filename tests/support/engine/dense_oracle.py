@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 from support.delta_scene import dense_delta
+from support.ssm_scene import dense_ssm
 
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.delta_base import DeltaProjected
 from headwise.kernels.delta_gates import gated_norm, inputs_of
+from headwise.kernels.ssm_base import SsmProjected
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig, Shard
 from headwise.runtime.models.registry import build_model
@@ -119,14 +121,17 @@ class DenseLatentAttention:
 
 
 class DenseMixedAttention(DenseAttention):
-    """Attention in some layers, gated delta-nets in the others."""
+    """Attention in some layers, recurrent states in the others."""
 
     def __call__(self, layer: int, projected, *others, wanted=None):
         assert wanted is None
+        if isinstance(projected, SsmProjected):
+            seen = dense_ssm(projected.numbers, projected.weights, self._config.states.sizes)
+            return self._ops.from_kernel_array(seen.astype(np.float32))
         if not isinstance(projected, DeltaProjected):
             return super().__call__(layer, projected, *others)
-        inputs, gates = inputs_of(projected.numbers, projected.weights, self._config.delta.sizes)
-        seen = dense_delta(inputs, self._config.delta.sizes).reshape(gates.shape).astype(np.float32)
+        inputs, gates = inputs_of(projected.numbers, projected.weights, self._config.states.sizes)
+        seen = dense_delta(inputs, self._config.states.sizes).reshape(gates.shape).astype(np.float32)
         gated = gated_norm(seen, gates, projected.weights)
         return self._ops.from_kernel_array(gated.reshape(len(gated), -1))
 
@@ -169,7 +174,7 @@ def run_rank(
     shard = Shard.of(config, plan, comm.rank)
     ops = ops or make_ops(ops_name)
     model = build_model(config, weights, ops, comm, shard)
-    dense = DenseAttention if config.delta is None else DenseMixedAttention
+    dense = DenseAttention if config.states is None else DenseMixedAttention
     attention = dense(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
     return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
 

@@ -8,7 +8,8 @@ from headwise.runtime.models.attention.delta import DeltaNetAttention
 from headwise.runtime.models.attention.dsa import IndexedLatentAttention
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
 from headwise.runtime.models.attention.mla import LatentAttention
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.attention.ssm import StateSpaceAttention
+from headwise.runtime.models.base import DeltaConfig, ModelConfig, SsmConfig
 
 
 def attention_of(config: ModelConfig) -> AttentionVariant:
@@ -17,8 +18,10 @@ def attention_of(config: ModelConfig) -> AttentionVariant:
         return IndexedLatentAttention(config, config.mla, config.mla.indexer)
     if config.mla is not None:
         return LatentAttention(config, config.mla)
-    if config.delta is not None:
-        return DeltaNetAttention(config, config.delta)
+    if isinstance(config.states, DeltaConfig):
+        return DeltaNetAttention(config, config.states)
+    if isinstance(config.states, SsmConfig):
+        return StateSpaceAttention(config, config.states)
     if config.chunk:
         return ChunkedAttention(config)
     return GroupedQueryAttention(config)

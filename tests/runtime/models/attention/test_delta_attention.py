@@ -133,7 +133,7 @@ def test_a_layers_experts_in_two_tensors_are_those_one_by_one() -> None:
 
 
 def test_layers_without_names_have_attention_in_every_fourth() -> None:
-    delta = model_config({**DENSE, "num_hidden_layers": 9}).delta
+    delta = model_config({**DENSE, "num_hidden_layers": 9}).states
     assert delta is not None
     assert delta.layers == (0, 1, 2, 4, 5, 6, 8)
 
@@ -174,7 +174,7 @@ def test_info_shows_states_by_sequence_and_tokens_by_token(tmp_path: Path) -> No
     config = EngineConfig(model=str(tmp_path), dtype="bfloat16", kv_cache="64GiB", device="cpu")
     card = read_model_card(config, tmp_path, identify=False)
     rows = dict(describe(config, card, tmp_path, [8192]))
-    assert "36 of them delta-nets of 16 key heads of 128 and 32 value heads of 128" in rows["geometry"]
+    assert "36 of them gated delta-nets of 16 key heads of 128 and 32 value heads of 128" in rows["geometry"]
     assert rows["head groups"].startswith("49 x 12 or 25 slots per rank")
     assert rows["  group 0"] == "full attention, 24 (layer, KV head) pairs, 24 KiB a token"
     assert rows["  groups 1 to 48"] == "states, 12 (layer, key head) pairs, 1.57 MiB a sequence each"

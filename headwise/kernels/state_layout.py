@@ -1,7 +1,8 @@
-"""The layout of blocks of gated delta-net states, and typed views of an arena of such blocks.
+"""The layout of blocks of recurrent states, and typed views of an arena of such blocks.
 
-A member is what a layer keeps for one key head and the value heads that share it, in float32: the last inputs of the
-causal convolution before it, and a matrix for each value head (Gated DeltaNet, arXiv 2412.06464).
+A member is what a layer keeps for one key and the value heads that share it, in float32: the last inputs of the causal
+convolution before it, and a matrix for each value head. So it is of gated delta-nets (`headwise.kernels.delta_base`)
+and of state space models (`headwise.kernels.ssm_base`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class DeltaSizes:
-    """Sizes of one key head's part of a layer.
+class StateSizes:
+    """Sizes of one member's part of a layer.
 
-    share:       value heads that share a key head
+    share:       value heads that share a key
     convolution: tokens that the convolution spans, the newest among them
     """
 
@@ -38,7 +39,7 @@ class DeltaSizes:
         return 2 * self.key_dim + self.share * self.value_dim
 
 
-def delta_layout(block_size: int, slots: int, sizes: DeltaSizes) -> BlockLayout:
+def state_layout(block_size: int, slots: int, sizes: StateSizes) -> BlockLayout:
     """The layout of blocks of states: ``convolution [inputs, channels]`` and ``recurrent [share, key, value]``."""
     roles = (
         Role(CONVOLUTION, (sizes.convolution - 1, sizes.channels), "float32", is_state=True),
@@ -47,16 +48,16 @@ def delta_layout(block_size: int, slots: int, sizes: DeltaSizes) -> BlockLayout:
     return BlockLayout(block_size, slots, roles)
 
 
-def sizes_of(layout: BlockLayout) -> DeltaSizes:
+def sizes_of(layout: BlockLayout) -> StateSizes:
     """Those of a layout of states.
 
     Raises:
         ConfigError: the layout is that of another attention variant.
     """
     if [role.name for role in layout.roles] != [CONVOLUTION, RECURRENT]:
-        raise ConfigError(f"layout {layout.identity} is not one of delta-net states; build it with delta_layout()")
+        raise ConfigError(f"layout {layout.identity} is not one of recurrent states; build it with state_layout()")
     (inputs, _), (share, key_dim, value_dim) = (role.shape for role in layout.roles)
-    return DeltaSizes(key_dim, value_dim, share, inputs + 1)
+    return StateSizes(key_dim, value_dim, share, inputs + 1)
 
 
 def state_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[Floats, Floats]:

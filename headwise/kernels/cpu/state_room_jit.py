@@ -1,0 +1,132 @@
+# mypy: ignore-errors
+"""What threads work with as they take recurrent states on, and what the rules of these have in common.
+
+Products are written as sums of rows: each row of the right matrix is added to four rows of the result at once, which
+the compiler makes vectors of.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numba
+import numpy as np
+from numba.extending import register_jitable
+
+from headwise.kernels.cpu.addresses import float_matrix_at, floats_at
+from headwise.kernels.cpu.gates import padded, times_sigmoid
+
+CHUNK = 32
+"""Tokens that are computed at once: more cost more arithmetic between them, fewer more products with the state."""
+
+MATH = {"contract", "reassoc", "nsz", "arcp"}
+compiled = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")
+pasted = numba.njit(inline="always", fastmath=MATH, nogil=True, error_model="numpy")
+_padded = register_jitable(padded)
+
+Room = namedtuple("Room", "state window convolved query key keys values result gate among seen known sums decays rates")
+"""What a thread works with.
+
+state:                 ``[share, key, value]``, and window the inputs that the convolution sees, ``[.., channels]``
+convolved:             ``[CHUNK, channels]``, rows padded
+query, key, keys:      ``[CHUNK, key]`` twice, and the latter's transpose
+values, result, known: ``[CHUNK, value]``
+gate:                  ``[value]``, padded, as rows of ``result`` are
+among, seen:           products of keys with keys, and of queries with keys, ``[CHUNK, CHUNK]``; or what a head sees of
+                       the latter
+sums, decays, rates:   ``[CHUNK]``
+"""
+
+
+def scratch_floats(key_dim: int, value_dim: int, share: int, convolution: int) -> int:
+    """Floats that a thread works with."""
+    channels, value_row = 2 * key_dim + share * value_dim, padded(value_dim)
+    states = share * key_dim * value_dim + (convolution - 1 + CHUNK) * channels
+    rows = padded(channels) + 3 * key_dim + 2 * value_dim + value_row + 2 * CHUNK + 3
+    return states + CHUNK * rows + value_row
+
+
+@pasted
+def divide(states, at):
+    """A thread's `Room`, which begins at an address."""
+    channels = 2 * states.key_dim + states.share * states.value_dim
+    row, value_row, inputs = _padded(channels), _padded(states.value_dim), states.convolution - 1 + CHUNK
+    state = at
+    window = state + 4 * states.share * states.key_dim * states.value_dim
+    convolved = window + 4 * inputs * channels
+    query = convolved + 4 * CHUNK * row
+    key = query + 4 * CHUNK * states.key_dim
+    keys = key + 4 * CHUNK * states.key_dim
+    values = keys + 4 * CHUNK * states.key_dim
+    result = values + 4 * CHUNK * states.value_dim
+    known = result + 4 * CHUNK * value_row
+    among = known + 4 * CHUNK * states.value_dim
+    seen = among + 4 * CHUNK * CHUNK
+    sums = seen + 4 * CHUNK * CHUNK
+    decays = sums + 4 * CHUNK
+    rates = decays + 4 * CHUNK
+    gate = rates + 4 * CHUNK
+    return Room(
+        state,
+        float_matrix_at(window, inputs, channels),
+        float_matrix_at(convolved, CHUNK, row),
+        float_matrix_at(query, CHUNK, states.key_dim),
+        float_matrix_at(key, CHUNK, states.key_dim),
+        keys,
+        float_matrix_at(values, CHUNK, states.value_dim),
+        float_matrix_at(result, CHUNK, value_row),
+        floats_at(gate, value_row),
+        among,
+        seen,
+        known,
+        floats_at(sums, CHUNK),
+        floats_at(decays, CHUNK),
+        floats_at(rates, CHUNK),
+    )
+
+
+@compiled
+def add_product(left, right, out):
+    """``out += left @ right``, of as many columns as ``right`` has."""
+    rows, depth = left.shape
+    columns = right.shape[1]
+    whole = rows - rows % 4
+    for i in range(0, whole, 4):
+        out0, out1, out2, out3 = out[i], out[i + 1], out[i + 2], out[i + 3]
+        for d in range(depth):
+            a0, a1, a2, a3 = left[i, d], left[i + 1, d], left[i + 2, d], left[i + 3, d]
+            row = right[d]
+            for j in range(columns):
+                out0[j] += a0 * row[j]
+                out1[j] += a1 * row[j]
+                out2[j] += a2 * row[j]
+                out3[j] += a3 * row[j]
+    for i in range(whole, rows):
+        last = out[i]
+        for d in range(depth):
+            a = left[i, d]
+            row = right[d]
+            for j in range(columns):
+                last[j] += a * row[j]
+
+
+@compiled
+def convolve(window, weights, bias, out, tokens):
+    """SiLU of the causal convolution of ``window [width - 1 + tokens, channels]`` into ``out [tokens, ..]``; a bias is
+    of no length where there is none."""
+    width, channels = weights.shape
+    for t in range(tokens):
+        row = out[t]
+        for c in range(channels):
+            row[c] = bias[c] if len(bias) > 0 else np.float32(0)
+        for w in range(width):
+            source, weight = window[t + w], weights[w]
+            for c in range(channels):
+                row[c] += source[c] * weight[c]
+        times_sigmoid(row, 0, row, 0, channels)
+
+
+@pasted
+def softplus(x):
+    """``log(1 + exp(x))``, without overflow."""
+    return max(x, np.float32(0)) + np.log1p(np.exp(-abs(x)))

@@ -1,0 +1,91 @@
+"""Sequences that pass through layers with recurrent states by steps, on an arena that was all NaN."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.state_layout import StateSizes, state_layout
+
+SIZES = StateSizes(8, 12, 2, 4)
+
+PADDING = 192
+"""Bytes that a block has behind its slots."""
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """steps: of each sequence, the tokens of each step; 0: it is not in that step; heads: members of the layer"""
+
+    steps: tuple[tuple[int, ...], ...]
+    sizes: StateSizes = SIZES
+    heads: int = 2
+    block_size: int = 16
+    seed: int = 0
+
+
+class StateScene(ABC):
+    """A case with blocks for its states. Steps leave checkpoints, or move states along."""
+
+    def __init__(self, case: StateCase) -> None:
+        self.case, self.draw = case, np.random.default_rng(case.seed)
+        self.lengths = [sum(steps) for steps in case.steps]
+        self.columns = -(-max(self.lengths) // case.block_size)
+        slots = state_layout(case.block_size, 3, case.sizes)
+        self.layout: BlockLayout = replace(slots, tail_bytes=PADDING)
+        self.heads = HeadTable(
+            group=np.array([1 + head % 2 for head in range(case.heads)], np.int32),
+            slot=self.draw.integers(3, size=case.heads).astype(np.int32)
+            if case.heads < 3
+            else np.arange(case.heads, dtype=np.int32) % 3,
+            window=np.zeros(case.heads, np.int32),
+            sink=np.zeros(case.heads, np.int32),
+        )
+        num_blocks = len(self.lengths) * 2 * self.columns
+        self.arena = np.full((num_blocks + 1) * self.layout.block_bytes, 0xFF, np.uint8)
+        self._free = self.draw.permutation(num_blocks).tolist()
+        # Three groups, of which the first has nothing to do with this layer.
+        self.tables = np.full((len(self.lengths), 3, self.columns), -1, np.int32)
+
+    def random(self, *shape: int) -> np.ndarray:
+        return self.draw.standard_normal(shape).astype(np.float32)
+
+    def steps(self) -> list[np.ndarray]:
+        """What the layer makes of each sequence's tokens, step by step: ``[tokens, ...]``."""
+        done, found = [0] * len(self.lengths), [[] for _ in self.lengths]
+        for counts in zip(*self.case.steps, strict=True):
+            for sequence, count in enumerate(counts):
+                self._make_room(sequence, done[sequence], done[sequence] + count)
+            cu = np.cumsum([0, *counts], dtype=np.int32)
+            lens = np.add(done, counts).astype(np.int32)
+            batch = AttentionBatch(cu, lens, self.tables.reshape(-1, self.columns).copy(), 3)
+            parts = [slice(start, start + count) for start, count in zip(done, counts, strict=True)]
+            for sequence, out in enumerate(np.split(self.attend(parts, batch), cu[1:-1])):
+                found[sequence].append(out)
+                done[sequence] += counts[sequence]
+        return [np.concatenate(outs) for outs in found]
+
+    @abstractmethod
+    def attend(self, parts: list[slice], batch: AttentionBatch) -> np.ndarray:
+        """One step, of these parts of the sequences."""
+
+    def _make_room(self, sequence: int, start: int, end: int) -> None:
+        size, table = self.case.block_size, self.tables[sequence, 1:]
+        source, to = (start - 1) // size, (end - 1) // size
+        if start == end or (start and source == to):
+            return
+        if start == 0 or self.draw.random() < 0.5:
+            self._take(table[:, to])
+        else:
+            table[:, to] = table[:, source]
+            table[:, source] = -1
+        for column in range(start // size, to):
+            if (table[:, column] < 0).all() and column != source and self.draw.random() < 0.5:
+                self._take(table[:, column])
+
+    def _take(self, cells: np.ndarray) -> None:
+        cells[:] = [self._free.pop(), self._free.pop()]
