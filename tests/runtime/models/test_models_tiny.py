@@ -59,7 +59,7 @@ ONLY_TWO = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 
 
 ONLY_POWERS = ("gemma4", "gemma4-moe", "granite-hybrid-ssm", "granite-hybrid-moe")
-"""Models with four KV heads in windowed layers, which three ranks neither divide nor exceed; or states in eight parts."""
+"""Models with four KV heads in windowed layers, which three ranks neither divide nor exceed; or states of 8 parts."""
 
 
 def sizes_of(name: str) -> list[int]:
