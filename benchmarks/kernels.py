@@ -3,8 +3,8 @@
     python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8|float8_e4m3fn|int4]
 
 Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once, and
-each latent; each state, once read and once written. Of latent attention (MLA) and of delta-nets they are given as a
-share of the most that grouped queries reached.
+each latent; each state, once read and once written. Of latent attention (MLA) and of recurrent states they are given as
+a share of the most that grouped queries reached.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import delta_kernels
 import latent_kernels
 import numpy as np
+import state_kernels
 from numpy.typing import NDArray
 
 from headwise.kernels.base import AttentionBatch, HeadTable
@@ -198,9 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for latent_load in latent_loads if args.kv_dtype in LATENT_DTYPES else ():
         latents.append(latent_kernels.measure(latent_load, args.kv_dtype, args.threads, timed, max(rates)))
         print(latent_kernels.as_line(latents[-1]))
-    for delta_load in delta_kernels.QUICK if args.quick else delta_kernels.WORKLOADS:
-        states.append(delta_kernels.measure(delta_load, args.threads, timed, max(rates)))
-        print(delta_kernels.as_line(states[-1]))
+    for state_load in state_kernels.QUICK if args.quick else state_kernels.WORKLOADS:
+        states.append(state_kernels.measure(state_load, args.threads, timed, max(rates)))
+        print(state_kernels.as_line(states[-1]))
     report = {"benchmark": "kernels", "threads": args.threads, "kv_dtype": args.kv_dtype, "memcpy_gb_s": copy}
     print(json.dumps({**report, "results": results, "latents": latents, "states": states}))
 

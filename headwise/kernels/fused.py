@@ -184,13 +184,14 @@ class SideInput:
 class DecoderLayer:
     """A layer's weights.
 
+    mlp:         None: the next layer, or the final norm, comes right behind attention
     scale:       factor on the residual stream behind the layer
     is_parallel: the MLP is given what attention is, and has no norm before it of its own
     is_centred:  each row of the residual stream has its mean taken off behind the layer
     """
 
     attention: Attention
-    mlp: GatedLayer | MixedLayer | BesideExperts
+    mlp: GatedLayer | MixedLayer | BesideExperts | None
     norms: LayerNorms
     side: SideInput | None = None
     scale: float = 1.0

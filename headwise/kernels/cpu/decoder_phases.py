@@ -105,9 +105,9 @@ class Phases:
         there are more: behind each, but for what closes them, a sum over ranks has its place."""
         first, last = self.starts[layers.start], self.starts[layers.stop]
         sums = [at for at in self.sums if first < at < last]
-        attended = next(at for at in sums if at > self.starts[layers.stop - 1])
+        attended = next((at for at in sums if at > self.starts[layers.stop - 1]), last)
         cuts = [first, *(sums if of_ranks else [attended]), last]
-        for begin, end in pairwise(cuts):
+        for begin, end in pairwise(dict.fromkeys(cuts)):  # the last two are one where the last layer has no MLP
             closing = self._at(self.table, end - 1)
             yield _run(self._at(self.table, begin), end - begin - 1, closing, has_attended=end == attended)
         yield _run(0, 0, self._at(self.closing, layers.stop - 1))
@@ -243,6 +243,8 @@ class _Maker:
     def _fed(self, layer: DecoderLayer, added: _Sum) -> _Sum:
         """The MLP, or what stands for it."""
         mlp, norms = layer.mlp, layer.norms
+        if mlp is None:
+            return added
         left = _Sum(at.ADDED, norms.after_mlp)
         before = norms.before_attention if layer.is_parallel else norms.before_mlp
         order: Fields = {"norms_first": layer.is_parallel}

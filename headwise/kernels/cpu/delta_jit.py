@@ -7,7 +7,7 @@ import numpy as np
 
 from headwise.kernels.cpu.addresses import float_matrix_at, floats_at
 from headwise.kernels.cpu.attention_micro import row_copy
-from headwise.kernels.cpu.gates import sigmoid, times_sigmoid
+from headwise.kernels.cpu.gates import set_exponentials, sigmoid, times_sigmoid
 from headwise.kernels.cpu.state_room_jit import CHUNK, add_product, compiled, convolve, softplus
 from headwise.kernels.delta_base import NORM_EPS
 
@@ -54,7 +54,7 @@ def _chunk(state, room, tokens):
     query, key, value, out = room.query[:tokens], room.key[:tokens], room.values[:tokens], room.result[:tokens]
     keys, known = float_matrix_at(room.keys, key_dim, tokens), float_matrix_at(room.known, tokens, value_dim)
     among, seen = float_matrix_at(room.among, tokens, tokens), float_matrix_at(room.seen, tokens, tokens)
-    sums, rates, total = room.sums, room.rates, np.float32(0)
+    sums, fades, rates, total = room.sums, room.fades, room.rates, np.float32(0)
     for i in range(tokens):
         total += room.decays[i]
         sums[i] = total
@@ -71,7 +71,10 @@ def _chunk(state, room, tokens):
             row[j] -= fade * known[i, j]
             out[i, j] *= fade
         for before in range(i):
-            share = np.exp(sums[i] - sums[before])
+            fades[before] = sums[i] - sums[before]
+        set_exponentials(fades, 0, i)
+        for before in range(i):
+            share = fades[before]
             seen[i, before] *= share
             share *= among[i, before]
             earlier = value[before]

@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""Gates in compiled code: rows times sigmoids of others. What has such factors is made of it, as SiLU and GELU are."""
+"""Gates in compiled code: rows times sigmoids of others. What has such factors is made of it, as SiLU and GELU are.
+
+And exponentials, of which states fade.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,22 @@ def times_sigmoid(typing, row, at, gate, gate_at, count):
         return context.get_dummy_value()
 
     return types.void(row, _N, gate, _N, _N), emit
+
+
+@intrinsic
+def set_exponentials(typing, row, at, count):
+    """``row[at:] = exp(row[at:])``, which are at most 0, for ``count`` numbers, and those up to the end of a vector."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        row, at, count = e.args
+        rows, scale = e.at(row, at), e.fill(math.log2(math.e))
+        with cgutils.for_range(builder, e.ceil_div(count, LANES)) as loop:
+            place = e.at(rows, e.times(loop.index, LANES))
+            e.store(e.exp2(builder.fmul(e.load(place), scale)), place)
+        return context.get_dummy_value()
+
+    return types.void(row, _N, _N), emit
 
 
 @_pasted

@@ -10,7 +10,7 @@ import numpy as np
 
 from headwise.kernels.cpu.addresses import float_matrix_at, floats_at, ints_at
 from headwise.kernels.cpu.attention_micro import row_copy
-from headwise.kernels.cpu.gates import times_sigmoid
+from headwise.kernels.cpu.gates import set_exponentials, times_sigmoid
 from headwise.kernels.cpu.state_room_jit import CHUNK, add_product, compiled, convolve, softplus
 
 
@@ -48,7 +48,7 @@ def _chunk(state, room, skip, tokens):
     query, value, out = room.query[:tokens], room.values[:tokens], room.result[:tokens]
     seen, faded = float_matrix_at(room.seen, tokens, tokens), float_matrix_at(room.among, tokens, tokens)
     keys, fading = float_matrix_at(room.keys, key_dim, tokens), float_matrix_at(room.known, 1, tokens)[0]
-    sums, total = room.sums, np.float32(0)
+    sums, fades, total = room.sums, room.fades, np.float32(0)
     for i in range(tokens):
         total += room.decays[i]
         sums[i] = total
@@ -59,7 +59,10 @@ def _chunk(state, room, skip, tokens):
         for j in range(value_dim):
             out[i, j] *= kept
         for before in range(i + 1):
-            faded[i, before] = np.exp(sums[i] - sums[before]) * room.rates[before] * seen[i, before]
+            fades[before] = sums[i] - sums[before]
+        set_exponentials(fades, 0, i + 1)
+        for before in range(i + 1):
+            faded[i, before] = fades[before] * room.rates[before] * seen[i, before]
         for after in range(i + 1, tokens):
             faded[i, after] = 0
         fading[i] = np.exp(total - sums[i]) * room.rates[i]

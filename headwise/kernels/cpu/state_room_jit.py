@@ -24,7 +24,9 @@ compiled = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")
 pasted = numba.njit(inline="always", fastmath=MATH, nogil=True, error_model="numpy")
 _padded = register_jitable(padded)
 
-Room = namedtuple("Room", "state window convolved query key keys values result gate among seen known sums decays rates")
+Room = namedtuple(
+    "Room", "state window convolved query key keys values result gate among seen known fades sums decays rates"
+)
 """What a thread works with.
 
 state:                 ``[share, key, value]``, and window the inputs that the convolution sees, ``[.., channels]``
@@ -34,6 +36,7 @@ values, result, known: ``[CHUNK, value]``
 gate:                  ``[value]``, padded, as rows of ``result`` are
 among, seen:           products of keys with keys, and of queries with keys, ``[CHUNK, CHUNK]``; or what a head sees of
                        the latter
+fades:                 ``[CHUNK]``, padded
 sums, decays, rates:   ``[CHUNK]``
 """
 
@@ -43,7 +46,7 @@ def scratch_floats(key_dim: int, value_dim: int, share: int, convolution: int) -
     channels, value_row = 2 * key_dim + share * value_dim, padded(value_dim)
     states = share * key_dim * value_dim + (convolution - 1 + CHUNK) * channels
     rows = padded(channels) + 3 * key_dim + 2 * value_dim + value_row + 2 * CHUNK + 3
-    return states + CHUNK * rows + value_row
+    return states + CHUNK * rows + value_row + padded(CHUNK)
 
 
 @pasted
@@ -66,6 +69,7 @@ def divide(states, at):
     decays = sums + 4 * CHUNK
     rates = decays + 4 * CHUNK
     gate = rates + 4 * CHUNK
+    fades = gate + 4 * value_row
     return Room(
         state,
         float_matrix_at(window, inputs, channels),
@@ -79,6 +83,7 @@ def divide(states, at):
         among,
         seen,
         known,
+        floats_at(fades, _padded(CHUNK)),
         floats_at(sums, CHUNK),
         floats_at(decays, CHUNK),
         floats_at(rates, CHUNK),
@@ -90,17 +95,29 @@ def add_product(left, right, out):
     """``out += left @ right``, of as many columns as ``right`` has."""
     rows, depth = left.shape
     columns = right.shape[1]
-    whole = rows - rows % 4
+    whole, deep = rows - rows % 4, depth - depth % 4
     for i in range(0, whole, 4):
         out0, out1, out2, out3 = out[i], out[i + 1], out[i + 2], out[i + 3]
-        for d in range(depth):
-            a0, a1, a2, a3 = left[i, d], left[i + 1, d], left[i + 2, d], left[i + 3, d]
-            row = right[d]
+        left0, left1, left2, left3 = left[i], left[i + 1], left[i + 2], left[i + 3]
+        for d in range(0, deep, 4):
+            a0, a1, a2, a3 = left0[d], left0[d + 1], left0[d + 2], left0[d + 3]
+            b0, b1, b2, b3 = left1[d], left1[d + 1], left1[d + 2], left1[d + 3]
+            c0, c1, c2, c3 = left2[d], left2[d + 1], left2[d + 2], left2[d + 3]
+            d0, d1, d2, d3 = left3[d], left3[d + 1], left3[d + 2], left3[d + 3]
+            right0, right1, right2, right3 = right[d], right[d + 1], right[d + 2], right[d + 3]
+            for j in range(columns):
+                w, x, y, z = right0[j], right1[j], right2[j], right3[j]
+                out0[j] += a0 * w + a1 * x + a2 * y + a3 * z
+                out1[j] += b0 * w + b1 * x + b2 * y + b3 * z
+                out2[j] += c0 * w + c1 * x + c2 * y + c3 * z
+                out3[j] += d0 * w + d1 * x + d2 * y + d3 * z
+        for d in range(deep, depth):
+            a0, b0, c0, d0, row = left0[d], left1[d], left2[d], left3[d], right[d]
             for j in range(columns):
                 out0[j] += a0 * row[j]
-                out1[j] += a1 * row[j]
-                out2[j] += a2 * row[j]
-                out3[j] += a3 * row[j]
+                out1[j] += b0 * row[j]
+                out2[j] += c0 * row[j]
+                out3[j] += d0 * row[j]
     for i in range(whole, rows):
         last = out[i]
         for d in range(depth):

@@ -191,7 +191,7 @@ class Decoder(Model):
         return self.ops.upload(np.concatenate(own, dtype=np.float32))
 
     def load_mlp(self, layer: int, at: str) -> Any:
-        """The weights named ``at...`` that stand for a layer's MLP."""
+        """The weights named ``at...`` that stand for a layer's MLP; None: it has none, nor a norm before it."""
         return self.gated_mlp(at, self.config.mlp_size(layer), adds_later=self.adds_later(layer, "after_mlp"))
 
     def load_more(self) -> None:
@@ -294,6 +294,8 @@ class Decoder(Model):
 
     def behind(self, layer: Layer, before: Residual, attended: Tensor, next_norm: Tensor | None) -> Residual:
         """The residual stream behind a layer, normed with ``next_norm``; before: that before it, of the same rows."""
+        if layer.mlp is None:
+            return self.add_reduced(before.x, attended, next_norm, layer.attention.out.added)
         return self.after_mlp(layer, self.after_attention(layer, before.x, attended), next_norm)
 
     def rotations(self, positions: KernelArray) -> list[Rotation]:
@@ -316,8 +318,11 @@ class Decoder(Model):
 
     def fusible(self, index: int, layer: Layer) -> DecoderLayer | None:
         """A layer as one of a fused decoder's; None: it cannot be."""
-        attention, mlp = self.fusible_attention(index, layer.attention), self.fusible_mlp(layer.mlp)
-        return None if attention is None or mlp is None else DecoderLayer(attention, mlp, layer.norms)
+        attention = self.fusible_attention(index, layer.attention)
+        mlp = None if layer.mlp is None else self.fusible_mlp(layer.mlp)
+        if attention is None or (mlp is None and layer.mlp is not None):
+            return None
+        return DecoderLayer(attention, mlp, layer.norms)
 
     def fusible_attention(self, index: int, attention: Any) -> Attention | None:
         """What `load_attention` made, as a part of a fused layer; None: it cannot be."""

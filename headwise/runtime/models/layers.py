@@ -52,7 +52,7 @@ class Layer:
     """One rank's weights of a decoder layer.
 
     attention: what `Decoder.load_attention` made and `Decoder.attend` computes
-    mlp:       what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
+    mlp:       what `Decoder.load_mlp` made and `Decoder.feed_forward` computes; None: there is none
     """
 
     attention: Any

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 
-from headwise.kernels.cpu.gates import padded, times_gelu, times_sigmoid
+from headwise.kernels.cpu.gates import padded, set_exponentials, times_gelu, times_sigmoid
 
 
 @numba.njit
@@ -20,6 +20,11 @@ def gated_by_sigmoid(row, gate, count):
 @numba.njit
 def gated_by_gelu(row, gate, count):
     times_gelu(row, 0, gate, 0, count)
+
+
+@numba.njit
+def made_exponentials(row, count):
+    set_exponentials(row, 0, count)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -49,3 +54,12 @@ def test_a_gate_that_is_no_number_leaves_none() -> None:
     gate[1] = np.nan
     gated_by_sigmoid(row, gate, 3)
     assert np.isnan(row[:3]).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("count", [1, 16, 53])
+def test_exponentials_of_what_is_at_most_0(count: int) -> None:
+    row = -np.random.default_rng(count).exponential(9, padded(count)).astype(np.float32)
+    row[: min(3, count)] = np.array([0.0, -1e6, -87.0], np.float32)[: min(3, count)]
+    wanted = np.exp(row.astype(np.float64))
+    made_exponentials(row, count)
+    np.testing.assert_allclose(row[:count], wanted[:count], rtol=4e-6, atol=1e-37)
