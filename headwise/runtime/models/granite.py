@@ -158,7 +158,7 @@ class GraniteHybrid(StateSpaceDecoder, GraniteMoe):
             if self.config.moe is None
             else self.config.moe.expert_size * self.config.moe.num_shared_experts
         )
-        return _JoinedExperts(_SharedMlp(weights, size))
+        return _SharedMlp(_JoinedExperts(weights), size)
 
     def load_mlp(self, layer: int, at: str) -> Any:
         return super().load_mlp(layer, at if self.config.moe else f"{at}{self.shared_name}.")
