@@ -235,6 +235,28 @@ def _granite(config: Config) -> dict[str, Any]:
     }
 
 
+def _granite_moe(config: Config) -> dict[str, Any]:
+    return {**_granite(config), "expert_shared_feed_forward_length": config.get("shared_intermediate_size")}
+
+
+def _granite_hybrid(config: Config) -> dict[str, Any]:
+    """Only head dimensions that follow from others are written, and lengths that states alone would have."""
+    kinds = config["layer_types"]
+    return {
+        **_granite_moe(config),
+        "attention.key_length": None,
+        "attention.value_length": None,
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "attention") for kind in kinds],
+        "context_length": 1 << 20,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+    }
+
+
 _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama,
     "gpt-oss": _gpt_oss,
@@ -259,5 +281,6 @@ _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "afmoe": _afmoe,
     "mistral3": _mistral3,
     "granite": _granite,
-    "granitemoe": _granite,
+    "granitemoe": _granite_moe,
+    "granitehybrid": _granite_hybrid,
 }

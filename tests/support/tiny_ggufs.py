@@ -91,6 +91,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _EXAONE_LAYERS = 64
+_STATELESS = {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"}
 _NARROW_EXAONE = TinyGguf(
     "exaone4", "exaone4", _NARROW, sizes={"_proj": {256: 64, 128: 32}, "q_norm": {64: 16}, "k_norm": {64: 16}}
 )
@@ -129,6 +130,10 @@ TINY_GGUFS: Mapping[str, TinyGguf] = {
     "ministral3": TinyGguf("mistral3", "ministral3"),
     "granite": TinyGguf("granite", "granite"),
     "granite-moe": TinyGguf("granitemoe", "granite-moe"),
+    "granite-hybrid": TinyGguf("granite", "granite-hybrid", {"intermediate_size": 96}),
+    "granite-hybrid-shared": TinyGguf("granitemoe", "granite-hybrid-moe", _STATELESS, {0: 2, 1: 2, 3: 2}),
+    "granite-hybrid-ssm": TinyGguf("granitehybrid", "granite-hybrid-ssm"),
+    "granite-hybrid-moe": TinyGguf("granitehybrid", "granite-hybrid-moe"),
 }
 
 JUDGED_GGUFS: Mapping[str, TinyGguf] = {
@@ -262,7 +267,7 @@ def write_tiny_gguf(
     for name, values, kind in _joined(tensors) if joins_gate_up else tensors:
         if name in but:
             continue
-        if kind is None and values.ndim > 1 and values.shape[-1] > 1:
+        if kind is None and values.ndim > 1 and values.shape[-1] > 1 and not name.endswith("_norm.weight"):
             kind = choose(name, values)
             values = encode(name, values, kind)
         writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=kind)
@@ -378,7 +383,7 @@ def _stacked(weights: Weights) -> dict[str, np.ndarray]:
     return found | {name: np.stack([each[at] for at in range(len(each))]) for name, each in experts.items()}
 
 
-_NEIGHBOURS = ("mixtral", "smollm3", "ministral3", "granite", "granitemoe")
+_NEIGHBOURS = ("mixtral", "smollm3", "ministral3", "granite", "granitemoe", "granitemoehybrid")
 """Model types whose queries and keys converters reorder."""
 
 
@@ -390,6 +395,10 @@ def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
             yield name, halves.swapaxes(1, 2).reshape(values.shape)
+        elif ".mamba." in name:
+            yield _state_tensor(name, values, config)
+        elif ".shared_mlp." in name:
+            yield from _shared_tensor(name, values, config)
         elif name.endswith("input_linear.weight"):
             at = name.replace("model.", "").replace("block_sparse_moe.input_linear", "feed_forward.experts.{}")
             for part, half in zip(("w1", "w3"), np.split(values, 2, axis=1), strict=True):
@@ -416,6 +425,27 @@ def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple
             yield f"{name}.weight", values
         else:
             yield name, values
+
+
+def _state_tensor(name: str, values: np.ndarray, config: Config) -> tuple[str, np.ndarray]:
+    part = name.partition(".mamba.")[2]
+    if part == "A_log":
+        return name, -np.exp(values)[:, None]
+    if part == "D":
+        return name, values[:, None]
+    if part == "norm.weight":
+        return name, values.reshape(config["mamba_n_groups"], -1)
+    return name.replace("dt_bias", "dt_proj.bias"), values[:, 0] if part == "conv1d.weight" else values
+
+
+def _shared_tensor(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+    to = "mlp.shared_expert" if config["num_local_experts"] else "mlp"
+    at = name.replace("shared_mlp", to)
+    if name.endswith("output_linear.weight"):
+        yield at.replace("output_linear", "down_proj"), values
+    else:
+        for part, half in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
+            yield at.replace("input_linear", part), half
 
 
 def _gpt_oss_tensor(name: str, values: np.ndarray, weights: Weights) -> Iterator[tuple[str, np.ndarray]]:

@@ -60,8 +60,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """By their names in GGUF."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_SUFFIXES = (".weight", ".bias", ".scale", ".ssm_a")
-"""That names of tensors end in; a delta-net's decays have none."""
+_SUFFIXES = (".weight", ".bias", ".scale", ".ssm_a", ".ssm_d")
+"""That names of tensors end in; some numbers of states have none."""
 
 
 def architecture_of(source: GgufFile) -> Architecture:

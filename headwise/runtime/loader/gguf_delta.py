@@ -22,6 +22,7 @@ from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import integer, rope_scaling, theta
 from headwise.runtime.loader.gguf_part import Part, made_of
 from headwise.runtime.loader.gguf_qwen import GATED_EXPERT, GATED_EXPERT_PARTS, shared_gates
+from headwise.runtime.loader.gguf_states import decay_logarithms
 from headwise.runtime.models.base import ModelConfig
 
 _NEXT, _QWEN35, _QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
@@ -138,11 +139,7 @@ def _of_delta_net(
     channels, kernel = plain + heads * value_dim, config["linear_conv_kernel_dim"]
 
     def decays() -> NDArray[np.float32]:
-        """GGUF has what they are used as: ``-exp(A_log)``."""
-        values = source.tensor(f"{at}ssm_a").reshape(-1)
-        if not (values < 0).all():
-            raise ModelError(f"{source.path}: {at}ssm_a must have negative numbers only; download it again")
-        return order(np.log(-values), config)
+        return order(decay_logarithms(source, f"{at}ssm_a"), config)
 
     def convolution() -> NDArray[np.float32]:
         rows = source.tensor(f"{at}ssm_conv1d.weight").reshape(channels, kernel)

@@ -1,44 +1,145 @@
-"""GGUF's Granite 3, and what of Granite 4 has no states."""
+"""GGUF's Granite 3 and 4, with and without state space models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.runtime.loader.gguf_architecture import LLAMA_NAMES, Architecture, as_llama, experts_at
+from headwise.runtime.loader.gguf_architecture import (
+    ATTENTION,
+    LLAMA_NAMES,
+    Architecture,
+    Config,
+    as_llama,
+    experts_at,
+    feed_forward,
+)
 from headwise.runtime.loader.gguf_file import GgufFile
-from headwise.runtime.loader.gguf_keys import count, integer, shortest
+from headwise.runtime.loader.gguf_keys import count, integer, served_layers, shortest
+from headwise.runtime.loader.gguf_part import Part, made_of
 from headwise.runtime.loader.gguf_rope import undo_neighbours, whole_rope
+from headwise.runtime.loader.gguf_states import check_size, decay_logarithms, reshaped
+from headwise.runtime.models.base import ModelConfig
 
+_MOE, _HYBRID = "granitemoe", "granitehybrid"
 _FACTORS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
 }
+_SHARED_SIZE, _ROTATES = "expert_shared_feed_forward_length", "rope.scaling.finetuned"
+_SHARED = {f"ffn_{kind}_shexp": f"shared_mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+_DENSE = {f"ffn_{kind}": f"shared_mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+_STATES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d.bias": "mamba.conv1d.bias",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_out": "mamba.out_proj",
+}
+_RESHAPED_STATES = ("ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
 
 
 def _granite(source: GgufFile) -> dict[str, Any]:
-    return {"architectures": ["GraniteForCausalLM"], "model_type": "granite", **_shared(source, "granite")}
+    _check_rotates(source, "granite")
+    return {"architectures": ["GraniteForCausalLM"], "model_type": "granite", **_common(source, "granite")}
 
 
 def _granite_moe(source: GgufFile) -> dict[str, Any]:
-    name = "granitemoe"
-    if count(source, f"{name}.expert_shared_feed_forward_length"):
-        raise ModelError(f"{source.path} has experts that every token goes through, which Granite is not served with")
+    """Of Granite 4 without states, too, which has an expert that all tokens go through."""
+    if count(source, f"{_MOE}.{_SHARED_SIZE}"):
+        return _hybrid(source)
+    _check_rotates(source, _MOE)
     return {
         "architectures": ["GraniteMoeForCausalLM"],
-        "model_type": name,
-        "num_local_experts": integer(source, f"{name}.expert_count"),
-        "num_experts_per_tok": integer(source, f"{name}.expert_used_count"),
-        **_shared(source, name),
+        "model_type": _MOE,
+        "num_local_experts": integer(source, f"{_MOE}.expert_count"),
+        "num_experts_per_tok": integer(source, f"{_MOE}.expert_used_count"),
+        **_common(source, _MOE),
     }
 
 
-def _shared(source: GgufFile, name: str) -> dict[str, Any]:
-    if not source.get(f"{name}.rope.scaling.finetuned", True):  # llama.cpp's switch
-        raise ModelError(f"{source.path} rotates nothing, which Granite is not served with")
+def _hybrid(source: GgufFile) -> dict[str, Any]:
+    name = source.require("general.architecture")
+    heads, rotates = _kv_heads(source, name), _rotates(source, name)
+    has_states = 0 in heads
+    if has_states and rotates:
+        raise ModelError(
+            f"{source.path} has state space models, and {name}.{_ROTATES} is not false: so are Bamba's files, which "
+            "cannot be served; those of Granite 4 rotate nothing"
+        )
+    return {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention" if each else "mamba" for each in heads],
+        "num_key_value_heads": max(heads),
+        "attention_bias": any(f"blk.{layer}.attn_q.bias" in source.tensors for layer in range(len(heads))),
+        "position_embedding_type": "rope" if rotates else "nope",
+        **_feed_forward(source, name),
+        **(_state_space(source, name) if has_states else {}),
+        **_common(source, name),
+    }
+
+
+def _kv_heads(source: GgufFile, name: str) -> list[int]:
+    """Of each layer; 0: it has a state space model instead of attention. At least one layer has attention."""
+    key, layers = f"{name}.attention.head_count_kv", served_layers(source)
+    found = source.require(key)
+    heads = found if isinstance(found, list) else [found] * layers
+    if len(heads) != layers or len({each for each in heads if each}) != 1 or not all(map(_is_count, heads)):
+        raise ModelError(
+            f"{source.path}: {key} must be a number for each of {layers} layers, 0 for those with states and the same "
+            f"for all others, of which there is at least one; got {found!r}"
+        )
+    return heads
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _feed_forward(source: GgufFile, name: str) -> dict[str, Any]:
+    """Without experts all that is left is what all tokens go through."""
+    experts = count(source, f"{name}.expert_count")
+    if not experts:
+        size = integer(source, f"{name}.feed_forward_length")
+        return {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": size}
+    return {
+        "num_local_experts": experts,
+        "num_experts_per_tok": integer(source, f"{name}.expert_used_count"),
+        "shared_intermediate_size": integer(source, f"{name}.{_SHARED_SIZE}"),
+    }
+
+
+def _state_space(source: GgufFile, name: str) -> dict[str, Any]:
+    heads, inner = integer(source, f"{name}.ssm.time_step_rank"), integer(source, f"{name}.ssm.inner_size")
+    if inner % heads:
+        raise ModelError(f"{source.path}: {name}.ssm.inner_size {inner} is no multiple of {heads} heads")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": integer(source, f"{name}.ssm.group_count"),
+        "mamba_d_state": integer(source, f"{name}.ssm.state_size"),
+        "mamba_d_conv": integer(source, f"{name}.ssm.conv_kernel"),
+    }
+
+
+def _rotates(source: GgufFile, name: str) -> bool:
+    """llama.cpp's switch."""
+    return bool(source.get(f"{name}.{_ROTATES}", True))
+
+
+def _check_rotates(source: GgufFile, name: str) -> None:
+    if not _rotates(source, name):
+        raise ModelError(
+            f"{source.path}: {name}.{_ROTATES} is false, so that nothing is rotated, which a {name} is not served "
+            "with; Granite 4's files are those of a granitehybrid"
+        )
+
+
+def _common(source: GgufFile, name: str) -> dict[str, Any]:
     factors = {ours: source.get(f"{name}.{theirs}") for ours, theirs in _FACTORS.items()}
     return {
         "hidden_act": "silu",
@@ -47,13 +148,52 @@ def _shared(source: GgufFile, name: str) -> dict[str, Any]:
     }
 
 
+# ---- weights ----
+
+
+def _made(source: GgufFile, config: Config) -> Iterable[Part]:
+    """What of a state space model has another shape, or is other numbers, in GGUF."""
+    for layer, kind in enumerate(config["layer_types"]):
+        if kind == "mamba":
+            yield from _of_states(source, f"blk.{layer}.", f"model.layers.{layer}.mamba.", config)
+
+
+def _of_states(source: GgufFile, at: str, hf: str, config: Config) -> Iterable[Part]:
+    heads, kernel = config["mamba_n_heads"], config["mamba_d_conv"]
+    inner = heads * config["mamba_d_head"]
+    channels, decays = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"], f"{at}ssm_a"
+    check_size(source, decays, (heads,))
+    yield made_of(source, f"{hf}A_log", (heads,), (decays,), partial(decay_logarithms, source, decays))
+    yield reshaped(source, f"{at}ssm_d", f"{hf}D", (heads,))
+    yield reshaped(source, f"{at}ssm_conv1d.weight", f"{hf}conv1d.weight", (channels, 1, kernel))
+    yield reshaped(source, f"{at}ssm_norm.weight", f"{hf}norm.weight", (inner,))
+
+
+def _needed(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    has_shared = config.moe is not None and config.moe.num_shared_experts > 0
+    fed = ("ffn_norm", *feed_forward(config, layer, _SHARED if has_shared else ()))
+    if config.states is None or layer not in config.states.layers:
+        return (*ATTENTION, *fed)
+    return ("attn_norm", *_STATES, *_RESHAPED_STATES, *fed)
+
+
+_EXPERT_NAMES = {**LLAMA_NAMES, **_SHARED, "ffn_gate_inp": "block_sparse_moe.router.layer"}
+
 GRANITE: Mapping[str, Architecture] = {
     "granite": Architecture(_granite, LLAMA_NAMES, as_llama, undo=undo_neighbours),
-    "granitemoe": Architecture(
+    _MOE: Architecture(
         _granite_moe,
-        {**LLAMA_NAMES, "ffn_gate_inp": "block_sparse_moe.router.layer"},
-        as_llama,
+        _EXPERT_NAMES,
+        _needed,
         experts=experts_at("block_sparse_moe.experts"),
         undo=undo_neighbours,
+    ),
+    _HYBRID: Architecture(
+        _hybrid,
+        {**_EXPERT_NAMES, **_DENSE, **_STATES},
+        _needed,
+        experts=experts_at("block_sparse_moe.experts"),
+        undo=undo_neighbours,
+        made=_made,
     ),
 }

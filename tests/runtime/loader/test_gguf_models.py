@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,7 +61,7 @@ EXPANDED = (
         "router.layer.weight",
     ),
     *("per_layer_input_gate.weight", "block_sparse_moe.gate.weight"),
-    *("indexer.wk.weight", "indexer.wq_b.weight", "indexer.weights_proj.weight"),
+    *("indexer.wk.weight", "indexer.wq_b.weight", "indexer.weights_proj.weight", "in_proj_ba.weight"),
 )
 """Matrices that models compute from floats of, whatever a file has."""
 WITH_EXPERTS = [name for name, tiny in TINY_GGUFS.items() if model_keys(tiny.config, tiny.architecture)["expert_count"]]
@@ -213,6 +214,29 @@ def test_a_mistral_whose_queries_are_not_tempered_is_a_mistral_without_windows(t
     assert rotation_scale(model.ropes[0], 64) == rotation_scale(tempered.ropes[0], 64)
 
 
+@pytest.mark.parametrize("rotates", [True, False])
+def test_a_hybrid_without_states_has_attention_alone(tmp_path: Path, rotates: bool) -> None:
+    """llama.cpp's converter calls such a model by another name, and llama.cpp ends with an error on this one."""
+    tiny = replace(TINY_GGUFS["granite-hybrid-shared"], architecture="granitehybrid")
+    told = {"rope.scaling.finetuned": rotates, "attention.head_count_kv": tiny.config["num_key_value_heads"]}
+    states = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+    keys = {f"granitehybrid.{key}": value for key, value in {**told, **{f"ssm.{key}": None for key in states}}.items()}
+    directory = convert(write_tiny_gguf(tmp_path / "x.gguf", tiny, keys=keys), tmp_path)
+    kind = {"position_embedding_type": "rope" if rotates else "nope"}
+    expected = logits(converted("granite-hybrid-shared"), some_ids(), **kind)
+    np.testing.assert_array_equal(logits(directory, some_ids()), expected)
+
+
+def test_heads_of_states_in_several_groups_are_normed_together(tmp_path: Path) -> None:
+    """As transformers does it, though GGUF has the norm's weights group by group, and llama.cpp norms them so."""
+    sizes = {"in_proj": {1104: 1152}, "conv1d": {560: 608}}
+    tiny = replace(TINY_GGUFS["granite-hybrid-ssm"], changes={"mamba_n_groups": 2}, sizes=sizes)
+    path = write_tiny_gguf(tmp_path / "x.gguf", tiny)
+    assert GgufFile(path).tensors["blk.0.ssm_norm.weight"].shape == (2, 256)
+    expected = logits(write_directory(tmp_path / "hf", tiny), some_ids())
+    np.testing.assert_allclose(logits(convert(path, tmp_path), some_ids()), expected, atol=1e-4, rtol=0)
+
+
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     """A file's last layer, that is, where it says so."""
     tiny = TINY_GGUFS["deepseek-v3.2"]
@@ -260,8 +284,8 @@ def test_a_model_of_blocks_computes_what_it_does_of_the_same_numbers_expanded(na
     np.testing.assert_allclose(found, logits(directory, some_ids()), atol=1e-4, rtol=0)
     files = [BlockFile(directory / each) for each in (BLOCKS, EXPERTS) if (directory / each).exists()]
     every = {each for blocks in files for each, kind in blocks.kinds.items() if kind == "Q8_0"}
-    expanded = [each for each in every - asked.kept if not each.endswith(EXPANDED)]
-    assert expanded == []
+    expanded = every & asked.expanded | every - asked.kept
+    assert [each for each in expanded if not each.endswith(EXPANDED)] == []
 
 
 def test_experts_in_k_quants_are_the_numbers_that_the_gguf_package_reads(tmp_path: Path) -> None:
@@ -278,10 +302,18 @@ def test_experts_in_k_quants_are_the_numbers_that_the_gguf_package_reads(tmp_pat
 
 
 class Asked:
-    """Weights that remember which matrices were taken as they are kept."""
+    """Weights that remember which matrices were taken as they are kept, and of which there were floats."""
 
     def __init__(self, source: Checkpoint) -> None:
-        self._source, self.kept = source, set[str]()
+        self._source, self.kept, self.expanded = source, set[str](), set[str]()
+
+    def rows(self, name: str, start: int, stop: int) -> Any:
+        self.expanded.add(name)
+        return self._source.rows(name, start, stop)
+
+    def columns(self, name: str, start: int, stop: int) -> Any:
+        self.expanded.add(name)
+        return self._source.columns(name, start, stop)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -297,7 +329,7 @@ class Asked:
         return matrix
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss-mxfp4", "gemma4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss-mxfp4", "gemma4-moe", "deepseek-v3", "granite-hybrid-moe"])
 def test_ranks_have_their_parts_of_experts_that_are_blocks(name: str, tmp_path: Path) -> None:
     """Though a rank's part begins within a group; where it computes from blocks, that is refused with the remedy."""
     directory = convert(write_tiny_gguf(tmp_path / "q.gguf", TINY_GGUFS[name], quantised), tmp_path)
@@ -414,6 +446,12 @@ class Stages(SilentProgress):
         ("dots1", "blk.0.ffn_down.weight"),
         ("afmoe", "blk.2.attn_gate.weight"),
         ("ministral3", "blk.2.ffn_norm.weight"),
+        ("granite-hybrid-shared", "blk.0.ffn_gate_shexp.weight"),
+        ("granite-hybrid-ssm", "blk.0.ssm_conv1d.bias"),
+        ("granite-hybrid-ssm", "blk.3.ssm_d"),
+        ("granite-hybrid-ssm", "blk.1.ffn_up.weight"),
+        ("granite-hybrid-moe", "blk.2.attn_q.weight"),
+        ("granite-hybrid-moe", "blk.1.ffn_up_shexp.weight"),
     ],
 )
 def test_what_a_file_lacks_is_named_before_its_weights_are_read(tmp_path: Path, name: str, lacks: str) -> None:
@@ -449,6 +487,33 @@ def test_what_a_file_lacks_is_named_before_its_weights_are_read(tmp_path: Path, 
         ("cohere2", {"cohere2.logit_scale": None}, r"lacks the metadata key 'cohere2\.logit_scale'"),
         ("ministral3", {"mistral3.expert_count": 8}, "a mistral3 with 8 experts, which cannot be served"),
         ("qwen3.5", {"qwen35.expert_count": 8}, "a qwen35 with 8 experts, which cannot be served"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, r"granite\.rope\.scaling\.finetuned is false, so that"),
+        (
+            "granite-hybrid-moe",
+            {"granitehybrid.attention.head_count_kv": [0, 0, 2]},
+            "for each of 4 layers, 0 for those",
+        ),
+        ("granite-hybrid-moe", {"granitehybrid.attention.head_count_kv": [0, 1, 2, 0]}, r"got \[0, 1, 2, 0\]"),
+        (
+            "granite-hybrid-moe",
+            {"granitehybrid.attention.head_count_kv": [0] * 4},
+            "of which there is at least one; got",
+        ),
+        ("granite-hybrid-moe", {"granitehybrid.rope.scaling.finetuned": True}, "is not false: so are Bamba's files"),
+        ("granite-hybrid-moe", {"granitehybrid.rope.scaling.finetuned": None}, "is not false: so are Bamba's files"),
+        ("granite-hybrid-moe", {"granitehybrid.expert_shared_feed_forward_length": None}, "lacks the metadata key"),
+        ("granite-hybrid-moe", {"granitehybrid.expert_shared_feed_forward_length": 65}, "65 is no multiple of the exp"),
+        ("granite-hybrid-ssm", {"granitehybrid.ssm.inner_size": 513}, "inner_size 513 is no multiple of 32 heads"),
+        (
+            "granite-hybrid-ssm",
+            {"granitehybrid.ssm.time_step_rank": 16},
+            r"ssm_a has the shape \(32, 1\), and the",
+        ),
+        (
+            "granite-hybrid-ssm",
+            {"granitehybrid.ssm.state_size": 16},
+            r"shape \(560, 4\), and the metadata say 2176",
+        ),
     ],
 )
 def test_metadata_that_do_not_fit_are_named_before_weights_are_read(
@@ -469,7 +534,7 @@ def test_a_file_with_experts_that_is_cut_short_is_refused_at_once(tmp_path: Path
     assert stages.begun == ["reading x.gguf"]
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "gemma4-moe", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "gemma4-moe", "qwen3.5-moe", "granite-hybrid-moe"])
 def test_a_flipped_header_gives_a_model_error_or_a_model(name: str, tmp_path: Path) -> None:
     whole, draw = write_tiny_gguf(tmp_path / "whole.gguf", TINY_GGUFS[name]).read_bytes(), random.Random(5)
     header = min(tensor.offset for tensor in GgufFile(tmp_path / "whole.gguf").tensors.values())
