@@ -68,7 +68,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT4O,)),
     "tekken": (_TEKKEN,),
     "kimi-k2": (_KIMI,),
-    "command-r": (r"\p{N}", _GPT2),
+    **dict.fromkeys(("command-r", "refact"), (r"\p{N}", _GPT2)),
     "deepseek-v3": _DEEPSEEK3,
     "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": _DEEPSEEK_CODER,

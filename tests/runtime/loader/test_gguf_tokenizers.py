@@ -72,6 +72,7 @@ def test_kimis_words_part_where_capitals_begin_and_at_chinese(tmp_path: Path) ->
         ("glm4", ["x", "123", "456", "7", ".\n", "y"]),
         ("seed-coder", ["x", *"1234567", ".", "\n", "y"]),
         ("command-r", ["x", *"1234567", ".", "\n", "y"]),
+        ("refact", ["x", *"1234567", ".", "\n", "y"]),
         ("afmoe", ["x", "1", "234", "567", ".\n", "y"]),
     ],
 )
