@@ -12,7 +12,7 @@ from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.precompile import precompile
 from headwise.kernels.experts import Mixture, Routing
-from headwise.runtime.models.layers import GatedMlp, Linear
+from headwise.runtime.models.layers import DenseMlp, Linear
 from headwise.runtime.ops.base import Experts, TensorOps
 from headwise.runtime.ops.quantised import Matrix
 
@@ -38,7 +38,7 @@ def experts_of(ops: TensorOps, up: Sequence[Matrix], down: Sequence[Matrix]) -> 
     """Of ``up [2 * inner, hidden]`` and ``down [hidden, inner]`` each: the last is shared, two are chosen, by logits
     that lack a bias."""
     every = [
-        GatedMlp(Linear(ops.gated_weight(one)), Linear(ops.linear_weight(other)))
+        DenseMlp(Linear(ops.gated_weight(one)), Linear(ops.linear_weight(other)))
         for one, other in zip(up, down, strict=True)
     ]
     bias = np.linspace(1, -1, len(up) - 1, dtype=np.float32)

@@ -13,11 +13,20 @@ from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.ssm_base import SsmWeights
 from headwise.kernels.state_layout import StateSizes
 
-Activation = Literal["silu", "gelu_tanh", "clamped"]
-"""Of a gated MLP. ``clamped`` is gpt-oss's: ``gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1)``, of a gate of at most
-`SWIGLU_LIMIT`, and an up of a magnitude of at most that."""
+Activation = Literal["silu", "gelu_tanh", "clamped", "relu2"]
+"""Of an MLP. ``silu`` and ``gelu_tanh`` are of a gate, which multiplies an up. ``clamped`` is gpt-oss's: ``gate *
+sigmoid(SWIGLU_ALPHA * gate) * (up + 1)``, of a gate of at most `SWIGLU_LIMIT`, and an up of a magnitude of at most
+that. ``relu2`` is ``max(up, 0) ** 2`` of an MLP without a gate: see `is_gated`."""
+
+_UNGATED = ("relu2",)
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
+def is_gated(activation: str | None) -> bool:
+    """Whether an `Activation` is of two numbers, ``gate | up``, not of one. No activation, None or empty, is not."""
+    return bool(activation) and activation not in _UNGATED
+
 
 SumOverRanks = Callable[[Array], Array]
 """Of a float32 array ``[rows, hidden]``, which is the caller's no more."""
@@ -124,12 +133,12 @@ Attention = GroupedQueries | Latents | DeltaNet | StateSpace
 
 
 @dataclass(frozen=True)
-class GatedLayer:
-    """A gated MLP."""
+class DenseLayer:
+    """An MLP. into: to ``gate | up``, or to up alone where `is_gated` says no to its activation"""
 
-    gate_up: Weight
+    into: Weight
     down: Weight
-    gate_up_bias: Array | None = None
+    into_bias: Array | None = None
     down_bias: Array | None = None
 
 
@@ -137,7 +146,7 @@ class GatedLayer:
 class GatedShare:
     """An MLP that all tokens go through, times the sigmoid of what ``gate [1, hidden]`` makes of each."""
 
-    mlp: GatedLayer
+    mlp: DenseLayer
     gate: Weight
 
 
@@ -159,7 +168,7 @@ class BesideExperts:
     after:          norm of what experts make, and after_mlp of what the MLP does; of their sum it is `LayerNorms`'
     """
 
-    mlp: GatedLayer
+    mlp: DenseLayer
     mixed: MixedLayer
     choose: Array
     before: Array
@@ -191,7 +200,7 @@ class DecoderLayer:
     """
 
     attention: Attention
-    mlp: GatedLayer | MixedLayer | BesideExperts | None
+    mlp: DenseLayer | MixedLayer | BesideExperts | None
     norms: LayerNorms
     side: SideInput | None = None
     scale: float = 1.0

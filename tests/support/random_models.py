@@ -91,7 +91,7 @@ def _mixture(moe: MoeConfig, hidden: int, at: str) -> dict[str, tuple[int, ...]]
     for router in ("gate", "router"):
         shapes |= {f"{at}{router}.weight": (moe.num_experts, hidden), f"{at}{router}.bias": (moe.num_experts,)}
     sizes = {f"experts.{expert}": moe.expert_size for expert in range(moe.num_experts)}
-    for name, size in {**sizes, "shared_experts": moe.num_shared_experts * moe.expert_size}.items():
+    for name, size in {**sizes, "shared_experts": moe.shared_size}.items():
         for part in ("gate_proj", "up_proj"):
             shapes |= {f"{at}{name}.{part}.weight": (size, hidden), f"{at}{name}.{part}.bias": (size,)}
         shapes |= {f"{at}{name}.down_proj.weight": (hidden, size), f"{at}{name}.down_proj.bias": (hidden,)}

@@ -65,6 +65,10 @@ def clamped_mul(ops: Any) -> Any:
     return ops.clamped_mul(ops.tensor(4 * X))
 
 
+def squared_relu(ops: Any) -> Any:
+    return ops.squared_relu(ops.tensor(X))
+
+
 def sigmoid_mul(ops: Any) -> Any:
     return ops.sigmoid_mul(ops.tensor(X), ops.tensor(4 * X[::-1]))
 
@@ -113,6 +117,6 @@ NARROW: list[Callable[[Any], Any]] = [
 """What Paddle computes on a CPU in float16 and bfloat16, too."""
 
 EVERY = [
-    *(*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, sigmoid_mul, sigmoid_mul_of_rows),
-    *(put_rows, scatter_add_rows, residual, normed_sum),
+    *(*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, squared_relu),
+    *(sigmoid_mul, sigmoid_mul_of_rows, put_rows, scatter_add_rows, residual, normed_sum),
 ]

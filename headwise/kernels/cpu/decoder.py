@@ -1,6 +1,6 @@
 """Many layers of a decoder in one compiled call: the Python half (`decoder_jit` is compiled).
 
-For decoders of attention or recurrent states, and gated MLPs or mixtures of experts. What differs from model to model
+For decoders of attention or recurrent states, and MLPs or mixtures of experts. What differs from model to model
 are phases and their numbers (`decoder_phases`): the compiled code is the same for all. Ranks take a layer in two calls,
 of the same phases, and sum over all of them what each call leaves to be added.
 """

@@ -22,7 +22,7 @@ from headwise.kernels.fused import (
     BesideExperts,
     DecoderLayer,
     DeltaNet,
-    GatedLayer,
+    DenseLayer,
     GroupedQueries,
     Latents,
     MixedLayer,
@@ -248,8 +248,8 @@ class _Maker:
         left = _Sum(at.ADDED, norms.after_mlp)
         before = norms.before_attention if layer.is_parallel else norms.before_mlp
         order: Fields = {"norms_first": layer.is_parallel}
-        if isinstance(mlp, GatedLayer):
-            self._add(self.rows(at.STREAM, self.hidden, mlp.gate_up, before, added) | order)
+        if isinstance(mlp, DenseLayer):
+            self._add(self.rows(at.STREAM, self.hidden, mlp.into, before, added) | order)
             self._gated(mlp, at.ADDED)
         elif isinstance(mlp, MixedLayer):
             self._add(self.rows(at.STREAM, self.hidden, mlp.router, before, added, kept=at.NORMED) | order)
@@ -259,7 +259,7 @@ class _Maker:
                 self._add(self.rows(at.STREAM, self.hidden, added=left))
                 self._add(self.rows(at.NORMED, self.hidden, gate))
                 self._product(gate, at.GATES)
-                self._again(at.NORMED, gate, shared.gate_up)
+                self._again(at.NORMED, gate, shared.into)
                 self._gated(shared, at.ADDED, self._gate(at.GATED_BY_ROW, at.GATES, 0, gate.outputs))
         else:
             left = _Sum(at.BESIDE, norms.after_mlp)
@@ -267,7 +267,7 @@ class _Maker:
         return left
 
     def _beside(self, both: BesideExperts, before_mlp: Floats | None, added: _Sum) -> None:
-        self._add(self.rows(at.STREAM, self.hidden, both.mlp.gate_up, before_mlp, added))
+        self._add(self.rows(at.STREAM, self.hidden, both.mlp.into, before_mlp, added))
         self._gated(both.mlp, at.BESIDE)
         self._add(self.rows(at.STREAM, self.hidden, both.mixed.router, both.choose))
         self._product(both.mixed.router, at.LOGITS)
@@ -276,13 +276,13 @@ class _Maker:
         self._add(self.rows(at.BESIDE, self.hidden, before=both.after_mlp))
         self._add(self.rows(at.BESIDE, self.hidden, added=_Sum(at.ADDED, both.after)))
 
-    def _gated(self, mlp: GatedLayer, out: int, gate: Fields | None = None) -> None:
-        """A gated MLP of rows that are prepared for it."""
-        if gate is None and is_in_tiles(mlp.gate_up) and is_in_tiles(mlp.down):
-            self._product(mlp.gate_up, at.GATED, mlp.gate_up_bias, self.epilogue, rows_of=mlp.down)
+    def _gated(self, mlp: DenseLayer, out: int, gate: Fields | None = None) -> None:
+        """An MLP of rows that are prepared for it."""
+        if gate is None and is_in_tiles(mlp.into) and is_in_tiles(mlp.down):
+            self._product(mlp.into, at.GATED, mlp.into_bias, self.epilogue, rows_of=mlp.down)
             self._product(mlp.down, out, mlp.down_bias, prepared=at.GATED)
             return
-        self._product(mlp.gate_up, at.GATED, mlp.gate_up_bias, self.epilogue)
+        self._product(mlp.into, at.GATED, mlp.into_bias, self.epilogue)
         self._add(self.rows(at.GATED, mlp.down.inputs, mlp.down) | (gate or {}))
         self._product(mlp.down, out, mlp.down_bias)
 
@@ -335,7 +335,7 @@ class _Maker:
         prepared: int = NO_PLACE,
     ) -> None:
         """rows_of: what comes out is prepared for that weight; prepared: where rows are that were so before"""
-        columns = weight.outputs if epilogue == matmul_jit.PLAIN else weight.outputs // 2
+        columns = weight.results
         if rows_of is not None:
             columns, epilogue = rows_of.row_factors, epilogue + matmul_jit.AS_ROWS
         self._widen(out, columns)

@@ -32,7 +32,7 @@ VALUES:      values that keys are made into
 HEADS_SEEN:  what attention has seen
 GATES:       of heads, of a shared expert, of a side input
 ADDED:       what is to be added to the stream
-GATED:       a gated product
+GATED:       what comes of an MLP's activation
 BESIDE:      what an MLP makes beside experts
 NORMED:      rows that experts are given
 LOGITS:      of their routers

@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 Packed = tuple[PackedWeight, Floats | None]
 """A weight, and its bias as `headwise.kernels.cpu.matmul.pack_bias` made it."""
 Mlp = tuple[Packed, Packed]
-"""A gated weight, and the one behind it."""
+"""A weight that an activation is behind, gated if that is, and the one behind both."""
 
 THREAD_BYTES = 1 << 19
 """Of weights that tokens go through, which are worth waking a thread for."""
@@ -58,7 +58,7 @@ class PackedExperts:
             record["weights"] = [place_of(weight.table) for weight, _ in mlp]
             record["biases"] = [(0, 0) if bias is None else (place_of(bias), bias.size) for _, bias in mlp]
             record["codes"] = [matmul_jit.product_of(KINDS[weight.dtype]).address for weight, _ in mlp]
-            record["size"] = mlp[0][0].outputs // 2
+            record["size"] = mlp[0][0].results
         mixture = replace(
             mixture,
             correction=_floats(mixture.correction),

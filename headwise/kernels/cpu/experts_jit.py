@@ -27,10 +27,10 @@ from headwise.kernels.cpu.records import numbers
 from headwise.kernels.cpu.threads import fetch_add, pieces_of, publish, take_item, take_rows, wait_for
 
 GATE, DOWN = range(2)
-"""Products of a gated MLP."""
+"""Products of an MLP: the one that its activation is behind, which has a gate if that is gated, and the last."""
 
 MLP = np.dtype([("weights", np.int64, (2,)), ("biases", np.int64, (2, 2)), ("codes", np.int64, (2,)), *numbers("size")])
-"""A gated MLP: of both products a `WEIGHT` record, address and length of the bias (0 where there is none), and address
+"""An MLP: of both products a `WEIGHT` record, address and length of the bias (0 where there is none), and address
 of what is compiled; and how many numbers are between the two."""
 
 MIXTURE = np.dtype(
@@ -46,7 +46,7 @@ MIXTURE = np.dtype(
 """A layer's experts: see `headwise.kernels.experts.Mixture` and `Routing`.
 
 mlps:       `MLP` records of the experts, which are alike, and behind them of the shared one, if there is one
-epilogue:   of gated products
+epilogue:   of first products
 columns:    of tokens
 correction, scales, logit_bias: float32 ``[experts]``; 0 where there is none
 norm_min:   negative where weights are not divided

@@ -23,14 +23,16 @@ from headwise.kernels.cpu.matmul_kinds import PANEL
 from headwise.kernels.cpu.memory import CACHE_LINE, Slabs, ThreadScratch
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import place_of
-from headwise.kernels.fused import Activation
+from headwise.kernels.fused import Activation, is_gated
 
 EPILOGUES = {
     None: matmul_jit.PLAIN,
     "silu": matmul_jit.SILU,
     "gelu_tanh": matmul_jit.GELU,
     "clamped": matmul_jit.CLAMPED,
+    "relu2": matmul_jit.RELU2,
 }
+"""By `Activation`; None: there is none."""
 KINDS = dict(zip(("float32", "bfloat16", "int8", "int4", "int5", "int6"), matmul_kinds.KINDS, strict=True))
 PACKED_VERSION = 3
 """Goes up when the same weight is packed differently: copies of packed weights on disk are then made again."""
@@ -71,7 +73,7 @@ class PackedWeight:
     """A weight of ``outputs`` rows of ``inputs`` numbers, in the order that the kernels read.
 
     dtype:  ``float32``, ``bfloat16``, ``int8``, ``int6``, ``int5`` or ``int4``
-    gated:  the activation between the two halves of a gated MLP that its outputs are: they lie interleaved
+    gated:  whether its outputs are the two halves of a gated MLP: they lie interleaved
     packed: `packing_jit` has the layout
     scales, minima: float16 ``[panels, groups, PANEL]``; ``minima`` may have no groups
     """
@@ -90,6 +92,11 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
+
+    @property
+    def results(self) -> int:
+        """Numbers that a row becomes: half as many as there are outputs, where these are a gate's and others."""
+        return self.outputs // 2 if self.gated else self.outputs
 
     @property
     def row_factors(self) -> int:
@@ -278,16 +285,23 @@ def matmul(
     activation: Activation | None = None,
     out: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """``x [rows, inputs] @ weight.T + bias`` -> ``[rows, outputs]``; ``act(gate) * up`` of a gated weight.
+    """``act(x [rows, inputs] @ weight.T + bias)`` -> ``[rows, outputs]``; ``act(gate) * up`` of a gated weight.
 
-    bias: as `pack_bias` made it. Sums are float32; what is multiplied with a weight narrower than float32 is rounded to
-    bfloat16; with a weight of integers, where `matmul_kinds.INTEGERS` says so, to 1/32767 of the largest of 32 or 16. A
-    row's result does not depend on the rows beside it.
+    activation: a gated one of a gated weight; of others one that is not, or None. bias: as `pack_bias` made it.
+
+    Sums are float32; what is multiplied with a weight narrower than float32 is rounded to bfloat16; with a weight of
+    integers, where `matmul_kinds.INTEGERS` says so, to 1/32767 of the largest of 32 or 16. A row's result does not
+    depend on the rows beside it.
+
+    Raises:
+        ValueError: arrays, or the activation, do not fit the weight.
     """
     x = np.ascontiguousarray(x)
-    rows, outputs = len(x), weight.outputs // 2 if weight.gated else weight.outputs
+    rows, outputs = len(x), weight.results
     if x.shape[1] != weight.inputs or x.dtype != np.float32:
         raise ValueError(f"x is {x.dtype} {x.shape}, the weight takes float32 rows of {weight.inputs}")
+    if weight.gated != is_gated(activation):
+        raise ValueError(f"the activation {activation!r} is not of a weight that was packed with gated={weight.gated}")
     if out is None:
         out = np.empty((rows, outputs), np.float32)
     elif out.shape != (rows, outputs) or out.dtype != np.float32 or not out.flags.c_contiguous:
@@ -306,10 +320,12 @@ def matmul(
     return out
 
 
-def gate_and_up(
+def unactivated_linear(
     x: NDArray[np.float32], weight: PackedWeight, threads: int, bias: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
-    """`matmul` with a gated weight as if it were none: ``gate | up``, ``[rows, outputs]``."""
+    """`matmul` without its activation: ``gate | up`` of a gated weight, ``[rows, outputs]``."""
+    if not weight.gated:
+        return matmul(x, weight, threads, bias)
     columns, places = _places(weight.outputs)
     return matmul(x, replace(weight, gated=False, outputs=columns), threads, bias)[:, places]
 

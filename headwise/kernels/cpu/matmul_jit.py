@@ -4,8 +4,8 @@
 One packed copy of a weight serves one row and thousands. The work is cut into *items*: a panel of columns times a
 block of rows. Each thread begins with a run of items of its own, and helps with the others' when it is through
 (`threads.take_item`); an item is computed in tiles that stay in registers
-(`matmul_tiles`), into a scratch of the thread's own, from where an epilogue writes it: with a bias, or as the product
-of a gated MLP's two halves.
+(`matmul_tiles`), into a scratch of the thread's own, from where an epilogue writes it: with a bias, with an MLP's
+activation, or as the product of a gated MLP's two halves.
 
 Before that, the rows become what the tiles multiply (bfloat16, mostly), by the same threads: whoever is through with
 the one waits until all of it is done, and goes on with the other. Nobody waits for a thread, only for work that some
@@ -54,7 +54,7 @@ from headwise.kernels.cpu.matmul_rows import (
     factor_stride,
     prepare_row,
     sums_stride,
-    tiled_row,
+    tiled_panel,
     weight_at,
 )
 from headwise.kernels.cpu.matmul_tiles import (
@@ -82,10 +82,10 @@ TILE = ROW_BLOCK * PANEL + (SCRATCH if TILES else 0)
 AWAKE_ROWS = 8
 """Rows that an epilogue takes 0.2 us for, at most."""
 
-PLAIN, SILU, GELU, CLAMPED = range(4)
-"""Epilogues: as it is; or ``act(gate) * up``, where a panel is half gate, half up."""
+PLAIN, SILU, GELU, CLAMPED, RELU2 = range(5)
+"""Epilogues: as it is; ``act(gate) * up``, where a panel is half gate, half up; or the square of what is above 0."""
 
-AS_ROWS = 4
+AS_ROWS = 8
 """Added to one of the latter where both weights are multiplied in tiles: what comes of it is not ``out``, but rows that
 are prepared for the next product, whose ``columns`` are then words."""
 
@@ -137,13 +137,22 @@ def _smaller(builder: Any, x: Any, most: Any) -> Any:
 
 
 @_pasted
+def _square_positive(numbers):
+    """``max(x, 0) ** 2`` in place; NaN stays NaN."""
+    for i in range(len(numbers)):
+        kept = np.float32(0.0) if numbers[i] <= 0 else numbers[i]
+        numbers[i] = kept * kept
+
+
+@_pasted
 def _finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
     """Write ``tile``, the product of some rows with a panel, to ``out``.
 
     in_tiles: AMX has made it, and goes on to: its tiles are configured
     """
     half, act = PANEL // 2, epilogue % AS_ROWS
-    width = PANEL if act == PLAIN else half
+    is_gated = act != PLAIN and act != RELU2
+    width = half if is_gated else PANEL
     first, last = panel * width, min((panel + 1) * width, out.shape[1])
     for r in range(rows):
         if in_tiles and r % AWAKE_ROWS == 0:
@@ -155,11 +164,13 @@ def _finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
             own = floats_at(bias.ctypes.data + panel * PANEL * 4, PANEL)
             for c in range(PANEL):
                 source[c] += own[c]
-        if act != PLAIN:
+        if act == RELU2:
+            _square_positive(source)
+        elif is_gated:
             for c in range(0, half, LANES):
                 _gate(tile, r * PANEL + c, r * PANEL + half + c, act)
         if in_tiles and epilogue >= AS_ROWS:
-            tiled_row(source, out, row + r, out.shape[0], out.shape[1], panel, 1)
+            tiled_panel(source, out, row + r, out.shape[0], out.shape[1], panel, width)
         elif len(target) % LANES == 0:
             row_times(source, 0, target, 0, len(target), np.float32(1.0))
         else:

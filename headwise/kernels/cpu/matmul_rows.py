@@ -110,6 +110,14 @@ def tiled_row(values, factors, row, rows, stride, block, blocks):
 
 
 @_pasted
+def tiled_panel(values, factors, row, rows, stride, panel, width):
+    """``width`` values, which a panel of a weight has made, as that part of a row; of the last panel what a row has."""
+    each = width // (2 * SIDE)
+    first = panel * each
+    tiled_row(values, factors, row, rows, stride, first, min(each, stride // SIDE - first))
+
+
+@_pasted
 def prepare_row(values, weight, row, rows, factors, sums):
     """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and what goes with them.
 

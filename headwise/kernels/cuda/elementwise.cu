@@ -1,4 +1,4 @@
-// Norms, gated activations and embedding rows: each reads its input once, and writes its output once.
+// Norms, activations and embedding rows: each reads its input once, and writes its output once.
 //
 // Device memory is read and written in whole vectors of 16 bytes (but for token ids), so a row is a whole number of
 // vectors and begins on one. Rows of the input may have gaps between them; outputs have none. Arithmetic is in float32.
@@ -75,27 +75,28 @@ extern "C" __global__ void add_rms_norm(
     norm_row(held, weight, out + begin, here, vectors, group, eps);
 }
 
-// ---- gated activations ----
+// ---- activations ----
 
-// A thread, a vector of the output.
+// A thread, a vector of the output. Without a gate, x is what an activation has of it.
 template <class Activation>
-__device__ __forceinline__ void gated(
-    const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
+__device__ __forceinline__ void activated(
+    const char* x, char* out, const char* bias, long long token_stride, int count, int vectors)
 {
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= count) return;
-    const char* from = gate_up + index / vectors * token_stride + index % vectors * VECTOR;
-    uint4 left = load(from), right = load(from + static_cast<long long>(vectors) * VECTOR);
+    const char* from = x + index / vectors * token_stride + index % vectors * VECTOR;
+    uint4 left = load(from), right = {};
+    if (Activation::IS_GATED) right = load(from + static_cast<long long>(vectors) * VECTOR);
     if (bias) {
         left = added(left, load(bias + index % vectors * VECTOR));
-        right = added(right, load(bias + (vectors + index % vectors) * VECTOR));
+        if (Activation::IS_GATED) right = added(right, load(bias + (vectors + index % vectors) * VECTOR));
     }
-    Floats gate = widened(left);
+    Floats floats = widened(left);
     const Floats up = widened(right);
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++)
-        gate.at[i] = Activation::of(gate.at[i], up.at[i]);
-    store(out + static_cast<long long>(index) * VECTOR, gate);
+        floats.at[i] = Activation::of(floats.at[i], up.at[i]);
+    store(out + static_cast<long long>(index) * VECTOR, floats);
 }
 
 // gate_up:  [tokens, 2 * vectors], gate before up; its stride is bytes from token to token
@@ -107,7 +108,7 @@ extern "C" __global__ void silu_mul(
 {
     let_next_begin();
     wait_for_earlier();
-    gated<Silu>(gate_up, out, bias, token_stride, count, vectors);
+    activated<Silu>(gate_up, out, bias, token_stride, count, vectors);
 }
 
 extern "C" __global__ void gelu_tanh_mul(
@@ -115,7 +116,7 @@ extern "C" __global__ void gelu_tanh_mul(
 {
     let_next_begin();
     wait_for_earlier();
-    gated<GeluTanh>(gate_up, out, bias, token_stride, count, vectors);
+    activated<GeluTanh>(gate_up, out, bias, token_stride, count, vectors);
 }
 
 extern "C" __global__ void clamped_mul(
@@ -123,7 +124,16 @@ extern "C" __global__ void clamped_mul(
 {
     let_next_begin();
     wait_for_earlier();
-    gated<Clamped>(gate_up, out, bias, token_stride, count, vectors);
+    activated<Clamped>(gate_up, out, bias, token_stride, count, vectors);
+}
+
+// As those, of x [tokens, vectors] and bias [vectors].
+extern "C" __global__ void relu2(
+    const char* x, char* out, const char* bias, long long token_stride, int count, int vectors)
+{
+    let_next_begin();
+    wait_for_earlier();
+    activated<Relu2>(x, out, bias, token_stride, count, vectors);
 }
 
 // x, out:  [rows, vectors]

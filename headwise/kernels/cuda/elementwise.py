@@ -11,7 +11,7 @@ import numpy as np
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.launch import Grid, Kernel, address_of, addresses_of
 from headwise.kernels.cuda.programs import Defines, Programs
-from headwise.kernels.fused import Activation
+from headwise.kernels.fused import Activation, is_gated
 
 Array = Any
 
@@ -37,18 +37,18 @@ _WARP = 32
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Those of one dtype. rms_norm, add_rms_norm: by the threads of a block."""
+    """Those of one dtype. rms_norm, add_rms_norm: by the threads of a block; activated: by the activation."""
 
     rms_norm: dict[int, Kernel]
     add_rms_norm: dict[int, Kernel]
-    gated: dict[str, Kernel]
+    activated: dict[str, Kernel]
     sigmoid_mul: Kernel
     sigmoid_mul_rows: Kernel
     gather_rows: Kernel
 
 
 class CudaElementwise:
-    """Norms, gated activations and embedding rows on device arrays, on the current stream.
+    """Norms, activations and embedding rows on device arrays, on the current stream.
 
     Arrays are float16, bfloat16 or float32, with arithmetic in float32 and one rounding at the end. Inputs may have
     gaps between rows (slices of a fused projection are fine); ``out`` is C-contiguous, of the input's dtype. Launches
@@ -72,7 +72,10 @@ class CudaElementwise:
         self._kernels[dtype] = _Kernels(
             rms_norm={threads: program.kernel("rms_norm", threads) for threads in NORM_THREADS},
             add_rms_norm={threads: program.kernel("add_rms_norm", threads) for threads in NORM_THREADS},
-            gated={name: program.kernel(f"{name}_mul", THREADS) for name in get_args(Activation)},
+            activated={
+                name: program.kernel(f"{name}_mul" if is_gated(name) else name, THREADS)
+                for name in get_args(Activation)
+            },
             sigmoid_mul=program.kernel("sigmoid_mul", THREADS),
             sigmoid_mul_rows=program.kernel("sigmoid_mul_rows", THREADS),
             gather_rows=program.kernel("gather_rows", THREADS),
@@ -129,26 +132,26 @@ class CudaElementwise:
         )
         return True
 
-    def gated(self, gate_up: Array, out: Array, activation: str, bias: Array | None = None) -> bool:
-        """``out [T, N] = activation(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``, to which ``bias [2 * N]`` of
-        the same dtype is added before.
+    def activated(self, x: Array, out: Array, activation: Activation, bias: Array | None = None) -> bool:
+        """``out [T, N] = activation(gate) * up`` of ``x [T, 2 * N] = gate | up``, to which ``bias [2 * N]`` of the same
+        dtype is added before; or ``activation(x)`` of ``x [T, N]`` and ``bias [N]``, where there is no gate.
 
-        ``activation`` is one of `Activation`; ``gelu_tanh`` is the tanh approximation.
+        ``gelu_tanh`` is the tanh approximation.
         """
-        tokens, width = out.shape
+        (tokens, width), each = out.shape, 2 if is_gated(activation) else 1
         vectors = width * out.dtype.itemsize // VECTOR_BYTES
         count = tokens * vectors
         if (
-            gate_up.shape != (tokens, 2 * width)
+            x.shape != (tokens, each * width)
             or count > MOST_THREADS
             or width * out.dtype.itemsize % VECTOR_BYTES
-            or not (_in_vectors(gate_up) and is_dense(out, out.shape, gate_up.dtype))
-            or not (bias is None or is_dense(bias, (2 * width,), gate_up.dtype))
+            or not (_in_vectors(x) and is_dense(out, out.shape, x.dtype))
+            or not (bias is None or is_dense(bias, (each * width,), x.dtype))
         ):
             return False
-        self._of(out).gated[activation](
+        self._of(out).activated[activation](
             _grid(count, THREADS),
-            (*addresses_of(gate_up, out, bias), gate_up.strides[0], count, vectors),
+            (*addresses_of(x, out, bias), x.strides[0], count, vectors),
         )
         return True
 

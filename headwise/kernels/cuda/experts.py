@@ -2,8 +2,8 @@
 and for weights that are codes of `packed_experts.cu` and `packed_experts_jit.py`.
 
 Five launches a layer, known from shapes alone: a token's experts are chosen, its assignments sorted by expert,
-multiplied with the experts' ``gate | up`` and with their down projections, and added up. Shared experts are experts
-that every token is assigned to, so they are computed beside the others, in the same launches.
+multiplied with the experts' ``gate | up`` (or up alone) and with their down projections, and added up. Shared experts
+are experts that every token is assigned to, so they are computed beside the others, in the same launches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headwise.kernels.cuda.packed import TYPES, CodesTile, PackedForm, PackedMat
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.tiles import ProductTile, expert_tiles
 from headwise.kernels.experts import Routing
-from headwise.kernels.fused import Activation
+from headwise.kernels.fused import Activation, is_gated
 
 SOURCE, MODULE, PACKED_MODULE = "experts.cu", "experts_jit", "packed_experts_jit"
 THREADS, SORT_THREADS = 128, 1024
@@ -40,7 +40,7 @@ FEW_ROWS, _FEW_COLUMNS, _FEW_WARPS = 16, 16, 4
 _FEW = {bits: CodesTile(FEW_ROWS, 2, ahead, most_warps=_FEW_WARPS) for bits, ahead in ((8, 2), (4, 1))}
 """By bits of a code."""
 
-_ACTIVATIONS = {"": "None", "silu": "Silu", "gelu_tanh": "GeluTanh", "clamped": "Clamped"}
+_ACTIVATIONS = {"": "None", "silu": "Silu", "gelu_tanh": "GeluTanh", "clamped": "Clamped", "relu2": "Relu2"}
 """What `packed_experts.cu` calls each."""
 
 _PLACES = (
@@ -59,7 +59,7 @@ class ExpertShape:
     shared: experts that every token goes to, of the same size
     has_bias: whether projections have biases
     weighs_input: an expert is given tokens times their weights; else what it makes of them is multiplied
-    up_codes, down_codes: of the weights ``gate | up`` and down, where these are codes; None: they are of ``dtype``
+    up_codes, down_codes: of the weights before and behind the activation, where these are codes; None: of ``dtype``
     """
 
     routing: Routing
@@ -80,7 +80,7 @@ class ExpertShape:
 
     @property
     def projections(self) -> tuple[Projection, Projection]:
-        """``gate | up``, and what comes of both; and down."""
+        """``gate | up``, and what comes of both, or of up where there is no gate; and down."""
         return (
             Projection(self.inner, self.hidden, self.assigned, self.activation, self.up_codes),
             Projection(self.hidden, self.inner, 1, "", self.down_codes),
@@ -92,7 +92,7 @@ class Projection:
     """A product of rows of ``depth`` with each expert's weights.
 
     per_row:    assignments of a row
-    activation: of gates; "": there are none
+    activation: of what comes of it; "": there is none
     codes:      the form of weights; None: they are of the shape's dtype
     """
 
@@ -101,6 +101,11 @@ class Projection:
     per_row: int
     activation: str
     codes: PackedForm | None
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether weights are twice as wide as what comes of it."""
+        return is_gated(self.activation)
 
     def takes_codes(self, rows: int) -> bool:
         """Whether `packed_experts.cu` multiplies tiles of so many rows."""
@@ -111,16 +116,17 @@ class Projection:
 class StackedExperts:
     """A layer's experts, shared ones last, ``E`` in all.
 
-    gate_up:    ``[E, 2 * inner, hidden]``, gates before ups; as codes, if ``shape`` says so
+    into:       ``[E, 2 * inner, hidden]``, gates before ups, or ``[E, inner, hidden]`` where there are none; as codes,
+                if ``shape`` says so
     down:       ``[E, hidden, inner]``, likewise
-    biases:     ``[E, 2 * inner]`` and ``[E, hidden]``, of the same dtype; None where there are none
+    biases:     ``[E, 2 * inner]`` (or ``inner``) and ``[E, hidden]``, of the same dtype; None where there are none
     correction, scales, logit_bias: see `headwise.runtime.ops.base.Mixture`, on the device
     """
 
     shape: ExpertShape
-    gate_up: Array | PackedMatrix
+    into: Array | PackedMatrix
     down: Array | PackedMatrix
-    gate_up_bias: Array | None
+    into_bias: Array | None
     down_bias: Array | None
     correction: Array | None
     scales: Array | None
@@ -268,7 +274,7 @@ class CudaExperts:
         if codes is not None and projection.takes_codes(tile.rows):
             program = self._programs(PACKED_SOURCE, _defines_of_codes(shape, projection))
             kernel = program.kernel(PACKED_KERNEL, _FEW_WARPS * WARP)
-            columns = _FEW_COLUMNS if projection.activation else 2 * _FEW_COLUMNS
+            columns = _FEW_COLUMNS if projection.is_gated else 2 * _FEW_COLUMNS
             sizes.append(packed.group_steps(codes, projection.depth))
         else:
             variant = _variant(shape, tile, projection)
@@ -293,12 +299,12 @@ class CudaExperts:
             (1 if tiles else 0, 1, 1),
             (*addresses_of(chosen, order, tile_expert), assignments, tiles, tile.rows),
         )
-        gated = self._empty((assignments, shape.inner), x.dtype)
+        between = self._empty((assignments, shape.inner), x.dtype)
         parts = self._empty((assignments, shape.hidden), x.dtype)
         placed = {"shares": shares, "order": order, "tile_expert": tile_expert}
-        gate_up = {"x": x, **_weights(experts.gate_up), "bias": experts.gate_up_bias, "out": gated}
-        down = {"x": gated, **_weights(experts.down), "bias": experts.down_bias, "out": parts}
-        for multiply, arrays in zip(kernels.products[tile.rows], (gate_up, down), strict=True):
+        into = {"x": x, **_weights(experts.into), "bias": experts.into_bias, "out": between}
+        down = {"x": between, **_weights(experts.down), "bias": experts.down_bias, "out": parts}
+        for multiply, arrays in zip(kernels.products[tile.rows], (into, down), strict=True):
             multiply(tiles, {**arrays, **placed})
         out = self._empty(x.shape, x.dtype)
         vectors = shape.hidden * x.dtype.itemsize // VECTOR_BYTES
@@ -331,11 +337,12 @@ def _weights(weight: Array | PackedMatrix) -> dict[str, Array | None]:
 
 
 def _variant(shape: ExpertShape, tile: ProductTile, projection: Projection) -> Variant:
-    codes, columns = projection.codes, tile.gated_columns if projection.activation else tile.columns
+    codes, columns = projection.codes, tile.gated_columns if projection.is_gated else tile.columns
     sizes = {"width": projection.width, "depth": projection.depth}
     multiples = [name for name, number in sizes.items() if number % 16 == 0]
     common = (
-        ("ACTIVATION", projection.activation), ("BIAS", shape.has_bias), ("WEIGHS", _weighs(shape, projection)),
+        ("ACTIVATION", projection.activation), ("GATED", projection.is_gated), ("BIAS", shape.has_bias),
+        ("WEIGHS", _weighs(shape, projection)),
     )  # fmt: skip
     block: tuple[tuple[str, Any], ...] = (("BLOCK_M", tile.rows), ("BLOCK_N", columns))
     if codes is None:

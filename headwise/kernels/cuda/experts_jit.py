@@ -21,7 +21,10 @@ def sigmoid(x):
 
 @JITFunction
 def activated(gate, up, ACTIVATION: tl.constexpr):
-    """``activation(gate) * up``: see `headwise.kernels.fused.Activation`."""
+    """``activation(gate) * up``, or of ``gate`` alone: see `headwise.kernels.fused.Activation`."""
+    if ACTIVATION == "relu2":
+        gate = tl.where(gate <= 0.0, 0.0, gate)  # a comparison: NaN stays NaN
+        return gate * gate
     if ACTIVATION == "silu":
         return gate * sigmoid(gate) * up
     if ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) is the sigmoid of 2 * u
@@ -34,9 +37,9 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
 @JITFunction
 def finish(
     gate, up, bias, shares, out, place, column, read, expert, width,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WEIGHS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what comes of a tile's sums; see `multiply_experts`, which has ``expert`` doubled with ``ACTIVATION``."""
+    """Writes what comes of a tile's sums; see `multiply_experts`, which has ``expert`` doubled where ``GATED``."""
     real = (place >= 0)[:, None] & (column < width)[None, :]
     if WEIGHS:
         share = tl.load(shares + place, mask=place >= 0, other=0.0)[:, None]
@@ -45,7 +48,7 @@ def finish(
             up *= share
     if BIAS:
         gate += tl.load(bias + expert * width + read).to(tl.float32)[None, :]
-        if ACTIVATION != "":
+        if GATED:
             up += tl.load(bias + (expert + 1) * width + read).to(tl.float32)[None, :]
     if ACTIVATION != "":
         gate = activated(gate, up, ACTIVATION)
@@ -59,14 +62,15 @@ def finish(
 def multiply_experts(
     x, weight, bias, shares, out, order, tile_expert, width, depth, per_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WEIGHS: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``out [assignments, width]``: rows of ``x [rows, depth]`` times the weights of the tile's expert.
 
-    Assignment ``i`` reads row ``i // per_row``. With ``ACTIVATION``, weights are ``gate | up [experts, 2 * width,
-    depth]``, and ``out`` is ``activation(gate) * up``. Without, they are ``[experts, width, depth]``. ``WEIGHS``: a row
-    is multiplied by its assignment's share: before an activation and its biases, which is as if the token were, else
-    at the end. ``BIAS``: ``bias [experts, width]``, or twice as wide, is added.
+    Assignment ``i`` reads row ``i // per_row``. ``GATED``: weights are ``gate | up [experts, 2 * width, depth]``, and
+    ``out`` is ``ACTIVATION(gate) * up``. Else they are ``[experts, width, depth]``, and ``out`` is the product, or
+    ``ACTIVATION`` of it. ``WEIGHS``: a row is multiplied by its assignment's share: before an activation and its
+    biases, which is as if the token were, else at the end. ``BIAS``: ``bias [experts, width]``, or twice as wide, is
+    added.
     ``EVEN``: ``BLOCK_K`` divides ``depth``. The grid is tiles times columns of ``BLOCK_N``.
     """
     columns = (width + BLOCK_N - 1) // BLOCK_N
@@ -79,7 +83,7 @@ def multiply_experts(
     read = tl.minimum(column, width - 1).to(tl.int64)
     inner = tl.arange(0, BLOCK_K)
     rows = x + (tl.maximum(place, 0) // per_row).to(tl.int64)[:, None] * depth + inner[None, :]
-    if ACTIVATION != "":
+    if GATED:
         expert *= 2
     left = weight + (expert * width + read)[:, None] * depth + inner[None, :]
     right = left + width.to(tl.int64) * depth
@@ -92,9 +96,10 @@ def multiply_experts(
             some = (begin + inner < depth)[None, :]
             values, weights = tl.load(rows + begin, mask=some, other=0.0), tl.load(left + begin, mask=some, other=0.0)
         gate = tl.dot(values, tl.trans(weights), gate, input_precision="ieee")
-        if ACTIVATION != "":
+        if GATED:
             weights = tl.load(right + begin) if EVEN else tl.load(right + begin, mask=some, other=0.0)
             up = tl.dot(values, tl.trans(weights), up, input_precision="ieee")
     finish(
-        gate, up, bias, shares, out, place, column, read, expert, width, ACTIVATION=ACTIVATION, BIAS=BIAS, WEIGHS=WEIGHS
-    )
+        gate, up, bias, shares, out, place, column, read, expert, width,
+        ACTIVATION=ACTIVATION, GATED=GATED, BIAS=BIAS, WEIGHS=WEIGHS,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 // Products of few tokens with experts whose weights are codes: `experts_jit.py` has those of other weights.
 //
 // Macros of a variant: NUMBER, F16 or BF16, the dtype of x and out; those that `packed.cuh` wants, with TILES 2; ACTIVATION,
-// None, Silu, GeluTanh or Clamped; BIAS, if there are any; WEIGHS, if rows are multiplied by the shares of assignments.
+// None, Silu, GeluTanh, Clamped or Relu2; BIAS, if there are any; WEIGHS, if rows are multiplied by the shares of assignments.
 
 #include "numbers.cuh"
 #include "matrix.cuh"
@@ -10,18 +10,19 @@
 #include "activations.cuh"
 
 struct None {
+    static constexpr bool IS_GATED = false;
     static __device__ __forceinline__ float of(float gate, float) { return gate; }
 };
 
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
 
-constexpr bool IS_GATED = !same<ACTIVATION, None>;
+constexpr bool IS_GATED = ACTIVATION::IS_GATED, IS_ACTIVATED = !same<ACTIVATION, None>;
 static_assert(TILES == 2, "a gate and what it lets through; without, twice as many columns");
 constexpr int COLUMNS = IS_GATED ? TILE : 2 * TILE;  // of out, that a block computes
 
 // A tile of out [assignments, width]: rows of x [rows, depth] times the weights of the tile's expert. Assignment i reads row
-// i / per_row. With an ACTIVATION, weights are gate | up, twice as wide as out, which is made of both.
+// i / per_row. With an ACTIVATION of gates, weights are gate | up, twice as wide as out, which is made of both.
 //
 // codes:          [experts, width or twice that, depth * BITS / 8]
 // scale, minimum: [experts, groups, the same]; a group is `group_steps` steps of one half of a row
@@ -70,11 +71,11 @@ extern "C" __global__ void __launch_bounds__(MOST_WARPS * 32, 2) multiply_packed
             const int place = order[eight * EIGHT + token];
             if (place < 0 || column >= width) continue;
             float gate = sum_of(shared, own, token), up = IS_GATED ? sum_of(shared, TILE + own, token) : 0.0f;
-            if (WEIGHS && IS_GATED) gate *= shares[place], up *= shares[place];
+            if (WEIGHS && IS_ACTIVATED) gate *= shares[place], up *= shares[place];
             if (BIAS) gate += to_f32<NUMBER>(biases[column]);
             if (BIAS && IS_GATED) up += to_f32<NUMBER>(biases[width + column]);
             gate = ACTIVATION::of(gate, up);
-            if (WEIGHS && !IS_GATED) gate *= shares[place];
+            if (WEIGHS && !IS_ACTIVATED) gate *= shares[place];
             reinterpret_cast<unsigned short*>(out)[static_cast<long long>(place) * width + column] = from_f32<NUMBER>(gate);
         }
     }

@@ -28,10 +28,10 @@ def with_codes(total, values, numbers, scale, minimum, MINIMA: tl.constexpr):
 def multiply_packed_experts(
     x, codes, scale, minimum, bias, shares, out, order, tile_expert, width, depth, per_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    FLOATS: tl.constexpr, MINIMA: tl.constexpr, ACTIVATION: tl.constexpr,
+    FLOATS: tl.constexpr, MINIMA: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     BIAS: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """`multiply_experts` of codes ``[experts, width, depth * BITS / 8]``, or with ``ACTIVATION`` twice as wide.
+    """`multiply_experts` of codes ``[experts, width, depth * BITS / 8]``, or where it is ``GATED`` twice as wide.
 
     scale, minimum: ``[experts, depth / GROUP, width]``, or twice as wide
     ``BLOCK_K`` is bytes of a row's codes; it divides them, and ``GROUP``.
@@ -48,7 +48,7 @@ def multiply_packed_experts(
     rows = x + (tl.maximum(place, 0) // per_row).to(tl.int64)[:, None] * depth + inner[None, :]
     row_bytes = tl.multiple_of(depth * BITS // 8, 16)
     every = width
-    if ACTIVATION != "":
+    if GATED:
         expert *= 2
         every = 2 * width
     left = codes + (expert * width + read)[:, None] * row_bytes + inner[None, :]
@@ -70,7 +70,7 @@ def multiply_packed_experts(
         else:
             numbers = numbers_of(tl.load(left + begin), x.dtype.element_ty, FLOATS)
             gate = with_codes(gate, values, numbers, scale + at, minimum + at, MINIMA)
-        if ACTIVATION != "":
+        if GATED:
             at += width
             if BITS == 4:
                 at_high += width
@@ -81,5 +81,6 @@ def multiply_packed_experts(
                 numbers = numbers_of(tl.load(right + begin), x.dtype.element_ty, FLOATS)
                 up = with_codes(up, values, numbers, scale + at, minimum + at, MINIMA)
     finish(
-        gate, up, bias, shares, out, place, column, read, expert, width, ACTIVATION=ACTIVATION, BIAS=BIAS, WEIGHS=WEIGHS
-    )
+        gate, up, bias, shares, out, place, column, read, expert, width,
+        ACTIVATION=ACTIVATION, GATED=GATED, BIAS=BIAS, WEIGHS=WEIGHS,
+    )  # fmt: skip

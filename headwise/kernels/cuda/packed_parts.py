@@ -68,7 +68,7 @@ class PackedStack:
         Raises:
             ConfigError: it is of another form than the first one.
         """
-        if _alike(matrix.form) != _alike(self._form) or matrix.shape != self._shape:
+        if not _are_alike(matrix, self._form, self._shape):
             raise unlike(index)
         self._codes[index], self._scale[index] = matrix.codes, matrix.scale
         if matrix.minimum is None:
@@ -91,5 +91,10 @@ def unlike(index: int) -> ConfigError:
     )
 
 
-def _alike(form: PackedForm) -> PackedForm:
-    return replace(form, has_minimum=False)
+def are_alike(matrix: PackedMatrix, other: PackedMatrix) -> bool:
+    """Whether both can be in one `PackedStack`."""
+    return _are_alike(matrix, other.form, other.shape)
+
+
+def _are_alike(matrix: PackedMatrix, form: PackedForm, shape: tuple[int, int]) -> bool:
+    return replace(matrix.form, has_minimum=form.has_minimum) == form and matrix.shape == shape

@@ -111,13 +111,14 @@ def layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
     hidden, moe = model.hidden_size, model.moe
     variant, layers = attention_of(model), range(model.num_layers)
     attention = sum(variant.weight_elements(layer) for layer in layers) + model.side_elements
+    column = (3 if model.mlp_gate else 2) * hidden
     if moe is None:
-        return attention + 3 * hidden * sum(map(model.mlp_size, layers))
-    shared = moe.num_shared_experts * moe.expert_size + moe.gated_shared_size
+        return attention + column * sum(map(model.mlp_size, layers))
+    shared = moe.shared_size + moe.gated_shared_size
     count = moe.num_experts if every_expert else moe.experts_per_token
-    experts = 3 * hidden * (count * moe.expert_size + shared)
+    experts = column * (count * moe.expert_size + shared)
     routed = len(moe.layers) * (experts + hidden * moe.num_experts)
-    dense = 3 * hidden * sum(model.mlp_size(layer) for layer in layers if layer not in moe.layers)
+    dense = column * sum(model.mlp_size(layer) for layer in layers if layer not in moe.layers)
     return attention + dense + routed
 
 

@@ -46,6 +46,7 @@ class MoeConfig:
     layers:             those layers, ascending; the others have a dense MLP of `ModelConfig.intermediate_size`
     expert_size:        intermediate size of one expert
     num_shared_experts: experts that every token goes through besides its routed ones
+    shared_expert_size: intermediate size of one of those; 0: that of a routed one
     norm_min:           least sum that a token's routing weights are divided by; None: they are not divided
     gated_shared_size:  intermediate size of what every token goes through as far as a gate of its own lets it; 0: none
     """
@@ -56,7 +57,18 @@ class MoeConfig:
     expert_size: int
     num_shared_experts: int
     norm_min: float | None
+    shared_expert_size: int = field(default=0, kw_only=True)
     gated_shared_size: int = field(default=0, kw_only=True)
+
+    @property
+    def shared_size(self) -> int:
+        """Intermediate size of all shared experts side by side, as checkpoints have them: as one MLP."""
+        return self.num_shared_experts * (self.shared_expert_size or self.expert_size)
+
+    @property
+    def shared_parts(self) -> int:
+        """As many experts of ``expert_size`` as that has room for; 1 where that is no whole number."""
+        return 1 if self.shared_size % self.expert_size else self.shared_size // self.expert_size
 
     @property
     def routing(self) -> Routing:
@@ -177,6 +189,7 @@ class ModelConfig:
     sink_logits:     whether every query head has learned the score of a sink, see `AttentionKernels.attend`
     chunk:           layers whose heads have a window of so many tokens see none before their own chunk of as many; 0: a
                      window is what its policy says
+    mlp_gate:        whether MLPs, and experts, have a gate: their activation is of both, else of one product
     logit_scale:     factor on logits
     missing_for_images: what its images need that is not served, in words; empty: nothing
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
@@ -201,6 +214,7 @@ class ModelConfig:
     attention_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    mlp_gate: bool = True
     sink_logits: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -249,9 +263,9 @@ class ModelConfig:
         """Intermediate sizes that tensor parallelism splits over the ranks."""
         if self.moe is None:
             return (self.intermediate_size,)
-        return tuple(
-            size for size in (self.intermediate_size, self.moe.expert_size, self.moe.gated_shared_size) if size
-        )
+        moe = self.moe
+        sizes = (self.intermediate_size, moe.expert_size, moe.shared_expert_size, moe.gated_shared_size)
+        return tuple(size for size in sizes if size)
 
 
 def valid_tp_sizes(config: ModelConfig) -> list[int]:

@@ -17,11 +17,12 @@ from headwise.kernels.fused import (
     Besides,
     DecoderLayer,
     DecoderShape,
+    DenseLayer,
     FusedDecoder,
-    GatedLayer,
     GroupedQueries,
     LayerNorms,
     MixedLayer,
+    is_gated,
 )
 from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import (
@@ -36,7 +37,7 @@ from headwise.runtime.models.base import (
     can_be_split,
     fitting_sizes,
 )
-from headwise.runtime.models.layers import GatedMlp, Layer, Linear, QkvProjections, Residual
+from headwise.runtime.models.layers import DenseMlp, Layer, Linear, QkvProjections, Residual
 from headwise.runtime.models.low_rank import AdaptedRows, Adapter, LowRank, RankAdapter, stacked
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
@@ -46,7 +47,7 @@ from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 
 class Decoder(Model):
-    """Attention and a gated MLP, each after an RMS norm and added to the residual stream.
+    """Attention and an MLP, each after an RMS norm and added to the residual stream.
 
     Tensor parallel: heads and MLP columns are split over the ranks, whose partial sums meet in two all-reduces a
     layer; the embedding is on every rank, the LM head's vocabulary is split and gathered on rank 0.
@@ -60,7 +61,8 @@ class Decoder(Model):
     """Those of `LayerNorms` that the model has, by their Hugging Face names."""
     mlp_name: ClassVar[str] = "mlp"
     mlp_parts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
-    """Hugging Face's names of what stands for a layer's MLP, and of a gated one's gate, up and down projections."""
+    """Hugging Face's names of what stands for a layer's MLP, and of its gate, up and down projections; a gate's is not
+    asked for where `activation` has none."""
     attends_to_projected: ClassVar[bool] = True
     """Whether queries, keys and values go to attention as they are projected, but for norms of `norm_names`."""
     activation: Activation = "silu"
@@ -192,13 +194,13 @@ class Decoder(Model):
 
     def load_mlp(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` that stand for a layer's MLP; None: it has none, nor a norm before it."""
-        return self.gated_mlp(at, self.config.mlp_size(layer), adds_later=self.adds_later(layer, "after_mlp"))
+        return self.dense_mlp(at, self.config.mlp_size(layer), adds_later=self.adds_later(layer, "after_mlp"))
 
     def load_more(self) -> None:
         """Load the weights that a model has beside its embedding, layers, last norm and LM head."""
 
-    def gated_mlp(self, at: str, size: int, experts: int = 1, adds_later: bool = False) -> GatedMlp:
-        """This rank's part of a gated MLP of intermediate size ``size``.
+    def dense_mlp(self, at: str, size: int, experts: int = 1, adds_later: bool = False) -> DenseMlp:
+        """This rank's part of an MLP of intermediate size ``size``.
 
         experts: that it is made of, side by side: the part is as large as those of so many
         adds_later: see `Linear.added`
@@ -208,9 +210,10 @@ class Decoder(Model):
         mine = [(expert * one + start, expert * one + stop) for expert in range(experts)]
         if not one % shard.size:
             mine = [shard.columns(size)]
-        gate, up, down = (at + name for name in self.mlp_parts)
-        return GatedMlp(
-            gate_up=self._split_rows([(gate, mine), (up, mine)], has_bias, gated=True),
+        *into, down = (at + name for name in self.mlp_parts)
+        gated = is_gated(self.activation)
+        return DenseMlp(
+            into=self._split_rows([(name, mine) for name in (into if gated else into[1:])], has_bias, gated=gated),
             down=self._split_columns(down, mine, has_bias, adds_later),
         )
 
@@ -341,11 +344,11 @@ class Decoder(Model):
             sink_logits=attention.sink_logits,
         )
 
-    def fusible_mlp(self, mlp: Any) -> GatedLayer | MixedLayer | None:
+    def fusible_mlp(self, mlp: Any) -> DenseLayer | MixedLayer | None:
         """What `load_mlp` made, as a part of a fused layer; None: it cannot be."""
-        if not isinstance(mlp, GatedMlp):
+        if not isinstance(mlp, DenseMlp):
             return None
-        return GatedLayer(mlp.gate_up.weight, mlp.down.weight, mlp.gate_up.bias, mlp.down.bias)
+        return DenseLayer(mlp.into.weight, mlp.down.weight, mlp.into.bias, mlp.down.bias)
 
     def fused_over(self, attention: AttentionLayer) -> PagedCache | None:
         """The cache that fused layers take a step over; None: the step goes layer by layer."""
@@ -434,7 +437,7 @@ class Decoder(Model):
         """The residual stream after the MLP, normed with ``next_norm``, the norm weight of the next layer, if any."""
         norm = layer.norms.after_mlp
         if norm is None:
-            bias = layer.mlp.down.added if isinstance(layer.mlp, GatedMlp) else None
+            bias = layer.mlp.down.added if isinstance(layer.mlp, DenseMlp) else None
             return self.add_reduced(residual.x, self.feed_forward(layer.mlp, residual.normed), next_norm, bias)
         return self.add(residual.x, self.norm(self.mlp(layer, residual.normed), norm), next_norm)
 
@@ -503,11 +506,11 @@ class Decoder(Model):
 
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         """This rank's part of what `load_mlp` made, for ``x [T, hidden]``."""
-        gate_up = mlp.gate_up
-        if self.adapted is not None and gate_up.adapters:
-            both = self._adapt(self.ops.gate_and_up(x, gate_up.weight, gate_up.bias), x, gate_up.adapters)
-            return self._linear(self.ops.activated(both, self.activation), mlp.down)
-        return self._linear(self.ops.gated_linear(x, gate_up.weight, gate_up.bias, self.activation), mlp.down)
+        into = mlp.into
+        if self.adapted is not None and into.adapters:
+            given = self._adapt(self.ops.unactivated_linear(x, into.weight, into.bias), x, into.adapters)
+            return self._linear(self.ops.activated(given, self.activation), mlp.down)
+        return self._linear(self.ops.activated_linear(x, into.weight, into.bias, self.activation), mlp.down)
 
     def scores(self, hidden: Tensor) -> Tensor | None:
         return self._collectives.gather(self._linear(hidden, self._lm_head))

@@ -17,7 +17,7 @@ from headwise.kernels.fused import (
     BesideExperts,
     Besides,
     DecoderLayer,
-    GatedLayer,
+    DenseLayer,
     GroupedQueries,
     MixedLayer,
 )
@@ -139,7 +139,7 @@ class Gemma4(Gemma2):
         moe, hidden = self.config.moe, self.config.hidden_size
         assert moe is not None
         scales = self._weights.tensor(f"{at}router.per_expert_scale")
-        experts = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
+        experts = (self.dense_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
         return ExpertsBeside(
             choose=self.ops.norm_weight(self._weights.tensor(f"{at}router.scale") * np.float32(hidden**-0.5)),
             router=self._whole(f"{at}router.proj", (moe.num_experts, hidden)),
@@ -185,7 +185,7 @@ class Gemma4(Gemma2):
         if found is None or not isinstance(layer, Gemma4Layer):
             return None
         side, beside, mlp = layer.side, layer.experts, found.mlp
-        if beside is not None and isinstance(mlp, GatedLayer):
+        if beside is not None and isinstance(mlp, DenseLayer):
             mixed = MixedLayer(beside.router.weight, beside.experts)
             mlp = BesideExperts(mlp, mixed, beside.choose, beside.before, beside.after, beside.after_mlp)
         told = None if side is None else FusedSide(side.gate.weight, side.out.weight, side.after)

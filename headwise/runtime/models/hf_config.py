@@ -8,6 +8,7 @@ from typing import Any
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
+from headwise.kernels.fused import is_gated
 from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale, scaling_kind
 from headwise.runtime.models.values import finite_number, shown
@@ -247,6 +248,7 @@ def decoder_config(
         "attention_bias": flag(config, "attention_bias"),
         "out_bias": flag(config, "attention_bias"),
         "mlp_bias": flag(config, "mlp_bias"),
+        "mlp_gate": is_gated(activation),
         "eos_token_ids": token_ids(config, "eos_token_id"),
         "bos_token_id": next(iter(token_ids(config, "bos_token_id")), None),
     }

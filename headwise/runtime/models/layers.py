@@ -26,10 +26,13 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class GatedMlp:
-    """One rank's part of ``down(act(gate x) * up x)``."""
+class DenseMlp:
+    """One rank's part of ``down(act(gate x) * up x)``, or of ``down(act(up x))``.
 
-    gate_up: Linear
+    into: ``gate | up``, or up alone, as `headwise.kernels.fused.is_gated` says of the activation
+    """
+
+    into: Linear
     down: Linear
 
 

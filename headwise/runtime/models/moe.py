@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.runtime.models.layers import GatedMlp, Linear
+from headwise.runtime.models.layers import DenseMlp, Linear
 from headwise.runtime.ops.base import Experts
 
 
@@ -18,5 +18,5 @@ class MoeMlp:
 
     router: Linear
     experts: Experts
-    gated_shared: GatedMlp | None = None
+    gated_shared: DenseMlp | None = None
     shared_gate: Linear | None = None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN, Mixture
-from headwise.kernels.fused import GatedLayer, GatedShare, MixedLayer
+from headwise.kernels.fused import DenseLayer, GatedShare, MixedLayer
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, check_served, positive
@@ -54,8 +54,7 @@ class MoeDecoder(Decoder):
             )
         bias, mixture = self._router_bias(f"{name}.bias", moe), self.mixture(moe, correction)
         leaves = self.ops.leaves_biases
-        routed = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
-        shared_size = moe.num_shared_experts * moe.expert_size
+        routed = (self.dense_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
         made = MoeMlp(
             router=Linear(
                 self._prepare(f"{name}.weight", lambda: self.ops.linear_weight(router)),
@@ -64,8 +63,8 @@ class MoeDecoder(Decoder):
             experts=self.ops.experts(
                 replace(mixture, logit_bias=bias) if leaves else mixture,
                 routed,
-                self.gated_mlp(f"{at}{self.shared_name}.", shared_size, moe.num_shared_experts)
-                if shared_size
+                self.dense_mlp(f"{at}{self.shared_name}.", moe.shared_size, moe.shared_parts)
+                if moe.shared_size
                 else None,
             ),
         )
@@ -81,7 +80,7 @@ class MoeDecoder(Decoder):
             )
         return replace(
             made,
-            gated_shared=self.gated_mlp(f"{at}shared_expert.", size),
+            gated_shared=self.dense_mlp(f"{at}shared_expert.", size),
             shared_gate=Linear(self._prepare(name, lambda: self.ops.linear_weight(gate))),
         )
 
@@ -115,13 +114,13 @@ class MoeDecoder(Decoder):
         self._tokens = tokens_of(attention)  # for the layers of this pass
         return super().forward(token_ids, positions, attention, embeds, wanted)
 
-    def fusible_mlp(self, mlp: Any) -> GatedLayer | MixedLayer | None:
+    def fusible_mlp(self, mlp: Any) -> DenseLayer | MixedLayer | None:
         if not isinstance(mlp, MoeMlp):
             return super().fusible_mlp(mlp)
         shared = None
         if mlp.gated_shared is not None and mlp.shared_gate is not None:
             gated = super().fusible_mlp(mlp.gated_shared)
-            assert isinstance(gated, GatedLayer)
+            assert isinstance(gated, DenseLayer)
             shared = GatedShare(gated, mlp.shared_gate.weight)
         return MixedLayer(mlp.router.weight, mlp.experts, mlp.router.bias, shared)
 

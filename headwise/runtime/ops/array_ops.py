@@ -121,6 +121,10 @@ class ArrayOps(UnfusedOps):
         with np.errstate(over="ignore"):  # as in `silu_mul`
             return self._narrow(gate / (1 + self.xp.exp(np.float32(-SWIGLU_ALPHA) * gate)) * (up + 1))
 
+    def squared_relu(self, x: Array) -> Array:
+        kept = self.xp.maximum(self._wide(x), np.float32(0))
+        return self._narrow(kept * kept)
+
     def sigmoid_mul(self, x: Array, gate: Array) -> Array:
         with np.errstate(over="ignore"):  # as in `silu_mul`
             return self._narrow(self._wide(x) / (1 + self.xp.exp(-self._wide(gate))))

@@ -32,7 +32,7 @@ Experts = Any
 
 
 class LinearWeights(Protocol):
-    """What `TensorOps.linear` or `gated_linear` multiplies with: a prepared weight and bias."""
+    """What `TensorOps.linear` or `activated_linear` multiplies with: a prepared weight and bias."""
 
     @property
     def weight(self) -> Weight: ...
@@ -41,11 +41,12 @@ class LinearWeights(Protocol):
     def bias(self) -> Tensor | None: ...
 
 
-class GatedWeights(Protocol):
-    """A gated MLP: ``gate | up``, prepared by `TensorOps.gated_weight`, and what its result is projected by."""
+class MlpWeights(Protocol):
+    """An MLP: ``gate | up``, prepared by `TensorOps.gated_weight`, or up alone, by `TensorOps.linear_weight`, where
+    the activation is not gated; and what its result is projected by."""
 
     @property
-    def gate_up(self) -> LinearWeights: ...
+    def into(self) -> LinearWeights: ...
 
     @property
     def down(self) -> LinearWeights: ...
@@ -145,19 +146,24 @@ class TensorOps(Protocol):
         """``x [T, in] @ weight.T + bias -> [T, out]``."""
 
     def gated_weight(self, weight: Matrix) -> Weight:
-        """Prepare a weight ``gate | up [2 * N, in]`` for `gated_linear`; otherwise as `linear_weight`."""
+        """Prepare a weight ``gate | up [2 * N, in]`` for `activated_linear`; otherwise as `linear_weight`, which
+        prepares those of activations without a gate."""
 
     def gated_bias(self, bias: NDArray[np.float32]) -> Tensor:
-        """Prepare a bias ``gate | up [2 * N]`` for `gated_linear`."""
+        """Prepare a bias ``gate | up [2 * N]`` for `activated_linear`; `linear_bias` does where there is no gate."""
 
-    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
-        """``gate | up [T, 2 * N] = x [T, in] @ weight.T + bias``; returns ``activation(gate) * up [T, N]``."""
+    def activated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+        """``gate | up [T, 2 * N] = x [T, in] @ weight.T + bias``; returns ``activation(gate) * up [T, N]``.
 
-    def gate_and_up(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """What `gated_linear` gives to its activation: ``gate | up``, ``[T, 2 * N]``."""
+        Of an activation without a gate (`headwise.kernels.fused.is_gated`), ``up [T, N]`` is the product, and
+        ``activation(up)`` the result.
+        """
 
-    def activated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """``activation(gate) * up`` of ``gate | up``."""
+    def unactivated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """What `activated_linear` gives to its activation: ``gate | up [T, 2 * N]``, or ``up [T, N]``."""
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """``activation(gate) * up [T, N]`` of ``x [T, 2 * N] = gate | up``; without a gate, ``activation(x)``."""
 
     def float_weight(self, weight: NDArray[np.float32]) -> Weight:
         """As `linear_weight`, of floats whatever others are kept as."""
@@ -205,7 +211,10 @@ class TensorOps(Protocol):
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """``clamped(gate, up)`` of ``gate_up [T, 2 * N] = gate | up``: see `Activation`."""
 
-    def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> Experts:
+    def squared_relu(self, x: Tensor) -> Tensor:
+        """``max(x, 0) ** 2`` of ``x [T, N]``; NaN stays NaN."""
+
+    def experts(self, mixture: Mixture, routed: Iterable[MlpWeights], shared: MlpWeights | None) -> Experts:
         """Prepare the experts of a layer, or a rank's part of each, for `mix_experts`.
 
         ``routed`` are `Routing.experts` many, taken one by one, and may be given up once they are; ``shared`` is what

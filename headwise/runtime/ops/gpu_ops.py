@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,11 +29,11 @@ from headwise.kernels.cuda.packed import (
 from headwise.kernels.cuda.packed_many import CudaPackedMany
 from headwise.kernels.cuda.programs import Programs
 from headwise.kernels.experts import Mixture
-from headwise.kernels.fused import Activation
+from headwise.kernels.fused import Activation, is_gated
 from headwise.runtime.ops.array_ops import Array, ArrayOps
-from headwise.runtime.ops.base import GatedWeights
+from headwise.runtime.ops.base import MlpWeights
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
-from headwise.runtime.ops.stacked_experts import stack_experts
+from headwise.runtime.ops.stacked_experts import can_be_cut, stack_experts
 
 _ALIGNED_BYTES = 16
 _ALIGNED_ELEMENTS = 16
@@ -48,6 +50,18 @@ def _has_dense_rows(array: Array) -> bool:
             return False
         apart *= shape[axis]
     return len(shape) > 1 and shape[0] > 0
+
+
+@dataclass(frozen=True)
+class GpuExperts:
+    """A layer's experts.
+
+    stacked: the routed ones, and the shared one where it is made of experts like them
+    beside:  the shared one where it is not: an MLP by itself
+    """
+
+    stacked: StackedExperts
+    beside: MlpWeights | None
 
 
 class GpuOps(ArrayOps):
@@ -150,24 +164,30 @@ class GpuOps(ArrayOps):
             return total, out
         return super().add_rms_norm(x, addend, weight, eps, bias)
 
-    def gated_linear(self, x: Array, weight: Array | PackedMatrix, bias: Array | None, activation: Activation) -> Array:
+    def activated_linear(
+        self, x: Array, weight: Array | PackedMatrix, bias: Array | None, activation: Activation
+    ) -> Array:
         if bias is None:
-            return super().gated_linear(x, weight, None, activation)
-        gate_up = self.linear(x, weight)
-        out = self._gated(gate_up, activation, bias)
-        return self.activated(gate_up + bias, activation) if out is None else out
+            return super().activated_linear(x, weight, None, activation)
+        product = self.linear(x, weight)
+        out = self._activated(product, activation, bias)
+        return self.activated(product + bias, activation) if out is None else out
 
     def silu_mul(self, gate_up: Array) -> Array:
-        out = self._gated(gate_up, "silu")
+        out = self._activated(gate_up, "silu")
         return super().silu_mul(gate_up) if out is None else out
 
     def gelu_tanh_mul(self, gate_up: Array) -> Array:
-        out = self._gated(gate_up, "gelu_tanh")
+        out = self._activated(gate_up, "gelu_tanh")
         return super().gelu_tanh_mul(gate_up) if out is None else out
 
     def clamped_mul(self, gate_up: Array) -> Array:
-        out = self._gated(gate_up, "clamped")
+        out = self._activated(gate_up, "clamped")
         return super().clamped_mul(gate_up) if out is None else out
+
+    def squared_relu(self, x: Array) -> Array:
+        out = self._activated(x, "relu2")
+        return super().squared_relu(x) if out is None else out
 
     def sigmoid_mul(self, x: Array, gate: Array) -> Array:
         out = self.xp.empty(x.shape, self.dtype)
@@ -184,15 +204,21 @@ class GpuOps(ArrayOps):
     def multiply_heads(self, x: Array, weights: Array, out: Array) -> None:
         """``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``, head by head; see `Cublas.products_of_heads`."""
 
-    def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> StackedExperts:
-        stacked = stack_experts(self.xp, self.upload, mixture, self.dtype.name, routed, shared)
+    def experts(self, mixture: Mixture, routed: Iterable[MlpWeights], shared: MlpWeights | None) -> GpuExperts:
+        remaining = iter(routed)
+        first = next(remaining)
+        is_beside = shared is not None and not can_be_cut(self.xp, mixture, first, shared)
+        every, cut = chain([first], remaining), None if is_beside else shared
+        del first  # who stacks gives each up before it takes the next
+        stacked = stack_experts(self.xp, self.upload, mixture, self.dtype.name, every, cut)
         self._experts.prepare(stacked.shape)
-        return stacked
+        return GpuExperts(stacked, shared if is_beside else None)
 
-    def mix_experts(self, x: Array, logits: Array, experts: StackedExperts, tokens: Array | None = None) -> Array:
-        every = self.xp.full(1, len(x), np.int32) if tokens is None else tokens
-        return self._experts.mix(self.xp.ascontiguousarray(x), logits, experts, every)
+    def mix_experts(self, x: Array, logits: Array, experts: GpuExperts, tokens: Array | None = None) -> Array:
+        every, stacked = self.xp.full(1, len(x), np.int32) if tokens is None else tokens, experts.stacked
+        total = self._experts.mix(self.xp.ascontiguousarray(x), logits, stacked, every)
+        return total if experts.beside is None else total + self._mlp(x, experts.beside, stacked.shape.activation)
 
-    def _gated(self, gate_up: Array, activation: str, bias: Array | None = None) -> Array | None:
-        out = self.xp.empty((gate_up.shape[0], gate_up.shape[1] // 2), self.dtype)
-        return out if self._kernels.gated(gate_up, out, activation, bias) else None
+    def _activated(self, x: Array, activation: Activation, bias: Array | None = None) -> Array | None:
+        out = self.xp.empty((x.shape[0], x.shape[1] // (2 if is_gated(activation) else 1)), self.dtype)
+        return out if self._kernels.activated(x, out, activation, bias) else None

@@ -20,8 +20,8 @@ from headwise.kernels.cpu.matmul import PackedWeight
 from headwise.kernels.cpu.memory import present
 from headwise.kernels.cpu.pool import check_threads
 from headwise.kernels.experts import Mixture
-from headwise.kernels.fused import Activation, BesideExperts, DecoderLayer, DecoderShape, GatedLayer
-from headwise.runtime.ops.base import GatedWeights, PackedParts
+from headwise.kernels.fused import Activation, BesideExperts, DecoderLayer, DecoderShape, DenseLayer
+from headwise.runtime.ops.base import MlpWeights, PackedParts
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
 
@@ -107,9 +107,7 @@ class NumbaOps(NumpyOps):
         packed = [layer for layer in found if layer is not None]
         return CpuDecoder(packed, shape, self.threads) if len(packed) == len(layers) else None
 
-    def grouped(
-        self, mixture: Mixture, routed: Sequence[GatedWeights], shared: GatedWeights | None
-    ) -> _CpuExperts | None:
+    def grouped(self, mixture: Mixture, routed: Sequence[MlpWeights], shared: MlpWeights | None) -> _CpuExperts | None:
         experts = PackedExperts.of(mixture, [*map(_mlp, routed)], None if shared is None else _mlp(shared))
         return None if experts is None else _CpuExperts(experts, self.threads)
 
@@ -118,11 +116,11 @@ class NumbaOps(NumpyOps):
     def linear(self, x: Array, weight: PackedWeight, bias: Array | None = None) -> Array:
         return packed.matmul(x, weight, self.threads, bias)
 
-    def gated_linear(self, x: Array, weight: PackedWeight, bias: Array | None, activation: Activation) -> Array:
+    def activated_linear(self, x: Array, weight: PackedWeight, bias: Array | None, activation: Activation) -> Array:
         return packed.matmul(x, weight, self.threads, bias, activation)
 
-    def gate_and_up(self, x: Array, weight: PackedWeight, bias: Array | None) -> Array:
-        return packed.gate_and_up(x, weight, self.threads, bias)
+    def unactivated_linear(self, x: Array, weight: PackedWeight, bias: Array | None) -> Array:
+        return packed.unactivated_linear(x, weight, self.threads, bias)
 
     def embedding(self, table: PackedWeight, ids: NDArray[np.int32], scale: float = 1.0) -> Array:
         rows = packed.take_rows(table, ids, self.threads)
@@ -140,15 +138,15 @@ class _CpuExperts:
         return self.experts.mix(x, logits, self.threads)
 
 
-def _mlp(weights: GatedWeights) -> Mlp:
-    gate_up, down = weights.gate_up, weights.down
-    return (gate_up.weight, gate_up.bias), (down.weight, down.bias)
+def _mlp(weights: MlpWeights) -> Mlp:
+    into, down = weights.into, weights.down
+    return (into.weight, into.bias), (down.weight, down.bias)
 
 
 def _with_packed_experts(layer: DecoderLayer) -> DecoderLayer | None:
     """The layer with experts as they are packed; None where they are not one call."""
     mlp = layer.mlp
-    if isinstance(mlp, GatedLayer):
+    if isinstance(mlp, DenseLayer):
         return layer
     mixed = mlp.mixed if isinstance(mlp, BesideExperts) else mlp
     if not isinstance(mixed.experts.grouped, _CpuExperts):

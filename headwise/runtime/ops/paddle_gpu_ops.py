@@ -148,6 +148,10 @@ class PaddleGpuOps(UnfusedOps):
         gate, up = paddle.clip(gate, max=SWIGLU_LIMIT), paddle.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
         return self._narrow(gate * _functional.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0))
 
+    def squared_relu(self, x: paddle.Tensor) -> paddle.Tensor:
+        kept = _untyped.maximum(self._wide(x), paddle.zeros([1]))  # Paddle's ReLU makes 0 of NaN
+        return self._narrow(paddle.square(kept))
+
     def sigmoid_mul(self, x: paddle.Tensor, gate: paddle.Tensor) -> paddle.Tensor:
         return self._narrow(self._wide(x) * _functional.sigmoid(self._wide(gate)))
 

@@ -153,6 +153,9 @@ class PaddleOps(UnfusedOps):
     def clamped_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
         return self.from_kernel_array(_numpy.clamped_mul(self.numpy(gate_up)))
 
+    def squared_relu(self, x: paddle.Tensor) -> paddle.Tensor:
+        return paddle.square(_C_ops.maximum(x, paddle.zeros([1])))  # Paddle's ReLU makes 0 of NaN
+
     def sigmoid_mul(self, x: paddle.Tensor, gate: paddle.Tensor) -> paddle.Tensor:
         return self.from_kernel_array(_numpy.sigmoid_mul(self.numpy(x), self.numpy(gate)))
 

@@ -8,17 +8,19 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.cuda.experts import ExpertShape, StackedExperts
+from headwise.errors import ConfigError
+from headwise.kernels.cuda.experts import MOST_ASSIGNED, ExpertShape, StackedExperts
 from headwise.kernels.cuda.packed import PackedForm, PackedMatrix
-from headwise.kernels.cuda.packed_parts import PackedStack, columns_of, rows_of, unlike
+from headwise.kernels.cuda.packed_parts import PackedStack, are_alike, columns_of, rows_of, unlike
 from headwise.kernels.experts import Mixture
-from headwise.runtime.ops.base import GatedWeights
+from headwise.kernels.fused import is_gated
+from headwise.runtime.ops.base import MlpWeights
 
 Array = Any
 _Matrix: TypeAlias = Array | PackedMatrix
 """A weight ``[out, in]``: numbers, or codes."""
 _Parts = tuple[_Matrix, _Matrix, Array | None, Array | None]
-"""An expert's weights ``gate | up`` and down, and their biases."""
+"""An expert's weights ``gate | up``, or up, and down, and their biases."""
 
 
 def stack_experts(
@@ -26,10 +28,12 @@ def stack_experts(
     upload: Callable[[NDArray[Any]], Array],
     mixture: Mixture,
     dtype: str,
-    routed: Iterable[GatedWeights],
-    shared: GatedWeights | None,
+    routed: Iterable[MlpWeights],
+    shared: MlpWeights | None,
 ) -> StackedExperts:
     """Experts, and the shared one cut into experts of the same size, in arrays of ``xp``, which is NumPy or CuPy.
+
+    `can_be_cut` says whether that is possible.
 
     Weights are as `GpuOps` prepares them: ``[in, out]``, or codes. Beside stacks there is never more than one expert.
 
@@ -41,53 +45,51 @@ def stack_experts(
     """
     stacks: _Stacks | None = None
     inner = 0
-    for index, parts in enumerate(_all(xp, map(_parts, routed), shared)):
+    for index, parts in enumerate(_all(xp, map(_parts, routed), shared, is_gated(mixture.activation))):
         if stacks is None:
             inner = parts[1].shape[1]
             stacks = _Stacks(xp, mixture.routing.experts + (0 if shared is None else _pieces(shared, inner)), parts)
         stacks.put(index, parts)
     assert stacks is not None, "a mixture has experts"
-    gate_up, down = stacks.gate_up.made(), stacks.down.made()
+    into, down = stacks.into.made(), stacks.down.made()
     shape = ExpertShape(
         mixture.routing,
         stacks.count - mixture.routing.experts,
-        gate_up.shape[-1],
+        into.shape[-1],
         inner,
         mixture.activation,
         dtype,
-        has_bias=stacks.gate_up_bias is not None,
+        has_bias=stacks.into_bias is not None,
         weighs_input=mixture.weighs_input,
-        up_codes=_form(gate_up),
+        up_codes=_form(into),
         down_codes=_form(down),
     )
     correction, scales, logit_bias = (
         _uploaded(upload, values) for values in (mixture.correction, mixture.scales, mixture.logit_bias)
     )
-    return StackedExperts(shape, gate_up, down, stacks.gate_up_bias, stacks.down_bias, correction, scales, logit_bias)
+    return StackedExperts(shape, into, down, stacks.into_bias, stacks.down_bias, correction, scales, logit_bias)
 
 
 class _Stacks:
     """The weights and biases of ``count`` experts like ``first``."""
 
     def __init__(self, xp: Any, count: int, first: _Parts) -> None:
-        gate_up, down, gate_up_bias, _ = first
+        into, down, into_bias, _ = first
         self.count = count
-        self.gate_up, self.down = (
-            (PackedStack if isinstance(one, PackedMatrix) else _FloatStack)(xp, count, one) for one in (gate_up, down)
+        self.into, self.down = (
+            (PackedStack if isinstance(one, PackedMatrix) else _FloatStack)(xp, count, one) for one in (into, down)
         )
-        self.gate_up_bias = self.down_bias = None
-        if gate_up_bias is not None:
-            self.gate_up_bias, self.down_bias = (
-                xp.zeros((count, one.shape[0]), gate_up_bias.dtype) for one in (gate_up, down)
-            )
+        self.into_bias = self.down_bias = None
+        if into_bias is not None:
+            self.into_bias, self.down_bias = (xp.zeros((count, one.shape[0]), into_bias.dtype) for one in (into, down))
 
     def put(self, index: int, parts: _Parts) -> None:
-        gate_up, down, gate_up_bias, down_bias = parts
-        for stack, matrix in ((self.gate_up, gate_up), (self.down, down)):
+        into, down, into_bias, down_bias = parts
+        for stack, matrix in ((self.into, into), (self.down, down)):
             if isinstance(stack, PackedStack) != isinstance(matrix, PackedMatrix):
                 raise unlike(index)
             stack.put(index, matrix)
-        for biases, bias in ((self.gate_up_bias, gate_up_bias), (self.down_bias, down_bias)):
+        for biases, bias in ((self.into_bias, into_bias), (self.down_bias, down_bias)):
             if biases is not None and bias is not None:  # of a down projection, rank 0 has one
                 biases[index] = bias
 
@@ -105,21 +107,51 @@ class _FloatStack:
         return self._every
 
 
-def _all(xp: Any, routed: Iterable[_Parts], shared: GatedWeights | None) -> Iterator[_Parts]:
+def can_be_cut(xp: Any, mixture: Mixture, first: MlpWeights, shared: MlpWeights) -> bool:
+    """Whether ``shared`` is so many experts like ``first``, one of the routed ones, that kernels compute them at once.
+
+    Else it is to be computed by itself.
+    """
+    whole, (into, down, *_) = _parts(shared), _parts(first)
+    inner, width = down.shape[1], whole[1].shape[1]
+    if width % inner or whole[2] is not None or whole[3] is not None:
+        return False
+    if mixture.routing.per_token + width // inner > MOST_ASSIGNED:
+        return False
+    try:
+        piece = _piece(xp, whole, 0, inner, is_gated(mixture.activation))
+    except ConfigError:  # groups of codes are not computed from where they are cut
+        return False
+    return all(map(_is_like, piece[:2], (into, down)))
+
+
+def _is_like(matrix: _Matrix, other: _Matrix) -> bool:
+    if isinstance(matrix, PackedMatrix) and isinstance(other, PackedMatrix):
+        return are_alike(matrix, other)
+    return not isinstance(matrix, PackedMatrix) and not isinstance(other, PackedMatrix)
+
+
+def _all(xp: Any, routed: Iterable[_Parts], shared: MlpWeights | None, gated: bool) -> Iterator[_Parts]:
     inner = 0
     for parts in routed:
         inner = parts[1].shape[1]
         yield parts
     if shared is None:
         return
-    gate_up, down, gate_up_bias, down_bias = _parts(shared)
-    if gate_up_bias is not None or down_bias is not None:
+    whole = _parts(shared)
+    if whole[2] is not None or whole[3] is not None:
         raise ValueError("a shared expert with biases cannot be cut into several")
-    up = gate_up.shape[0] // 2
     for piece in range(_pieces(shared, inner)):
-        start, stop = piece * inner, (piece + 1) * inner
-        joined = _rows(xp, gate_up, [slice(start, stop), slice(up + start, up + stop)])
-        yield joined, _columns(xp, down, start, stop), None, None
+        yield _piece(xp, whole, piece, inner, gated)
+
+
+def _piece(xp: Any, whole: _Parts, piece: int, inner: int, gated: bool) -> _Parts:
+    """The expert of size ``inner`` with that number in an MLP of several."""
+    into, down, *_ = whole
+    start, stop = piece * inner, (piece + 1) * inner
+    up = down.shape[1] if gated else 0
+    rows = [slice(up + start, up + stop)]
+    return _rows(xp, into, [slice(start, stop), *rows] if gated else rows), _columns(xp, down, start, stop), None, None
 
 
 def _rows(xp: Any, matrix: _Matrix, parts: list[slice]) -> _Matrix:
@@ -132,8 +164,8 @@ def _columns(xp: Any, matrix: _Matrix, start: int, stop: int) -> _Matrix:
     return columns_of(xp, matrix, start, stop) if isinstance(matrix, PackedMatrix) else matrix[:, start:stop]
 
 
-def _parts(mlp: GatedWeights) -> _Parts:
-    return _matrix(mlp.gate_up.weight), _matrix(mlp.down.weight), mlp.gate_up.bias, mlp.down.bias
+def _parts(mlp: MlpWeights) -> _Parts:
+    return _matrix(mlp.into.weight), _matrix(mlp.down.weight), mlp.into.bias, mlp.down.bias
 
 
 def _matrix(weight: Any) -> _Matrix:
@@ -144,7 +176,7 @@ def _form(stack: _Matrix) -> PackedForm | None:
     return stack.form if isinstance(stack, PackedMatrix) else None
 
 
-def _pieces(shared: GatedWeights, inner: int) -> int:
+def _pieces(shared: MlpWeights, inner: int) -> int:
     width = _matrix(shared.down.weight).shape[1]
     if width % inner:
         raise ValueError(f"a shared expert of size {width} is no whole number of experts of size {inner}")

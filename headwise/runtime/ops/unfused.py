@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.kernels.experts import Mixture, route, tokens_by_expert
 from headwise.kernels.fused import Activation
-from headwise.runtime.ops.base import Fetch, Fetched, GatedWeights, KernelArray, Tensor, Weight
+from headwise.runtime.ops.base import Fetch, Fetched, KernelArray, MlpWeights, Tensor, Weight
 from headwise.runtime.ops.quantised import Matrix, as_floats
 
 
@@ -31,8 +31,8 @@ class HostRoutedExperts:
     """
 
     mixture: Mixture
-    routed: tuple[GatedWeights, ...]
-    shared: GatedWeights | None
+    routed: tuple[MlpWeights, ...]
+    shared: MlpWeights | None
     grouped: GroupedExperts | None = None
 
 
@@ -72,6 +72,9 @@ class UnfusedOps(ABC):
     def clamped_mul(self, gate_up: Tensor) -> Tensor: ...
 
     @abstractmethod
+    def squared_relu(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
     def numpy(self, tensor: Tensor) -> NDArray[Any]: ...
 
     @abstractmethod
@@ -94,29 +97,33 @@ class UnfusedOps(ABC):
     def gated_bias(self, bias: NDArray[np.float32]) -> Tensor:
         return self.tensor(bias)
 
-    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+    def activated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
         return self.activated(self.linear(x, weight, bias), activation)
 
-    def gate_and_up(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def unactivated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return self.linear(x, weight, bias)
 
     def float_weight(self, weight: NDArray[np.float32]) -> Weight:
         return self.linear_weight(weight)
 
-    def activated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """``activation(gate) * up`` of ``gate | up``."""
-        activations = {"silu": self.silu_mul, "gelu_tanh": self.gelu_tanh_mul, "clamped": self.clamped_mul}
-        return activations[activation](gate_up)
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        activations = {
+            "silu": self.silu_mul,
+            "gelu_tanh": self.gelu_tanh_mul,
+            "clamped": self.clamped_mul,
+            "relu2": self.squared_relu,
+        }
+        return activations[activation](x)
 
     def embedding_table(self, table: Matrix) -> Weight:
         return self.tensor(as_floats(table))
 
-    def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> Any:
+    def experts(self, mixture: Mixture, routed: Iterable[MlpWeights], shared: MlpWeights | None) -> Any:
         alone = tuple(routed)
         return HostRoutedExperts(mixture, alone, shared, self.grouped(mixture, alone, shared))
 
     def grouped(
-        self, mixture: Mixture, routed: Sequence[GatedWeights], shared: GatedWeights | None
+        self, mixture: Mixture, routed: Sequence[MlpWeights], shared: MlpWeights | None
     ) -> GroupedExperts | None:
         """All of a layer's experts in one call; None: these operations cannot, or not these."""
         return None
@@ -129,7 +136,7 @@ class UnfusedOps(ABC):
         if experts.shared is None:
             total = self.tensor(np.zeros(x.shape, dtype=np.float32))
         else:
-            total = self._gated_mlp(x, experts.shared, mixture.activation)
+            total = self._mlp(x, experts.shared, mixture.activation)
         told = self.numpy(logits)
         told = told if mixture.logit_bias is None else told + mixture.logit_bias
         chosen, shares = route(told, correction, mixture.routing)
@@ -138,7 +145,7 @@ class UnfusedOps(ABC):
             given = self.take_rows(x, rows)
             if mixture.weighs_input:
                 given, weights = self._weighed(given, weights), np.ones_like(weights)
-            part = self._gated_mlp(given, experts.routed[expert], mixture.activation)
+            part = self._mlp(given, experts.routed[expert], mixture.activation)
             self.scatter_add_rows(total, rows, part, weights)
         return total
 
@@ -147,6 +154,6 @@ class UnfusedOps(ABC):
         self.scatter_add_rows(weighed, np.arange(len(weights)), x, weights)
         return weighed
 
-    def _gated_mlp(self, x: Tensor, mlp: GatedWeights, activation: Activation) -> Tensor:
-        gated = self.gated_linear(x, mlp.gate_up.weight, mlp.gate_up.bias, activation)
+    def _mlp(self, x: Tensor, mlp: MlpWeights, activation: Activation) -> Tensor:
+        gated = self.activated_linear(x, mlp.into.weight, mlp.into.bias, activation)
         return self.linear(gated, mlp.down.weight, mlp.down.bias)

@@ -44,15 +44,16 @@ def random(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def mlp(kind: str, seed: int, has_bias: bool = False, size: int = SIZE) -> Mlp:
-    gate, down = 0.2 * random(seed, 2 * size, INPUTS), 0.2 * random(99 + seed, INPUTS, size)
-    biases = matmul.pack_bias(random(seed, 2 * size), gated=True), matmul.pack_bias(random(seed, INPUTS))
-    gate_bias, down_bias = biases if has_bias else (None, None)
-    return (KINDS[kind](gate, True), gate_bias), (KINDS[kind](down, False), down_bias)
+def mlp(kind: str, seed: int, has_bias: bool = False, size: int = SIZE, gated: bool = True) -> Mlp:
+    width = 2 * size if gated else size
+    into, down = 0.2 * random(seed, width, INPUTS), 0.2 * random(99 + seed, INPUTS, size)
+    biases = matmul.pack_bias(random(seed, width), gated), matmul.pack_bias(random(seed, INPUTS))
+    into_bias, down_bias = biases if has_bias else (None, None)
+    return (KINDS[kind](into, gated), into_bias), (KINDS[kind](down, False), down_bias)
 
 
-def packed(kind: str, has_bias: bool = False, size: int = SIZE) -> list[Mlp]:
-    return [mlp(kind, expert, has_bias, size) for expert in range(EXPERTS)]
+def packed(kind: str, has_bias: bool = False, size: int = SIZE, gated: bool = True) -> list[Mlp]:
+    return [mlp(kind, expert, has_bias, size, gated) for expert in range(EXPERTS)]
 
 
 def logits_of(tokens: int) -> np.ndarray:
@@ -103,6 +104,23 @@ def test_each_token_gets_what_its_experts_and_the_shared_one_give_one_by_one(
     assert grouped is not None
     found = grouped.mix(x, logits, threads=2)
     assert_equal_but_for_weights(found, one_by_one(mixture, experts, shared, x, logits), narrow=False)
+
+
+@pytest.mark.parametrize(("has_bias", "weighs_input"), [(False, False), (True, True)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_experts_without_gates_and_a_shared_one_of_another_size(
+    kind: str, tokens: int, has_bias: bool, weighs_input: bool
+) -> None:
+    size = 64 if kind.startswith("int") else SIZE
+    experts = packed(kind, has_bias, size, gated=False)
+    shared = mlp(kind, 77, has_bias, 5 * size // 2 // 32 * 32, gated=False)
+    mixture = Mixture(replace(PLAIN, is_sigmoid=True), "relu2", 0.5 * random(3, EXPERTS), weighs_input=weighs_input)
+    grouped = PackedExperts.of(mixture, experts, shared)
+    assert grouped is not None
+    x, logits = random(7, tokens, INPUTS), logits_of(tokens)
+    expected = one_by_one(mixture, experts, shared, x, logits)
+    assert_equal_but_for_weights(grouped.mix(x, logits, threads=2), expected, narrow=weighs_input)
 
 
 ROUTINGS = {

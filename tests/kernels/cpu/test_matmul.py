@@ -21,6 +21,7 @@ from headwise.kernels.cpu.matmul import (
     panels_of,
     repacked,
     take_rows,
+    unactivated_linear,
 )
 from headwise.kernels.cpu.simd import ISA
 
@@ -92,6 +93,24 @@ def test_a_gated_weight_multiplies_its_activated_half_with_the_other(form: str, 
     # Neither activation is steeper than 1.2.
     error = 1.2 * of_gate * np.abs(up) + np.abs(activated) * of_up + 1e-5 * np.abs(activated * up) + 1e-6
     np.testing.assert_array_less(np.abs(found - activated * up), error)
+
+
+@pytest.mark.parametrize("outputs", [64, 40, 150])
+def test_what_is_no_gated_weight_has_its_positive_outputs_squared(form: str, outputs: int) -> None:
+    weight, x, bias = random_weight(form, outputs, 64), normal(9, 64), normal(outputs, seed=2)
+    found = matmul(x, weight.packed, 2, pack_bias(bias), "relu2")
+    expected, error = weight.product(x)
+    kept, error = np.maximum(expected + bias, 0), error + 1e-6 * np.abs(bias)
+    np.testing.assert_array_less(np.abs(found - kept**2), 2 * error * kept + error**2 + 1e-6 * kept**2 + 1e-30)
+    np.testing.assert_array_equal(unactivated_linear(x, weight.packed, 2), matmul(x, weight.packed, 2))
+    assert np.isnan(matmul(np.full((1, 64), np.nan, np.float32), weight.packed, 1, activation="relu2")).all()
+
+
+def test_an_activation_that_does_not_fit_the_weight_is_refused(form: str) -> None:
+    plain, gated = (random_weight(form, 128, 64, is_gated).packed for is_gated in (False, True))
+    for weight, activation in ((plain, "silu"), (gated, "relu2"), (gated, None)):
+        with pytest.raises(ValueError, match=rf"activation {activation!r} is not of a weight .* gated={weight.gated}"):
+            matmul(normal(2, 64), weight, 1, activation=activation)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -146,13 +146,32 @@ def test_activations_are_gated(
     out = Guarded((tokens, both.shape[1] // 2), both.dtype)
     if with_bias:
         bias = numbers(rng, (both.shape[1],), dtype)
-        assert CudaElementwise(shim).gated(both, out.array, activation, bias)
+        assert CudaElementwise(shim).activated(both, out.array, activation, bias)
         both = (wide(both) + wide(bias)).astype(both.dtype)
     else:
-        assert CudaElementwise(shim).gated(both, out.array, activation)
+        assert CudaElementwise(shim).activated(both, out.array, activation)
     # NumPy's 1 + tanh has lost its digits where the sigmoid is small.
     slack = 2e-7 * np.prod(np.abs(np.split(wide(both), 2, axis=1)), axis=0) if activation == "gelu_tanh" else 0.0
     rounded_once(out.checked(), getattr(NumpyOps(), f"{activation}_mul")(wide(both)), slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples
+@given(data=st.data(), seed=SEEDS, backwards=st.booleans(), with_bias=st.booleans())
+def test_activations_without_a_gate(
+    shim: ShimPrograms, dtype: str, data: st.DataObject, seed: int, backwards: bool, with_bias: bool
+) -> None:
+    rng, shim.backwards = np.random.default_rng(seed), backwards
+    tokens, vectors, gap = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 70)), data.draw(st.integers(0, 2))
+    x = numbers(rng, (tokens, (vectors + gap) * vector(dtype)), dtype)[:, gap * vector(dtype) :]
+    x[0, 0] = np.nan
+    out = Guarded(x.shape, x.dtype)
+    bias = numbers(rng, (x.shape[1],), dtype) if with_bias else None
+    assert CudaElementwise(shim).activated(x, out.array, "relu2", bias)
+    if bias is not None:
+        x = (wide(x) + wide(bias)).astype(x.dtype)
+    rounded_once(out.checked(), NumpyOps().squared_relu(wide(x)))
+    assert not CudaElementwise(shim).activated(x, np.empty((tokens, x.shape[1] // 2), x.dtype), "relu2")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -257,9 +276,9 @@ def test_what_is_not_in_vectors_is_left_to_others(shim: ShimPrograms) -> None:
     assert not fused.add_rms_norm(flat, flat, weight, 1e-5, flat.astype(np.float32), flat.copy())
     assert not fused.add_rms_norm(flat, flat, weight, 1e-5, flat.copy(), flat.copy(), flat[0, :8])
     assert not fused.add_rms_norm(flat, flat, weight, 1e-5, flat.copy(), flat.copy(), weight)
-    assert not fused.gated(x[:, 0], out[:, 0, :8], "silu")
-    assert not fused.gated(x[:, 0, :8], np.zeros((2, 4), half), "silu")
-    assert not fused.gated(x[:, 0], np.zeros((2, 16), half), "silu")
+    assert not fused.activated(x[:, 0], out[:, 0, :8], "silu")
+    assert not fused.activated(x[:, 0, :8], np.zeros((2, 4), half), "silu")
+    assert not fused.activated(x[:, 0], np.zeros((2, 16), half), "silu")
     assert not fused.gather_rows(table[:, :12], ids, np.zeros((2, 12), half))
     assert not fused.gather_rows(table, ids.astype(np.int64), np.zeros((2, 16), half))
     assert not fused.gather_rows(table, np.zeros(4, np.int32)[::2], np.zeros((2, 16), half))
@@ -280,7 +299,7 @@ def test_nothing_is_compiled_or_loaded_by_a_call_once_prepared(shim: ShimProgram
     for width in (64, 512, 1024, 2048):
         x = np.ones((1, width), np.float32)
         assert fused.rms_norm(x, x[0], 1e-5, np.empty_like(x))
-        assert fused.gated(x, np.empty((1, width // 2), np.float32), "gelu_tanh")
+        assert fused.activated(x, np.empty((1, width // 2), np.float32), "gelu_tanh")
     assert len(asked) == 1
 
 
@@ -329,6 +348,7 @@ def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: st
         "silu_mul": (4, 1),
         "gelu_tanh_mul": (4, 1),
         "clamped_mul": (4, 1),
+        "relu2": (2, 1),
         "sigmoid_mul": (2, 1),
         "sigmoid_mul_rows": (1, 1),
         "gather_rows": (1, 1),

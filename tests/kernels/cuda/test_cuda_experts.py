@@ -22,8 +22,9 @@ from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, ProductTile
 from headwise.kernels.experts import Mixture, Routing, route
+from headwise.kernels.fused import Activation, is_gated
 from headwise.runtime.ops.numpy_ops import NumpyOps
-from headwise.runtime.ops.stacked_experts import stack_experts
+from headwise.runtime.ops.stacked_experts import can_be_cut, stack_experts
 
 ERNIE = Routing(experts=8, per_token=3, norm_min=1e-12)
 V2 = Routing(8, 2, None, groups=4, groups_per_token=2, scale=16.0)
@@ -47,16 +48,16 @@ class Dense:
 
 @dataclass(frozen=True)
 class Mlp:
-    gate_up: Dense
+    into: Dense
     down: Dense
 
 
-def draw(rng: np.random.Generator, ops: NumpyOps, inner: int, has_bias: bool = False) -> Mlp:
+def draw(rng: np.random.Generator, ops: NumpyOps, inner: int, has_bias: bool = False, gated: bool = True) -> Mlp:
     def dense(rows: int, columns: int) -> Dense:
         weight = ops.linear_weight(rng.standard_normal((rows, columns), np.float32) * columns**-0.5)
         return Dense(weight, ops.linear_bias(rng.standard_normal(rows, np.float32)) if has_bias else None)
 
-    return Mlp(dense(2 * inner, HIDDEN), dense(HIDDEN, inner))
+    return Mlp(dense(2 * inner if gated else inner, HIDDEN), dense(HIDDEN, inner))
 
 
 def poisoned(shape: Any, dtype: Any) -> np.ndarray:
@@ -85,9 +86,9 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.rng, self.ops = np.random.default_rng(self.seed), NumpyOps(self.dtype)
-        count = self.mixture.routing.experts
-        self.routed = [draw(self.rng, self.ops, INNER, self.has_bias) for _ in range(count)]
-        self.beside = draw(self.rng, self.ops, INNER * self.shared) if self.shared else None
+        count, gated = self.mixture.routing.experts, is_gated(self.mixture.activation)
+        self.routed = [draw(self.rng, self.ops, INNER, self.has_bias, gated) for _ in range(count)]
+        self.beside = draw(self.rng, self.ops, INNER * self.shared, gated=gated) if self.shared else None
         self.stacked: StackedExperts = stack_experts(np, np.array, self.mixture, self.dtype, self.routed, self.beside)
 
     def tokens(self, count: int) -> np.ndarray:
@@ -118,7 +119,7 @@ def exact_of(mlp: Mlp) -> Mlp:
         bias = None if dense.bias is None else dense.bias.astype(np.float32)
         return Dense(dense.weight.astype(np.float32), bias)
 
-    return Mlp(wide(mlp.gate_up), wide(mlp.down))
+    return Mlp(wide(mlp.into), wide(mlp.down))
 
 
 def scenes() -> Iterator[Any]:
@@ -136,6 +137,12 @@ def scenes() -> Iterator[Any]:
     yield pytest.param(Scene(weighed, shared=1), id="llama-4")
     yield pytest.param(Scene(replace(weighed, activation="clamped"), has_bias=True, dtype="bfloat16"), id="weighed")
     yield pytest.param(Scene(Mixture(ERNIE, "silu"), shared=2, dtype="bfloat16"), id="bfloat16")
+    ungated = Mixture(replace(ERNIE, is_sigmoid=True, scale=2.5), "relu2", correction)
+    yield pytest.param(Scene(ungated, shared=2), id="without gates")
+    yield pytest.param(Scene(ungated, has_bias=True, dtype="bfloat16"), id="without gates, bfloat16 and biases")
+    squared = replace(weighed, activation="relu2")
+    yield pytest.param(Scene(squared, has_bias=True), id="without gates, weighed")
+    yield pytest.param(Scene(squared, dtype="float16"), id="without gates, float16")
     yield pytest.param(Scene(Mixture(ERNIE, "silu"), dtype="float16"), id="float16")
 
 
@@ -173,16 +180,17 @@ def test_a_token_without_numbers_spoils_no_other(routing: Routing) -> None:
     assert np.isnan(found[[1, 2]]).all(), "so that sampling tells of them"
 
 
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_shards_of_experts_add_up(ranks: int) -> None:
-    scene = Scene(Mixture(ERNIE, "silu"), shared=2)
+def test_shards_of_experts_add_up(ranks: int, activation: Activation) -> None:
+    scene = Scene(Mixture(ERNIE, activation), shared=2)
     x, logits, part = scene.tokens(20), scene.logits(20), INNER // ranks
 
     def shard(mlp: Mlp, rank: int) -> Mlp:
         inner = mlp.down.weight.shape[0]
         mine = np.arange(rank * inner // ranks, (rank + 1) * inner // ranks)
-        gate_up = mlp.gate_up.weight[:, np.concatenate([mine, inner + mine])]
-        return Mlp(Dense(gate_up), Dense(mlp.down.weight[mine]))
+        rows = np.concatenate([mine, inner + mine]) if is_gated(activation) else mine
+        return Mlp(Dense(mlp.into.weight[:, rows]), Dense(mlp.down.weight[mine]))
 
     total = np.zeros_like(x)
     for rank in range(ranks):
@@ -265,12 +273,23 @@ def test_what_is_not_served_is_refused_with_the_remedy() -> None:
         stack_experts(np, np.array, scene.mixture, "float32", scene.routed, draw(scene.rng, scene.ops, 50))
 
 
+def test_a_shared_expert_is_cut_where_it_is_made_of_others_and_stays_whole_elsewhere() -> None:
+    scene = Scene(Mixture(replace(ERNIE, per_token=8), "relu2"))
+    first, sizes = scene.routed[0], {INNER * 2: True, 50: False, INNER // 2: False, INNER * 24: True, INNER * 25: False}
+    for size, expected in sizes.items():
+        assert can_be_cut(np, scene.mixture, first, draw(scene.rng, scene.ops, size, gated=False)) is expected
+    with_bias = draw(scene.rng, scene.ops, INNER, has_bias=True, gated=False)
+    assert not can_be_cut(np, scene.mixture, first, with_bias)
+
+
 # ---- machine code ----
 
 ERNIE_21B = ExpertShape(Routing(64, 6, 1e-12), 2, 2560, 1536, "silu", "bfloat16")
 
 
 DEEPSEEK_V3 = Routing(256, 8, 1e-20, True, 8, 4, 2, 2.5)
+NEMOTRON_3 = ExpertShape(Routing(128, 6, 1e-20, True, scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
+"""Nano: without gates."""
 
 
 @pytest.mark.parametrize(("sm", "routing"), [*((sm, ERNIE_21B.routing) for sm in TARGETS), (90, DEEPSEEK_V3)], ids=repr)
@@ -280,8 +299,9 @@ def test_choosing_and_sorting_keep_all_in_registers(sm: int, routing: Routing) -
 
 def every_product() -> Iterator[Any]:
     """Of ERNIE-4.5-21B-A3B, as ``(sm, variant)``: each takes seconds to compile."""
-    for sm in TARGETS:
-        for variant in variants_of(ERNIE_21B, sm):
+    ungated = (variant for variant in variants_of(NEMOTRON_3, 90) if dict(variant.constants)["ACTIVATION"])
+    for sm, variants in (*((sm, variants_of(ERNIE_21B, sm)) for sm in TARGETS), (90, ungated)):
+        for variant in variants:
             sizes = dict(variant.constants)
             is_telling = sm == 90 and sizes["ACTIVATION"] and sizes["BLOCK_M"] != 64
             name = f"sm{sm}-{sizes['BLOCK_M']}-{sizes['ACTIVATION'] or 'down'}"

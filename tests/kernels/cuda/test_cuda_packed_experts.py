@@ -31,9 +31,10 @@ from headwise.kernels.cuda.packed_parts import columns_of
 from headwise.kernels.cuda.programs import Defines
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, ProductTile
 from headwise.kernels.experts import Mixture, Routing
+from headwise.kernels.fused import is_gated
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised
-from headwise.runtime.ops.stacked_experts import stack_experts
+from headwise.runtime.ops.stacked_experts import can_be_cut, stack_experts
 
 HIDDEN, INNER, EXPERTS = 128, 64, 4
 ROUTING = Routing(EXPERTS, 2, 1e-12)
@@ -84,7 +85,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Mlp:
-    gate_up: Linear
+    into: Linear
     down: Linear
 
 
@@ -98,12 +99,14 @@ def packed(matrix: GroupQuantised, dtype: str) -> PackedMatrix:
     return pack(matrix, dtype, np.array)
 
 
-def mlps(kind: Kind, dtype: str, shared: int, sizes: tuple[int, int] = (HIDDEN, INNER)) -> tuple[list[Mlp], list[Mlp]]:
+def mlps(
+    kind: Kind, dtype: str, shared: int, sizes: tuple[int, int] = (HIDDEN, INNER), gated: bool = True
+) -> tuple[list[Mlp], list[Mlp]]:
     """Experts as codes, and as the numbers that these mean; the shared one comes last."""
     rng, exact, (hidden, size) = np.random.default_rng(7), NumpyOps(), sizes
     coded, wide = [], []
     for expert, inner in enumerate([size] * EXPERTS + [size * shared] * bool(shared)):
-        pair = kind.draw(rng, 2 * inner, hidden, expert), kind.draw(rng, hidden, inner, expert)
+        pair = kind.draw(rng, 2 * inner if gated else inner, hidden, expert), kind.draw(rng, hidden, inner, expert)
         coded.append(Mlp(*(Linear(packed(one, dtype)) for one in pair)))
         wide.append(Mlp(*(Linear(exact.linear_weight(one)) for one in pair)))
     return coded, wide
@@ -126,12 +129,30 @@ def test_experts_of_codes_make_of_tokens_what_their_numbers_do(
     kind: str, dtype: str, shared: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_experts, "expert_tiles", lambda dtype, sm: SMALL)
-    mixture = Mixture(ROUTING, "silu")
+    assert_computed(kind, dtype, shared, count, Mixture(ROUTING, "silu"))
+
+
+@pytest.mark.parametrize("count", [3, 14])
+@pytest.mark.parametrize("weighs_input", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shared"),
+    [("awq", "float32", 2), ("int4", "bfloat16", 2), ("gptq 8", "float16", 0), ("fp8", "bfloat16", 2)],
+)
+def test_so_do_those_without_gates(
+    kind: str, dtype: str, shared: int, weighs_input: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_experts, "expert_tiles", lambda dtype, sm: SMALL)
+    assert_computed(kind, dtype, shared, count, Mixture(ROUTING, "relu2", weighs_input=weighs_input))
+
+
+def assert_computed(kind: str, dtype: str, shared: int, count: int, mixture: Mixture) -> None:
     hidden, inner = (144, 48) if kind == "odd halves" else (HIDDEN, INNER)
-    coded, wide = mlps(KINDS[kind], dtype, shared, (hidden, inner))
+    coded, wide = mlps(KINDS[kind], dtype, shared, (hidden, inner), is_gated(mixture.activation))
     experts = stack(mixture, dtype, coded, shared)
-    assert isinstance(experts.gate_up, PackedMatrix)
+    assert isinstance(experts.into, PackedMatrix)
     assert experts.shape.shared == shared
+    if shared:
+        assert can_be_cut(np, mixture, coded[0], coded[-1])
     rng, ops = np.random.default_rng(count), NumpyOps(dtype)
     x = ops.tensor(rng.standard_normal((count, hidden), np.float32))
     logits = ops.tensor(rng.standard_normal((count, EXPERTS), np.float32))
@@ -152,6 +173,17 @@ def test_experts_that_are_not_alike_are_refused_by_their_number() -> None:
     for unlike in (others[2], wide[2]):
         with pytest.raises(ConfigError, match=r"expert 2 of a layer is not quantised as .*: choose weights_dtype auto"):
             stack(mixture, "float32", [*coded[:2], unlike, coded[3]], 0)
+
+
+def test_a_shared_expert_of_other_codes_or_of_none_is_not_cut() -> None:
+    coded, wide = mlps(KINDS["int4"], "float32", 2)
+    others, _ = mlps(KINDS["gptq 8"], "float32", 2)
+    assert can_be_cut(np, Mixture(ROUTING, "silu"), coded[0], coded[-1])
+    for unlike in (others[-1], wide[-1], replace(coded[-1], down=wide[-1].down)):
+        assert not can_be_cut(np, Mixture(ROUTING, "silu"), coded[0], unlike)
+    wider = replace(KINDS["int4"], group=128).draw(np.random.default_rng(0), HIDDEN, 2 * INNER, 0)
+    cut_through = replace(coded[-1], down=Linear(packed(wider, "float32")))
+    assert not can_be_cut(np, Mixture(ROUTING, "silu"), coded[0], cut_through)
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8", "int8 by row"])
@@ -181,6 +213,7 @@ SERVED = {
     "gptq": with_codes(4, 128),
     "int8": with_codes(8, 32),
     "fp8": with_codes(8, 128, is_float=True),
+    "gptq without gates": replace(with_codes(4, 128), activation="relu2"),
 }
 
 
@@ -209,7 +242,8 @@ def every_program() -> Iterator[Any]:
         for sm in TARGETS:
             for source, defines in programs_of(shape):
                 if source == PACKED_SOURCE:
-                    marks = () if sm == 90 and name == "awq" else pytest.mark.soak
+                    is_telling = name == "awq" or defines["ACTIVATION"] == "Relu2"
+                    marks = () if sm == 90 and is_telling else pytest.mark.soak
                     yield pytest.param(sm, defines, id=f"{name}-sm{sm}-{defines['ACTIVATION']}", marks=marks)
 
 

@@ -135,9 +135,10 @@ def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
     given = {**ON_A_GPU, "weights_dtype": weights_dtype, "max_batched_tokens": 128}
     with LocalEngine(configuration(quantised, **given), EmulatedGpu(libraries, "float32", weights_dtype)) as gpu:
         layer = gpu._worker._model._layers[1]
-        experts = getattr(layer.mlp, "experts", None)
+        mixed = getattr(layer.mlp, "experts", None)
+        experts = mixed and mixed.stacked
         into = getattr(layer.attention, "into", layer.attention.out)  # which latent attention puts together of two
-        every = (into.weight, layer.attention.out.weight, *((experts.gate_up, experts.down) if experts else ()))
+        every = (into.weight, layer.attention.out.weight, *((experts.into, experts.down) if experts else ()))
         for weight in every:
             assert isinstance(weight, PackedMatrix)
             assert (weight.form.bits, weight.form.is_float) == {"int4": (4, False), "fp8": (8, True)}[weights_dtype]

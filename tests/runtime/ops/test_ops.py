@@ -155,8 +155,25 @@ def test_a_gated_weight_gives_the_activated_gate_times_the_rest(ops, activation:
         with np.errstate(over="ignore"):
             expected = gate / (1 + np.exp(-inner)) * up
     prepared = ops.gated_bias(bias) if has_bias else None
-    found = ops.numpy(ops.gated_linear(ops.tensor(x), ops.gated_weight(weight), prepared, activation))
+    found = ops.numpy(ops.activated_linear(ops.tensor(x), ops.gated_weight(weight), prepared, activation))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_without_a_gate_the_positive_outputs_of_a_weight_are_squared(ops, has_bias: bool) -> None:
+    x, weight, bias = 2 * normal(5, 24), normal(22, 24), normal(22) if has_bias else np.zeros(22, np.float32)
+    product = x.astype(np.float64) @ weight.T.astype(np.float64) + bias
+    prepared, given = ops.linear_weight(weight), ops.linear_bias(bias) if has_bias else None
+    found = ops.activated_linear(ops.tensor(x), prepared, given, "relu2")
+    np.testing.assert_allclose(ops.numpy(found), np.maximum(product, 0) ** 2, rtol=1e-4, atol=1e-3)
+    before = ops.unactivated_linear(ops.tensor(x), prepared, given)
+    np.testing.assert_allclose(ops.numpy(before), product, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(ops.numpy(ops.activated(before, "relu2")), ops.numpy(found), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_number_stays_so_where_it_is_squared(ops) -> None:
+    x = np.array([[np.nan, -np.inf, np.inf, -0.5, 0.5, 3.0, -1e30, 0.0]], np.float32)
+    np.testing.assert_array_equal(ops.numpy(ops.squared_relu(ops.tensor(x))), [[np.nan, 0, np.inf, 0, 0.25, 9, 0, 0]])
 
 
 def test_rows_by_index(ops) -> None:
