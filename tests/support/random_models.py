@@ -65,8 +65,7 @@ def random_weights(config: ModelConfig, prefix: str = "model.") -> DictWeights:
         "self_attn.k_proj": (kv, c.hidden_size),
         "self_attn.v_proj": (kv, c.hidden_size),
         "self_attn.o_proj": (c.hidden_size, q),
-        "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
-        "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+        **{f"mlp.{part}": (c.intermediate_size, c.hidden_size) for part in _into(c)},
         "mlp.down_proj": (c.hidden_size, c.intermediate_size),
     }
     norms = ["input_layernorm", "post_attention_layernorm"]
@@ -79,20 +78,25 @@ def random_weights(config: ModelConfig, prefix: str = "model.") -> DictWeights:
         shapes |= {f"{at}{name}.weight": (c.hidden_size,) for name in norms}
         shapes |= {f"{at}self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
         shapes |= {f"{at}self_attn.sinks": (c.num_heads,)} if c.sink_logits else {}
-        shapes |= _mixture(c.moe, c.hidden_size, f"{at}mlp.") if c.moe and layer in c.moe.layers else {}
+        shapes |= _mixture(c, c.moe, f"{at}mlp.") if c.moe and layer in c.moe.layers else {}
     shapes |= {f"{prefix}norm.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
     draw = np.random.default_rng(0)
     return DictWeights({name: draw.standard_normal(s, dtype=np.float32) * 0.2 for name, s in shapes.items()})
 
 
-def _mixture(moe: MoeConfig, hidden: int, at: str) -> dict[str, tuple[int, ...]]:
+def _into(config: ModelConfig) -> tuple[str, ...]:
+    return ("gate_proj", "up_proj") if config.mlp_gate else ("up_proj",)
+
+
+def _mixture(config: ModelConfig, moe: MoeConfig, at: str) -> dict[str, tuple[int, ...]]:
     """Of a router, its correction, experts and the shared one, by the names of any model."""
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {f"{at}moe_statics.e_score_correction_bias": (1, moe.num_experts)}
     for router in ("gate", "router"):
         shapes |= {f"{at}{router}.weight": (moe.num_experts, hidden), f"{at}{router}.bias": (moe.num_experts,)}
     sizes = {f"experts.{expert}": moe.expert_size for expert in range(moe.num_experts)}
     for name, size in {**sizes, "shared_experts": moe.shared_size}.items():
-        for part in ("gate_proj", "up_proj"):
+        for part in _into(config):
             shapes |= {f"{at}{name}.{part}.weight": (size, hidden), f"{at}{name}.{part}.bias": (size,)}
         shapes |= {f"{at}{name}.down_proj.weight": (hidden, size), f"{at}{name}.down_proj.bias": (hidden,)}
     return shapes

@@ -24,6 +24,7 @@ from headwise.kernels.cpu.decoder_records import ADDED, NORMED
 from headwise.kernels.cpu.records import place_of
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.models.base import Model, ModelConfig
+from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.quantised import GroupQuantised, quantise_int8
@@ -141,6 +142,27 @@ def assert_same_but_for_rounding(model: Model, kv_dtype: str, is_narrow: bool) -
 @pytest.mark.parametrize("name", [*MODELS, *TINY])
 def test_fused_layers_compute_what_layers_compute_one_by_one(name: str) -> None:
     assert_same_but_for_rounding(model_of(config_of(name), name=name), "float32", is_narrow=False)
+
+
+def without_gates(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """The config of such a model without gates; a shared expert is half as large again as the others."""
+    monkeypatch.setattr(Decoder, "activation", "relu2")
+    moe = config.moe and replace(config.moe, num_shared_experts=1, shared_expert_size=config.moe.expert_size * 3 // 2)
+    return replace(config, mlp_gate=False, moe=moe)
+
+
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "wide", "ernie_moe"])
+def test_fused_layers_without_gates_compute_what_layers_compute_one_by_one(
+    name: str, weights_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_groups = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    config = without_gates(model_config({**MODELS[name], **whole_groups}), monkeypatch)
+    model, is_narrow = model_of(config, weights_dtype), weights_dtype != "float32"
+    assert model._fused is not None
+    assert_same_but_for_rounding(model, "float32", is_narrow)
+    dense = model._layers[0].mlp
+    assert dense.into.weight.outputs == config.intermediate_size, "nothing stands for gates"
 
 
 FEW: tuple[Step, ...] = (

@@ -15,6 +15,9 @@ from support.gpu.paddle_on_the_host import cupy_on_the_host
 from support.tensor_operations import EVERY, NARROW, normal, rope
 
 from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.experts import Mixture, Routing
+from headwise.kernels.fused import Activation, is_gated
+from headwise.runtime.models.layers import DenseMlp, Linear
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.select import make_ops
@@ -174,6 +177,36 @@ def test_without_a_gate_the_positive_outputs_of_a_weight_are_squared(ops, has_bi
 def test_what_is_no_number_stays_so_where_it_is_squared(ops) -> None:
     x = np.array([[np.nan, -np.inf, np.inf, -0.5, 0.5, 3.0, -1e30, 0.0]], np.float32)
     np.testing.assert_array_equal(ops.numpy(ops.squared_relu(ops.tensor(x))), [[np.nan, 0, np.inf, 0, 0.25, 9, 0, 0]])
+
+
+@pytest.mark.parametrize("size", [64, 32, 40, 16])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts_and_a_shared_one_of_any_size(ops, activation: Activation, size: int, has_bias: bool) -> None:
+    """On a GPU it is cut into experts where it is as large as some, and has no bias; else it is computed by itself."""
+    mixture, exact = Mixture(Routing(4, 2, 1e-12, is_sigmoid=True), activation), NumpyOps()
+    x, logits = normal(9, 32), normal(9, 4)
+
+    def mlps(own: TensorOps) -> list[DenseMlp]:
+        rng, each = np.random.default_rng(3), 2 if is_gated(activation) else 1
+        prepare = (own.gated_weight, own.gated_bias) if is_gated(activation) else (own.linear_weight, own.linear_bias)
+
+        def linear(outputs: int, inputs: int, weight: Any, bias: Any) -> Linear:
+            values = rng.standard_normal((outputs, inputs + 1), np.float32) * np.float32(0.3)
+            own_bias = bias(np.ascontiguousarray(values[:, -1])) if has_bias else None
+            return Linear(weight(np.ascontiguousarray(values[:, :-1])), own_bias)
+
+        return [
+            DenseMlp(linear(each * inner, 32, *prepare), linear(32, inner, own.linear_weight, own.linear_bias))
+            for inner in (32, 32, 32, 32, size)
+        ]
+
+    found, expected = (
+        own.numpy(own.mix_experts(own.tensor(x), own.tensor(logits), own.experts(mixture, iter(every[:4]), every[4])))
+        for own in (ops, exact)
+        for every in (mlps(own),)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
 def test_rows_by_index(ops) -> None:
