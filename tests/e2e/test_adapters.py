@@ -30,10 +30,11 @@ SIZES = {"kv_cache": "24MiB", "max_model_len": 512, "cpu_threads": 1, "dtype": "
 
 MODELS = [
     *("qwen2", "qwen3", "gemma2", "phi3", "glm4", "cohere2", "olmo3", "smollm3", "qwen3-moe", "gpt-oss", "qwen3.5"),
-    "deepseek-v3",
+    *("deepseek-v3", "arcee"),
 ]
 """Biases, norms of heads, norms around, fused and interleaved projections, MLPs beside attention, whole norms, layers
-without positions, experts beside dense layers and alone, gated heads beside delta-nets, what heads over latents see."""
+without positions, experts beside dense layers and alone, gated heads beside delta-nets, what heads over latents see,
+MLPs without gates."""
 
 
 def judged(result: GenerationResult) -> list[int]:

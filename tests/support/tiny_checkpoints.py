@@ -181,6 +181,19 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
     ),
     "dots1": _config("Dots1ForCausalLM", "dots1", **_CORRECTED, attention_bias=True, norm_topk_prob=True, n_group=2),
     "smollm3": _config("SmolLM3ForCausalLM", "smollm3", head_dim=_ABSENT, hidden_size=256, no_rope_layer_interval=3),
+    "arcee": _config(
+        "ArceeForCausalLM",
+        "arcee",
+        mlp_bias=True,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+        },
+    ),
     "seed-oss": _config("SeedOssForCausalLM", "seed_oss", attention_bias=True, attention_out_bias=True),
     "ministral3": _config(
         "Ministral3ForCausalLM",
@@ -474,7 +487,7 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
 
 _NORMS_FROM_ONE = ("gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose norms are stored as distances from 1."""
-_SMALL_BIASES = ("glm4", "glm4_moe", "dots1", "seed_oss")
+_SMALL_BIASES = ("glm4", "glm4_moe", "dots1", "seed_oss", "arcee")
 """Model types whose biases leave what is projected its say."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from headwise.errors import ModelError
 from headwise.runtime.models import (
     afmoe,
+    arcee,
     cohere2,
     deepseek,
     deepseek_v32,
@@ -62,6 +63,7 @@ _MODELS = {
     **dict.fromkeys(mistral.ARCHITECTURES, _Entry(mistral.parse, mistral.Mistral)),
     mistral.MINISTRAL3: _Entry(mistral.parse_ministral3, mistral.Ministral3),
     mistral.MULTIMODAL: _Entry(mistral.parse_multimodal, mistral.Mistral),
+    arcee.ARCHITECTURE: _Entry(arcee.parse, arcee.Arcee),
     seed_oss.ARCHITECTURE: _Entry(seed_oss.parse, seed_oss.SeedOss),
     smollm3.ARCHITECTURE: _Entry(smollm3.parse, smollm3.SmolLM3),
     gemma2.ARCHITECTURE: _Entry(gemma2.parse, gemma2.Gemma2),
