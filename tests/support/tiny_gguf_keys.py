@@ -32,7 +32,9 @@ def model_keys(config: Config, architecture: str) -> dict[str, Any]:
 
 
 _EPS = {
-    **dict.fromkeys(("llama", "gpt-oss", "ernie4_5", "ernie4_5-moe", "olmo2", "exaone4", "mistral3", "cohere2"), 1e-5),
+    **dict.fromkeys(
+        ("llama", "gpt-oss", "ernie4_5", "ernie4_5-moe", "olmo2", "exaone4", "mistral3", "cohere2", "arcee"), 1e-5
+    ),
     "glm4": 1.5625e-7,
 }
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -272,6 +274,7 @@ _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "glm4moe": _glm4_moe,
     "qwen2moe": _qwen2_moe,
     "smollm3": _llama,
+    "arcee": _llama,
     "minimax-m2": _minimax,
     "olmo2": _windows,
     "exaone4": _windows,

@@ -117,6 +117,7 @@ TINY_GGUFS: Mapping[str, TinyGguf] = {
     "glm4-moe": TinyGguf("glm4moe", "glm4-moe"),
     "glm4-moe-lite": TinyGguf("deepseek2", "glm4-moe-lite"),
     "seed-oss": TinyGguf("seed_oss", "seed-oss"),
+    "arcee": TinyGguf("arcee", "arcee"),
     "qwen2-moe": TinyGguf("qwen2moe", "qwen2-moe", _EVERY_LAYER, {1: 0}),
     "smollm3": TinyGguf("smollm3", "smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}, {3: 2}),
     "minimax-m2": TinyGguf("minimax-m2", "minimax-m2"),
@@ -173,7 +174,9 @@ JUDGED_GGUFS: Mapping[str, TinyGguf] = {
         like={layer: layer % 4 for layer in range(4, _EXAONE_LAYERS)},
     ),
     "qwen2-moe": replace(TINY_GGUFS["qwen2-moe"], changes={**_EVERY_LAYER, **_NARROW}, sizes=_NARROW_SIZES),
-    # and what comes from attention has no bias.
+    # MLPs without a gate have no bias,
+    "arcee": replace(TINY_GGUFS["arcee"], changes={"mlp_bias": False}, without=("_proj.bias",)),
+    # and what comes from attention has none.
     "seed-oss": replace(TINY_GGUFS["seed-oss"], changes={"attention_out_bias": False}, without=("o_proj.bias",)),
     "dots1": replace(
         TINY_GGUFS["dots1"],
@@ -383,7 +386,7 @@ def _stacked(weights: Weights) -> dict[str, np.ndarray]:
     return found | {name: np.stack([each[at] for at in range(len(each))]) for name, each in experts.items()}
 
 
-_NEIGHBOURS = ("mixtral", "smollm3", "ministral3", "granite", "granitemoe", "granitemoehybrid")
+_NEIGHBOURS = ("mixtral", "arcee", "smollm3", "ministral3", "granite", "granitemoe", "granitemoehybrid")
 """Model types whose queries and keys converters reorder."""
 
 

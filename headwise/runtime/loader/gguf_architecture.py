@@ -66,6 +66,8 @@ ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
 DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _JOINED = "ffn_gate_up_exps"
+_GATES = ("ffn_gate", "ffn_gate_exps", "ffn_gate_shexp")
+"""Which MLPs lack whose activation is of one product alone."""
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -93,7 +95,8 @@ def experts_at(
 def feed_forward(config: ModelConfig, layer: int, shared: Iterable[str] = ()) -> tuple[str, ...]:
     """What a layer needs for its MLP, or its experts. shared: besides, where there are experts"""
     has_experts = config.moe is not None and layer in config.moe.layers
-    return ("ffn_gate_inp", *EXPERTS, *shared) if has_experts else DENSE
+    needed = ("ffn_gate_inp", *EXPERTS, *shared) if has_experts else DENSE
+    return needed if config.mlp_gate else tuple(name for name in needed if name not in _GATES)
 
 
 def as_llama(config: ModelConfig, layer: int) -> tuple[str, ...]:

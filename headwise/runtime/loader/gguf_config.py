@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.gguf_afmoe import AFMOE
+from headwise.runtime.loader.gguf_arcee import ARCEE
 from headwise.runtime.loader.gguf_architecture import GLOBAL_NAMES, Architecture, Config
 from headwise.runtime.loader.gguf_cohere import COHERE
 from headwise.runtime.loader.gguf_delta import DELTA
@@ -47,6 +48,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **DELTA,
     **GLM,
     **SEED_OSS,
+    **ARCEE,
     **GRANITE,
     **SMOLLM3,
     **MINIMAX,

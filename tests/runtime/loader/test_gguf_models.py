@@ -436,6 +436,7 @@ class Stages(SilentProgress):
         ("glm4", "blk.1.ffn_up.weight"),
         ("glm4-moe", "blk.2.exp_probs_b.bias"),
         ("seed-oss", "blk.0.post_attention_norm.weight"),
+        ("arcee", "blk.1.ffn_up.weight"),
         ("qwen2-moe", "blk.0.ffn_gate_inp_shexp.weight"),
         ("smollm3", "blk.3.attn_k.weight"),
         ("minimax-m2", "blk.1.attn_q_norm.weight"),

@@ -82,6 +82,7 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
         ("granite-hybrid-ssm", {"time_step_limit": "none"}, "'time_step_limit' is 'none', which cannot be served"),
         ("granite-hybrid-moe", {"shared_intermediate_size": 65}, "'shared_intermediate_size' 65 is no multiple of the"),
         ("smollm3", {"no_rope_layers": [1, 2, 1]}, "'no_rope_layers' must be a 0 or 1 for 3 layers"),
+        ("arcee", {"hidden_act": "silu"}, "ArceeForCausalLM is served with the activation 'relu2' only, got 'silu'"),
         ("seed-oss", {"attention_out_bias": "no"}, "'attention_out_bias' must be true or false, got 'no'"),
         (
             "ministral3",
