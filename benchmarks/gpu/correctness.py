@@ -404,7 +404,8 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
 
 
 OWN_OPS = (
-    "embedding", "rms_norm", "add_rms_norm", "add_rms_norm_bias", "silu_mul", "gelu_tanh_mul", "mix_experts", "greedy",
+    "embedding", "rms_norm", "add_rms_norm", "add_rms_norm_bias", "silu_mul", "gelu_tanh_mul", "squared_relu",
+    "mix_experts", "mix_experts_without_gates", "greedy",
 )  # fmt: skip
 """Operations whose kernels are not CuPy's, or some library's."""
 
@@ -458,9 +459,15 @@ def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, An
     )
     yield "silu_mul", lambda: ops.numpy(ops.silu_mul(ops.tensor(wide)))
     yield "gelu_tanh_mul", lambda: ops.numpy(ops.gelu_tanh_mul(ops.tensor(wide)))
+    yield "squared_relu", lambda: ops.numpy(ops.squared_relu(ops.tensor(wide)))
     yield "scatter_add_rows", scattered
     up, down, logits = 0.1 * draw(7, 64, 128), 0.1 * draw(7, 128, 32), draw(37, 6)
-    yield "mix_experts", lambda: ops.numpy(ops.mix_experts(x, ops.tensor(logits), experts_of(ops, [*up], [*down])))
+
+    def mixed(*of: Any) -> Any:
+        return ops.numpy(ops.mix_experts(x, ops.tensor(logits), experts_of(ops, *of)))
+
+    yield "mix_experts", lambda: mixed([*up], [*down])
+    yield "mix_experts_without_gates", lambda: mixed([*up[:, :32]], [*down], "relu2")
     yield "greedy", lambda: np.stack([ops.host(part).astype(np.float32) for part in ops.greedy(x)])
 
 
