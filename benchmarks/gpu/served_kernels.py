@@ -22,6 +22,8 @@ TMA = "prefill by TMA"
 
 ERNIE_21B = ExpertShape(Routing(64, 6, 1e-12), 2, 2560, 1536, "silu", "bfloat16")
 QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
+NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, True, scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
+"""Without gates."""
 QWEN3_NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
 
 
@@ -69,13 +71,14 @@ def _attention(sm: int) -> Iterator[tuple[Served, Variant]]:
 
 def _experts(sm: int) -> Iterator[tuple[Served, Variant]]:
     """Those of codes on one card: `make soak` has the others."""
-    mixtures = {"bfloat16": ERNIE_21B}
+    mixtures = [("bfloat16", ERNIE_21B), ("bfloat16", NEMOTRON_3_NANO)]
     if sm == 90:
-        mixtures |= {"fp8": _with_codes(8, is_float=True), "int4 with minima": _with_codes(4, has_minimum=True)}
-    for numbers, shape in mixtures.items():
+        mixtures += [("fp8", _with_codes(8, is_float=True)), ("int4 with minima", _with_codes(4, has_minimum=True))]
+    for numbers, shape in mixtures:
         for variant in experts.variants_of(shape, sm):
             sizes = dict(variant.constants)
-            name = f"{sizes['BLOCK_M']} rows, {'gate and up' if sizes['ACTIVATION'] else 'down'}"
+            into = "gate and up" if sizes["GATED"] else "up"
+            name = f"{sizes['BLOCK_M']} rows, {into if sizes['ACTIVATION'] else 'down'}"
             yield Served(sm, f"experts of {shape.inner}", numbers, name), variant
 
 
