@@ -214,7 +214,12 @@ def _parser() -> argparse.ArgumentParser:
     mixture = parser.add_argument_group("mixture of experts", "of a model that has one")
     mixture.add_argument("--experts", type=int, help="to choose from")
     mixture.add_argument("--experts-per-token", type=int, default=1)
-    mixture.add_argument("--shared-experts", type=int, default=0, help="of the same size, for every token (default: 0)")
+    mixture.add_argument(
+        "--shared-experts",
+        type=int,
+        default=0,
+        help="for every token; one as large as several counts as those (default: 0)",
+    )
     mixture.add_argument("--expert-size", type=int, help="intermediate size of an expert, on one rank")
     mixture.add_argument("--activation", choices=get_args(Activation), default="silu")
     mixture.add_argument("--expert-biases", action="store_true", help="projections have biases")

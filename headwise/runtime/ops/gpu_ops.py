@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -50,6 +49,12 @@ def _has_dense_rows(array: Array) -> bool:
             return False
         apart *= shape[axis]
     return len(shape) > 1 and shape[0] > 0
+
+
+def _put_back(taken: list[MlpWeights], remaining: Iterator[MlpWeights]) -> Iterator[MlpWeights]:
+    """All of them, none of which is kept here: experts are given up one by one as they are stacked."""
+    yield taken.pop()
+    yield from remaining
 
 
 @dataclass(frozen=True)
@@ -208,9 +213,9 @@ class GpuOps(ArrayOps):
         remaining = iter(routed)
         first = next(remaining)
         is_beside = shared is not None and not can_be_cut(self.xp, mixture, first, shared)
-        every, cut = chain([first], remaining), None if is_beside else shared
-        del first  # who stacks gives each up before it takes the next
-        stacked = stack_experts(self.xp, self.upload, mixture, self.dtype.name, every, cut)
+        every = _put_back([first], remaining)
+        del first
+        stacked = stack_experts(self.xp, self.upload, mixture, self.dtype.name, every, None if is_beside else shared)
         self._experts.prepare(stacked.shape)
         return GpuExperts(stacked, shared if is_beside else None)
 

@@ -366,8 +366,13 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     mixture = ["--experts", "64", "--experts-per-token", "6", "--shared-experts", "2", "--expert-size", "1536"]
     monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *mixture, "--hidden-size", "2560"])
-    more = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
+    gated = capsys.readouterr().out.splitlines()
+    more = [Path(line).name.split("-sm90")[0] for line in gated]
     assert sorted(set(more) - set(sources)) == ["experts", "multiply_experts"]
+    ungated = [*model, *mixture, "--hidden-size", "2560", "--activation", "relu2"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *ungated])
+    own = {Path(line).name.split("-sm90")[0] for line in {*capsys.readouterr().out.splitlines()} - {*gated}}
+    assert own == {"multiply_experts"}, "the first products are others, what chooses experts is the same"
     delta = ["--delta-key-heads", "16", "--delta-value-heads", "32", "--tp-size"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *delta, "2"])
     nets = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -207,6 +208,26 @@ def test_experts_and_a_shared_one_of_any_size(ops, activation: Activation, size:
         for every in (mlps(own),)
     )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("size", [32, 40])
+def test_experts_on_a_gpu_are_given_up_before_the_next_is_taken(size: int) -> None:
+    ops, rng, taken = EmulatedOps("float32", ShimPrograms()), np.random.default_rng(0), []
+
+    def mlp(inner: int) -> DenseMlp:
+        into, down = (ops.linear_weight(rng.standard_normal(shape, np.float32)) for shape in ((inner, 32), (32, inner)))
+        return DenseMlp(Linear(into), Linear(down))
+
+    def routed() -> Iterator[DenseMlp]:
+        for _ in range(4):
+            assert [reference() is None for reference in taken[:-1]] == [True] * len(taken[:-1])
+            made = mlp(32)
+            taken.append(weakref.ref(made.into.weight.base))
+            yield made
+            del made
+
+    ops.experts(Mixture(Routing(4, 2, None), "relu2"), routed(), mlp(size))
+    assert len(taken) == 4
 
 
 def test_rows_by_index(ops) -> None:
