@@ -10,9 +10,10 @@ from support.engine.dense_oracle import run_rank, run_ranks
 from support.reference import CLOSE, Answer, answers
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
+from headwise.kernels.fused import is_gated
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
-from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.registry import _MODELS, model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.comm import SingleRank
 
@@ -76,3 +77,9 @@ def test_ranks_together_compute_the_same(name: str, size: int) -> None:
     assert valid_tp_sizes(parsed(name)) == sizes_of(name)
     answer, ids = everything(name)
     assert_right(answer, run_ranks(parsed(name), Checkpoint(checkpoint(name)), size, ids)[0])
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_a_config_says_that_mlps_have_a_gate_where_their_activation_is_of_one(name: str) -> None:
+    config = parsed(name)
+    assert config.mlp_gate == is_gated(_MODELS[config.architecture].model.activation)
