@@ -100,7 +100,7 @@ def weights_of(config: ModelConfig) -> Weights:
     return Weights(
         dense=attention * config.num_layers
         + mlp * (config.num_layers - moe_layers)
-        + (moe.num_shared_experts * expert + hidden * moe.num_experts) * moe_layers,
+        + (3 * hidden * moe.shared_size + hidden * moe.num_experts) * moe_layers,
         head=head,
         embedding=embedding,
         expert=expert,

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
@@ -104,12 +103,7 @@ def _with_head_dim(config: HfConfig) -> HfConfig:
 def _with_shared(decoder: ModelConfig, size: int) -> ModelConfig:
     moe = decoder.moe
     assert moe is not None, "made so"
-    if size % moe.expert_size:
-        raise ModelError(
-            f"config.json: 'shared_intermediate_size' {size} is no multiple of the experts' 'intermediate_size' "
-            f"{moe.expert_size}, which cannot be served"
-        )
-    return replace(decoder, moe=replace(moe, num_shared_experts=size // moe.expert_size))
+    return replace(decoder, moe=replace(moe, num_shared_experts=1, shared_expert_size=size))
 
 
 def _scaled(config: HfConfig, decoder: ModelConfig) -> GraniteConfig:
@@ -153,11 +147,8 @@ class GraniteHybrid(StateSpaceDecoder, GraniteMoe):
     shared_name: ClassVar[str] = "shared_mlp"
 
     def view(self, weights: Weights) -> Weights:
-        size = (
-            self.config.intermediate_size
-            if self.config.moe is None
-            else self.config.moe.expert_size * self.config.moe.num_shared_experts
-        )
+        moe = self.config.moe
+        size = self.config.intermediate_size if moe is None else moe.shared_size
         return _SharedMlp(_JoinedExperts(weights), size)
 
     def load_mlp(self, layer: int, at: str) -> Any:
