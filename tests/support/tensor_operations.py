@@ -42,6 +42,10 @@ def rms_norm_of_heads(ops: Any) -> Any:
     return ops.rms_norm(ops.tensor(HEADS)[:, 1:4], ops.norm_weight(WEIGHT[0, :8]), 1e-5)
 
 
+def rms_norm_of_heads_of_their_own(ops: Any) -> Any:
+    return ops.rms_norm(ops.tensor(HEADS)[:, 1:4], ops.norm_weight(WEIGHT[1:4, :8]), 1e-5)
+
+
 def rope(ops: Any) -> Any:
     angles = ops.rotation(ops.upload(int32(0, 1, 500, 99999)), ops.upload(FREQUENCIES))
     return ops.rope(ops.tensor(HEADS)[:, 2:], *angles)
@@ -109,6 +113,7 @@ NARROW: list[Callable[[Any], Any]] = [
     scaled_embedding,
     rms_norm,
     rms_norm_of_heads,
+    rms_norm_of_heads_of_their_own,
     rope,
     scaled_rope,
     gelu_tanh_mul,

@@ -15,13 +15,13 @@
 // ---- RMS norm ----
 
 // x:       [tokens, heads, vectors]; its strides are bytes from token to token and from head to head
-// weight:  of one row
+// weight:  of one row, or of each head: its stride is floats from head to head, 0 where they share one
 // out:     [tokens, heads, vectors]; may be x, if that has no gaps
 // group:   threads of a row, a power of two: at most a warp, or the whole block. HELD * group >= vectors.
 // grid:    the rows, tokens * heads, by blockDim.x / group of them
 extern "C" __global__ void rms_norm(
     const char* x, const float* __restrict__ weight, char* out, long long token_stride, long long head_stride,
-    int rows, int heads, int vectors, int group, float eps)
+    int weight_stride, int rows, int heads, int vectors, int group, float eps)
 {
     let_next_begin();
     wait_for_earlier();
@@ -34,7 +34,8 @@ extern "C" __global__ void rms_norm(
         const int vector = i * group + at;
         if (here && vector < vectors) held[i] = load(from + vector * VECTOR);
     }
-    norm_row(held, weight, out + static_cast<long long>(row) * vectors * VECTOR, here, vectors, group, eps);
+    const float* its_weight = weight + row % heads * weight_stride;
+    norm_row(held, its_weight, out + static_cast<long long>(row) * vectors * VECTOR, here, vectors, group, eps);
 }
 
 // As rms_norm, of sum = x + addend, or of x + (addend + bias), each sum rounded.

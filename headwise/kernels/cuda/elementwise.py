@@ -82,19 +82,24 @@ class CudaElementwise:
         )
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> bool:
-        """``out = x / sqrt(mean(x**2, -1) + eps) * weight`` for ``x [T, N]`` or ``[T, H, D]``, ``weight`` float32.
+        """``out = x / sqrt(mean(x**2, -1) + eps) * weight`` for ``x [T, N]`` or ``[T, H, N]``, ``weight`` float32.
 
-        ``out`` may be ``x``.
+        ``weight [N]``, or ``[H, N]`` of each head its own. ``out`` may be ``x``.
         """
         vectors = x.shape[-1] * x.dtype.itemsize // VECTOR_BYTES
         heads = x.shape[1] if len(x.shape) == 3 else 1
         rows = x.shape[0] * heads
         group = _norm_group(vectors)
+        is_of_heads = len(weight.shape) == 2
         if (
             vectors > HELD * group
             or rows * group > MOST_THREADS
             or out.shape != x.shape
-            or not (_in_vectors(x) and is_dense(weight, x.shape[-1:]) and is_dense(out, out.shape, x.dtype))
+            or not (
+                _in_vectors(x)
+                and is_dense(weight, x.shape[1 if is_of_heads else -1 :])
+                and is_dense(out, x.shape, x.dtype)
+            )
         ):
             return False
         threads = max(group, THREADS)
@@ -102,7 +107,7 @@ class CudaElementwise:
             _grid(rows * group, threads),
             (
                 *addresses_of(x, weight, out), x.strides[0], x.strides[1] if heads > 1 else 0,
-                rows, heads, vectors, group, eps,
+                x.shape[-1] if is_of_heads else 0, rows, heads, vectors, group, eps,
             ),
         )  # fmt: skip
         return True

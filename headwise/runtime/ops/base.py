@@ -181,7 +181,10 @@ class TensorOps(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last axis; ``x`` may be ``[T, N]`` or ``[T, H, D]``."""
+        """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last axis; ``x`` may be ``[T, N]`` or ``[T, H, N]``.
+
+        ``weight [N]``, or with ``x [T, H, N]`` ``[H, N]``: each head its own.
+        """
 
     def add_rms_norm(
         self, x: Tensor, addend: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None

@@ -21,10 +21,18 @@ FUSED_ON_CPU: bool = all(
 def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, eps: float, *, fused: bool = FUSED_ON_CPU) -> paddle.Tensor:
     """``x / sqrt(mean(x * x) + eps) * weight`` over the last axis; both of one dtype.
 
-    fused: by Paddle's kernel, a fifth of the time, where ``x`` is on a CPU; on a GPU it always is
+    weight: ``[N]``, or ``[H, N]`` for an ``x [T, H, N]``
+    fused:  by Paddle's kernel, a fifth of the time, where ``x`` is on a CPU; on a GPU it always is
     """
     if fused or not x.place.is_cpu_place():
-        normed: paddle.Tensor = _fused.fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
-        return normed
+        if len(weight.shape) == 1:
+            return _normed(x, weight, eps)
+        # Paddle's kernel has one weight for all rows.
+        return _normed(x, paddle.ones(weight.shape[-1:], weight.dtype), eps) * weight
     composed: paddle.Tensor = x * _untyped.rsqrt(_untyped.mean(x * x, axis=-1, keepdim=True) + eps) * weight
     return composed
+
+
+def _normed(x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+    normed: paddle.Tensor = _fused.fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
+    return normed

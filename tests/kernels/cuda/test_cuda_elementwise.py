@@ -119,11 +119,10 @@ def test_heads_of_a_fused_projection_are_normed(
     dim = 2 * vector(dtype) * data.draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 20]))
     tokens, heads, first, rest = (data.draw(st.integers(low, high)) for low, high in ((1, 6), (1, 5), (0, 3), (0, 2)))
     x = numbers(rng, (tokens, first + heads + rest, dim), dtype)[:, first : first + heads]
-    fused, out = CudaElementwise(shim), Guarded(x.shape, x.dtype)
-
-    weight = rng.standard_normal(dim, dtype=np.float32)
-    assert fused.rms_norm(x, weight, 1e-6, out.array)
-    rounded_once(out.checked(), NumpyOps().rms_norm(wide(x), weight, 1e-6))
+    for weight_shape in ((dim,), (heads, dim)):
+        out, weight = Guarded(x.shape, x.dtype), rng.standard_normal(weight_shape, dtype=np.float32)
+        assert CudaElementwise(shim).rms_norm(x, weight, 1e-6, out.array)
+        rounded_once(out.checked(), NumpyOps().rms_norm(wide(x), weight, 1e-6))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
@@ -222,6 +221,8 @@ def test_any_shape_is_computed_fused_or_not(
     for gate in (flat[::-1], flat[:, :1]):
         rounded_once(ops.sigmoid_mul(whole, gate), truth.sigmoid_mul(wide(whole), wide(gate)))
     heads = numbers(rng, (tokens, 3 + first % 2, 2 * size), dtype)[:, first % 2 :]
+    weights = np.stack([weight, weight[::-1], -weight])
+    rounded_once(ops.rms_norm(heads, weights, 1e-5), truth.rms_norm(wide(heads), weights, 1e-5))
     angles = rng.standard_normal((tokens, 1, size), dtype=np.float32)
     turn = np.cos(angles), np.sin(angles)
     rounded_once(ops.rope(heads, *turn), truth.rope(wide(heads), *turn))
@@ -265,6 +266,8 @@ def test_what_is_not_in_vectors_is_left_to_others(shim: ShimPrograms) -> None:
     assert not fused.rms_norm(np.ones((2, 3, 20), half)[..., :16], weight, 1e-5, out)
     assert not fused.rms_norm(x, weight.astype(half), 1e-5, out)
     assert not fused.rms_norm(x, weight[:8], 1e-5, out)
+    assert not fused.rms_norm(x, np.ones((2, 16), np.float32), 1e-5, out)
+    assert not fused.rms_norm(x[:, 0].copy(), np.ones((2, 16), np.float32), 1e-5, out[:, 0].copy())
     assert not fused.rms_norm(x, weight, 1e-5, np.zeros((2, 3, 32), half)[..., :16])
     assert not fused.rms_norm(x, weight, 1e-5, out[:1])
     assert not fused.rms_norm(x, weight, 1e-5, out.astype(np.float32))

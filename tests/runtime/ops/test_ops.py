@@ -78,9 +78,12 @@ def test_a_tied_weight_is_rows_of_the_embedding(ops) -> None:
     close(ops, ops.linear(ops.tensor(x), part), expected[:, 2:7])
 
 
-@pytest.mark.parametrize("shape", [(3, 16), (2, 5, 16), (40, 1024), (40, 4, 512)])
-def test_rms_norm_is_over_the_last_axis(ops, shape) -> None:
-    x, weight = normal(*shape), normal(shape[-1])
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [((3, 16), ()), ((2, 5, 16), ()), ((40, 1024), ()), ((40, 4, 512), ()), ((2, 5, 16), (5,)), ((40, 4, 512), (4,))],
+)
+def test_rms_norm_is_over_the_last_axis_with_one_weight_or_one_of_each_head(ops, shape, heads) -> None:
+    x, weight = normal(*shape), normal(*heads, shape[-1])
     wide = x.astype(np.float64)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight
     close(ops, ops.rms_norm(ops.tensor(x), ops.norm_weight(weight), 1e-5), expected)
@@ -92,11 +95,12 @@ def test_paddle_norms_without_its_kernel_on_cpus_that_cannot_run_it() -> None:
     paddle.set_device("cpu")
     from headwise.runtime.ops.paddle_norm import FUSED_ON_CPU, rms_norm
 
-    x, weight = normal(40, 4, 512), normal(512)
-    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
-    for fused in {False, FUSED_ON_CPU}:
-        normed = rms_norm(paddle.to_tensor(x), paddle.to_tensor(weight), 1e-5, fused=fused).numpy()
-        np.testing.assert_allclose(normed, expected, rtol=2e-5, atol=2e-5)
+    x = normal(40, 4, 512)
+    for weight in (normal(512), normal(4, 512)):
+        expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+        for fused in {False, FUSED_ON_CPU}:
+            normed = rms_norm(paddle.to_tensor(x), paddle.to_tensor(weight), 1e-5, fused=fused).numpy()
+            np.testing.assert_allclose(normed, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(3, 16), (40, 1024)])
