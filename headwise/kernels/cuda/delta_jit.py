@@ -21,123 +21,27 @@ A program reads what it will overwrite before a barrier, and writes behind it: s
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-NEVER = tl.constexpr(1 << 30)
-"""More tiles than there are."""
-
-SEARCHED = tl.constexpr(128)
-"""Sequences looked at at once when a program finds its own."""
+from headwise.kernels.cuda.states_jit import (
+    NEVER,
+    convolved,
+    find_chunk,
+    keep_inputs,
+    member_at,
+    product,
+    sigmoid,
+    softplus,
+    source_of,
+    span_of,
+    table_of,
+)
 
 NORM_EPS = tl.constexpr(1e-6)
 """`headwise.kernels.delta_base.NORM_EPS`"""
 
-COPIED = tl.constexpr(128)
-"""Channels whose last inputs are kept at once."""
-
-
-@JITFunction
-def sigmoid(x):
-    small = tl.exp(-tl.abs(x))  # which does not overflow
-    return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
-
 
 @JITFunction
 def decay_of(x, speed, bias):
-    """``-speed * softplus(x + bias)``, without overflow."""
-    x += bias
-    return -speed * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
-
-
-@JITFunction
-def span_of(cu_seqlens_q, seq_lens, sequence):
-    """(first row, tokens, position of the first) of a sequence in the step."""
-    begin = tl.load(cu_seqlens_q + sequence)
-    count = tl.load(cu_seqlens_q + sequence + 1) - begin
-    return begin, count, tl.load(seq_lens + sequence) - count
-
-
-@JITFunction
-def find_chunk(cu_seqlens_q, batch, tile, CHUNK: tl.constexpr):
-    """(sequence, which of its chunks in the step) of the ``tile``-th tile of the batch.
-
-    Sequence ``i`` owns the tiles from ``cu_seqlens_q[i] // CHUNK + 2 * i`` on: enough for its tokens wherever in a
-    chunk they begin and end. Tiles left over begin behind their sequence's last token.
-    """
-    sequence = -1
-    for at in range(0, batch, SEARCHED):
-        index = at + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens_q + index, mask=index < batch, other=NEVER) // CHUNK + 2 * index
-        sequence += tl.sum(((begins <= tile) & (index < batch)).to(tl.int32))
-    return sequence, tile - tl.load(cu_seqlens_q + sequence) // CHUNK - 2 * sequence
-
-
-@JITFunction
-def table_of(block_tables, head_group, sequence, head, groups, max_blocks):
-    """A sequence's row of the block tables, of a head's group."""
-    return block_tables + (sequence * groups + tl.load(head_group + head)).to(tl.int64) * max_blocks
-
-
-@JITFunction
-def source_of(table, start, end, BLOCK_SIZE: tl.constexpr):
-    """The block of the state before position ``start``; -1: it is 0."""
-    left = tl.load(table + tl.maximum(start - 1, 0) // BLOCK_SIZE)
-    moved = tl.load(table + (end - 1) // BLOCK_SIZE)
-    return tl.where(start > 0, tl.where(left >= 0, left, moved), -1)
-
-
-@JITFunction
-def member_at(arena, block, head_slot, head, block_bytes, slot_bytes):
-    """Where a head's states are in a block."""
-    slot = tl.load(head_slot + head).to(tl.int64)
-    return arena + tl.maximum(block, 0).to(tl.int64) * (block_bytes // 4) + slot * (slot_bytes // 4)
-
-
-@JITFunction
-def convolved(
-    inputs, weights, old, earliest, tokens, begin, channel, here,
-    ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """SiLU of the causal convolution of the channels ``channel [1, N]`` at the step's ``tokens [M, 1]``, where ``here
-    [M, N]`` says so. ``old``: the inputs before the step's first token, of tokens from ``earliest`` on."""
-    total = tl.zeros(here.shape, tl.float32)
-    for tap in tl.static_range(WIDTH):
-        back = tokens + (tap - (WIDTH - 1))
-        fresh = tl.load(inputs + (begin + back).to(tl.int64) * ROW + channel, mask=here & (back >= 0), other=0.0)
-        value = fresh.to(tl.float32)
-        if tap < WIDTH - 1:
-            before = here & (back < 0) & (back >= earliest)
-            value += tl.load(old + (back + (WIDTH - 1)) * CHANNELS + channel, mask=before, other=0.0)
-        weight = tl.load(weights + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
-        total += weight * value
-    return total * sigmoid(total)
-
-
-@JITFunction
-def keep_inputs(
-    new, old, earliest, inputs, begin, taken,
-    ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """The last inputs behind ``taken`` of the step's tokens. ``new`` may be ``old``: rows are read before they are
-    written, by the thread that has the channel."""
-    for first in range(0, CHANNELS, COPIED):
-        channel = first + tl.arange(0, COPIED)
-        for row in tl.static_range(WIDTH - 1):
-            back = taken - (WIDTH - 1) + row
-            at = inputs + (begin + back).to(tl.int64) * ROW + channel
-            fresh = tl.load(at, mask=channel < tl.where(back >= 0, CHANNELS, 0), other=0.0).to(tl.float32)
-            before = channel < tl.where((back < 0) & (back >= earliest), CHANNELS, 0)
-            fresh += tl.load(old + (back + (WIDTH - 1)) * CHANNELS + channel, mask=before, other=0.0)
-            tl.store(new + row * CHANNELS + channel, fresh, mask=channel < CHANNELS)
-
-
-@JITFunction
-def product(left, right, PRECISION: tl.constexpr):
-    """``left @ right``, which is float32. Of two bytes a number, ``left`` is multiplied as it is with ``right`` in two
-    parts of as many: tensor cores take it from shared memory, and of ``right`` twice a part's bits are kept."""
-    if left.dtype == tl.float32:
-        return tl.dot(left, right, input_precision=PRECISION)
-    high = right.to(left.dtype)
-    low = (right - high.to(tl.float32)).to(left.dtype)
-    return tl.dot(left, low, tl.dot(left, high))
+    return -speed * softplus(x + bias)
 
 
 @JITFunction
@@ -180,10 +84,12 @@ def step(
     weights = convolution + head * (WIDTH * CHANNELS)
     token = tl.zeros([1, 1], tl.int32)
     query = convolved(
-        inputs, weights, old, earliest, token, begin, key_dims[None, :], in_key[None, :], ROW, WIDTH, CHANNELS
+        inputs, weights, None, old, earliest, token, begin, key_dims[None, :], in_key[None, :],
+        ROW, WIDTH, CHANNELS,
     )  # fmt: skip
     key = convolved(
-        inputs, weights, old, earliest, token, begin, KEY_DIM + key_dims[None, :], in_key[None, :], ROW, WIDTH, CHANNELS
+        inputs, weights, None, old, earliest, token, begin, KEY_DIM + key_dims[None, :], in_key[None, :],
+        ROW, WIDTH, CHANNELS,
     )  # fmt: skip
     query = tl.sum(query, 0)
     key = tl.sum(key, 0)
@@ -198,7 +104,7 @@ def step(
         coming = tl.load(old + at + KEY_DIM * VALUE_DIM, mask=more, other=0.0)
         values_at = 2 * KEY_DIM + shared * VALUE_DIM + value_dims[None, :]
         value = convolved(
-            inputs, weights, old, earliest, token, begin, values_at, in_value[None, :], ROW, WIDTH, CHANNELS
+            inputs, weights, None, old, earliest, token, begin, values_at, in_value[None, :], ROW, WIDTH, CHANNELS
         )  # fmt: skip
         value = tl.sum(value, 0)
         controls = row + KEY_HEADS * EACH + head * (2 * SHARE) + shared
@@ -220,7 +126,7 @@ def step(
         tl.store(out + at_out + value_dims[None, :], gated.to(out.dtype.element_ty), mask=in_value[None, :])
     tl.debug_barrier()
     if target >= 0:
-        keep_inputs(new, old, earliest, inputs, begin, 1, ROW, WIDTH, CHANNELS)
+        keep_inputs(new, old, earliest, inputs, begin, 1, 0, CHANNELS, ROW, WIDTH, CHANNELS)
 
 
 @JITFunction
@@ -256,10 +162,10 @@ def convolve(
     key_dims, value_dims = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
     here = real & (key_dims < KEY_DIM)
     at = ((begin + token).to(tl.int64) * KEY_HEADS + head) * KEY_DIM + key_dims
-    made = convolved(inputs, weights, old, earliest, token, begin, key_dims, here, ROW, WIDTH, CHANNELS)
+    made = convolved(inputs, weights, None, old, earliest, token, begin, key_dims, here, ROW, WIDTH, CHANNELS)
     made *= (QUERY_SCALE / tl.sqrt(tl.sum(made * made, 1) + NORM_EPS))[:, None]
     tl.store(query + at, made.to(query.dtype.element_ty), mask=here)
-    made = convolved(inputs, weights, old, earliest, token, begin, KEY_DIM + key_dims, here, ROW, WIDTH, CHANNELS)
+    made = convolved(inputs, weights, None, old, earliest, token, begin, KEY_DIM + key_dims, here, ROW, WIDTH, CHANNELS)
     made *= (1.0 / tl.sqrt(tl.sum(made * made, 1) + NORM_EPS))[:, None]
     tl.store(key + at, made.to(key.dtype.element_ty), mask=here)
 
@@ -267,7 +173,7 @@ def convolve(
     here = real & (value_dims < VALUE_DIM)
     for shared in range(SHARE):
         channel = 2 * KEY_DIM + shared * VALUE_DIM + value_dims
-        made = convolved(inputs, weights, old, earliest, token, begin, channel, here, ROW, WIDTH, CHANNELS)
+        made = convolved(inputs, weights, None, old, earliest, token, begin, channel, here, ROW, WIDTH, CHANNELS)
         tl.store(value + (value_head + shared) * VALUE_DIM + value_dims, made.to(value.dtype.element_ty), mask=here)
 
     shares = tl.arange(0, BLOCK_S)[None, :]
@@ -403,7 +309,9 @@ def carry(
             new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
             taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
             if block >= 0:
-                keep_inputs(new, old, earliest, projected + head * EACH, begin, taken, ROW, WIDTH, CHANNELS)
+                keep_inputs(
+                    new, old, earliest, projected + head * EACH, begin, taken, 0, CHANNELS, ROW, WIDTH, CHANNELS
+                )
 
 
 @JITFunction
