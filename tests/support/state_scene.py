@@ -16,6 +16,9 @@ SIZES = StateSizes(8, 12, 2, 4)
 PADDING = 192
 """Bytes that a block has behind its slots."""
 
+NO_BLOCK = 0x7F000000
+"""What a column may have that nobody reads."""
+
 
 @dataclass(frozen=True)
 class StateCase:
@@ -89,3 +92,14 @@ class StateScene(ABC):
 
     def _take(self, cells: np.ndarray) -> None:
         cells[:] = [self._free.pop(), self._free.pop()]
+
+
+def padded(batch: AttentionBatch, count: int) -> AttentionBatch:
+    """As a graph's: sequences without tokens, whose columns name no block."""
+    none = np.full((count * batch.groups, batch.block_tables.shape[1]), NO_BLOCK, np.int32)
+    return replace(
+        batch,
+        cu_seqlens_q=np.concatenate([batch.cu_seqlens_q, np.repeat(batch.cu_seqlens_q[-1:], count)]),
+        seq_lens=np.concatenate([batch.seq_lens, np.zeros(count, np.int32)]),
+        block_tables=np.concatenate([batch.block_tables, none]),
+    )

@@ -173,8 +173,9 @@ def convolve(
     here = real & (value_dims < VALUE_DIM)
     for shared in range(SHARE):
         channel = 2 * KEY_DIM + shared * VALUE_DIM + value_dims
-        made = convolved(inputs, weights, None, old, earliest, token, begin, channel, here, ROW, WIDTH, CHANNELS)
-        tl.store(value + (value_head + shared) * VALUE_DIM + value_dims, made.to(value.dtype.element_ty), mask=here)
+        its_value = convolved(inputs, weights, None, old, earliest, token, begin, channel, here, ROW, WIDTH, CHANNELS)
+        at_value = (value_head + shared) * VALUE_DIM + value_dims
+        tl.store(value + at_value, its_value.to(value.dtype.element_ty), mask=here)
 
     shares = tl.arange(0, BLOCK_S)[None, :]
     here = real & (shares < SHARE)

@@ -12,7 +12,7 @@ from support.delta_scene import DeltaScene
 from support.gpu.interpreted_attention import RecordingLauncher
 from support.gpu.machine_code import TARGETS, variant_code
 from support.projected_delta import expected_of, projected, weights_of
-from support.state_scene import StateCase
+from support.state_scene import StateCase, padded
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -24,8 +24,6 @@ from headwise.kernels.cuda.delta import CudaDelta, DeltaShape, variants_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
 from headwise.kernels.delta_base import DeltaInputs
 from headwise.kernels.state_layout import StateSizes, state_layout
-
-NO_BLOCK = 0x7F000000
 
 
 @dataclass
@@ -57,17 +55,6 @@ class OfProjected:
         batch = replace(batch, max_query_len=int(counts.max()))
         kernels.attend_projected(numbers, weights_of(inputs.weights, out.shape), arena, layout, batch, heads, out=made)
         out[...] = made[: len(out)].reshape(out.shape)
-
-
-def padded(batch: AttentionBatch, count: int) -> AttentionBatch:
-    """As a graph's: sequences without tokens, whose columns name no block."""
-    none = np.full((count * batch.groups, batch.block_tables.shape[1]), NO_BLOCK, np.int32)
-    return replace(
-        batch,
-        cu_seqlens_q=np.concatenate([batch.cu_seqlens_q, np.repeat(batch.cu_seqlens_q[-1:], count)]),
-        seq_lens=np.concatenate([batch.seq_lens, np.zeros(count, np.int32)]),
-        block_tables=np.concatenate([batch.block_tables, none]),
-    )
 
 
 def assert_right(scene: DeltaScene, atol: float = 5e-5, **options: Any) -> OfProjected:
@@ -165,6 +152,8 @@ def every_kernel() -> Iterator[Any]:
         for kernel in variants_of(NEXT, sm):
             is_telling = sm == 90 and kernel in ("step", "carry")
             yield pytest.param(sm, kernel, NEXT, id=f"sm{sm}-{kernel}", marks=() if is_telling else pytest.mark.soak)
+    unequal = replace(NEXT, sizes=StateSizes(64, 128, 2, 4))
+    yield pytest.param(90, "convolve", unequal, id="sm90-convolve-unequal")
     for kernel in variants_of(larger, 90):
         yield pytest.param(90, kernel, larger, id=f"sm90-{kernel}-share4", marks=pytest.mark.soak)
 
