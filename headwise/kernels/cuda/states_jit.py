@@ -80,8 +80,8 @@ def convolved(
     ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """SiLU of the causal convolution of the channels ``channel [1, N]`` at the step's ``tokens [M, 1]``, where ``here
-    [M, N]`` says so. ``bias`` of each channel, or None. ``old``: the inputs before the step's first token, of tokens
-    from ``earliest`` on."""
+    [M, N]`` says so, and else 0. ``bias`` of each channel, or None. ``old``: the inputs before the step's first token,
+    of tokens from ``earliest`` on."""
     total = tl.zeros(here.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
         back = tokens + (tap - (WIDTH - 1))
@@ -93,7 +93,7 @@ def convolved(
         weight = tl.load(weights + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
         total += weight * value
     if bias is not None:
-        total += tl.load(bias + channel, mask=channel < CHANNELS, other=0.0)
+        total = tl.where(here, total + tl.load(bias + channel, mask=channel < CHANNELS, other=0.0), 0.0)
     return total * sigmoid(total)
 
 

@@ -1,0 +1,310 @@
+"""State space models over states in the cache, in Triton: what `headwise.kernels.ssm_base` says, by two ways.
+
+**One token** (`step`): a program has one sequence's member and does all that the layer does between its projections:
+convolution, steps, the rule, the gate. All of a member's heads are columns of one wide state, of which ``COLUMNS`` are
+a tile in registers at a time, in which keys run over the warps and columns over the lanes: of small heads several. Each
+state is read once and written once.
+
+**Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in three launches. `convolve` makes queries,
+keys, values, steps and decays of what was projected. `relate` has the products among a chunk's tokens, for all chunks
+side by side: ``among [i, j]``, what token ``i`` sees of token ``j``'s value, and of each token how much it sees of the
+state before its chunk and how much of it is left behind the chunk. `carry` goes through a sequence's chunks one after
+the other, for some columns of a head's state, leaves states where blocks end, and writes what comes out.
+"""
+# mypy: ignore-errors
+# ruff: noqa: N803
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from headwise.kernels.cuda.states_jit import (
+    NEVER,
+    convolved,
+    find_chunk,
+    keep_inputs,
+    member_at,
+    product,
+    sigmoid,
+    softplus,
+    source_of,
+    span_of,
+    table_of,
+)
+
+
+@JITFunction
+def inputs_of(
+    projected, group, member, GROUPS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """Where in a row the inputs of a member's convolution are, from the number of a channel on: of the channels of
+    queries and keys, and of those of values."""
+    of_group = projected + tl.load(group + member) * (2 * KEY_DIM)
+    return of_group, projected + (GROUPS - 1) * 2 * KEY_DIM + member * (2 * SHARE * VALUE_DIM)
+
+
+@JITFunction
+def keep_member(
+    new, old, earliest, of_group, of_member, begin, taken,
+    KEY_DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """`keep_inputs` of all channels of a member."""
+    keep_inputs(new, old, earliest, of_group, begin, taken, 0, 2 * KEY_DIM, ROW, WIDTH, CHANNELS)
+    keep_inputs(new, old, earliest, of_member, begin, taken, 2 * KEY_DIM, CHANNELS, ROW, WIDTH, CHANNELS)
+
+
+@JITFunction
+def step(
+    projected, out, arena, convolution, convolution_bias, speed, bias, skip, group,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, groups, max_blocks, block_bytes, slot_bytes,
+    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr, RECURRENT_AT: tl.constexpr,
+):  # fmt: skip
+    """One token of one sequence and member, for sequences with exactly one; grid (sequences x members)."""
+    sequence, member = tl.program_id(0) // MEMBERS, tl.program_id(0) % MEMBERS
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    if count != 1:
+        return
+    table = table_of(block_tables, head_group, sequence, member, groups, max_blocks)
+    source = source_of(table, start, start + 1, BLOCK_SIZE)
+    target = tl.load(table + start // BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, member, block_bytes, slot_bytes)
+    new = member_at(arena, target, head_slot, member, block_bytes, slot_bytes)
+    earliest = tl.where(source >= 0, -NEVER, 0)
+
+    key_dims, columns = tl.arange(0, BLOCK_K), tl.arange(0, COLUMNS)
+    in_key, values = key_dims < KEY_DIM, SHARE * VALUE_DIM
+    # Rows that are there, of what is read and written: none, where there is no block.
+    readable = (key_dims < tl.where(source >= 0, KEY_DIM, 0))[:, None]
+    writable = (key_dims < tl.where(target >= 0, KEY_DIM, 0))[:, None]
+    # States are asked for long before they are needed.
+    within = RECURRENT_AT + columns // VALUE_DIM * (KEY_DIM * VALUE_DIM) + columns % VALUE_DIM
+    at = key_dims[:, None] * VALUE_DIM + within[None, :]
+    coming = tl.load(old + at, mask=readable & (columns < values)[None, :], other=0.0)
+
+    of_group, of_member = inputs_of(projected, group, member, GROUPS, SHARE, KEY_DIM, VALUE_DIM)
+    weights, biases = convolution + member * (WIDTH * CHANNELS), convolution_bias + member * CHANNELS
+    token = tl.zeros([1, 1], tl.int32)
+    query = convolved(
+        of_group, weights, biases, old, earliest, token, begin, key_dims[None, :], in_key[None, :], ROW, WIDTH, CHANNELS
+    )  # fmt: skip
+    key = convolved(
+        of_group, weights, biases, old, earliest, token, begin, KEY_DIM + key_dims[None, :], in_key[None, :],
+        ROW, WIDTH, CHANNELS,
+    )  # fmt: skip
+    query = tl.sum(query, 0)[:, None]
+    key = tl.sum(key, 0)[:, None]
+
+    row = projected + begin.to(tl.int64) * ROW
+    told = row + GROUPS * 2 * KEY_DIM + MEMBERS * 2 * values + member * SHARE
+    for first in range(0, values, COLUMNS):
+        state, place, column = coming, at, (first + columns)[None, :]
+        here, head = column < values, column // VALUE_DIM
+        # What lies behind them, for the next turn.
+        after = first + COLUMNS + columns
+        within = RECURRENT_AT + after // VALUE_DIM * (KEY_DIM * VALUE_DIM) + after % VALUE_DIM
+        at = key_dims[:, None] * VALUE_DIM + within[None, :]
+        coming = tl.load(old + at, mask=readable & (after < values)[None, :], other=0.0)
+
+        value = convolved(
+            of_member, weights, biases, old, earliest, token, begin, 2 * KEY_DIM + column, here, ROW, WIDTH, CHANNELS
+        )  # fmt: skip
+        of_head = member * SHARE + head
+        its_step = softplus(
+            tl.load(told + head, mask=here, other=0.0).to(tl.float32) + tl.load(bias + of_head, mask=here, other=0.0)
+        )
+        kept = tl.exp(-tl.load(speed + of_head, mask=here, other=0.0) * its_step)
+        state = state * kept + key * (its_step * value)
+        seen = tl.sum(query * state, 0)[None, :] + tl.load(skip + of_head, mask=here, other=0.0) * value
+        gates_at = row + GROUPS * 2 * KEY_DIM + (2 * member + 1) * values + column
+        gates = tl.load(gates_at, mask=here, other=0.0).to(tl.float32)
+        made = seen * (gates * sigmoid(gates))
+        at_out = (begin.to(tl.int64) * MEMBERS + member) * values + column
+        tl.store(out + at_out, made.to(out.dtype.element_ty), mask=here)
+        tl.debug_barrier()
+        tl.store(new + place, state, mask=writable & here)
+    tl.debug_barrier()
+    if target >= 0:
+        keep_member(new, old, earliest, of_group, of_member, begin, 1, KEY_DIM, ROW, WIDTH, CHANNELS)
+
+
+@JITFunction
+def convolve(
+    projected, query, key, value, rate, decay, arena, convolution, convolution_bias, speed, bias, group,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, batch, groups, max_blocks, block_bytes, slot_bytes,
+    fewest_queries,
+    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr, CONVOLVED_COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """What the rule takes, of ``TOKENS`` tokens and one member; grid (tiles x members).
+
+    ``query``, ``key [T, members, KEY_DIM]`` and ``value [T, members, SHARE * VALUE_DIM]`` in the model's dtype, and
+    ``rate``, which is the step, and ``decay [T, members, SHARE]``.
+    """
+    member = tl.program_id(0) % MEMBERS
+    sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // MEMBERS, TOKENS)
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    first = number * TOKENS - start % TOKENS
+    if (count < fewest_queries) | (first >= count):
+        return
+    table = table_of(block_tables, head_group, sequence, member, groups, max_blocks)
+    source = source_of(table, start, start + count, BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, member, block_bytes, slot_bytes)
+    earliest = tl.where(source >= 0, -NEVER, 0)
+
+    of_group, of_member = inputs_of(projected, group, member, GROUPS, SHARE, KEY_DIM, VALUE_DIM)
+    weights, biases = convolution + member * (WIDTH * CHANNELS), convolution_bias + member * CHANNELS
+    token = (first + tl.arange(0, TOKENS))[:, None]
+    real = (token >= 0) & (token < count)
+    rows = (begin + token).to(tl.int64) * MEMBERS + member
+    key_dims = tl.arange(0, BLOCK_K)[None, :]
+    here = real & (key_dims < KEY_DIM)
+    made = convolved(
+        of_group, weights, biases, old, earliest, token, begin, key_dims, here, ROW, WIDTH, CHANNELS
+    )  # fmt: skip
+    tl.store(query + rows * KEY_DIM + key_dims, made.to(query.dtype.element_ty), mask=here)
+    made = convolved(
+        of_group, weights, biases, old, earliest, token, begin, KEY_DIM + key_dims, here, ROW, WIDTH, CHANNELS
+    )  # fmt: skip
+    tl.store(key + rows * KEY_DIM + key_dims, made.to(key.dtype.element_ty), mask=here)
+
+    values = SHARE * VALUE_DIM
+    for left in range(0, values, CONVOLVED_COLUMNS):
+        column = left + tl.arange(0, CONVOLVED_COLUMNS)[None, :]
+        in_values = real & (column < values)
+        its_values = convolved(
+            of_member, weights, biases, old, earliest, token, begin, 2 * KEY_DIM + column, in_values,
+            ROW, WIDTH, CHANNELS,
+        )  # fmt: skip
+        tl.store(value + rows * values + column, its_values.to(value.dtype.element_ty), mask=in_values)
+
+    shares = tl.arange(0, BLOCK_S)[None, :]
+    here = real & (shares < SHARE)
+    told = projected + (begin + token).to(tl.int64) * ROW + (GROUPS * 2 * KEY_DIM + MEMBERS * 2 * values)
+    told = tl.load(told + member * SHARE + shares, mask=here, other=0.0).to(tl.float32)
+    its_speed = tl.load(speed + member * SHARE + shares, mask=shares < SHARE, other=0.0)
+    steps = softplus(told + tl.load(bias + member * SHARE + shares, mask=shares < SHARE, other=0.0))
+    tl.store(rate + rows * SHARE + shares, steps, mask=here)
+    tl.store(decay + rows * SHARE + shares, -its_speed * steps, mask=here)
+
+
+@JITFunction
+def relate(
+    query, key, rate, decay, among, cu_seqlens_q, seq_lens, batch, fewest_queries,
+    MEMBERS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The products among a chunk's tokens, for one member; grid (tiles x members).
+
+    Of token ``t``, at place ``i`` of its chunk, and head ``h``: ``among [t, h, j]`` is ``exp(G_i - G_j) (q_i . k_j)
+    d_j`` where ``j <= i``, and else 0. ``decay`` becomes ``exp(G_i)``, and ``rate`` ``exp(G_C - G_i) d_i``.
+    """
+    member = tl.program_id(0) % MEMBERS
+    sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // MEMBERS, CHUNK)
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    first = number * CHUNK - start % CHUNK
+    if (count < fewest_queries) | (first >= count):
+        return
+    place, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    token = first + place
+    real = (token >= 0) & (token < count) & (place < CHUNK)
+    row = (begin + first).to(tl.int64) * MEMBERS + member  # of the first place, which may be no token
+    at_keys = row * KEY_DIM + place[:, None] * (MEMBERS * KEY_DIM) + dims[None, :]
+    here = real[:, None] & (dims < KEY_DIM)[None, :]
+    keys = tl.load(key + at_keys, mask=here, other=0.0)
+    queries = tl.load(query + at_keys, mask=here, other=0.0)
+    asked = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+
+    at_heads = place * (MEMBERS * SHARE)
+    at_pairs = at_heads[:, None] * ROWS + place[None, :]
+    up_to = place[:, None] >= place[None, :]
+    for shared in range(SHARE):
+        head = row * SHARE + shared
+        steps = tl.load(rate + head + at_heads, mask=real, other=0.0)
+        decays = tl.load(decay + head + at_heads, mask=real, other=0.0)
+        sums, total = tl.cumsum(decays, 0), tl.sum(decays, 0)
+        faded = tl.exp(tl.where(up_to, sums[:, None] - sums[None, :], float("-inf")))
+        pairs = faded * asked * steps[None, :]
+        tl.store(among + head * ROWS + at_pairs, pairs.to(among.dtype.element_ty), mask=real[:, None])
+        tl.debug_barrier()
+        tl.store(decay + head + at_heads, tl.exp(sums), mask=real)
+        tl.store(rate + head + at_heads, tl.exp(tl.minimum(total - sums, 0.0)) * steps, mask=real)
+
+
+@JITFunction
+def carry(
+    query, key, value, before, behind, among, projected, skip, out, arena, group,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, groups, max_blocks, block_bytes, slot_bytes,
+    fewest_queries,
+    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    CARRIED: tl.constexpr, PIECES: tl.constexpr, RECURRENT_AT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A sequence's state through all of its chunks, for ``CARRIED`` of a head's columns; grid (heads x pieces of their
+    columns, sequences)."""
+    head, piece, sequence = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES, tl.program_id(1)
+    member, shared = head // SHARE, head % SHARE
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    if (count < fewest_queries) | (count < 1):
+        return
+    end = start + count
+    table = table_of(block_tables, head_group, sequence, member, groups, max_blocks)
+    source = source_of(table, start, end, BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, member, block_bytes, slot_bytes)
+
+    place, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    columns = piece * CARRIED + tl.arange(0, CARRIED)
+    in_key, in_value = dims < KEY_DIM, columns < VALUE_DIM
+    read = (dims < tl.where(source >= 0, KEY_DIM, 0))[:, None] & in_value[None, :]
+    within = RECURRENT_AT + shared * (KEY_DIM * VALUE_DIM) + dims[:, None] * VALUE_DIM + columns[None, :]
+    state = tl.load(old + within, mask=read, other=0.0)
+    tl.debug_barrier()
+    each, passed = place * (MEMBERS * SHARE), tl.load(skip + head)
+    gates = projected + GROUPS * 2 * KEY_DIM + (2 * member + 1) * (SHARE * VALUE_DIM) + shared * VALUE_DIM
+    at_keys = place[:, None] * (MEMBERS * KEY_DIM) + dims[None, :]
+    at_values = each[:, None] * VALUE_DIM + columns[None, :]
+    at_pairs = each[:, None] * ROWS + place[None, :]
+    at_gates = place[:, None] * ROW + columns[None, :]
+    for chunk in range(start // CHUNK, (end - 1) // CHUNK + 1):
+        token = chunk * CHUNK - start + place
+        real = (token >= 0) & (token < count) & (place < CHUNK)
+        row = (begin + chunk * CHUNK - start).to(tl.int64)  # of the first place, which may be no token
+        of_key = (row * MEMBERS + member) * KEY_DIM
+        of_head = row * (MEMBERS * SHARE) + head
+        in_keys, in_values = real[:, None] & in_key[None, :], real[:, None] & in_value[None, :]
+        last = tl.minimum((chunk + 1) * CHUNK, end)
+        kept = tl.load(before + (begin + last - start - 1).to(tl.int64) * (MEMBERS * SHARE) + head)
+        seen_before = tl.load(before + of_head + each, mask=real, other=0.0)
+        left_behind = tl.load(behind + of_head + each, mask=real, other=0.0)
+        gate = tl.load(gates + row * ROW + at_gates, mask=in_values, other=0.0).to(tl.float32)
+
+        queries = tl.load(query + of_key + at_keys, mask=in_keys, other=0.0)
+        values = tl.load(value + of_head * VALUE_DIM + at_values, mask=in_values, other=0.0)
+        pairs = tl.load(among + of_head * ROWS + at_pairs, mask=real[:, None], other=0.0)
+        seen = seen_before[:, None] * product(queries, state, PRECISION)
+        seen = tl.dot(pairs, values, seen, input_precision=PRECISION)
+        wide = values.to(tl.float32)
+        made = (seen + passed * wide) * (gate * sigmoid(gate))
+        tl.store(out + of_head * VALUE_DIM + at_values, made.to(out.dtype.element_ty), mask=in_values)
+
+        keys = tl.load(key + of_key + at_keys, mask=in_keys, other=0.0)
+        state = state * kept + product(tl.trans(keys), left_behind[:, None] * wide, PRECISION)
+        is_left = (last % BLOCK_SIZE == 0) | (last == end)
+        block = tl.load(table + (last - 1) // BLOCK_SIZE)
+        new = member_at(arena, block, head_slot, member, block_bytes, slot_bytes)
+        rows = tl.where(is_left & (block >= 0), KEY_DIM, 0)
+        tl.store(new + within, state, mask=(dims < rows)[:, None] & in_value[None, :])
+
+    if (piece == 0) & (shared == 0):
+        # The last column first: the first one's block may be what was read, which others still need.
+        earliest = tl.where(source >= 0, -NEVER, 0)
+        of_group, of_member = inputs_of(projected, group, member, GROUPS, SHARE, KEY_DIM, VALUE_DIM)
+        final = (end - 1) // BLOCK_SIZE
+        for back in range(final - start // BLOCK_SIZE + 1):
+            block = tl.load(table + final - back)
+            new = member_at(arena, block, head_slot, member, block_bytes, slot_bytes)
+            taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
+            if block >= 0:
+                keep_member(new, old, earliest, of_group, of_member, begin, taken, KEY_DIM, ROW, WIDTH, CHANNELS)

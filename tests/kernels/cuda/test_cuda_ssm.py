@@ -1,0 +1,195 @@
+"""State space models on a GPU, interpreted: as by the definition, on poisoned arenas; and their machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gpu.interpreted_attention import RecordingLauncher
+from support.gpu.machine_code import TARGETS, variant_code
+from support.ssm_scene import SsmScene
+from support.state_scene import StateCase, padded
+
+pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.cubins import Target
+from headwise.kernels.cuda.ssm import CudaSsm, SsmShape, variants_of
+from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
+from headwise.kernels.ssm_base import SsmWeights
+from headwise.kernels.state_layout import StateSizes
+
+
+@dataclass
+class OnPoison:
+    """`CudaSsm` with rooms of NaN, told of a step's longest sequence; decodes as graphs have them, with ``padding``."""
+
+    padding: int = 0
+    launcher: RecordingLauncher = field(default_factory=RecordingLauncher)
+    name = "cuda"
+
+    def attend_ssm(
+        self,
+        projected: np.ndarray,
+        weights: SsmWeights,
+        arena: np.ndarray,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        out: np.ndarray,
+    ) -> None:
+        counts = np.diff(batch.cu_seqlens_q)
+        if self.padding and (counts == 1).all():
+            batch = padded(batch, self.padding)
+        nothing = np.full((self.padding, projected.shape[1]), np.nan, projected.dtype)
+        numbers = np.concatenate([projected, nothing])
+        made = np.full((len(numbers), out.shape[1]), np.nan, out.dtype)
+        kernels = CudaSsm(self.launcher, lambda nbytes: np.full(nbytes, 0xFF, np.uint8))
+        batch = replace(batch, max_query_len=int(counts.max()))
+        kernels.attend_ssm(numbers, weights, arena, layout, batch, heads, out=made)
+        out[...] = made[: len(out)]
+        assert np.isnan(made[len(out) :].astype(np.float32)).all()
+
+
+def assert_right(scene: SsmScene, atol: float = 5e-5, rtol: float = 1e-5, padding: int = 0) -> OnPoison:
+    kernels = OnPoison(padding)
+    for found, expected in zip(scene.run(kernels), scene.expected(), strict=True):
+        np.testing.assert_allclose(found.astype(np.float64), expected, rtol=rtol, atol=atol)
+    return kernels
+
+
+CASES = {
+    "decodes behind prompts, alone and beside them": StateCase(((5, 1, 1), (0, 20, 1)), heads=1),
+    "blocks of two chunks, begun within the second": StateCase(((131, 1, 66), (5, 1, 100)), heads=1, block_size=128),
+    "chunks of several blocks, begun within one": StateCase(((70, 1, 66), (5, 1, 2)), heads=3, block_size=64),
+    "fewer tokens than the convolution spans, across blocks": StateCase(
+        ((1, 1, 2), (63, 2, 3)), block_size=64, heads=1
+    ),
+    "blocks of less than a tile, sizes that are no powers of two": StateCase(
+        ((9, 1, 4),), StateSizes(20, 36, 3, 3), heads=2, block_size=4
+    ),
+    "nothing to convolve with": StateCase(((3, 1, 7), (1, 1, 1)), StateSizes(8, 16, 1, 1), heads=1, block_size=16),
+    "several pieces of a head": StateCase(((66, 1),), StateSizes(16, 80, 1, 4), heads=1, block_size=32),
+    "several tiles of a member, which end within heads": StateCase(((3, 1, 1),), StateSizes(256, 24, 5, 4), heads=2),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_any_steps_make_of_a_sequence_what_the_definition_says(case: StateCase) -> None:
+    assert_right(SsmScene(case))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_states_move_and_checkpoints_stay_in_any_way(case: StateCase) -> None:
+    for seed in range(1, 6):
+        assert_right(SsmScene(replace(case, heads=4, seed=seed)))
+
+
+def test_the_geometry_of_published_models() -> None:
+    assert_right(SsmScene(StateCase(((40, 1, 1), (0, 70, 1)), StateSizes(128, 64, 8, 4), block_size=64)), atol=5e-4)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.15), pytest.param("float16", 1e-2, marks=pytest.mark.soak)])
+def test_narrow_numbers_are_rounded_where_they_are_handed_on(dtype: str, atol: float) -> None:
+    case = StateCase(((70, 1, 1),), StateSizes(32, 32, 2, 4), block_size=64)
+    assert_right(SsmScene(case, dtype), atol, rtol=3e-2)  # the interpreter truncates bfloat16
+
+
+def test_heads_that_forget_at_once_or_never_do_not_overflow() -> None:
+    scene = SsmScene(StateCase(((90, 1),), block_size=64))
+    scene.weights.speed[0], scene.weights.speed[1] = 1e4, 1e-9
+    scene.numbers[0][:, -4:] = 30
+    assert_right(scene, atol=2e-2)
+
+
+def test_without_blocks_nothing_is_written_and_nothing_read() -> None:
+    for count in (1, 5):
+        scene = SsmScene(StateCase(((count,),)))
+        scene._make_room = lambda *arguments: None
+        before = scene.arena.copy()
+        assert_right(scene)
+        assert (scene.arena == before).all()
+
+
+def test_a_decode_is_one_launch_known_from_shapes_and_padding_is_left_alone() -> None:
+    kernels = assert_right(SsmScene(StateCase(((1, 1), (1, 1), (1, 1)))), padding=3)
+    assert kernels.launcher.launched == [("step", (6 * 2, 1, 1))] * 2
+
+
+def test_without_tokens_or_sequences_nothing_is_launched() -> None:
+    scene = SsmScene(StateCase(((1,),)))
+    batch = AttentionBatch(np.zeros(2, np.int32), np.zeros(1, np.int32), scene.tables.reshape(3, 1), 3)
+    for tokens, cu in ((0, np.zeros(2, np.int32)), (1, np.zeros(1, np.int32))):
+        launcher, numbers = RecordingLauncher(), np.zeros((tokens, scene.width), np.float32)
+        out = np.zeros((tokens, 48), np.float32)
+        CudaSsm(launcher, np.empty).attend_ssm(
+            numbers, scene.weights, scene.arena, scene.layout, replace(batch, cu_seqlens_q=cu), scene.heads, out=out
+        )
+        assert launcher.launched == []
+
+
+NANO = SsmShape(8, 8, StateSizes(128, 64, 8, 4), 64, "bfloat16")
+"""Nemotron 3 Nano's."""
+
+
+def test_what_is_not_served_is_refused_with_the_remedy() -> None:
+    for wrong, message in (
+        (replace(NANO, dtype="int8"), "dtype int8 is not supported on a GPU"),
+        (replace(NANO, sizes=StateSizes(512, 64, 8, 4)), "heads of 512 and 64.*at most 256.*device cpu"),
+        (replace(NANO, sizes=StateSizes(128, 64, 32, 4)), "state space.*32 of which share a key head.*shared by 16"),
+        (replace(NANO, block_size=48), "block_size 48.*power of two, 16 or more"),
+        (replace(NANO, block_size=2), "block_size 2.*convolution over 4 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CudaSsm(RecordingLauncher(), np.empty).prepare([wrong])
+
+
+@pytest.mark.parametrize("what", ["numbers", "convolution", "convolution_bias", "speed", "bias", "skip", "group"])
+def test_inputs_that_do_not_fit_the_layout_are_refused(what: str) -> None:
+    scene = SsmScene(StateCase(((3,),)))
+    if what == "numbers":
+        scene.numbers = [rows[:, 1:].copy() for rows in scene.numbers]
+    else:
+        scene.weights = replace(scene.weights, **{what: vars(scene.weights)[what][:1].copy()})
+    with pytest.raises(ValueError, match=r"this layout's (are|is) \(" if what == "numbers" else rf"weights.{what} is"):
+        scene.run(OnPoison())
+
+
+# ---- machine code ----
+
+
+def every_kernel() -> Iterator[Any]:
+    """As ``(sm, kernel, shape)``: each takes seconds to compile."""
+    others = {
+        "1 group": SsmShape(16, 1, NANO.sizes, 64, "bfloat16"),  # Granite 4.0 H Small's
+        "key256": replace(NANO, sizes=StateSizes(256, 64, 8, 4)),
+        "key64": replace(NANO, sizes=StateSizes(64, 64, 8, 4)),
+    }
+    for sm in TARGETS:
+        for kernel in variants_of(NANO, sm):
+            is_telling = sm == 90 and kernel in ("step", "carry")
+            yield pytest.param(sm, kernel, NANO, id=f"sm{sm}-{kernel}", marks=() if is_telling else pytest.mark.soak)
+    for name, shape in others.items():
+        for kernel in variants_of(shape, 90):
+            yield pytest.param(90, kernel, shape, id=f"sm90-{kernel}-{name}", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("sm", "kernel", "shape"), list(every_kernel()))
+def test_states_stay_in_registers_and_loads_are_of_16_bytes(sm: int, kernel: str, shape: SsmShape) -> None:
+    compiled = variant_code(variants_of(shape, sm)[kernel], Target(sm, 12))
+    assert compiled.spilled_bytes == 0
+    assert not compiled.is_serialised
+    assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+    if kernel == "step":  # 64 KiB of states, twice: 256 threads have 16 vectors of each
+        assert compiled.ptx.count("ld.global.v4") >= 32, "16 bytes at once"
+        assert compiled.ptx.count("st.global.v4") >= 16
+    if kernel == "carry":
+        assert compiled.ptx.count("cp.async.cg.shared.global") >= 16
+        assert sm != 90 or "wgmma.mma_async" in compiled.ptx
