@@ -22,6 +22,7 @@ from gpu.delta import check_delta, compile_delta, shape_of
 from gpu.mixtures import compile_experts, expert_shape, experts_of
 from gpu.rig import Rig
 from gpu.sizes import FULL, Sizes
+from gpu.ssm import check_ssm, compile_ssm, ssm_shapes
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import BlockTables, HostBlockTables, TableShape
@@ -95,6 +96,8 @@ def compile_kernels(bench: Bench) -> None:
             made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
             for net in _delta_shapes(sizes):
                 made[net] = pool.submit(compile_delta, net, target, work / "kernels")
+            for _, each_ssm in ssm_shapes(sizes, list(TOLERANCE)):
+                made[each_ssm] = pool.submit(compile_ssm, each_ssm, target, work / "kernels")
             for model in _latent_models(target.sm):
                 made[model] = pool.submit(_compile_latents, model, target, work / "kernels")
             made |= {kind: pool.submit(compile_codes, kind, target, work / "kernels") for kind in KINDS}
@@ -123,6 +126,7 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
     where = Target(*target)
     files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
     files += sum(compile_delta(shape, where, directory) for shape in _delta_shapes(FULL))
+    files += sum(compile_ssm(shape, where, directory) for _, shape in ssm_shapes(FULL, list(TOLERANCE)))
     files += sum(_compile_latents(model, where, directory) for model in _latent_models(where.sm))
     files += sum(compile_codes(kind, where, directory) for kind in KINDS)
     return files + compile_experts(expert_shape(FULL.moe), where, directory)
@@ -404,8 +408,8 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
 
 
 OWN_OPS = (
-    "embedding", "rms_norm", "add_rms_norm", "add_rms_norm_bias", "silu_mul", "gelu_tanh_mul", "squared_relu",
-    "mix_experts", "mix_experts_without_gates", "greedy",
+    "embedding", "rms_norm", "rms_norm_heads", "add_rms_norm", "add_rms_norm_bias", "silu_mul", "gelu_tanh_mul",
+    "squared_relu", "mix_experts", "mix_experts_without_gates", "greedy",
 )  # fmt: skip
 """Operations whose kernels are not CuPy's, or some library's."""
 
@@ -451,6 +455,8 @@ def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, An
     yield "linear", lambda: ops.numpy(ops.linear(x, ops.linear_weight(weight), ops.tensor(weight[:, 0].copy())))
     yield "embedding", lambda: ops.numpy(ops.embedding(ops.tensor(table), ops.upload(ids)))
     yield "rms_norm", lambda: ops.numpy(ops.rms_norm(x, ops.norm_weight(norm), 1e-5))
+    own = ops.norm_weight(norm.reshape(2, 64))
+    yield "rms_norm_heads", lambda: ops.numpy(ops.rms_norm(x.reshape(-1, 2, 64), own, 1e-5))
     yield "add_rms_norm", lambda: summed(None)
     yield "add_rms_norm_bias", lambda: summed(ops.tensor(norm[::-1].copy()))
     yield (
@@ -522,6 +528,7 @@ def correctness(bench: Bench) -> None:
             begin()
             check_rope(bench, case, rng)
     check_delta(bench, TOLERANCE)
+    check_ssm(bench, TOLERANCE)
     check_copies(bench, rng)
     for dtype in ("float32", "float16", "bfloat16"):
         with bench.rows.case(f"ops_{dtype}") as begin:

@@ -1,4 +1,4 @@
-"""The kernels that `machine_code.py --served` looks at: attention's all, of experts and delta-nets what is common."""
+"""The kernels that `machine_code.py --served` looks at: attention's all, of experts and states what is common."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from headwise.kernels.cuda import delta, experts
+from headwise.kernels.cuda import delta, experts, ssm
 from headwise.kernels.cuda.attention import HEAD_DIMS, OLDEST_SM_E4M3, AttentionShape, variants_of
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.packed import form_of
+from headwise.kernels.cuda.ssm import SsmShape
 from headwise.kernels.experts import Routing
 from headwise.kernels.state_layout import StateSizes
 
@@ -25,13 +26,14 @@ QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
 NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, True, scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
 """Without gates."""
 QWEN3_NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
+NEMOTRON_3_NANO = SsmShape(8, 8, StateSizes(128, 64, 8, 4), 64, "bfloat16")
 
 
 @dataclass(frozen=True)
 class Served:
     """A kernel and the card that it runs on.
 
-    size:    of heads, or the sizes of experts and delta-nets
+    size:    of heads, or the sizes of experts, delta-nets and state space models
     numbers: dtype of the cache, or of weights
     """
 
@@ -53,7 +55,7 @@ def served(cards: Sequence[int]) -> list[Served]:
 
 @cache
 def _of_card(sm: int) -> dict[Served, Variant]:
-    return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm)])
+    return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm), *_ssms(sm)])
 
 
 def _attention(sm: int) -> Iterator[tuple[Served, Variant]]:
@@ -93,3 +95,9 @@ def _delta_nets(sm: int) -> Iterator[tuple[Served, Variant]]:
     size = f"delta-net of {QWEN3_NEXT.value_heads} heads"
     for name, variant in delta.variants_of(QWEN3_NEXT, sm).items():
         yield Served(sm, size, QWEN3_NEXT.dtype, name), variant
+
+
+def _ssms(sm: int) -> Iterator[tuple[Served, Variant]]:
+    size = f"state space model of {NEMOTRON_3_NANO.heads} heads"
+    for name, variant in ssm.variants_of(NEMOTRON_3_NANO, sm).items():
+        yield Served(sm, size, NEMOTRON_3_NANO.dtype, name), variant

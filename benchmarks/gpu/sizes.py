@@ -34,6 +34,22 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class SsmNet:
+    """A layer of a state space model, whose members are ``share`` heads each; the batches it decodes, and tokens of
+    prompts."""
+
+    name: str
+    members: int
+    groups: int
+    share: int
+    key_dim: int
+    value_dim: int
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    convolution: int = 4
+
+
+@dataclass(frozen=True)
 class CopySizes:
     """Copies between arenas of ``num_bytes`` each.
 
@@ -132,6 +148,7 @@ class Sizes:
     experts: tuple[int, int, int]
     copies: CopySizes
     delta: DeltaNet
+    ssm: tuple[SsmNet, ...]
     most_repeats: int
     warm_steps: int
     prefills: tuple[int, ...]
@@ -238,6 +255,10 @@ FULL = Sizes(
     experts=(16, 2048, 768),  # Qwen3-30B-A3B's, of 128
     copies=CopySizes(1 << 30, ERNIE_LIKE, block_sizes=(64, 16), step=(64, 8192), layer_tokens=4096),
     delta=DeltaNet(16, 2, 128, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Qwen3-Next-80B's
+    ssm=(
+        SsmNet("nano", 8, 8, 8, 128, 64, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Nemotron 3 Nano's
+        SsmNet("granite", 16, 1, 8, 128, 64, batches=(1, 8, 64, 256), prompts=(4096,)),  # Granite 4.0 H Small's
+    ),
     most_repeats=64,
     warm_steps=6,
     prefills=(16, 128, 512, 1024),
@@ -302,6 +323,10 @@ TINY = Sizes(
     experts=(3, 64, 64),
     copies=CopySizes(1 << 18, {**ERNIE_LIKE, **_TINY_HEADS, "sink_size": 4}, (8, 16), (1, 20), 16),
     delta=DeltaNet(1, 2, 16, batches=(1, 2), prompts=(20,)),
+    ssm=(
+        SsmNet("nano", 2, 2, 2, 16, 8, batches=(1, 2), prompts=(20,)),
+        SsmNet("granite", 2, 1, 2, 16, 8, batches=(1,), prompts=()),
+    ),
     most_repeats=1,
     warm_steps=1,
     prefills=(20,),

@@ -27,7 +27,7 @@ def test_all_head_sizes_caches_and_cards_are_looked_at_and_nothing_else_is_known
     for each in attention:
         check_supported(int(each.size), "bfloat16", each.numbers, each.sm, 64)
     assert {(each.sm, each.variant.kernel) for each in every} >= {
-        (sm, kernel) for sm in CARDS for kernel in ("attend", "multiply_experts", "step", "solve", "carry")
+        (sm, kernel) for sm in CARDS for kernel in ("attend", "multiply_experts", "step", "solve", "relate", "carry")
     }
     assert KNOWN_SPILLS.keys() <= {astuple(each) for each in every}
 

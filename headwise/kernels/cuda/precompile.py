@@ -44,6 +44,8 @@ from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.packed import PackedForm
 from headwise.kernels.cuda.programs import Defines, cubin_path
+from headwise.kernels.cuda.ssm import SsmShape
+from headwise.kernels.cuda.ssm import variants_of as ssm_variants
 from headwise.kernels.dsa import index_dtype
 from headwise.kernels.experts import Routing
 from headwise.kernels.fused import Activation
@@ -89,6 +91,7 @@ def precompile(
     packed_forms: Sequence[PackedForm] = (),
     sums: Sequence[RankSums] = (),
     tma: bool = False,
+    ssms: Sequence[SsmShape] = (),
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
@@ -98,6 +101,7 @@ def precompile(
     packed_forms:  of weights of few bits
     sums:          of ranks, of models that have several
     tma:           see `Tuning.tma`
+    ssms:          state space models, of models that have them
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -131,6 +135,9 @@ def precompile(
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for delta in deltas:
             for variant in delta_variants(delta, target.sm).values():
+                yield cubins.get(variant).path
+        for ssm in ssms:
+            for variant in ssm_variants(ssm, target.sm).values():
                 yield cubins.get(variant).path
 
 
@@ -168,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             list(_packed(options)),
             list(_sums(options)),
             options.tma,
+            list(_ssms(options)),
         )
         for path in precompile(list(_shapes(options)), targets, options.directory, *mixed):
             print(path, flush=True)
@@ -202,7 +210,8 @@ def _parser() -> argparse.ArgumentParser:
         "--tp-size",
         type=int,
         default=1,
-        help="ranks, which sum over each other, and that delta-nets' key heads are dealt to (default: 1)",
+        help="ranks, which sum over each other, and that delta-nets' key heads and members of state space models are "
+        "dealt to (default: 1)",
     )
     latent = parser.add_argument_group("latent attention", "of a model that has it, in place of KV heads")
     latent.add_argument("--latent-rank", type=int, help="'kv_lora_rank'; --q-heads are those of one rank")
@@ -235,6 +244,13 @@ def _parser() -> argparse.ArgumentParser:
     delta.add_argument("--delta-key-dim", type=int, default=128, help="(default: 128)")
     delta.add_argument("--delta-value-dim", type=int, default=128, help="(default: 128)")
     delta.add_argument("--delta-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
+    ssm = parser.add_argument_group("state space models (Mamba-2)", "of a model that has them")
+    ssm.add_argument("--ssm-heads", type=int, help="of the model")
+    ssm.add_argument("--ssm-groups", type=int, default=1, help="of the model, that share keys (default: 1)")
+    ssm.add_argument("--ssm-share", type=int, default=8, help="heads of a member, of one group (default: 8)")
+    ssm.add_argument("--ssm-key-dim", type=int, default=128, help="'ssm_state_size' (default: 128)")
+    ssm.add_argument("--ssm-value-dim", type=int, default=64, help="of heads (default: 64)")
+    ssm.add_argument("--ssm-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
     return parser
 
 
@@ -323,6 +339,21 @@ def _deltas(options: argparse.Namespace) -> Iterator[DeltaShape]:
         options.delta_key_dim, options.delta_value_dim, value_heads // key_heads, options.delta_convolution
     )
     yield DeltaShape(key_heads // ranks, sizes, options.block_size, options.dtype)
+
+
+def _ssms(options: argparse.Namespace) -> Iterator[SsmShape]:
+    heads, groups, share, ranks = options.ssm_heads, options.ssm_groups, options.ssm_share, options.tp_size
+    if heads is None:
+        return
+    are_whole = min(heads, groups, share, ranks) > 0 and heads % (groups * share) == 0 and heads // share % ranks == 0
+    if not are_whole or (groups % ranks and ranks % groups):
+        raise ConfigError(
+            f"{heads} heads in {groups} groups are not members of {share} on {ranks} ranks evenly: give those of the "
+            "model's config.json, a --ssm-share that divides a group, and a --tp-size that divides groups and members"
+        )
+    sizes = StateSizes(options.ssm_key_dim, options.ssm_value_dim, share, options.ssm_convolution)
+    members, groups = heads // share // ranks, max(1, groups // ranks)
+    yield SsmShape(members, groups, sizes, options.block_size, options.dtype)
 
 
 def _sums(options: argparse.Namespace) -> Iterator[RankSums]:

@@ -38,11 +38,9 @@ from headwise.kernels.state_layout import StateSizes, sizes_of
 
 MODULE = "ssm_jit"
 
-STATE_NUMBERS = 16384
-"""Of a member's states that a program decodes at a time: 64 registers of each thread, and as many on their way."""
-
-CONVOLVED_COLUMNS = 128
-"""Values of a token that a program convolves at a time."""
+COLUMNS, STATE_NUMBERS = 128, 16384
+"""Of a member's states that a program decodes at a time, at most: columns that the lanes of a warp have in vectors, and
+numbers, which are 64 registers of each thread, and as many on their way. As many values are convolved at a time."""
 
 _WEIGHTS = "convolution:*fp32 convolution_bias:*fp32 speed:*fp32 bias:*fp32"
 _SIGNATURES = {
@@ -211,8 +209,8 @@ def _constants(shape: SsmShape) -> dict[str, int | float | str]:
     return {
         "MEMBERS": shape.members, "GROUPS": shape.groups, "SHARE": sizes.share, "KEY_DIM": sizes.key_dim,
         "VALUE_DIM": sizes.value_dim, "WIDTH": sizes.convolution, "CHANNELS": sizes.channels, "ROW": shape.projected,
-        "BLOCK_K": block_k, "BLOCK_S": power_of_two(sizes.share), "COLUMNS": min(STATE_NUMBERS // block_k, of_member),
-        "CONVOLVED_COLUMNS": min(CONVOLVED_COLUMNS, of_member), "CARRIED": columns_of(sizes),
+        "BLOCK_K": block_k, "BLOCK_S": power_of_two(sizes.share), "CONVOLVED_COLUMNS": min(COLUMNS, of_member),
+        "COLUMNS": min(COLUMNS, STATE_NUMBERS // block_k, of_member), "CARRIED": columns_of(sizes),
         "PIECES": pieces_of(sizes), "BLOCK_SIZE": shape.block_size, "CHUNK": chunk_of(shape.block_size),
         "ROWS": rows_of(shape.block_size), "TOKENS": CONVOLVED, "RECURRENT_AT": recurrent_at(sizes),
         "PRECISION": "tf32x3" if shape.dtype == "float32" else "bf16x3",

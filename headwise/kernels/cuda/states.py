@@ -18,8 +18,8 @@ CHUNK = 64
 CONVOLVED = 16
 """Tokens of a program that convolves, or norms."""
 
-COLUMNS = 32
-"""Of a value head's state that one program carries through a prompt."""
+COLUMNS, CARRIED = 32, 4096
+"""Columns of a value head's state that one program carries through a prompt, and numbers, at most."""
 
 MOST_DIM = 256
 """Of keys, and of values: a program keeps a value head's state in registers."""
@@ -101,7 +101,7 @@ def rows_of(block_size: int) -> int:
 
 
 def columns_of(sizes: StateSizes) -> int:
-    return min(COLUMNS, block_of(sizes.value_dim))
+    return min(COLUMNS, CARRIED // block_of(sizes.key_dim), block_of(sizes.value_dim))
 
 
 def pieces_of(sizes: StateSizes) -> int:
