@@ -47,18 +47,18 @@ _SIGNATURES = {
     "step": f"projected:x out:x arena:*fp32 {_WEIGHTS} skip:*fp32 group:*i32 " + IN_CACHE.format(""),
     "convolve": f"projected:x query:x key:x value:x rate:*fp32 decay:*fp32 arena:*fp32 {_WEIGHTS} group:*i32 "
     + IN_CACHE.format("batch:i32") + " fewest_queries:i32",
-    "relate": "query:x key:x rate:*fp32 decay:*fp32 among:x cu_seqlens_q:*i32 seq_lens:*i32 batch:i32 "
-    "fewest_queries:i32",
+    "relate": "query:x key:x rate:*fp32 decay:*fp32 among:x projected:x arena:*fp32 group:*i32 "
+    + IN_CACHE.format("batch:i32") + " fewest_queries:i32",
     "carry": "query:x key:x value:x before:*fp32 behind:*fp32 among:x projected:x skip:*fp32 out:x arena:*fp32 "
-    "group:*i32 " + IN_CACHE.format("") + " fewest_queries:i32",
+    + IN_CACHE.format("") + " fewest_queries:i32",
 }  # fmt: skip
-_OF_MEMBERS = "MEMBERS SHARE KEY_DIM BLOCK_K"
-_OF_CACHE = f"{_OF_MEMBERS} GROUPS VALUE_DIM CHANNELS ROW WIDTH BLOCK_SIZE"
+_OF_ROWS = "MEMBERS GROUPS SHARE KEY_DIM VALUE_DIM ROW BLOCK_SIZE BLOCK_K"
+_OF_INPUTS = f"{_OF_ROWS} CHANNELS WIDTH"
 _CONSTANTS = {
-    "step": f"{_OF_CACHE} COLUMNS RECURRENT_AT",
-    "convolve": f"{_OF_CACHE} BLOCK_S CONVOLVED_COLUMNS TOKENS",
-    "relate": f"{_OF_MEMBERS} CHUNK ROWS PRECISION",
-    "carry": f"{_OF_CACHE} CARRIED PIECES RECURRENT_AT CHUNK ROWS PRECISION",
+    "step": f"{_OF_INPUTS} COLUMNS RECURRENT_AT",
+    "convolve": f"{_OF_INPUTS} BLOCK_S CONVOLVED_COLUMNS TOKENS",
+    "relate": f"{_OF_INPUTS} CHUNK ROWS PRECISION",
+    "carry": f"{_OF_ROWS} CARRIED PIECES RECURRENT_AT CHUNK ROWS PRECISION",
 }
 """Of each kernel, what is compiled in."""
 _WARPS = {"step": 8, "convolve": 4, "relate": 4, "carry": 4}

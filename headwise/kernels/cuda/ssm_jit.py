@@ -8,11 +8,12 @@ state is read once and written once.
 **Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in three launches. `convolve` makes queries,
 keys, values, steps and decays of what was projected. `relate` has the products among a chunk's tokens, for all chunks
 side by side: ``among [i, j]``, what token ``i`` sees of token ``j``'s value, and of each token how much it sees of the
-state before its chunk and how much of it is left behind the chunk. `carry` goes through a sequence's chunks one after
-the other, for some columns of a head's state, leaves states where blocks end, and writes what comes out.
+state before its chunk and how much of it is left behind the chunk; and keeps inputs of the convolution where blocks
+end, for none is read any more. `carry` goes through a sequence's chunks one after the other, for some columns of a
+head's state, leaves states where blocks end, and writes what comes out.
 """
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, RUF005
 
 import triton.language as tl
 from triton.runtime.jit import JITFunction
@@ -43,13 +44,38 @@ def inputs_of(
 
 
 @JITFunction
-def keep_member(
-    new, old, earliest, of_group, of_member, begin, taken,
-    KEY_DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """`keep_inputs` of all channels of a member."""
-    keep_inputs(new, old, earliest, of_group, begin, taken, 0, 2 * KEY_DIM, ROW, WIDTH, CHANNELS)
-    keep_inputs(new, old, earliest, of_member, begin, taken, 2 * KEY_DIM, CHANNELS, ROW, WIDTH, CHANNELS)
+def window_of(inputs, old, begin, known, channel, here, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """What a decode convolves, a tile for each tap: of the channels ``channel [1, N]``, where ``here [1, N]`` says so,
+    the inputs before the token, if below ``known``, and its own."""
+    window = ()
+    for tap in tl.static_range(WIDTH - 1):
+        before = tl.load(old + tap * CHANNELS + channel, mask=here & (channel < known), other=0.0)
+        window = window + (before,)
+    fresh = tl.load(inputs + begin.to(tl.int64) * ROW + channel, mask=here, other=0.0)
+    return window + (fresh.to(tl.float32),)
+
+
+@JITFunction
+def convolved_window(window, weights, biases, channel, here, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """SiLU of a window's convolution, ``[1, N]``."""
+    total = tl.load(biases + channel, mask=here, other=0.0)
+    for tap in tl.static_range(WIDTH):
+        total += tl.load(weights + tap * CHANNELS + channel, mask=here, other=0.0) * window[tap]
+    return total * sigmoid(total)
+
+
+@JITFunction
+def keep_window(new, window, kept, channel, here, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """All of a window but its first inputs, of channels below ``kept``, for the next token."""
+    for tap in tl.static_range(WIDTH - 1):
+        tl.store(new + tap * CHANNELS + channel, window[tap + 1], mask=here & (channel < kept))
+
+
+@JITFunction
+def places_of(key, column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, RECURRENT_AT: tl.constexpr):
+    """Where a member's state has the number of a key, ``[K, 1]``, in one of all heads' columns, ``[1, N]``."""
+    head, value = column // VALUE_DIM, column % VALUE_DIM
+    return RECURRENT_AT + head * (KEY_DIM * VALUE_DIM) + key * VALUE_DIM + value
 
 
 @JITFunction
@@ -62,53 +88,47 @@ def step(
 ):  # fmt: skip
     """One token of one sequence and member, for sequences with exactly one; grid (sequences x members)."""
     sequence, member = tl.program_id(0) // MEMBERS, tl.program_id(0) % MEMBERS
+    table = table_of(block_tables, head_group, sequence, member, groups, max_blocks)
     begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
     if count != 1:
         return
-    table = table_of(block_tables, head_group, sequence, member, groups, max_blocks)
     source = source_of(table, start, start + 1, BLOCK_SIZE)
     target = tl.load(table + start // BLOCK_SIZE)
     old = member_at(arena, source, head_slot, member, block_bytes, slot_bytes)
     new = member_at(arena, target, head_slot, member, block_bytes, slot_bytes)
-    earliest = tl.where(source >= 0, -NEVER, 0)
 
-    key_dims, columns = tl.arange(0, BLOCK_K), tl.arange(0, COLUMNS)
-    in_key, values = key_dims < KEY_DIM, SHARE * VALUE_DIM
+    key_dim, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, COLUMNS)[None, :]
+    key_row, values = tl.arange(0, BLOCK_K)[:, None], SHARE * VALUE_DIM
     # Rows that are there, of what is read and written: none, where there is no block.
-    readable = (key_dims < tl.where(source >= 0, KEY_DIM, 0))[:, None]
-    writable = (key_dims < tl.where(target >= 0, KEY_DIM, 0))[:, None]
+    readable, writable = key_row < tl.where(source >= 0, KEY_DIM, 0), key_row < tl.where(target >= 0, KEY_DIM, 0)
     # States are asked for long before they are needed.
-    within = RECURRENT_AT + columns // VALUE_DIM * (KEY_DIM * VALUE_DIM) + columns % VALUE_DIM
-    at = key_dims[:, None] * VALUE_DIM + within[None, :]
-    coming = tl.load(old + at, mask=readable & (columns < values)[None, :], other=0.0)
+    at = places_of(key_row, columns, KEY_DIM, VALUE_DIM, RECURRENT_AT)
+    coming = tl.load(old + at, mask=readable & (columns < values), other=0.0)
 
     of_group, of_member = inputs_of(projected, group, member, GROUPS, SHARE, KEY_DIM, VALUE_DIM)
     weights, biases = convolution + member * (WIDTH * CHANNELS), convolution_bias + member * CHANNELS
-    token = tl.zeros([1, 1], tl.int32)
-    query = convolved(
-        of_group, weights, biases, old, earliest, token, begin, key_dims[None, :], in_key[None, :], ROW, WIDTH, CHANNELS
-    )  # fmt: skip
-    key = convolved(
-        of_group, weights, biases, old, earliest, token, begin, KEY_DIM + key_dims[None, :], in_key[None, :],
-        ROW, WIDTH, CHANNELS,
-    )  # fmt: skip
-    query = tl.sum(query, 0)[:, None]
-    key = tl.sum(key, 0)[:, None]
+    known, kept_to = tl.where(source >= 0, CHANNELS, 0), tl.where(target >= 0, CHANNELS, 0)
+    in_key = key_dim < KEY_DIM
+    of_query = window_of(of_group, old, begin, known, key_dim, in_key, ROW, WIDTH, CHANNELS)
+    of_key = window_of(of_group, old, begin, known, KEY_DIM + key_dim, in_key, ROW, WIDTH, CHANNELS)
+    query = convolved_window(of_query, weights, biases, key_dim, in_key, WIDTH, CHANNELS)
+    key = convolved_window(of_key, weights, biases, KEY_DIM + key_dim, in_key, WIDTH, CHANNELS)
+    query, key = tl.sum(query, 0)[:, None], tl.sum(key, 0)[:, None]
+    tl.debug_barrier()
+    keep_window(new, of_query, kept_to, key_dim, in_key, WIDTH, CHANNELS)
+    keep_window(new, of_key, kept_to, KEY_DIM + key_dim, in_key, WIDTH, CHANNELS)
 
     row = projected + begin.to(tl.int64) * ROW
     told = row + GROUPS * 2 * KEY_DIM + MEMBERS * 2 * values + member * SHARE
     for first in range(0, values, COLUMNS):
-        state, place, column = coming, at, (first + columns)[None, :]
+        state, column, after = coming, first + columns, first + COLUMNS + columns
         here, head = column < values, column // VALUE_DIM
-        # What lies behind them, for the next turn.
-        after = first + COLUMNS + columns
-        within = RECURRENT_AT + after // VALUE_DIM * (KEY_DIM * VALUE_DIM) + after % VALUE_DIM
-        at = key_dims[:, None] * VALUE_DIM + within[None, :]
-        coming = tl.load(old + at, mask=readable & (after < values)[None, :], other=0.0)
+        at_next = places_of(key_row, after, KEY_DIM, VALUE_DIM, RECURRENT_AT)
+        coming = tl.load(old + at_next, mask=readable & (after < values), other=0.0)
 
-        value = convolved(
-            of_member, weights, biases, old, earliest, token, begin, 2 * KEY_DIM + column, here, ROW, WIDTH, CHANNELS
-        )  # fmt: skip
+        channel = 2 * KEY_DIM + column
+        window = window_of(of_member, old, begin, known, channel, here, ROW, WIDTH, CHANNELS)
+        value = convolved_window(window, weights, biases, channel, here, WIDTH, CHANNELS)
         of_head = member * SHARE + head
         its_step = softplus(
             tl.load(told + head, mask=here, other=0.0).to(tl.float32) + tl.load(bias + of_head, mask=here, other=0.0)
@@ -122,10 +142,9 @@ def step(
         at_out = (begin.to(tl.int64) * MEMBERS + member) * values + column
         tl.store(out + at_out, made.to(out.dtype.element_ty), mask=here)
         tl.debug_barrier()
+        place = places_of(key_row, column, KEY_DIM, VALUE_DIM, RECURRENT_AT)
         tl.store(new + place, state, mask=writable & here)
-    tl.debug_barrier()
-    if target >= 0:
-        keep_member(new, old, earliest, of_group, of_member, begin, 1, KEY_DIM, ROW, WIDTH, CHANNELS)
+        keep_window(new, window, kept_to, channel, here, WIDTH, CHANNELS)
 
 
 @JITFunction
@@ -190,15 +209,29 @@ def convolve(
 
 
 @JITFunction
+def keep_member(
+    new, old, earliest, of_group, of_member, begin, taken,
+    KEY_DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """`keep_inputs` of all channels of a member."""
+    keep_inputs(new, old, earliest, of_group, begin, taken, 0, 2 * KEY_DIM, ROW, WIDTH, CHANNELS)
+    keep_inputs(new, old, earliest, of_member, begin, taken, 2 * KEY_DIM, CHANNELS, ROW, WIDTH, CHANNELS)
+
+
+@JITFunction
 def relate(
-    query, key, rate, decay, among, cu_seqlens_q, seq_lens, batch, fewest_queries,
-    MEMBERS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, rate, decay, among, projected, arena, group,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, batch, groups, max_blocks, block_bytes, slot_bytes,
+    fewest_queries,
+    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The products among a chunk's tokens, for one member; grid (tiles x members).
 
     Of token ``t``, at place ``i`` of its chunk, and head ``h``: ``among [t, h, j]`` is ``exp(G_i - G_j) (q_i . k_j)
-    d_j`` where ``j <= i``, and else 0. ``decay`` becomes ``exp(G_i)``, and ``rate`` ``exp(G_C - G_i) d_i``.
+    d_j`` where ``j <= i``, and else 0. ``decay`` becomes ``exp(G_i)``, and ``rate`` ``exp(G_C - G_i) d_i``. Where a
+    block ends with the chunk, or the sequence does, the last inputs of the convolution are kept.
     """
     member = tl.program_id(0) % MEMBERS
     sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // MEMBERS, CHUNK)
@@ -231,14 +264,32 @@ def relate(
         tl.store(decay + head + at_heads, tl.exp(sums), mask=real)
         tl.store(rate + head + at_heads, tl.exp(tl.minimum(total - sums, 0.0)) * steps, mask=real)
 
+    table = table_of(block_tables, head_group, sequence, member, groups, max_blocks)
+    source = source_of(table, start, start + count, BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, member, block_bytes, slot_bytes)
+    earliest = tl.where(source >= 0, -NEVER, 0)
+    of_group, of_member = inputs_of(projected, group, member, GROUPS, SHARE, KEY_DIM, VALUE_DIM)
+    # Where a block ends so near to the step's first token that inputs from before that are kept, what is read may be
+    # overwritten: such ends are the first chunk's to do, the sequence's before that of a block.
+    is_first, its_end = first <= 0, tl.minimum(first + CHUNK, count)
+    for turn in range(2):
+        taken = tl.where(turn == 0, count, its_end)
+        ours = (turn == 0) & is_first & (count < WIDTH - 1) & (its_end < count)
+        ours |= (turn == 1) & (is_first | (its_end >= WIDTH - 1))
+        if ours & ((taken == count) | ((start + taken) % BLOCK_SIZE == 0)):
+            block = tl.load(table + (start + taken - 1) // BLOCK_SIZE)
+            if block >= 0:
+                new = member_at(arena, block, head_slot, member, block_bytes, slot_bytes)
+                keep_member(new, old, earliest, of_group, of_member, begin, taken, KEY_DIM, ROW, WIDTH, CHANNELS)
+
 
 @JITFunction
 def carry(
-    query, key, value, before, behind, among, projected, skip, out, arena, group,
+    query, key, value, before, behind, among, projected, skip, out, arena,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, groups, max_blocks, block_bytes, slot_bytes,
     fewest_queries,
     MEMBERS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
     CARRIED: tl.constexpr, PIECES: tl.constexpr, RECURRENT_AT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -296,15 +347,3 @@ def carry(
         new = member_at(arena, block, head_slot, member, block_bytes, slot_bytes)
         rows = tl.where(is_left & (block >= 0), KEY_DIM, 0)
         tl.store(new + within, state, mask=(dims < rows)[:, None] & in_value[None, :])
-
-    if (piece == 0) & (shared == 0):
-        # The last column first: the first one's block may be what was read, which others still need.
-        earliest = tl.where(source >= 0, -NEVER, 0)
-        of_group, of_member = inputs_of(projected, group, member, GROUPS, SHARE, KEY_DIM, VALUE_DIM)
-        final = (end - 1) // BLOCK_SIZE
-        for back in range(final - start // BLOCK_SIZE + 1):
-            block = tl.load(table + final - back)
-            new = member_at(arena, block, head_slot, member, block_bytes, slot_bytes)
-            taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
-            if block >= 0:
-                keep_member(new, old, earliest, of_group, of_member, begin, taken, KEY_DIM, ROW, WIDTH, CHANNELS)
