@@ -40,7 +40,7 @@ lint-deploy: venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,deploy]'
 	@$(BIN)/python -m pytest -rs tests/deploy
 
-# What the assembler makes of attention kernels, experts and delta-nets that are served, for all cards: a few minutes. Fails
+# What the assembler makes of attention kernels, experts and states that are served, for all cards: a few minutes. Fails
 # where it serialises wgmma, or spills what benchmarks/gpu/known_spills.py does not have.
 machine-code: venv
 	@$(BIN)/python benchmarks/gpu/machine_code.py --served

@@ -8,7 +8,7 @@
 A loop is what lies between an instruction and a branch back to it; those that multiply matrices walk tiles of keys, or
 of the depth of experts. The exit status is 1 where such a loop spills, or where ptxas says that it serialises wgmma.
 
-`--served` looks at all head sizes, dtypes of caches and cards that are served, and at the experts and delta-nets of
+`--served` looks at all head sizes, dtypes of caches and cards that are served, and at the experts and states of
 `served_kernels.py`, in as many processes as there are cores. There the exit status is 1 where ptxas serialises wgmma,
 or anything spills more than `known_spills.py` has of it; what spills less is told, too, so that the list stays true.
 """
