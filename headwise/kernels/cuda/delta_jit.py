@@ -24,8 +24,10 @@ from triton.runtime.jit import JITFunction
 from headwise.kernels.cuda.states_jit import (
     NEVER,
     convolved,
+    convolved_window,
     find_chunk,
     keep_inputs,
+    keep_window,
     member_at,
     product,
     sigmoid,
@@ -33,6 +35,7 @@ from headwise.kernels.cuda.states_jit import (
     source_of,
     span_of,
     table_of,
+    window_of,
 )
 
 NORM_EPS = tl.constexpr(1e-6)
@@ -61,15 +64,14 @@ def step(
 ):  # fmt: skip
     """One token of one sequence and key head, for sequences with exactly one; grid (sequences x key heads)."""
     sequence, head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
+    table = table_of(block_tables, head_group, sequence, head, groups, max_blocks)
     begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
     if count != 1:
         return
-    table = table_of(block_tables, head_group, sequence, head, groups, max_blocks)
     source = source_of(table, start, start + 1, BLOCK_SIZE)
     target = tl.load(table + start // BLOCK_SIZE)
     old = member_at(arena, source, head_slot, head, block_bytes, slot_bytes)
     new = member_at(arena, target, head_slot, head, block_bytes, slot_bytes)
-    earliest = tl.where(source >= 0, -NEVER, 0)
 
     key_dims, value_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_key, in_value = key_dims < KEY_DIM, value_dims < VALUE_DIM
@@ -82,17 +84,15 @@ def step(
 
     inputs = projected + head * EACH
     weights = convolution + head * (WIDTH * CHANNELS)
-    token = tl.zeros([1, 1], tl.int32)
-    query = convolved(
-        inputs, weights, None, old, earliest, token, begin, key_dims[None, :], in_key[None, :],
-        ROW, WIDTH, CHANNELS,
-    )  # fmt: skip
-    key = convolved(
-        inputs, weights, None, old, earliest, token, begin, KEY_DIM + key_dims[None, :], in_key[None, :],
-        ROW, WIDTH, CHANNELS,
-    )  # fmt: skip
-    query = tl.sum(query, 0)
-    key = tl.sum(key, 0)
+    known, kept_to = tl.where(source >= 0, CHANNELS, 0), tl.where(target >= 0, CHANNELS, 0)
+    of_query, of_key, here = key_dims[None, :], KEY_DIM + key_dims[None, :], in_key[None, :]
+    query_window = window_of(inputs, old, begin, known, of_query, here, ROW, WIDTH, CHANNELS)
+    key_window = window_of(inputs, old, begin, known, of_key, here, ROW, WIDTH, CHANNELS)
+    query = tl.sum(convolved_window(query_window, weights, None, of_query, here, WIDTH, CHANNELS), 0)
+    key = tl.sum(convolved_window(key_window, weights, None, of_key, here, WIDTH, CHANNELS), 0)
+    tl.debug_barrier()
+    keep_window(new, query_window, kept_to, of_query, here, WIDTH, CHANNELS)
+    keep_window(new, key_window, kept_to, of_key, here, WIDTH, CHANNELS)
     query *= QUERY_SCALE / tl.sqrt(tl.sum(query * query, 0) + NORM_EPS)
     key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + NORM_EPS)
     agreement = tl.sum(query * key, 0)
@@ -102,11 +102,9 @@ def step(
         state, at = coming, within + shared * (KEY_DIM * VALUE_DIM)
         more = (key_dims < tl.where(shared + 1 < SHARE, rows, 0))[:, None] & in_value[None, :]
         coming = tl.load(old + at + KEY_DIM * VALUE_DIM, mask=more, other=0.0)
-        values_at = 2 * KEY_DIM + shared * VALUE_DIM + value_dims[None, :]
-        value = convolved(
-            inputs, weights, None, old, earliest, token, begin, values_at, in_value[None, :], ROW, WIDTH, CHANNELS
-        )  # fmt: skip
-        value = tl.sum(value, 0)
+        of_value = 2 * KEY_DIM + shared * VALUE_DIM + value_dims[None, :]
+        window = window_of(inputs, old, begin, known, of_value, in_value[None, :], ROW, WIDTH, CHANNELS)
+        value = tl.sum(convolved_window(window, weights, None, of_value, in_value[None, :], WIDTH, CHANNELS), 0)
         controls = row + KEY_HEADS * EACH + head * (2 * SHARE) + shared
         rate = sigmoid(tl.load(controls).to(tl.float32))
         its_speed, its_bias = tl.load(speed + head * SHARE + shared), tl.load(bias + head * SHARE + shared)
@@ -117,6 +115,7 @@ def step(
         seen = tl.sum(query[:, None] * state, 0) + agreement * correction
         tl.debug_barrier()
         tl.store(new + at, state + key[:, None] * correction[None, :], mask=written)
+        keep_window(new, window, kept_to, of_value, in_value[None, :], WIDTH, CHANNELS)
 
         gates_at = row + head * EACH + CHANNELS + shared * VALUE_DIM + value_dims[None, :]
         gates = tl.load(gates_at, mask=in_value[None, :], other=0.0).to(tl.float32)
@@ -124,9 +123,6 @@ def step(
         gated = gated_norm(seen[None, :], gates, weight, eps, VALUE_DIM)
         at_out = (begin.to(tl.int64) * KEY_HEADS + head) * (SHARE * VALUE_DIM) + shared * VALUE_DIM
         tl.store(out + at_out + value_dims[None, :], gated.to(out.dtype.element_ty), mask=in_value[None, :])
-    tl.debug_barrier()
-    if target >= 0:
-        keep_inputs(new, old, earliest, inputs, begin, 1, 0, CHANNELS, ROW, WIDTH, CHANNELS)
 
 
 @JITFunction

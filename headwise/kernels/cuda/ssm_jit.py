@@ -13,7 +13,7 @@ end, for none is read any more. `carry` goes through a sequence's chunks one aft
 head's state, leaves states where blocks end, and writes what comes out.
 """
 # mypy: ignore-errors
-# ruff: noqa: N803, RUF005
+# ruff: noqa: N803
 
 import triton.language as tl
 from triton.runtime.jit import JITFunction
@@ -21,8 +21,10 @@ from triton.runtime.jit import JITFunction
 from headwise.kernels.cuda.states_jit import (
     NEVER,
     convolved,
+    convolved_window,
     find_chunk,
     keep_inputs,
+    keep_window,
     member_at,
     product,
     sigmoid,
@@ -30,6 +32,7 @@ from headwise.kernels.cuda.states_jit import (
     source_of,
     span_of,
     table_of,
+    window_of,
 )
 
 
@@ -41,34 +44,6 @@ def inputs_of(
     queries and keys, and of those of values."""
     of_group = projected + tl.load(group + member) * (2 * KEY_DIM)
     return of_group, projected + (GROUPS - 1) * 2 * KEY_DIM + member * (2 * SHARE * VALUE_DIM)
-
-
-@JITFunction
-def window_of(inputs, old, begin, known, channel, here, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
-    """What a decode convolves, a tile for each tap: of the channels ``channel [1, N]``, where ``here [1, N]`` says so,
-    the inputs before the token, if below ``known``, and its own."""
-    window = ()
-    for tap in tl.static_range(WIDTH - 1):
-        before = tl.load(old + tap * CHANNELS + channel, mask=here & (channel < known), other=0.0)
-        window = window + (before,)
-    fresh = tl.load(inputs + begin.to(tl.int64) * ROW + channel, mask=here, other=0.0)
-    return window + (fresh.to(tl.float32),)
-
-
-@JITFunction
-def convolved_window(window, weights, biases, channel, here, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
-    """SiLU of a window's convolution, ``[1, N]``."""
-    total = tl.load(biases + channel, mask=here, other=0.0)
-    for tap in tl.static_range(WIDTH):
-        total += tl.load(weights + tap * CHANNELS + channel, mask=here, other=0.0) * window[tap]
-    return total * sigmoid(total)
-
-
-@JITFunction
-def keep_window(new, window, kept, channel, here, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
-    """All of a window but its first inputs, of channels below ``kept``, for the next token."""
-    for tap in tl.static_range(WIDTH - 1):
-        tl.store(new + tap * CHANNELS + channel, window[tap + 1], mask=here & (channel < kept))
 
 
 @JITFunction

@@ -3,7 +3,7 @@
 Programs that overwrite what they have read do so behind a barrier: small tiles lie in several warps alike.
 """
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, RUF005
 
 import triton.language as tl
 from triton.runtime.jit import JITFunction
@@ -113,6 +113,36 @@ def keep_inputs(
             before = channel < tl.where((back < 0) & (back >= earliest), BEHIND, 0)
             fresh += tl.load(old + (back + (WIDTH - 1)) * CHANNELS + channel, mask=before, other=0.0)
             tl.store(new + row * CHANNELS + channel, fresh, mask=channel < BEHIND)
+
+
+@JITFunction
+def window_of(inputs, old, begin, known, channel, here, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """What a decode convolves, a tile for each tap: of the channels ``channel [1, N]``, where ``here [1, N]`` says so,
+    the inputs before the token, if below ``known``, and its own."""
+    window = ()
+    for tap in tl.static_range(WIDTH - 1):
+        before = tl.load(old + tap * CHANNELS + channel, mask=here & (channel < known), other=0.0)
+        window = window + (before,)
+    fresh = tl.load(inputs + begin.to(tl.int64) * ROW + channel, mask=here, other=0.0)
+    return window + (fresh.to(tl.float32),)
+
+
+@JITFunction
+def convolved_window(window, weights, bias, channel, here, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """SiLU of a window's convolution, ``[1, N]``; ``bias`` as in `convolved`."""
+    total = tl.zeros(here.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        total += tl.load(weights + tap * CHANNELS + channel, mask=here, other=0.0) * window[tap]
+    if bias is not None:
+        total += tl.load(bias + channel, mask=here, other=0.0)
+    return total * sigmoid(total)
+
+
+@JITFunction
+def keep_window(new, window, kept, channel, here, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """All of a window but its first inputs, of channels below ``kept``, for the next token."""
+    for tap in tl.static_range(WIDTH - 1):
+        tl.store(new + tap * CHANNELS + channel, window[tap + 1], mask=here & (channel < kept))
 
 
 @JITFunction
