@@ -16,7 +16,7 @@ from headwise.cache_controller.planner import HeadGroupPlan, Policies, plan_head
 from headwise.cache_controller.policy import FULL
 from headwise.cache_controller.unified_pages import UnifiedPages, planned_bytes, unified_pages
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import valid_tp_sizes
+from headwise.runtime.models.base import ModelConfig, SsmConfig, StatesConfig, valid_tp_sizes
 from headwise.runtime.models.registry import model_config
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "tests" / "support" / "published"
@@ -99,7 +99,8 @@ def geometry(config: Config) -> Geometry:
     text = {**config, **config.get("text_config", {})}
     if "linear_num_value_heads" in text:
         return _states_and_attention(text)
-    return _served(config)
+    states = model_config(config).states
+    return _served(config) if states is None else _ssm_and_attention(model_config(config), states)
 
 
 def _served(config: Config) -> Geometry:
@@ -130,6 +131,20 @@ def _states_and_attention(text: Config) -> Geometry:
         (2 * text["head_dim"] * BYTES,) * attended,
         _divisors(heads),
         states=(state,) * (layers - attended),
+    )
+
+
+def _ssm_and_attention(model: ModelConfig, ssm: StatesConfig) -> Geometry:
+    """The same of state space models (Mamba-2), whose groups share keys and queries."""
+    assert isinstance(ssm, SsmConfig), "no other has such fields"
+    values, key_dim = ssm.members * ssm.sizes.share * ssm.sizes.value_dim, ssm.sizes.key_dim
+    inputs = (values + 2 * ssm.groups * key_dim) * (ssm.sizes.convolution - 1) * BYTES
+    attended = model.num_layers - len(ssm.layers)
+    return Geometry(
+        ((FULL,) * model.num_kv_heads,) * attended,
+        (2 * model.head_dim * BYTES,) * attended,
+        _divisors(model.num_kv_heads),
+        states=(inputs + values * key_dim * STATE_BYTES,) * len(ssm.layers),
     )
 
 

@@ -26,7 +26,7 @@ QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
 NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, True, scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
 """Without gates."""
 QWEN3_NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
-NEMOTRON_3_NANO = SsmShape(8, 8, StateSizes(128, 64, 8, 4), 64, "bfloat16")
+NEMOTRON_3_NANO_STATES = SsmShape(16, 8, StateSizes(128, 64, 4, 4), 64, "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,6 @@ def _delta_nets(sm: int) -> Iterator[tuple[Served, Variant]]:
 
 
 def _ssms(sm: int) -> Iterator[tuple[Served, Variant]]:
-    size = f"state space model of {NEMOTRON_3_NANO.heads} heads"
-    for name, variant in ssm.variants_of(NEMOTRON_3_NANO, sm).items():
-        yield Served(sm, size, NEMOTRON_3_NANO.dtype, name), variant
+    size = f"state space model of {NEMOTRON_3_NANO_STATES.heads} heads"
+    for name, variant in ssm.variants_of(NEMOTRON_3_NANO_STATES, sm).items():
+        yield Served(sm, size, NEMOTRON_3_NANO_STATES.dtype, name), variant

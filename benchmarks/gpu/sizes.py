@@ -256,8 +256,8 @@ FULL = Sizes(
     copies=CopySizes(1 << 30, ERNIE_LIKE, block_sizes=(64, 16), step=(64, 8192), layer_tokens=4096),
     delta=DeltaNet(16, 2, 128, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Qwen3-Next-80B's
     ssm=(
-        SsmNet("nano", 8, 8, 8, 128, 64, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Nemotron 3 Nano's
-        SsmNet("granite", 16, 1, 8, 128, 64, batches=(1, 8, 64, 256), prompts=(4096,)),  # Granite 4.0 H Small's
+        SsmNet("nano", 16, 8, 4, 128, 64, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Nemotron 3 Nano's
+        SsmNet("granite", 32, 1, 4, 128, 64, batches=(1, 8, 64, 256), prompts=(4096,)),  # Granite 4.0 H Small's
     ),
     most_repeats=64,
     warm_steps=6,

@@ -24,6 +24,16 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
 
 
+def heads_of_member(heads: int, groups: int) -> int:
+    """How many of a layer's heads, in equal groups, are a member.
+
+    A power of two, as blocks of tokens are, that mostly leaves each of four ranks equally many members. More of them
+    would need larger blocks where ranks have few KV heads; fewer have their group's inputs more often.
+    """
+    counts = [count for count in (1, 2, 4) if not heads // groups % count]
+    return max(counts, key=lambda count: (not heads // count % 4, count))
+
+
 @dataclass(frozen=True)
 class SsmWeights:
     """What a layer computes with between its projections, for one rank's members. Arrays are C-contiguous and float32.

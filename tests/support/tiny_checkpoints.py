@@ -112,6 +112,23 @@ _STATE_SPACE: dict[str, Any] = {
 }
 """Eight members of four heads."""
 
+_NEMOTRON: dict[str, Any] = {
+    "hidden_act": _ABSENT,
+    "rms_norm_eps": _ABSENT,
+    "num_hidden_layers": _ABSENT,
+    "rope_theta": _ABSENT,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 16,
+    "n_groups": 4,
+    "ssm_state_size": 24,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "time_step_min": 1e-9,  # by which transformers alone bounds steps
+}
+"""Four members of four heads, each a group."""
+
 _FACTORS: dict[str, Any] = {
     "head_dim": _ABSENT,
     "hidden_size": 256,
@@ -443,6 +460,29 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         intermediate_size=32,
         shared_intermediate_size=64,
         position_embedding_type="nope",
+    ),
+    "nemotron-h": _config(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        **_NEMOTRON,
+        hybrid_override_pattern="M-MM-*-M*-",
+        intermediate_size=160,
+    ),
+    "nemotron-h-moe": _config(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        **_NEMOTRON,
+        hybrid_override_pattern="MEM*EM*EM",
+        intermediate_size=160,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=80,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        n_group=1,
+        topk_group=1,
     ),
     "qwen3-next": _config(
         "Qwen3NextForCausalLM",

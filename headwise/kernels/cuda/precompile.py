@@ -51,6 +51,7 @@ from headwise.kernels.experts import Routing
 from headwise.kernels.fused import Activation
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.mla import latent_layout
+from headwise.kernels.ssm_base import heads_of_member
 from headwise.kernels.state_layout import StateSizes
 
 
@@ -247,7 +248,6 @@ def _parser() -> argparse.ArgumentParser:
     ssm = parser.add_argument_group("state space models (Mamba-2)", "of a model that has them")
     ssm.add_argument("--ssm-heads", type=int, help="of the model")
     ssm.add_argument("--ssm-groups", type=int, default=1, help="of the model, that share keys (default: 1)")
-    ssm.add_argument("--ssm-share", type=int, default=8, help="heads of a member, of one group (default: 8)")
     ssm.add_argument("--ssm-key-dim", type=int, default=128, help="'ssm_state_size' (default: 128)")
     ssm.add_argument("--ssm-value-dim", type=int, default=64, help="of heads (default: 64)")
     ssm.add_argument("--ssm-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
@@ -342,14 +342,15 @@ def _deltas(options: argparse.Namespace) -> Iterator[DeltaShape]:
 
 
 def _ssms(options: argparse.Namespace) -> Iterator[SsmShape]:
-    heads, groups, share, ranks = options.ssm_heads, options.ssm_groups, options.ssm_share, options.tp_size
+    heads, groups, ranks = options.ssm_heads, options.ssm_groups, options.tp_size
     if heads is None:
         return
-    are_whole = min(heads, groups, share, ranks) > 0 and heads % (groups * share) == 0 and heads // share % ranks == 0
-    if not are_whole or (groups % ranks and ranks % groups):
+    are_whole = min(heads, groups, ranks) > 0 and heads % groups == 0
+    share = heads_of_member(heads, groups) if are_whole else 1
+    if not are_whole or heads // share % ranks or (groups % ranks and ranks % groups):
         raise ConfigError(
             f"{heads} heads in {groups} groups are not members of {share} on {ranks} ranks evenly: give those of the "
-            "model's config.json, a --ssm-share that divides a group, and a --tp-size that divides groups and members"
+            "model's config.json, and a --tp-size that divides groups and members"
         )
     sizes = StateSizes(options.ssm_key_dim, options.ssm_value_dim, share, options.ssm_convolution)
     members, groups = heads // share // ranks, max(1, groups // ranks)

@@ -107,6 +107,10 @@ class SsmConfig(StatesConfig):
     norm_groups: int
     eps: float
 
+    def group_of(self, member: int) -> int:
+        """The group whose heads a member has."""
+        return member * self.groups // self.members
+
 
 @dataclass(frozen=True)
 class IndexerConfig:

@@ -84,7 +84,8 @@ def parse(config: HfConfig) -> NemotronConfig:
 
 def _experts(config: HfConfig, layers: tuple[int, ...], num_layers: int) -> GroupedMoeConfig:
     moe = ungrouped_moe({**config, "first_k_dense_replace": 0, "mlp_layer_types": None}, num_layers)
-    return replace(moe, layers=layers)
+    size = positive(config, "moe_shared_expert_intermediate_size", default=moe.expert_size)
+    return replace(moe, layers=layers, shared_expert_size=size)
 
 
 def _kinds(config: HfConfig) -> Sequence[str]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.policy import STATE
 from headwise.errors import ModelError
 from headwise.kernels.fused import Attention, StateSpace
-from headwise.kernels.ssm_base import SsmProjected, SsmWeights
+from headwise.kernels.ssm_base import SsmProjected, SsmWeights, heads_of_member
 from headwise.kernels.state_layout import StateSizes
 from headwise.runtime.models.base import AttentionLayer, ModelConfig, Rotation, SsmConfig
 from headwise.runtime.models.decoder import Decoder
@@ -64,7 +64,7 @@ def ssm_config(
             f"config.json: {len(layers)} state space models of {heads} heads make {len(layers) * heads}; at most "
             f"{MOST_MEMBERS} can be served"
         )
-    share = _share(heads, groups)
+    share = heads_of_member(heads, groups)
     sizes = StateSizes(
         key_dim=positive(config, names.state[0], default=names.state[1], most=MOST_HEAD_DIM),
         value_dim=positive(config, names.head_dim[0], default=names.head_dim[1], most=MOST_HEAD_DIM),
@@ -79,15 +79,6 @@ def ssm_config(
         norm_groups=groups if has_group_norms else 1,
         eps=eps,
     )
-
-
-def _share(heads: int, groups: int) -> int:
-    """Heads of a member: a power of two, as blocks of tokens are, that mostly leaves each of four ranks equally many.
-
-    More of them would need larger blocks where ranks have few KV heads; fewer have their group's inputs more often.
-    """
-    counts = [count for count in (1, 2, 4) if not heads // groups % count]
-    return max(counts, key=lambda count: (not heads // count % 4, count))
 
 
 def _check_steps(config: HfConfig) -> None:
@@ -203,7 +194,7 @@ class StateSpaceDecoder(Decoder):
             speed=upload(np.exp(of_heads("A_log"))),
             bias=upload(of_heads("dt_bias")),
             skip=upload(of_heads("D")),
-            group=upload(np.array([groups.index(rows.group(member)) for member in members], np.int32)),
+            group=upload(np.array([groups.index(ssm.group_of(member)) for member in members], np.int32)),
             groups=len(groups),
         )
 
@@ -323,12 +314,9 @@ class RowPlaces:
     def _all_keys(self) -> int:
         return self.ssm.groups * self.ssm.sizes.key_dim
 
-    def group(self, member: int) -> int:
-        return member * self.ssm.groups // self.ssm.members
-
     def groups(self, members: Sequence[int]) -> list[int]:
         """Those that members are of, ascending."""
-        return sorted({self.group(member) for member in members})
+        return sorted({self.ssm.group_of(member) for member in members})
 
     def values(self, member: int) -> tuple[int, int]:
         """Of the values, and so of what comes out."""
@@ -349,7 +337,7 @@ class RowPlaces:
 
     def channels(self, member: int) -> Iterator[int]:
         """``[query | key | values]`` of a member."""
-        dim, group = self.ssm.sizes.key_dim, self.group(member)
+        dim, group = self.ssm.sizes.key_dim, self.ssm.group_of(member)
         for keys in (self.all_values + self._all_keys, self.all_values):
             yield from range(keys + group * dim, keys + (group + 1) * dim)
         yield from range(member * self._each, (member + 1) * self._each)

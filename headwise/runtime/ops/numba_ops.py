@@ -146,7 +146,7 @@ def _mlp(weights: MlpWeights) -> Mlp:
 def _with_packed_experts(layer: DecoderLayer) -> DecoderLayer | None:
     """The layer with experts as they are packed; None where they are not one call."""
     mlp = layer.mlp
-    if isinstance(mlp, DenseLayer):
+    if mlp is None or isinstance(mlp, DenseLayer):
         return layer
     mixed = mlp.mixed if isinstance(mlp, BesideExperts) else mlp
     if not isinstance(mixed.experts.grouped, _CpuExperts):

@@ -77,11 +77,11 @@ MODELS["gemma3 of other sizes"] = {**CONFIGS["gemma3"], **SIZES["one head for al
 
 TINY = (
     "gemma4", "gemma4-shared", "gemma4-moe", "llama4", "qwen3-next", "qwen3.5", "qwen3.5-moe", "afmoe", "cohere2",
-    "minimax-m2", "olmo3", "granite-hybrid-ssm", "granite-hybrid-moe", "arcee",
+    "minimax-m2", "olmo3", "granite-hybrid-ssm", "granite-hybrid-moe", "arcee", "nemotron-h", "nemotron-h-moe",
 )  # fmt: skip
 """Heads of two sizes, shared caches, side inputs, experts beside MLPs; chunks; delta-nets, gated heads and experts;
 MLPs beside attention, rows without their mean; norms of all heads as one, and none before attention; state space
-models; MLPs without gates."""
+models; MLPs without gates; layers without MLPs."""
 
 WHOLE_GROUPS = {"intermediate_size": 64, "moe_intermediate_size": 32}
 """Of int8, in every weight."""
@@ -336,7 +336,8 @@ def test_layers_in_parts_compute_the_same_bit_by_bit(name: str, monkeypatch: pyt
     assert_equal(run(model, CacheShown), whole)
     if all(layer.can_be_a_part for layer in decoder._layers):
         gated_shares = sum(getattr(layer.mlp, "shared", None) is not None for layer in decoder._layers)
-        assert len(sums) == (2 * model.config.num_layers + gated_shares) * len(STEPS)
+        mlps = sum(layer.mlp is not None for layer in decoder._layers)
+        assert len(sums) == (model.config.num_layers + mlps + gated_shares) * len(STEPS)
     one_by_one = run(model, partial(CacheShown, wait_layer=lambda layer: None))
     assert_equal(one_by_one, whole)
 

@@ -49,9 +49,12 @@ FOUR_RANKS = ("granite-4.0-h-tiny",)
 """Its 48 heads with states are 12 members."""
 
 MOST_PADDING = 0.05
-MORE_PADDING = {("qwen3.5-27b", 8): 0.07}
+NO_BETTER = {("qwen3.5-27b", 8): 0.07}
 """Models, and their ranks, whose states and heads fit no better into blocks of the same bytes, of any number of tokens
 that is a power of two."""
+MORE_PADDING = {**NO_BETTER, **{("nemotron-nano-9b-v2", ranks): 0.31 for ranks in (4, 8)}}
+"""And those of which blocks of so many tokens do not suit all numbers of ranks: with 80 x 128 numbers of a head's
+state, 128 tokens would suit four, and 512 eight."""
 
 
 def plan_of(path: Path, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
@@ -114,7 +117,7 @@ def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(publi
                     assert sorted(heads) == list(range(model.num_heads))
 
 
-@pytest.mark.parametrize(("name", "tp_size"), MORE_PADDING)
+@pytest.mark.parametrize(("name", "tp_size"), NO_BETTER)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256, 512])
 def test_where_more_is_padded_no_other_block_would_pad_less(name: str, tp_size: int, block_size: int) -> None:
     plan = plan_of(PUBLISHED[0].parent / f"{name}.json", tp_size, block_size)

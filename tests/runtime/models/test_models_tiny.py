@@ -59,8 +59,8 @@ ONLY_TWO = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Models whose delta-nets have two key heads; the others have four query heads, of which each rank has one at least."""
 
 
-ONLY_POWERS = ("gemma4", "gemma4-moe", "granite-hybrid-ssm", "granite-hybrid-moe")
-"""Models with four KV heads in windowed layers, which three ranks neither divide nor exceed; or states of 8 parts."""
+ONLY_POWERS = ("gemma4", "gemma4-moe", "granite-hybrid-ssm", "granite-hybrid-moe", "nemotron-h", "nemotron-h-moe")
+"""Models with four KV heads in windowed layers, which three ranks neither divide nor exceed; or members of states."""
 
 
 def sizes_of(name: str) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.cuda.ssm import CudaSsm, SsmShape
 from headwise.kernels.select import make_ssm_kernels
 from headwise.kernels.ssm_base import SsmKernels, SsmProjected
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
@@ -25,8 +26,12 @@ class StateSpaceAttention(StatesAttention[SsmConfig]):
     def rule_kernels(self, name: str, threads: int) -> SsmKernels:
         return make_ssm_kernels(name, threads)
 
-    def gpu_rule_kernels(self, parts: GpuParts, layout: BlockLayout, tp_size: int, dtype: str) -> SsmKernels:
-        raise NotImplementedError
+    def gpu_rule_kernels(self, parts: GpuParts, layout: BlockLayout, tp_size: int, dtype: str) -> CudaSsm:
+        ssm, each = CudaSsm(parts.launcher, parts.allocate), self.states.members // tp_size
+        ranks = (range(rank * each, (rank + 1) * each) for rank in range(tp_size))
+        groups = {len({self.states.group_of(member) for member in members}) for members in ranks}
+        ssm.prepare([SsmShape.of(layout, each, count, dtype) for count in groups])
+        return ssm
 
     def states_over_cache(self, ops: TensorOps, kernels: Any, others: CachedAttention) -> SsmOverCache:
         return SsmOverCache(ops, kernels, others)
