@@ -111,12 +111,14 @@ def layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
     hidden, moe = model.hidden_size, model.moe
     variant, layers = attention_of(model), range(model.num_layers)
     attention = sum(variant.weight_elements(layer) for layer in layers) + model.side_elements
-    column = (3 if model.mlp_gate else 2) * hidden
+    parts = 3 if model.mlp_gate else 2
+    column = parts * hidden
     if moe is None:
         return attention + column * sum(map(model.mlp_size, layers))
     shared = moe.shared_size + moe.gated_shared_size
     count = moe.num_experts if every_expert else moe.experts_per_token
-    experts = column * (count * moe.expert_size + shared)
+    experts = parts * count * moe.expert_size * (moe.latent_size or hidden) + column * shared
+    experts += 2 * hidden * moe.latent_size
     routed = len(moe.layers) * (experts + hidden * moe.num_experts)
     dense = column * sum(model.mlp_size(layer) for layer in layers if layer not in moe.layers)
     return attention + dense + routed

@@ -49,6 +49,7 @@ class MoeConfig:
     shared_expert_size: intermediate size of one of those; 0: that of a routed one
     norm_min:           least sum that a token's routing weights are divided by; None: they are not divided
     gated_shared_size:  intermediate size of what every token goes through as far as a gate of its own lets it; 0: none
+    latent_size:        numbers of what routed experts are given of a token, and make; 0: the hidden size
     """
 
     layers: tuple[int, ...]
@@ -59,6 +60,7 @@ class MoeConfig:
     norm_min: float | None
     shared_expert_size: int = field(default=0, kw_only=True)
     gated_shared_size: int = field(default=0, kw_only=True)
+    latent_size: int = field(default=0, kw_only=True)
 
     @property
     def shared_size(self) -> int:

@@ -20,3 +20,17 @@ class MoeMlp:
     experts: Experts
     gated_shared: DenseMlp | None = None
     shared_gate: Linear | None = None
+    latent: LatentExperts | None = None
+
+
+@dataclass(frozen=True)
+class LatentExperts:
+    """Experts that are given latents of tokens, and make some, which are added up before they are projected back.
+
+    into, out: whole on each rank
+    shared:    what tokens go through besides, as they are
+    """
+
+    into: Linear
+    out: Linear
+    shared: DenseMlp | None

@@ -15,8 +15,8 @@ from headwise.kernels.fused import DenseLayer, GatedShare, MixedLayer
 from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, check_served, positive
-from headwise.runtime.models.layers import Linear
-from headwise.runtime.models.moe import MoeMlp
+from headwise.runtime.models.layers import DenseMlp, Linear
+from headwise.runtime.models.moe import LatentExperts, MoeMlp
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -39,6 +39,8 @@ class MoeDecoder(Decoder):
     shared_name: ClassVar[str] = "shared_experts"
     """Of a layer's router and of the experts that every token goes through, below its MLP."""
     router_bias: ClassVar[bool] = False
+    latent_names: ClassVar[tuple[str, str]] = ("fc1_latent_proj", "fc2_latent_proj")
+    """Of projections to what experts are given, and back, where that is not the hidden state."""
 
     def load_mlp(self, layer: int, at: str) -> Any:
         moe = self.config.moe
@@ -63,12 +65,24 @@ class MoeDecoder(Decoder):
             experts=self.ops.experts(
                 replace(mixture, logit_bias=bias) if leaves else mixture,
                 routed,
-                self.dense_mlp(f"{at}{self.shared_name}.", moe.shared_size, moe.shared_parts)
-                if moe.shared_size
-                else None,
+                None if moe.latent_size else self._shared(at, moe),
             ),
         )
+        if moe.latent_size:
+            return replace(made, latent=self._latent(at, moe))
         return self._with_gated_shared(made, at, moe.gated_shared_size) if moe.gated_shared_size else made
+
+    def _shared(self, at: str, moe: MoeConfig) -> DenseMlp | None:
+        size = moe.shared_size
+        return self.dense_mlp(f"{at}{self.shared_name}.", size, moe.shared_parts) if size else None
+
+    def _latent(self, at: str, moe: MoeConfig) -> LatentExperts:
+        (into, out), hidden = (f"{at}{name}" for name in self.latent_names), self.config.hidden_size
+        return LatentExperts(
+            into=self._split_rows([(into, [(0, moe.latent_size)])], has_bias=False),
+            out=self._split_rows([(out, [(0, hidden)])], has_bias=False),
+            shared=self._shared(at, moe),
+        )
 
     def _with_gated_shared(self, made: MoeMlp, at: str, size: int) -> MoeMlp:
         name = f"{at}shared_expert_gate.weight"
@@ -117,6 +131,8 @@ class MoeDecoder(Decoder):
     def fusible_mlp(self, mlp: Any) -> DenseLayer | MixedLayer | None:
         if not isinstance(mlp, MoeMlp):
             return super().fusible_mlp(mlp)
+        if mlp.latent is not None:
+            return None
         shared = None
         if mlp.gated_shared is not None and mlp.shared_gate is not None:
             gated = super().fusible_mlp(mlp.gated_shared)
@@ -127,11 +143,20 @@ class MoeDecoder(Decoder):
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, MoeMlp):
             return super().feed_forward(mlp, x)
+        if mlp.latent is not None:
+            return self._through_latents(mlp, mlp.latent, x)
         total = self.ops.mix_experts(x, self._linear(x, mlp.router), mlp.experts, self._tokens)
         if mlp.gated_shared is not None and mlp.shared_gate is not None:
             shared = super().feed_forward(mlp.gated_shared, x)
             total = total + self.ops.sigmoid_mul(shared, self._linear(x, mlp.shared_gate))
         return total
+
+    def _through_latents(self, mlp: MoeMlp, latent: LatentExperts, x: Tensor) -> Tensor:
+        """A rank's part: what it adds up of latents is projected by all of ``out``, since sums of parts are so, too."""
+        logits = self._linear(x, mlp.router)
+        mixed = self.ops.mix_experts(self._linear(x, latent.into), logits, mlp.experts, self._tokens)
+        total = self._linear(mixed, latent.out)
+        return total if latent.shared is None else total + super().feed_forward(latent.shared, x)
 
 
 def tokens_of(attention: AttentionLayer) -> KernelArray | None:

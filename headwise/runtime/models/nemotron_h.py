@@ -35,7 +35,6 @@ _OLDER = {"mamba": _STATES, "attention": _ATTENTION}
 
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "mlp_hidden_act": (None, "relu2"),
-    "moe_latent_size": (None,),
     "sliding_window": (None,),
 }
 _FIELDS = FieldNames(
@@ -85,7 +84,8 @@ def parse(config: HfConfig) -> NemotronConfig:
 def _experts(config: HfConfig, layers: tuple[int, ...], num_layers: int) -> GroupedMoeConfig:
     moe = ungrouped_moe({**config, "first_k_dense_replace": 0, "mlp_layer_types": None}, num_layers)
     size = positive(config, "moe_shared_expert_intermediate_size", default=moe.expert_size)
-    return replace(moe, layers=layers, shared_expert_size=size)
+    latent = positive(config, "moe_latent_size") if config.get("moe_latent_size") is not None else 0
+    return replace(moe, layers=layers, shared_expert_size=size, latent_size=latent)
 
 
 def _kinds(config: HfConfig) -> Sequence[str]:

@@ -49,7 +49,14 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, ops_name:
 
 @pytest.mark.parametrize(
     ("name", "as_published"),
-    [("dots1", {"scoring_func": "noaux_tc"}), ("exaone-moe", {"architectures": ["ExaoneMoEForCausalLM"]})],
+    [
+        ("dots1", {"scoring_func": "noaux_tc"}),
+        ("exaone-moe", {"architectures": ["ExaoneMoEForCausalLM"]}),
+        ("granite-hybrid-ssm", {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]}),
+        ("granite-hybrid-ssm", {"mamba_d_head": "auto", "time_step_limit": [0.0, float("inf")]}),
+        ("nemotron-h-latent", {"layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"]}),
+        ("nemotron-h-latent", {"time_step_limit": [{"__float__": "-Infinity"}, {"__float__": "Infinity"}]}),
+    ],
 )
 def test_a_config_as_it_was_first_published_is_the_same_model(name: str, as_published: dict[str, Any]) -> None:
     assert model_config({**TINY_CONFIGS[name], **as_published}) == model_config(TINY_CONFIGS[name])
@@ -59,7 +66,15 @@ ONLY_TWO = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Models whose delta-nets have two key heads; the others have four query heads, of which each rank has one at least."""
 
 
-ONLY_POWERS = ("gemma4", "gemma4-moe", "granite-hybrid-ssm", "granite-hybrid-moe", "nemotron-h", "nemotron-h-moe")
+ONLY_POWERS = (
+    "gemma4",
+    "gemma4-moe",
+    "granite-hybrid-ssm",
+    "granite-hybrid-moe",
+    "nemotron-h",
+    "nemotron-h-moe",
+    "nemotron-h-latent",
+)
 """Models with four KV heads in windowed layers, which three ranks neither divide nor exceed; or members of states."""
 
 
