@@ -17,7 +17,8 @@ class Missing:
 
 
 _POSITIONS = "learned positions and layer norms"
-_MAMBA = "states of a state space model (Mamba)"
+_ONLY_STATES = "states of a state space model (Mamba) in place of all attention"
+_HYBRID = "GraniteMoeHybridForCausalLM"
 
 MISSING = {
     "DeepseekV4ForCausalLM": Missing("a cache of compressed tokens", "DeepseekV32ForCausalLM"),
@@ -29,9 +30,11 @@ MISSING = {
     "PhiMoEForCausalLM": Missing("layer norms and sparse mixing of experts", "MixtralForCausalLM"),
     "PhiForCausalLM": Missing("layer norms and parallel blocks", "Phi3ForCausalLM"),
     "FalconForCausalLM": Missing("layer norms and parallel blocks", "LlamaForCausalLM"),
-    "MambaForCausalLM": Missing(f"{_MAMBA} in place of all attention", "Qwen3NextForCausalLM"),
-    "Mamba2ForCausalLM": Missing(f"{_MAMBA} in place of all attention", "Qwen3NextForCausalLM"),
-    "NemotronHForCausalLM": Missing(f"{_MAMBA}, and layers of one kind of block each", "Qwen3NextForCausalLM"),
+    "BambaForCausalLM": Missing("state space models beside attention that rotates half of each head", _HYBRID),
+    "FalconH1ForCausalLM": Missing("attention and a state space model side by side in each layer", _HYBRID),
+    "JambaForCausalLM": Missing("states of a state space model of the first kind (Mamba)", _HYBRID),
+    "MambaForCausalLM": Missing(_ONLY_STATES, _HYBRID),
+    "Mamba2ForCausalLM": Missing(_ONLY_STATES, _HYBRID),
     "GPT2LMHeadModel": Missing(_POSITIONS, "LlamaForCausalLM"),
     "OPTForCausalLM": Missing(_POSITIONS, "LlamaForCausalLM"),
 }
@@ -54,7 +57,7 @@ _FEATURES = (
     _Feature(
         "states of a state space model",
         ("mamba_d_state", "ssm_state_size", "state_size", "ssm_cfg", "d_state", "mamba_num_heads"),
-        "Qwen3NextForCausalLM",
+        _HYBRID,
     ),
     _Feature("layers that share a cache", ("num_kv_shared_layers",), "Gemma4ForCausalLM"),
     _Feature("heads of two sizes", ("global_head_dim",), "Gemma4ForCausalLM"),

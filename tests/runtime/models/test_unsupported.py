@@ -21,8 +21,8 @@ def test_whatever_is_told_to_be_nearest_is_served_and_nothing_that_is_served_is_
     [
         ("PhiMoEForCausalLM", "layer norms and sparse mixing of experts", "MixtralForCausalLM"),
         ("GemmaForCausalLM", "a GELU MLP without post norms", "Gemma2ForCausalLM"),
-        ("MambaForCausalLM", "states of a state space model", "Qwen3NextForCausalLM"),
-        ("NemotronHForCausalLM", "states of a state space model", "Qwen3NextForCausalLM"),
+        ("MambaForCausalLM", "states of a state space model", "GraniteMoeHybridForCausalLM"),
+        ("FalconH1ForCausalLM", "attention and a state space model side by side", "GraniteMoeHybridForCausalLM"),
         ("Gemma4UnifiedForConditionalGeneration", "vision and audio", "Gemma4ForCausalLM"),
     ],
 )
@@ -44,7 +44,7 @@ def test_what_is_known_of_a_name_is_told(name: str, needs: str, nearest: str) ->
         (
             {"mamba_d_state": 64, "num_experts": 16},
             "states of a state space model (mamba_d_state), experts",
-            "Qwen3Next",
+            "GraniteMoeHybrid",
         ),
         ({"num_local_experts": 8, "sliding_window": None}, "experts (num_local_experts)", "Qwen3Moe"),
         ({"sliding_window": 4096, "num_key_value_heads": 8}, "windows (sliding_window), attention with", "Mistral"),
