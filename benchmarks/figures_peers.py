@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from runtimes import random_hybrid, random_mixture
+from runtimes import random_hybrid, random_mixture, random_state_space
 
 Figures = Mapping[str, Any]
 
@@ -69,6 +69,18 @@ def hybrid_tables(f: Figures) -> list[str]:
         "3.5's architecture"
     )
     return _tables_of(what, "peers_hybrid", f)
+
+
+def state_space_tables(f: Figures) -> list[str]:
+    """The same of a model with state space models."""
+    sizes = random_state_space.FULL
+    what = (
+        f"{sizes.layers} layers with a hidden size of {sizes.hidden:,}, of which "
+        f"{sum(map(sizes.has_attention, range(sizes.layers)))} have attention and the others state space models "
+        f"(Mamba-2) of {sizes.state_heads} heads of {sizes.state_head_dim}, with states of {sizes.state}: random "
+        "weights in Granite 4's architecture"
+    )
+    return _tables_of(what, "peers_state_space", f)
 
 
 def _tables_of(what: str, script: str, f: Figures) -> list[str]:

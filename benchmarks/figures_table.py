@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from figures_peers import hybrid_tables, mixture_tables, peers_tables
+from figures_peers import hybrid_tables, mixture_tables, peers_tables, state_space_tables
 
 Figures = Mapping[str, Any]
 
@@ -322,6 +322,7 @@ OF_PEERS: dict[str, Callable[[Figures], list[str]]] = {
     "peers": peers_tables,
     "peers_mixture": mixture_tables,
     "peers_hybrid": hybrid_tables,
+    "peers_state_space": state_space_tables,
 }
 """By script that has tables of its own."""
 
@@ -329,6 +330,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Beside vLLM and llama.cpp": ("peers",),
     "A mixture of experts, beside them": ("peers_mixture",),
     "Gated delta-nets, beside llama.cpp": ("peers_hybrid",),
+    "State space models, beside llama.cpp": ("peers_state_space",),
     "On one CPU": (
         "roofline",
         "speculation",

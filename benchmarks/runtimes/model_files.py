@@ -12,13 +12,14 @@ from headwise.runtime.loader.aliases import ALIASES, fetch_alias
 from headwise.runtime.loader.files import building
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.resolve import resolve_model
-from runtimes import random_hybrid, random_mixture
+from runtimes import random_hybrid, random_mixture, random_state_space
 from runtimes.random_weights import RandomModel
 
-MIXTURE, HYBRID = "mixture", "hybrid"
+MIXTURE, HYBRID, STATE_SPACE = "mixture", "hybrid", "state-space"
 RANDOM: Mapping[str, tuple[RandomModel, RandomModel]] = {
     MIXTURE: (random_mixture.FULL, random_mixture.TINY),
     HYBRID: (random_hybrid.FULL, random_hybrid.TINY),
+    STATE_SPACE: (random_state_space.FULL, random_state_space.TINY),
 }
 """Of random numbers: sizes that are measured, and those for which nothing takes long."""
 

@@ -14,7 +14,7 @@ import pd
 import pytest
 from figures_peers import PICTURE, SCENARIOS, WIDTH, peers_picture
 from figures_table import SCRIPTS, rows, table
-from runtimes import random_hybrid, random_mixture
+from runtimes import random_hybrid, random_mixture, random_state_space
 from support.benchmark_runs import quick_figures
 
 BENCHMARKS = Path(figures.__file__).parent
@@ -231,6 +231,7 @@ def test_tables_of_peers_have_a_column_for_each_that_was_there_and_the_ratio_of_
     [
         ("peers_mixture", f"{random_mixture.FULL.experts} experts"),
         ("peers_hybrid", f"of which {random_hybrid.FULL.layers // random_hybrid.INTERVAL} have attention"),
+        ("peers_state_space", f"(Mamba-2) of {random_state_space.FULL.state_heads} heads"),
     ],
 )
 def test_a_model_of_random_numbers_has_a_table_below_a_line_that_says_what_it_is(script: str, told: str) -> None:

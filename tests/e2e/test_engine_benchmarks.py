@@ -95,7 +95,9 @@ def test_tiers_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"device_over_cold", "host_over_cold", "file_over_cold", "tpot_ratio", "waited_over_load"} <= set(found)
 
 
-@pytest.mark.parametrize("script", [pytest.param("peers", marks=pytest.mark.soak), "peers_mixture", "peers_hybrid"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("peers", marks=pytest.mark.soak), "peers_mixture", "peers_hybrid", "peers_state_space"]
+)
 def test_what_peers_are_compared_with_is_measured_without_them(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All are the same script, of another model."""
     found = figures_of(script, capsys, "--smoke")

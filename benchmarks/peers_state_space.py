@@ -1,0 +1,27 @@
+"""`peers.py` for a model with state space models (Mamba-2), of random numbers: see `runtimes.random_state_space`.
+
+    python benchmarks/peers_state_space.py [--quick] [--rounds 3] [--engine KEY=VALUE]
+
+headwise in bfloat16, and headwise and llama.cpp from the same GGUF file: vLLM 0.32 does not load such a model on a CPU.
+Options and the last line are those of `peers.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import peers
+from runtimes.model_files import STATE_SPACE
+
+FIXED = ("--model", STATE_SPACE, "--no-long", "--engine", "dtype=bfloat16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    named = [] if {"--smoke", "--only"} & {*given} else ["--only", "llamacpp"]  # with "--quick", too
+    peers.main([*FIXED, *named, *given])
+
+
+if __name__ == "__main__":
+    main()
