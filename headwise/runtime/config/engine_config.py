@@ -106,6 +106,7 @@ class EngineConfig:
         "llama3",
         "mistral",
         "granite",
+        "nemotron",
         "gpt_oss",
         "qwen3_coder",
         "glm45",

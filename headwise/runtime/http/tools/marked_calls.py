@@ -1,4 +1,4 @@
-"""Calls behind a mark within the text: as Hermes and Qwen, Llama 3, Mistral, and Granite 3 write them."""
+"""Calls behind a mark within the text: as Hermes and Qwen, Llama 3, Mistral, Granite 3, and Nemotron write them."""
 
 from __future__ import annotations
 
@@ -182,3 +182,24 @@ class GraniteCalls(MistralCalls):
 
     mark = "<|tool_call|>"
     shown_tokens = ("<|tool_call|>",)
+
+
+class NemotronCalls(MistralCalls):
+    """``<TOOLCALL>`` before such a list, and ``</TOOLCALL>`` behind it: Nemotron Nano 2 and Llama-Nemotron."""
+
+    mark = "<TOOLCALL>"
+    shown_tokens = ("<TOOLCALL>", "</TOOLCALL>")
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._is_closed = False
+
+    def _behind_call(self) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith("]") and not self._is_closed:
+            self._is_closed, self._buffer = True, text[1:]
+        if not self._is_closed:
+            return super()._behind_call()
+        is_past = self._pass("</TOOLCALL>")
+        self._is_closed = not is_past
+        return is_past

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from headwise.runtime.http.tools.base import AnswerParser, PlainText
 from headwise.runtime.http.tools.harmony import Harmony
-from headwise.runtime.http.tools.marked_calls import GraniteCalls, HermesCalls, LlamaCalls, MarkedCalls, MistralCalls
+from headwise.runtime.http.tools.marked_calls import (
+    GraniteCalls,
+    HermesCalls,
+    LlamaCalls,
+    MarkedCalls,
+    MistralCalls,
+    NemotronCalls,
+)
 from headwise.runtime.http.tools.section_calls import DeepseekCalls, KimiCalls
 from headwise.runtime.http.tools.tagged_calls import (
     DeepseekTaggedCalls,
@@ -32,6 +39,7 @@ _MARKED: dict[str, type[MarkedCalls]] = {
     "llama3": LlamaCalls,
     "mistral": MistralCalls,
     "granite": GraniteCalls,
+    "nemotron": NemotronCalls,
     "qwen3_coder": Qwen3CoderCalls,
     "glm45": GlmCalls,
     "minimax_m2": MinimaxCalls,
@@ -94,7 +102,7 @@ class Parsers:
 
 _THINKING = {"think": (OPEN, CLOSE), "seed_oss": ("<seed:think>", "</seed:think>")}
 """What reasoning stands between."""
-_OWN_MARKS = ("granite", "kimi_k2", "deepseek_v3", "deepseek_v32", "minimax_m2", "seed_oss")
+_OWN_MARKS = ("granite", "nemotron", "kimi_k2", "deepseek_v3", "deepseek_v32", "minimax_m2", "seed_oss")
 """Forms that are known by their mark."""
 
 

@@ -21,7 +21,13 @@ from headwise.runtime.http.tools.base import (
 )
 from headwise.runtime.http.tools.forced import OneCall, SomeCalls
 from headwise.runtime.http.tools.harmony import Harmony
-from headwise.runtime.http.tools.marked_calls import GraniteCalls, HermesCalls, LlamaCalls, MistralCalls
+from headwise.runtime.http.tools.marked_calls import (
+    GraniteCalls,
+    HermesCalls,
+    LlamaCalls,
+    MistralCalls,
+    NemotronCalls,
+)
 from headwise.runtime.http.tools.section_calls import DeepseekCalls, KimiCalls
 from headwise.runtime.http.tools.tagged_calls import (
     DeepseekTaggedCalls,
@@ -46,6 +52,10 @@ def llama() -> AnswerParser:
 
 def mistral() -> AnswerParser:
     return MistralCalls(NAMES)
+
+
+def nemotron() -> AnswerParser:
+    return NemotronCalls(NAMES)
 
 
 def granite() -> AnswerParser:
@@ -104,7 +114,20 @@ def some() -> AnswerParser:
 
 TAGGED = (qwen3_coder, glm45, minimax, seed, deepseek_v32)
 IN_SECTIONS = (kimi, deepseek)
-MAKERS = (hermes, llama, mistral, granite, *TAGGED, *IN_SECTIONS, harmony, thinking, thinking_already, some, PlainText)
+MAKERS = (
+    hermes,
+    llama,
+    mistral,
+    granite,
+    nemotron,
+    *TAGGED,
+    *IN_SECTIONS,
+    harmony,
+    thinking,
+    thinking_already,
+    some,
+    PlainText,
+)
 
 
 def parts_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Part]:
@@ -230,6 +253,14 @@ WORKED: list[tuple[Make, str, list[Part]]] = [
     (llama, f"Let me see.\n<|python_tag|>{LOOK}", [Text("Let me see."), *call("look_up", "{}")]),
     (mistral, f"[TOOL_CALLS] [{ADD}, {LOOK}]", [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")]),
     (granite, f"<|tool_call|>[{ADD}, {LOOK}]", [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")]),
+    (nemotron, f"<TOOLCALL>[{ADD}, {LOOK}]</TOOLCALL>", [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")]),
+    (
+        nemotron,
+        f"First <TOOLCALL> [{ADD}] </TOOLCALL> then",
+        [Text("First"), *call("add", ADD_ARGUMENTS), Text(" then")],
+    ),
+    (nemotron, f"<TOOLCALL>[{ADD}]</TOOL", call("add", ADD_ARGUMENTS)),
+    (nemotron, f"<TOOLCALL>[{ADD}]] is", [*call("add", ADD_ARGUMENTS), Text("] is")]),
     (mistral, 'So: [TOOL_CALLS]add[ARGS]{"a": 1}', [Text("So:"), *call("add", '{"a": 1}')]),
     (
         mistral,
@@ -317,6 +348,7 @@ NO_CALLS = [
     (mistral, "[TOOL_CALLS] [5]"),
     (mistral, "[TOOL_"),
     (granite, "<|tool_call|> none"),
+    (nemotron, "<TOOLCALL> none </TOOLCALL>"),
 ]
 
 

@@ -38,6 +38,7 @@ DEEPSEEK = "<|tool calls begin|>".replace("|", "\N{FULLWIDTH VERTICAL LINE}").re
         ("<seed:tool_call>\\n<function=... <seed:think>", "seed_oss", "seed_oss"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", "none"),
         (DEEPSEEK + "</think>", "deepseek_v3", "think"),
+        ("Use <TOOLCALL>[{...}]</TOOLCALL>; reason within <think></think>", "nemotron", "think"),
         ("respond with <|tool_call|> followed by a JSON list of tools", "granite", "none"),
         ("<|im_start|>{{ message.content }}", "none", "none"),
         (None, "none", "none"),
