@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.delta_scene import DeltaScene
 from support.projected_delta import OfProjected, expected_of
-from support.state_scene import StateCase
+from support.state_scene import StateCase, state_cases
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
@@ -31,31 +30,9 @@ def assert_right(kernels: DeltaKernels, scene: DeltaScene, atol: float = 5e-5) -
         np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> StateCase:
-    num_steps = draw(st.integers(1, 6))
-    counts = st.one_of(st.integers(0, 2), st.integers(0, 2 * CHUNK + 5))
-    sequences = draw(
-        st.lists(st.tuples(*[counts] * num_steps).filter(any), min_size=1, max_size=4),
-    )
-    sizes = StateSizes(
-        key_dim=draw(st.sampled_from([4, 8, 20])),
-        value_dim=draw(st.sampled_from([4, 12, 16])),
-        share=draw(st.integers(1, 3)),
-        convolution=draw(st.integers(1, 4)),
-    )
-    return StateCase(
-        tuple(sequences),
-        sizes,
-        heads=draw(st.integers(1, 3)),
-        block_size=draw(st.sampled_from([1, 3, 16, 64])),
-        seed=draw(st.integers(0, 2**16)),
-    )
-
-
 def test_any_steps_make_of_a_sequence_what_the_definition_says(kernels: DeltaKernels) -> None:
     @settings(max_examples=25, suppress_health_check=list(HealthCheck))
-    @given(case=cases())
+    @given(case=state_cases(2 * CHUNK + 5))
     def check(case: StateCase) -> None:
         assert_right(kernels, DeltaScene(case))
 

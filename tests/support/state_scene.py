@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import numpy as np
+from hypothesis import strategies as st
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
@@ -29,6 +30,29 @@ class StateCase:
     heads: int = 2
     block_size: int = 16
     seed: int = 0
+
+
+@st.composite
+def state_cases(draw: st.DrawFn, longest: int) -> StateCase:
+    """Of steps of up to so many tokens."""
+    num_steps = draw(st.integers(1, 6))
+    counts = st.one_of(st.integers(0, 2), st.integers(0, longest))
+    sequences = draw(
+        st.lists(st.tuples(*[counts] * num_steps).filter(any), min_size=1, max_size=4),
+    )
+    sizes = StateSizes(
+        key_dim=draw(st.sampled_from([4, 8, 20])),
+        value_dim=draw(st.sampled_from([4, 12, 16])),
+        share=draw(st.integers(1, 3)),
+        convolution=draw(st.integers(1, 4)),
+    )
+    return StateCase(
+        tuple(sequences),
+        sizes,
+        heads=draw(st.integers(1, 4)),
+        block_size=draw(st.sampled_from([1, 3, 16, 64])),
+        seed=draw(st.integers(0, 2**16)),
+    )
 
 
 class StateScene(ABC):

@@ -6,7 +6,7 @@ follows from shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,10 +15,11 @@ import numpy as np
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant
+from headwise.kernels.cuda.launch import Array, Variant
 from headwise.kernels.cuda.states import (
     CONVOLVED,
     IN_CACHE,
+    StateLaunches,
     block_of,
     cache_arguments,
     check_rows,
@@ -101,29 +102,11 @@ def check_delta(shape: DeltaShape) -> None:
     check_states(shape.sizes, shape.block_size, shape.dtype, "delta-nets")
 
 
-class CudaDelta:
-    """`ProjectedDeltaKernels` on device arrays, on the current stream.
+class CudaDelta(StateLaunches[DeltaShape]):
+    """`ProjectedDeltaKernels` on a GPU."""
 
-    Reads no device array on the host: what is launched depends on the shapes of a step and its ``max_query_len`` alone,
-    so decode steps can be captured in a CUDA graph and replayed with other lengths; they allocate nothing.
-
-    ``allocate(nbytes)`` gives device memory as a flat uint8 array.
-    """
-
-    name = "cuda"
-
-    def __init__(self, launcher: TritonLauncher, allocate: Callable[[int], Array]) -> None:
-        self._launcher, self._allocate = launcher, allocate
-
-    def prepare(self, shapes: Iterable[DeltaShape]) -> None:
-        """Compile or load all that calls of ``shapes`` need, so that they only enqueue.
-
-        Raises:
-            ConfigError: a shape is not supported (`check_delta`).
-        """
-        for shape in shapes:
-            for variant in variants_of(shape, self._launcher.sm).values():
-                self._launcher.prepare(variant)
+    def variants(self, shape: DeltaShape) -> Mapping[str, Variant]:
+        return variants_of(shape, self.launcher.sm)
 
     def attend_projected(
         self,
@@ -160,7 +143,7 @@ class CudaDelta:
             fewest = np.int32(2 if decodes else 1)
             self._chunks(shape, tokens, sequences, arguments | {"fewest_queries": fewest})
         if decodes:  # behind the others, which norm whatever is in the rows of decodes
-            self._launch(shape, "step", (sequences * shape.key_heads, 1, 1), arguments)
+            self.launch(shape, "step", (sequences * shape.key_heads, 1, 1), arguments)
 
     def _chunks(self, shape: DeltaShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
         """All sequences of several tokens."""
@@ -171,19 +154,13 @@ class CudaDelta:
             "query": keys * itemsize, "key": keys * itemsize, "value": shape.values * itemsize, "rate": value_heads * 4,
             "decay": value_heads * 4, "among": pairs * itemsize, "solved": pairs * itemsize, "seen": shape.values * 4,
         }  # fmt: skip
-        rooms = {name: self._allocate(tokens * nbytes) for name, nbytes in of_token.items()}
+        rooms = self.rooms(tokens, of_token)
         arguments = arguments | pointers(**rooms, sums=rooms["decay"])
         convolved, chunks = (tiles_of(tokens, sequences, each) for each in (CONVOLVED, chunk_of(size)))
-        self._launch(shape, "convolve", (convolved * key_heads, 1, 1), arguments)
-        self._launch(shape, "solve", (chunks * value_heads, 1, 1), arguments)
-        self._launch(shape, "carry", (value_heads * pieces_of(shape.sizes), sequences, 1), arguments)
-        self._launch(shape, "finish", (-(-tokens // CONVOLVED) * value_heads, 1, 1), arguments)
-
-    def _launch(
-        self, shape: DeltaShape, kernel: str, grid: tuple[int, int, int], arguments: dict[str, np.generic]
-    ) -> None:
-        variant = variants_of(shape, self._launcher.sm)[kernel]
-        self._launcher.launch(variant, grid, [arguments[name] for name, _ in variant.signature])
+        self.launch(shape, "convolve", (convolved * key_heads, 1, 1), arguments)
+        self.launch(shape, "solve", (chunks * value_heads, 1, 1), arguments)
+        self.launch(shape, "carry", (value_heads * pieces_of(shape.sizes), sequences, 1), arguments)
+        self.launch(shape, "finish", (-(-tokens // CONVOLVED) * value_heads, 1, 1), arguments)
 
 
 @lru_cache

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.launch import Array, Variant, address_of
+from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
 from headwise.kernels.state_layout import RECURRENT, StateSizes, state_layout
 
 CHUNK = 64
@@ -42,6 +44,53 @@ _MULTIPLES = (
     "seen", "block_bytes", "slot_bytes",
 )  # fmt: skip
 """Parameters on multiples of 16 (bytes), wherever they are ones."""
+
+
+Shape = TypeVar("Shape")
+"""What the machine code of a layer depends on besides the card."""
+
+
+class StateLaunches(ABC, Generic[Shape]):
+    """Kernels of layers with states on device arrays, on the current stream.
+
+    They read no device array on the host: what is launched depends on the shapes of a step and its ``max_query_len``
+    alone, so decode steps can be captured in a CUDA graph and replayed with other lengths; those allocate nothing.
+
+    ``allocate(nbytes)`` gives device memory as a flat uint8 array.
+    """
+
+    name = "cuda"
+
+    def __init__(self, launcher: TritonLauncher, allocate: Callable[[int], Array]) -> None:
+        self.launcher, self.allocate = launcher, allocate
+
+    @abstractmethod
+    def variants(self, shape: Shape) -> Mapping[str, Variant]:
+        """All that a layer of ``shape`` launches on this card, by the kernels' names.
+
+        Raises:
+            ConfigError: the shape is not supported.
+        """
+
+    def prepare(self, shapes: Iterable[Shape]) -> None:
+        """Compile or load all that calls of ``shapes`` need, so that they only enqueue.
+
+        Raises:
+            ConfigError: a shape is not supported.
+        """
+        for shape in shapes:
+            for variant in self.variants(shape).values():
+                self.launcher.prepare(variant)
+
+    def rooms(self, tokens: int, of_token: Mapping[str, int]) -> dict[str, Array]:
+        """Memory for what launches pass on: so many bytes of each token."""
+        return {name: self.allocate(tokens * nbytes) for name, nbytes in of_token.items()}
+
+    def launch(
+        self, shape: Shape, kernel: str, grid: tuple[int, int, int], arguments: Mapping[str, np.generic]
+    ) -> None:
+        variant = self.variants(shape)[kernel]
+        self.launcher.launch(variant, grid, [arguments[name] for name, _ in variant.signature])
 
 
 def check_states(sizes: StateSizes, block_size: int, dtype: str, kind: str) -> None:

@@ -153,7 +153,11 @@ def _common(source: GgufFile, name: str) -> dict[str, Any]:
 
 def _made(source: GgufFile, config: Config) -> Iterable[Part]:
     """What of a state space model has another shape, or is other numbers, in GGUF."""
+    shared = config["shared_intermediate_size"], config["hidden_size"]
     for layer, kind in enumerate(config["layer_types"]):
+        for name in (f"blk.{layer}.{part}.weight" for part in ("ffn_up", "ffn_up_shexp")):
+            if name in source.tensors:
+                check_size(source, name, shared)
         if kind == "mamba":
             yield from _of_states(source, f"blk.{layer}.", f"model.layers.{layer}.mamba.", config)
 
