@@ -48,6 +48,10 @@ class HostLengths:
     seq_lens: Array
 
 
+FOLLOWS, GUESSED = 1, 2
+"""Values of `AttentionBatch.follows`."""
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """One step's sequences. All arrays are int32.
@@ -62,8 +66,9 @@ class AttentionBatch:
     max_query_len: no sequence has more query rows than this, if the host knows it; 1 promises decode only. Kernels
                   on a device choose their grid by it without looking at the arrays.
     on_host:      the lengths of a step that is no graph, where the arrays are on a device
-    follows:      ``[batch]``, on the host: 1 of a sequence of one query that is the one before it, a token longer, and
-                  shares its blocks; kernels may compute such queries together, to the same bits. None: there are none
+    follows:      ``[batch]``, on the host: not 0 of a sequence of one query that is the one before it, a token longer,
+                  and shares its blocks; kernels may compute such queries together, to the same bits. `GUESSED` where
+                  its token, and all behind it, are guesses, of which no state is left. None: there are none
     """
 
     cu_seqlens_q: Array

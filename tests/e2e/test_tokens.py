@@ -15,7 +15,6 @@ from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel,
 from support.reference import CLOSE, Answer, answers, assert_same
 
 from headwise.cache_controller.windows import GroupWindows
-from headwise.errors import ConfigError
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
@@ -262,10 +261,6 @@ def test_guesses_change_no_token(loaded: LoadedModel, tokens: int) -> None:
     """Of all prompts at once, some of which are computed beside the first guesses."""
     wanted = [answer.first(tokens) for answer in reference(loaded, longest=400)]
     changes = {"speculation": 6, "max_batched_tokens": 128, "block_size": 64 if loaded.name in MODELS else 16}
-    if any(policy.is_state for row in loaded.worker.card.config.policies for policy in row):
-        with pytest.raises(ConfigError, match="keeps states in some layers, which cannot forget a wrong guess"):
-            loaded.engine(**changes)
-        return
     engine, executor = loaded.engine(**changes)
     engine.resources.speculator = GivenGuesses({answer.name: answer.output_ids for answer in wanted}, 6)
     results = serve(engine, loaded.preprocessor, wanted, greedy(wanted, tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.delta_scene import DeltaScene
 from support.projected_delta import OfProjected, expected_of
 from support.state_scene import StateCase, state_cases
@@ -24,9 +25,9 @@ def kernels(request: pytest.FixtureRequest) -> DeltaKernels:
     return OfProjected(kernels) if isinstance(kernels, ProjectedDeltaKernels) else kernels
 
 
-def assert_right(kernels: DeltaKernels, scene: DeltaScene, atol: float = 5e-5) -> None:
+def assert_right(kernels: DeltaKernels, scene: DeltaScene, atol: float = 5e-5, guesses: int | None = None) -> None:
     wanted = expected_of(scene) if isinstance(kernels, OfProjected) else scene.expected()
-    for found, expected in zip(scene.run(kernels), wanted, strict=True):
+    for found, expected in zip(scene.run(kernels, guesses), wanted, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
@@ -35,6 +36,15 @@ def test_any_steps_make_of_a_sequence_what_the_definition_says(kernels: DeltaKer
     @given(case=state_cases(2 * CHUNK + 5))
     def check(case: StateCase) -> None:
         assert_right(kernels, DeltaScene(case))
+
+    check()
+
+
+def test_of_guesses_no_state_is_left(kernels: DeltaKernels) -> None:
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @given(case=state_cases(6), guesses=st.integers(0, 5))
+    def check(case: StateCase, guesses: int) -> None:
+        assert_right(kernels, DeltaScene(case), guesses=guesses)
 
     check()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.ssm_scene import SsmScene
 from support.state_scene import StateCase, state_cases
 
@@ -19,8 +20,8 @@ def kernels(request: pytest.FixtureRequest) -> SsmKernels:
     return make_ssm_kernels(request.param, threads=2)
 
 
-def assert_right(kernels: SsmKernels, scene: SsmScene, atol: float = 5e-5) -> None:
-    for found, expected in zip(scene.run(kernels), scene.expected(), strict=True):
+def assert_right(kernels: SsmKernels, scene: SsmScene, atol: float = 5e-5, guesses: int | None = None) -> None:
+    for found, expected in zip(scene.run(kernels, guesses), scene.expected(), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol)
 
 
@@ -29,6 +30,15 @@ def test_any_steps_make_of_a_sequence_what_the_definition_says(kernels: SsmKerne
     @given(case=state_cases(2 * CHUNK + 5))
     def check(case: StateCase) -> None:
         assert_right(kernels, SsmScene(case))
+
+    check()
+
+
+def test_of_guesses_no_state_is_left(kernels: SsmKernels) -> None:
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @given(case=state_cases(6), guesses=st.integers(0, 5))
+    def check(case: StateCase, guesses: int) -> None:
+        assert_right(kernels, SsmScene(case), guesses=guesses)
 
     check()
 

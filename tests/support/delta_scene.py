@@ -31,10 +31,10 @@ class DeltaScene(StateScene):
         ]
         self.weights = self.random(case.heads, case.sizes.convolution, case.sizes.channels)
 
-    def run(self, kernels: DeltaKernels) -> list[np.ndarray]:
+    def run(self, kernels: DeltaKernels, guesses: int | None = None) -> list[np.ndarray]:
         """What each sequence's value heads see, ``[tokens, key_heads, share, value]``."""
         self.kernels = kernels
-        return self.steps()
+        return self.steps() if guesses is None else self.guessed_steps(guesses)
 
     def attend(self, parts: list[slice], batch: AttentionBatch) -> np.ndarray:
         mixed, rate, decay = (

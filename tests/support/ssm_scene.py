@@ -34,10 +34,10 @@ class SsmScene(StateScene):
             groups=self.groups,
         )
 
-    def run(self, kernels: SsmKernels) -> list[np.ndarray]:
+    def run(self, kernels: SsmKernels, guesses: int | None = None) -> list[np.ndarray]:
         """What comes out of each sequence's tokens, ``[tokens, members * share * value]``."""
         self.kernels = kernels
-        return self.steps()
+        return self.steps() if guesses is None else self.guessed_steps(guesses)
 
     def attend(self, parts: list[slice], batch: AttentionBatch) -> np.ndarray:
         numbers = np.concatenate([rows[part] for rows, part in zip(self.numbers, parts, strict=True)])

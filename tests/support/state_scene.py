@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from headwise.cache_controller.layout import BlockLayout
-from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.base import FOLLOWS, GUESSED, AttentionBatch, HeadTable
 from headwise.kernels.state_layout import StateSizes, state_layout
 
 SIZES = StateSizes(8, 12, 2, 4)
@@ -80,6 +80,29 @@ class StateScene(ABC):
 
     def random(self, *shape: int) -> np.ndarray:
         return self.draw.standard_normal(shape).astype(np.float32)
+
+    def guessed_steps(self, guesses: int) -> list[np.ndarray]:
+        """As `steps`, where each token is a sequence that follows the one before it, and up to so many behind those of
+        a step are guesses, within the block of its last one."""
+        done, found = [0] * len(self.lengths), [[] for _ in self.lengths]
+        for counts in zip(*self.case.steps, strict=True):
+            parts, rows, follows = [], [], []
+            for sequence, count in enumerate(counts):
+                start, end = done[sequence], done[sequence] + count
+                self._make_room(sequence, start, end)
+                room = min(-end % self.case.block_size, self.lengths[sequence] - end, guesses) if count else 0
+                parts.append(slice(start, end + room))
+                rows += [sequence] * (count + room)
+                follows += [0, *[FOLLOWS] * (count - 1), *[GUESSED] * room][: count + room]
+                done[sequence] = end
+            lens = np.array([at + 1 for part in parts for at in range(part.start, part.stop)], np.int32)
+            tables = self.tables[rows].reshape(-1, self.columns).copy()
+            cu = np.arange(len(rows) + 1, dtype=np.int32)
+            out = self.attend(parts, AttentionBatch(cu, lens, tables, 3, follows=np.array(follows, np.int32)))
+            ends = np.cumsum([part.stop - part.start for part in parts])
+            for sequence, (of_step, count) in enumerate(zip(np.split(out, ends[:-1]), counts, strict=True)):
+                found[sequence].append(of_step[:count])
+        return [np.concatenate(outs) for outs in found]
 
     def steps(self) -> list[np.ndarray]:
         """What the layer makes of each sequence's tokens, step by step: ``[tokens, ...]``."""

@@ -117,6 +117,7 @@ def batch_fields(batch: AttentionBatch) -> dict[str, int]:
         "cu_seqlens": address_of(batch.cu_seqlens_q, np.int32),
         "seq_lens": address_of(batch.seq_lens, np.int32),
         "sequences": len(batch.seq_lens),
+        "follows": 0 if batch.follows is None else address_of(batch.follows, np.int32),
         "tables": address_of(tables, np.int32),
         "table_columns": tables.shape[1],
         "groups": batch.groups,

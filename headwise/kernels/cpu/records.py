@@ -99,8 +99,8 @@ PASS = np.dtype(
         ("cache", CACHE),
         *numbers(
             "rows q_heads kv_heads dim query query_row query_head key key_row key_head value value_row value_head out"
-            " cosines sines half cu_seqlens seq_lens sequences tables table_columns groups plans partials partial_rows"
-            " scratch scratch_floats"
+            " cosines sines half cu_seqlens seq_lens sequences follows tables table_columns groups plans partials"
+            " partial_rows scratch scratch_floats"
         ),
         ("factor", np.float32),
         ("softcap", np.float32),

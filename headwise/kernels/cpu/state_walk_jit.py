@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from headwise.kernels.base import FOLLOWS
 from headwise.kernels.cpu import delta_jit, machine_code, ssm_jit
 from headwise.kernels.cpu.addresses import floats_at, int_matrix_at, ints_at, layer_at, longs_at, pass_at, record_at
 from headwise.kernels.cpu.attention_jit import FINISHED, FIRST_ITEM, TAKEN
@@ -46,14 +47,39 @@ def _store(own, states, at, room):
 
 
 @compiled
+def _run(own, states, head, first, last, room):
+    """Take a member's states on by the rows ``[first, last)``, by its rule."""
+    if states.rule == SSM:
+        ssm_jit.run(own, states, head, first, last, room)
+    else:
+        delta_jit.run(own, states, head, first, last, room)
+
+
+@compiled
+def _followed(own, sequence):
+    """The last of the sequences that follow one, and the last of these whose token is known."""
+    last = known = sequence
+    if own.follows != 0:
+        follows = ints_at(own.follows, own.sequences)
+        while last + 1 < own.sequences and follows[last + 1] != 0:
+            last += 1
+            if follows[last] == FOLLOWS:
+                known = last
+    return last, known
+
+
+@compiled
 def _take_on(own, layer, states, item, room):
-    """One pair of a sequence and a head through the step."""
+    """One pair of a sequence and a member through the step; with those that follow the sequence, token by token."""
     sequence, head, size = item // states.heads, item % states.heads, own.cache.block_size
+    if own.follows != 0 and ints_at(own.follows, own.sequences)[sequence] != 0:
+        return
     cu, lens = ints_at(own.cu_seqlens, own.sequences + 1), ints_at(own.seq_lens, own.sequences)
-    begin, stop, end = np.int64(cu[sequence]), np.int64(cu[sequence + 1]), np.int64(lens[sequence])
+    last, known = _followed(own, sequence)
+    begin, stop, end = np.int64(cu[sequence]), np.int64(cu[last + 1]), np.int64(lens[known])
     if begin == stop:
         return
-    start = end - (stop - begin)
+    start = lens[sequence] - (np.int64(cu[sequence + 1]) - begin)
     group = ints_at(layer.heads[HEAD_GROUP, 0], states.heads)[head]
     slot = np.int64(ints_at(layer.heads[HEAD_SLOT, 0], states.heads)[head]) * own.cache.slot_stride
     table = int_matrix_at(own.tables, own.sequences * own.groups, own.table_columns)[sequence * own.groups + group]
@@ -63,18 +89,20 @@ def _take_on(own, layer, states, item, room):
         if source < 0:
             source = np.int64(table[(end - 1) // size])
     _load(own, states, source * own.cache.block_stride + slot if source >= 0 else np.int64(-1), room)
-    done = start
+    done, at_once = begin, stop - begin if last == sequence else np.int64(1)
     for column in range(start // size, (end - 1) // size + 1):
         behind, block = min((column + 1) * size, end), np.int64(table[column])
         if block < 0 and behind < end:
             continue
-        if states.rule == SSM:
-            ssm_jit.run(own, states, head, begin + done - start, begin + behind - start, room)
-        else:
-            delta_jit.run(own, states, head, begin + done - start, begin + behind - start, room)
-        done = behind
+        while done < begin + behind - start:
+            rows = min(at_once, begin + behind - start - done)
+            _run(own, states, head, done, done + rows, room)
+            done += rows
         if block >= 0:
             _store(own, states, block * own.cache.block_stride + slot, room)
+    while done < stop:  # of guesses no state is left
+        _run(own, states, head, done, done + 1, room)
+        done += 1
 
 
 def _attend(own, layer, counters, thread):

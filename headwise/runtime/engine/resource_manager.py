@@ -82,7 +82,9 @@ class ResourceManager:
         self.waiting = WaitingQueue(prefetcher, peer_loads)
         self.copies = TierCopies(cache, peer_loads)
         self.step_times = StepTimes()
-        self.table = SequenceTable(max_rows)
+        self._keeps_states = any(policy.is_state for policy in cache.policies)
+        lag = speculator.most if speculator is not None and self._keeps_states else 0
+        self.table = SequenceTable(max_rows, lag)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
         self.speculator = speculator
@@ -163,8 +165,10 @@ class ResourceManager:
         """Let decoding rows have drafts; whether that is worth waiting for tokens that steps in flight sample."""
         rows, columns = self._rows_in_order(), self.table
         length = columns.length[rows]
-        rows = rows[(length > columns.num_prompt[rows]) & (columns.scheduled[rows] >= length - 1)]
+        rows = rows[(length > columns.num_prompt[rows]) & (columns.scheduled[rows] >= length - 1 - columns.lag)]
         counts, is_worth_waiting = speculator.chosen(columns.of(rows))
+        if self._keeps_states:  # what a block of states is of, stays the last known token's
+            counts = np.minimum(counts, -columns.length[rows] % self.cache.block_size)
         columns.offered[:] = 0
         columns.offered[rows] = np.where(columns.pending[rows] == 0, counts, 0)
         return is_worth_waiting
@@ -295,7 +299,7 @@ class ResourceManager:
     def _send(self, plan: _Plan, command: str = "") -> ScheduledStep:
         rows, counts, columns = plan.rows, plan.counts, self.table
         starts = columns.scheduled[rows]
-        drafts = np.minimum(columns.offered[rows], counts - 1)
+        drafts = np.clip(starts + counts - columns.length[rows], 0, columns.offered[rows])
         token_ids = self._input_tokens(rows, starts, counts, drafts)
         columns.scheduled[rows] = starts + counts
         columns.drafted[rows] = drafts
@@ -378,13 +382,14 @@ class ResourceManager:
         self, step: ScheduledStep, wanted: NDArray[np.bool_], accepted: NDArray[np.int32], ends: NDArray[np.int64]
     ) -> None:
         """Take the drafts that are what was sampled, and let the others be forgotten: ``ends``, of what each sequence
-        has computed, are before them then."""
+        has computed, are before them then. Where states are kept, none was left of those that were right either: they
+        are computed once more."""
         batch, columns = step.batch, self.table
         first = np.cumsum(batch.query_lens, dtype=np.int64) - batch.drafts
         having = np.flatnonzero(wanted & (batch.drafts > 0))  # the others may be in a later step already
         for index in having.tolist():
             step.sequences[index].output += batch.token_ids[first[index] : first[index] + accepted[index]].tolist()
-        ends -= batch.drafts - accepted
+        ends -= batch.drafts if self._keeps_states else batch.drafts - accepted
         rows = batch.rows[having]
         columns.scheduled[rows] = ends[having]
         columns.length[rows] += accepted[having]

@@ -29,9 +29,12 @@ class SequenceTable:
     chunk:      most tokens of it in a step
     wanted:     whether its results are: the request has not ended
     embeds_end: behind the last token whose embedding came with the request; 0: none did
+
+    lag: tokens, at most, that were guessed right and are computed once more
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, lag: int = 0) -> None:
+        self.lag = lag
         self._sequences: dict[int, Sequence] = {}
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.pending = np.zeros(max_rows, dtype=np.int64)
@@ -78,13 +81,13 @@ class SequenceTable:
 
     def to_schedule(self, rows: Index) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Tokens of each row that no step has taken yet, with the drafts offered; and whether it decodes: but for those
-        there is one, sampled last.
+        there is one, sampled last, and before it ``lag`` at most.
 
         There are none once steps in flight sample a sequence's last token, or check drafts of it.
         """
         length = self.length[rows]
         left = length - self.scheduled[rows]
-        decoding = (left == 1) & (length > self.num_prompt[rows])
+        decoding = (left > 0) & (left <= 1 + self.lag) & (length > self.num_prompt[rows])
         left += self.offered[rows]
         left[(length >= self.max_length[rows]) | (self.drafted[rows] > 0)] = 0
         return left, decoding

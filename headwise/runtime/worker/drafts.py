@@ -1,7 +1,8 @@
 """Where a step samples, and what becomes of guesses: drafts are checked by sampling behind each of them at once.
 
-A sequence with drafts has, in a step, its last known token and ``d`` guesses of what follows. Behind each of these
-``1 + d`` tokens one is sampled, as it would be without guesses: by its seed and position. As long as a draft is what
+A sequence with drafts has, in a step, its last known token and ``d`` guesses of what follows; where states are kept,
+before these also what was guessed right in the step before, of which none was left. Behind each of the ``1 + d``
+tokens one is sampled, as it would be without guesses: by its seed and position. As long as a draft is what
 was sampled in front of it, what is sampled behind it is what would have come next, whatever drew it. The first one that
 is not ends this; what stands behind it was computed in vain.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.base import FOLLOWS, GUESSED
 from headwise.runtime.protocol.batch import NO_DRAFTS, BatchRequest
 from headwise.runtime.worker.last_sampled import NO_TOKEN
 
@@ -82,7 +84,9 @@ def spread(batch: BatchRequest) -> Spread:
     within = np.arange(len(index), dtype=np.int32) - (np.cumsum(counts) - counts)[index].astype(np.int32)
     starts = batch.starts[index] + np.where(is_one, within, np.int32(0))
     query_lens = np.where(is_one, np.int32(1), batch.query_lens[index])
-    return Spread(starts, query_lens, batch.rows[index], (within > 0).astype(np.int32))
+    is_guess = within >= (batch.query_lens - batch.drafts)[index]
+    follows = np.where(within > 0, np.where(is_guess, GUESSED, FOLLOWS), 0).astype(np.int32)
+    return Spread(starts, query_lens, batch.rows[index], follows)
 
 
 def of_sequences(

@@ -25,7 +25,7 @@ class GivenGuesses(Speculator):
     def chosen(self, decoding: SequenceOf[Sequence]) -> tuple[NDArray[np.int64], bool]:
         """See `Speculator.chosen`; all are worth waiting for."""
         rooms = [sequence.max_length - sequence.num_tokens - 1 for sequence in decoding]
-        counts = np.minimum(self._draw.integers(0, self._most + 1, len(decoding)), rooms)
+        counts = np.minimum(self._draw.integers(0, self.most + 1, len(decoding)), rooms)
         return np.maximum(counts, 0).astype(np.int64), True
 
     def guesses(self, sequence: Sequence, count: int) -> NDArray[np.int32]:

@@ -314,6 +314,13 @@ class TieredMachine(EngineMachine):
             self.leases.end(lease.name, lease.grant)
 
 
+class SpeculatingStatesMachine(SpeculatingMachine):
+    """A state beside attention, of which none is left behind guesses."""
+
+    policies: ClassVar = (FULL, STATE)
+    host: ClassVar = {**SpeculatingMachine.host, "checkpoint_tokens": 8}
+
+
 class SpeculatingTieredMachine(SpeculatingMachine, TieredMachine):
     """The same with a host tier."""
 
@@ -497,6 +504,7 @@ class MixedMachine(StoredMachine):
 
 MACHINES = [
     SpeculatingMachine,
+    SpeculatingStatesMachine,
     SpeculatingTieredMachine,
     StatesMachine,
     TieredStatesMachine,

@@ -20,7 +20,7 @@ from support.late_fetch import LateFetch
 
 from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.cache_controller.layout import BlockLayout
-from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.base import FOLLOWS, GUESSED, AttentionBatch, HeadTable
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.base import AttentionLayer, Embeds, Model, ModelConfig
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
@@ -116,25 +116,31 @@ class TokenKernels:
     ) -> None:
         out[:] = -1
         blocks = _slots(arena, layout)
-        for index, length in enumerate(batch.seq_lens.tolist()):
+        behind = _where_states_are_left(batch)
+        for index, first in behind.items():
+            tokens = np.concatenate(self._tokens[first : index + 1])
             for group, slot in _places(heads):
                 if group in self._state_groups:
                     table = batch.block_tables[index * batch.groups + group]
-                    self._go_on(blocks[:, slot], table, self._tokens[index], length)
+                    self._go_on(blocks[:, slot], table, tokens, int(batch.seq_lens[index]))
         self.contexts = [
-            self._read(blocks, batch.block_tables[index * batch.groups :], length, heads)
+            self._read(blocks, batch.block_tables[index * batch.groups :], length, heads, index in behind)
             for index, length in enumerate(batch.seq_lens.tolist())
         ]
         out[batch.cu_seqlens_q[1:] - 1] = np.arange(len(self.contexts), dtype=np.float32)[:, None, None]
 
-    def _read(self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable) -> Context:
-        """The tokens as one head holds them; all must hold the same where they may look."""
+    def _read(
+        self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable, has_state: bool
+    ) -> Context:
+        """The tokens as one head holds them; all must hold the same where they may look. has_state: one was left."""
         positions, size = np.arange(length), blocks.shape[2]
         found = np.full(length, -1, dtype=np.int32)
         columns = zip(*(column.tolist() for column in (heads.group, heads.slot, heads.window, heads.sink)), strict=True)
         for group, slot, window, sink in sorted(columns, key=lambda head: head[0] in self._state_groups):
             if group in self._state_groups:
                 block = int(tables[group][(length - 1) // size])
+                if not has_state:
+                    continue
                 if block in self._copies.nonsense:
                     return None
                 if _state(blocks[block, slot]) != (length, zlib.crc32(found.tobytes())):
@@ -174,6 +180,19 @@ class TokenKernels:
                 states[block] = 0  # whatever is kept is not negative: see `holds`
                 states[block, :3] = last, checksum >> 16, checksum & 0xFFFF
                 (self._copies.nonsense.discard if is_known else self._copies.nonsense.add)(block)
+
+
+def _where_states_are_left(batch: AttentionBatch) -> dict[int, int]:
+    """By each sequence behind which states are left: the first of those that it follows, itself if it follows none."""
+    follows = [0] * len(batch.seq_lens) if batch.follows is None else batch.follows.tolist()
+    found, first = {}, 0
+    for index, how in enumerate(follows):
+        first = first if how else index
+        if how == FOLLOWS:
+            del found[index - 1]
+        if how != GUESSED:
+            found[index] = first
+    return found
 
 
 def _state(stored: NDArray[np.int32]) -> tuple[int, int]:

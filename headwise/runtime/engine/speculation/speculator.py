@@ -38,7 +38,7 @@ class Speculator:
     """
 
     def __init__(self, most: int, most_of_step: int) -> None:
-        self._most, self._most_of_step = most, most_of_step
+        self.most, self._most_of_step = most, most_of_step
         self._rates, self._costs = HitRates(), DraftCosts()
         self._followed: WeakKeyDictionary[Sequence, tuple[Echo, Trust]] = WeakKeyDictionary()
         self.drafted = self.accepted = 0
@@ -79,7 +79,7 @@ class Speculator:
             trust.observe(self._rates.rate(length), is_right)
             self._rates.observe(length, is_right)
         room = sequence.max_length - sequence.num_tokens - 1
-        return self._rates.chances(echo.length, min(self._most, room), trust.factor)
+        return self._rates.chances(echo.length, min(self.most, room), trust.factor)
 
     def guesses(self, sequence: Sequence, count: int) -> NDArray[np.int32]:
         """The drafts of a sequence that was given so many."""
