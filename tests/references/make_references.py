@@ -109,7 +109,12 @@ def greedy(
         best = torch.topk(step.logits[0, -1], 2)
         output_ids.append(int(best.indices[0]))
         gaps.append(round(float(best.values[0] - best.values[1]), 6))
-        step = model(torch.tensor([[output_ids[-1]]]), past_key_values=step.past_key_values, use_cache=True)
+        step = model(
+            torch.tensor([[output_ids[-1]]]),
+            past_key_values=step.past_key_values,
+            position_ids=torch.tensor([[len(prompt_ids) + len(output_ids) - 1]]),  # Bamba does not count what is cached
+            use_cache=True,
+        )
     return first, output_ids, gaps
 
 

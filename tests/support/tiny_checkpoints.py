@@ -461,6 +461,14 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         shared_intermediate_size=64,
         position_embedding_type="nope",
     ),
+    "bamba": _config(
+        "BambaForCausalLM",
+        "bamba",
+        **{key: value for key, value in _STATE_SPACE.items() if key != "layer_types"},
+        hidden_size=256,
+        head_dim=_ABSENT,
+        attn_layer_indices=[1, 3],
+    ),
     "nemotron-h": _config(
         "NemotronHForCausalLM",
         "nemotron_h",

@@ -59,6 +59,7 @@ class Decoder(Model):
         "before_mlp": "post_attention_layernorm",
     }
     """Those of `LayerNorms` that the model has, by their Hugging Face names."""
+    final_norm_name: ClassVar[str] = "norm"
     mlp_name: ClassVar[str] = "mlp"
     mlp_parts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     """Hugging Face's names of what stands for a layer's MLP, and of its gate, up and down projections; a gate's is not
@@ -94,7 +95,7 @@ class Decoder(Model):
         self._adapters = [RankAdapter(each, self.prefix, self.view) for each in adapters]
         self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
         self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in range(config.num_layers)]
-        self._final_norm = self._norm(f"{self.prefix}norm.weight", config.logit_scale)
+        self._final_norm = self._norm(f"{self.prefix}{self.final_norm_name}.weight", config.logit_scale)
         self._lm_head = self._load_lm_head()
         self.load_more()
         for adapter in self._adapters:

@@ -24,7 +24,7 @@ from headwise.runtime.models.hf_config import (
     rope,
 )
 from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
-from headwise.runtime.models.state_space import FieldNames, StateSpaceDecoder, ssm_config, with_states
+from headwise.runtime.models.state_space import MAMBA_FIELDS, StateSpaceDecoder, ssm_config, with_head_dim, with_states
 from headwise.runtime.models.weight_view import ExpertWeights, Reader, WeightView
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Tensor
@@ -40,13 +40,6 @@ _SERVED_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Of Granite 4."""
 
-_FIELDS = FieldNames(
-    heads=("mamba_n_heads", 128),
-    head_dim=("mamba_d_head", 0),
-    groups=("mamba_n_groups", 1),
-    state=("mamba_d_state", 256),
-    convolution=("mamba_d_conv", 4),
-)
 _KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
 """Names of layers' kinds, older ones and what they are called now."""
 
@@ -80,7 +73,7 @@ def parse_hybrid(config: HfConfig) -> GraniteConfig:
     )
     layers = [layer for layer in range(decoder.num_layers) if named(layer) in ("mamba", "linear_attention")]
     if layers:
-        ssm = ssm_config(_with_head_dim(config), _FIELDS, layers, has_group_norms=False, eps=decoder.rms_norm_eps)
+        ssm = ssm_config(with_head_dim(config), MAMBA_FIELDS, layers, has_group_norms=False, eps=decoder.rms_norm_eps)
         decoder = with_states(decoder, ssm)
     if has_experts:
         decoder = _with_shared(local_experts(config, decoder, experts=8, per_token=2), _shared_size(config))
@@ -89,15 +82,6 @@ def parse_hybrid(config: HfConfig) -> GraniteConfig:
 
 def _shared_size(config: HfConfig) -> int:
     return positive(config, "shared_intermediate_size", default=1024)
-
-
-def _with_head_dim(config: HfConfig) -> HfConfig:
-    """With the size of a state space model's heads, which may be said to follow from others."""
-    if config.get("mamba_d_head", "auto") != "auto":
-        return config
-    heads = positive(config, _FIELDS.heads[0], default=_FIELDS.heads[1])
-    inner = positive(config, "mamba_expand", default=2) * positive(config, "hidden_size")
-    return {**config, "mamba_d_head": inner // heads}
 
 
 def _with_shared(decoder: ModelConfig, size: int) -> ModelConfig:

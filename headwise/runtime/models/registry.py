@@ -9,6 +9,7 @@ from headwise.errors import ModelError
 from headwise.runtime.models import (
     afmoe,
     arcee,
+    bamba,
     cohere2,
     deepseek,
     deepseek_v32,
@@ -98,6 +99,7 @@ _MODELS = {
     granite.DENSE: _Entry(granite.parse, granite.Granite),
     granite.MOE: _Entry(granite.parse_moe, granite.GraniteMoe),
     granite.HYBRID: _Entry(granite.parse_hybrid, granite.GraniteHybrid),
+    bamba.ARCHITECTURE: _Entry(bamba.parse, bamba.Bamba),
     nemotron_h.ARCHITECTURE: _Entry(nemotron_h.parse, nemotron_h.NemotronH),
     mixtral.ARCHITECTURE: _Entry(mixtral.parse, mixtral.Mixtral),
     phi3.ARCHITECTURE: _Entry(phi3.parse, phi3.Phi3),

@@ -42,6 +42,25 @@ class FieldNames:
     convolution: tuple[str, int]
 
 
+MAMBA_FIELDS = FieldNames(
+    heads=("mamba_n_heads", 128),
+    head_dim=("mamba_d_head", 0),
+    groups=("mamba_n_groups", 1),
+    state=("mamba_d_state", 256),
+    convolution=("mamba_d_conv", 4),
+)
+"""Of Bamba and Granite 4, whose configs have the same defaults."""
+
+
+def with_head_dim(config: HfConfig) -> HfConfig:
+    """With the size of a state space model's heads, which may be said to follow from others."""
+    if config.get("mamba_d_head", "auto") != "auto":
+        return config
+    heads = positive(config, MAMBA_FIELDS.heads[0], default=MAMBA_FIELDS.heads[1])
+    inner = positive(config, "mamba_expand", default=2) * positive(config, "hidden_size")
+    return {**config, "mamba_d_head": inner // heads}
+
+
 def ssm_config(
     config: HfConfig, names: FieldNames, layers: Sequence[int], *, has_group_norms: bool, eps: float
 ) -> SsmConfig:

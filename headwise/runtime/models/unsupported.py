@@ -30,7 +30,6 @@ MISSING = {
     "PhiMoEForCausalLM": Missing("layer norms and sparse mixing of experts", "MixtralForCausalLM"),
     "PhiForCausalLM": Missing("layer norms and parallel blocks", "Phi3ForCausalLM"),
     "FalconForCausalLM": Missing("layer norms and parallel blocks", "LlamaForCausalLM"),
-    "BambaForCausalLM": Missing("state space models beside attention that rotates half of each head", _HYBRID),
     "FalconH1ForCausalLM": Missing("attention and a state space model side by side in each layer", _HYBRID),
     "JambaForCausalLM": Missing("states of a state space model of the first kind (Mamba)", _HYBRID),
     "MambaForCausalLM": Missing(_ONLY_STATES, _HYBRID),
