@@ -120,7 +120,7 @@ def pack_float(weight: NDArray[np.float32], dtype: str, gated: bool = False) -> 
     gated: the first half of the outputs are a gated MLP's gate, the other its other factor
     """
     weight = np.ascontiguousarray(weight, dtype=np.float32)
-    order, (outputs, inputs) = _order(len(weight), gated), weight.shape
+    order, (outputs, inputs) = packed_order(len(weight), gated), weight.shape
     depth = inputs if dtype == "float32" else _padded(inputs, BLOCK_INPUTS)
     packed = _packed(dtype, weight, order, depth)
     return _packed_weight(KINDS[dtype], dtype, outputs, inputs, gated, packed, depth)
@@ -141,7 +141,7 @@ def pack_quantised(
     Raises:
         ValueError: a group of inputs is no multiple of `GROUP_STEP`.
     """
-    order, (outputs, inputs) = _order(len(codes), gated), codes.shape
+    order, (outputs, inputs) = packed_order(len(codes), gated), codes.shape
     group = inputs // scale.shape[1]
     if group % GROUP_STEP:
         raise ValueError(f"codes have a scale for each {group} inputs, which are no multiple of {GROUP_STEP}")
@@ -175,7 +175,7 @@ def repacked(
     Raises:
         ValueError: they do not go together; compiled code would read what is not there.
     """
-    (element, step, turn), panels = _LAYOUTS[dtype], len(_order(outputs, gated)) // PANEL
+    (element, step, turn), panels = _LAYOUTS[dtype], len(packed_order(outputs, gated)) // PANEL
     halves = [numbers for numbers in (scales, minima) if numbers is not None]
     groups = 0 if scales is None else scales.shape[1]
     fits = (
@@ -248,7 +248,7 @@ def _table(
     return np.array([kind, place_of(packed), packed.nbytes, *arrays, *numbers], np.int64)
 
 
-def _order(outputs: int, gated: bool) -> NDArray[np.int64]:
+def packed_order(outputs: int, gated: bool) -> NDArray[np.int64]:
     """Which row of a weight each packed column is; -1 for none."""
     if not gated:
         order = np.full(_padded(outputs, PANEL), -1, np.int64)
@@ -263,7 +263,7 @@ def _order(outputs: int, gated: bool) -> NDArray[np.int64]:
 
 def pack_bias(bias: NDArray[np.float32], gated: bool = False) -> NDArray[np.float32]:
     """``bias [outputs]`` in the order of a weight's packed outputs."""
-    order = _order(len(bias), gated)
+    order = packed_order(len(bias), gated)
     return np.where(order >= 0, bias[np.maximum(order, 0)], 0).astype(np.float32)
 
 
@@ -326,17 +326,21 @@ def unactivated_linear(
     """`matmul` without its activation: ``gate | up`` of a gated weight, ``[rows, outputs]``."""
     if not weight.gated:
         return matmul(x, weight, threads, bias)
-    columns, places = _places(weight.outputs)
-    return matmul(x, replace(weight, gated=False, outputs=columns), threads, bias)[:, places]
+    return matmul(x, as_packed(weight), threads, bias)[:, places_of(weight.outputs)]
+
+
+def as_packed(weight: PackedWeight) -> PackedWeight:
+    """A gated weight as one that is not, whose outputs are its packed columns: the same memory."""
+    return replace(weight, gated=False, outputs=len(packed_order(weight.outputs, gated=True)))
 
 
 @lru_cache(maxsize=64)
-def _places(outputs: int) -> tuple[int, NDArray[np.int64]]:
-    """Packed columns of a gated weight, and which of them each output is."""
-    order = _order(outputs, gated=True)
+def places_of(outputs: int) -> NDArray[np.int64]:
+    """Which packed column of a gated weight each output is."""
+    order = packed_order(outputs, gated=True)
     places = np.empty(outputs, np.int64)
     places[order[order >= 0]] = (order >= 0).nonzero()[0]
-    return len(order), places
+    return places
 
 
 _scratch = ThreadScratch()

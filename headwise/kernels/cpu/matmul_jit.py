@@ -145,7 +145,7 @@ def _square_positive(numbers):
 
 
 @_pasted
-def _finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
+def finish(tile, epilogue, bias, out, row, rows, panel, in_tiles):
     """Write ``tile``, the product of some rows with a panel, to ``out``.
 
     in_tiles: AMX has made it, and goes on to: its tiles are configured
@@ -233,7 +233,7 @@ def _product(rows_of_kind: Any) -> Any:
             for turn in range(0, weight.turns, each):
                 turns = min(each, weight.turns - turn)
                 rows_of_kind(weight, factors, stride, sums, row, some, panel, turn, turns, tile, ahead)
-            _finish(tile, epilogue, bias, out, row, some, panel, in_tiles)
+            finish(tile, epilogue, bias, out, row, some, panel, in_tiles)
             fetch_add(counters, counter)
             item = following
         if in_tiles:

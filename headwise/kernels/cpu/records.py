@@ -136,6 +136,23 @@ STATES = np.dtype(
 """A layer with states of so many members, ``heads``: sizes as in `StateSizes`, addresses and ``eps`` of `DeltaWeights`,
 or addresses and ``groups`` of `SsmWeights`. What the other rule has is 0."""
 
+UP = np.dtype(numbers("matrix first_rank ranks"))
+"""Half a panel of outputs of an adapter: ``matrix [ranks, PANEL / 2]`` is of the ranks from ``first_rank`` on; those
+that the outputs have nothing of are left out."""
+
+ADAPTER = np.dtype(numbers("down rank_panels ups"))
+"""What one adapter adds to a projection: ``down [rank_panels, inputs, low_rank_jit.RANKS]``, and `UP` records; 0 and no
+panels: nothing."""
+
+LOW_RANK = np.dtype(numbers("adapters inputs rank_panels panels"))
+"""What adapters add to a projection: `ADAPTER` records, of which none has more ``rank_panels``; and panels of its
+outputs, as they lie packed."""
+
+ADDING = np.dtype(
+    numbers("down up low_rank x x_row between between_row made columns rows groups adapted counters tiles threads")
+)
+"""What adapters add to a product of its own: arguments of `low_rank_jit.down_of` and ``up_of``, and their addresses."""
+
 JOB = np.dtype([*numbers("state function argument thread"), ("semaphore", _N, (4,))])
 """What a thread of the pool is to do: to call a C ``function`` of ``argument`` and its own number. A cache line.
 
