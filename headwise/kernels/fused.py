@@ -64,6 +64,7 @@ class GroupedQueries:
     rotation:    index of its angles
     is_chunked:  whether heads see all of their chunk up to a token, and no more: see `Besides.chunks`
     is_scaled:   whether queries are multiplied by `Besides.query_scales`, before they are rotated
+    ..._adapters: what a model's adapters add to that product, as the tensor operations made it; None: nothing
     """
 
     qkv: Weight
@@ -79,6 +80,9 @@ class GroupedQueries:
     value_norm: Array | None = None
     is_chunked: bool = False
     is_scaled: bool = False
+    qkv_adapters: Any = None
+    out_adapters: Any = None
+    gate_adapters: Any = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Latents:
     latent_norm: of the part of a latent that is not rotated
     eps:         of both norms
     rotation:    index of its angles
+    out_adapters: see `GroupedQueries`
     """
 
     into: Weight
@@ -101,6 +106,7 @@ class Latents:
     eps: float
     into_bias: Array | None = None
     out_bias: Array | None = None
+    out_adapters: Any = None
 
 
 @dataclass(frozen=True)
@@ -134,12 +140,15 @@ Attention = GroupedQueries | Latents | DeltaNet | StateSpace
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """An MLP. into: to ``gate | up``, or to up alone where `is_gated` says no to its activation"""
+    """An MLP. into: to ``gate | up``, or to up alone where `is_gated` says no to its activation; ..._adapters: see
+    `GroupedQueries`"""
 
     into: Weight
     down: Weight
     into_bias: Array | None = None
     down_bias: Array | None = None
+    into_adapters: Any = None
+    down_adapters: Any = None
 
 
 @dataclass(frozen=True)
@@ -237,15 +246,20 @@ class Besides:
     sides:        what layers with a `SideInput` are told of each token, ``[rows, layers, size]``
     query_scales: float32 ``[rows]``
     chunks:       the batch with a sequence for each chunk that has queries, which begins there
+    adapters:     int16 ``[rows]``: which adapter each row goes by, by its place from 1 on, 0 for none; None: no row
+                  goes by one
     """
 
     sides: Array | None = None
     query_scales: Array | None = None
     chunks: AttentionBatch | None = None
+    adapters: Array | None = None
 
     def of_rows(self, wanted: Array) -> Besides:
         """The same of these rows alone, int64, for layers that do not see chunks."""
-        return Besides(*(None if rows is None else rows[wanted] for rows in (self.sides, self.query_scales)))
+        told = (self.sides, self.query_scales, self.adapters)
+        sides, query_scales, adapters = (None if rows is None else rows[wanted] for rows in told)
+        return Besides(sides, query_scales, adapters=adapters)
 
 
 NOTHING = Besides()
@@ -282,7 +296,8 @@ class FusedDecoder(Protocol):
         sum_over_ranks: SumOverRanks | None = None,
         wanted: Array | None = None,
     ) -> None:
-        """Take the residual stream ``x [rows, hidden]`` through some ``layers``, in place.
+        """Take the residual stream ``x [rows, hidden]`` through some ``layers``, in place. Rows go by adapters only
+        where some layer has some.
 
         sum_over_ranks: of what attention and MLP add to it, where these are parts: see `DecoderLayer.can_be_a_part`
         wanted:         int64, ascending: which rows are wanted of what comes out, where they are the first ones then:

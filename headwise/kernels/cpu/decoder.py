@@ -7,7 +7,7 @@ of the same phases, and sum over all of them what each call leaves to be added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,13 +21,15 @@ from headwise.kernels.cpu import decoder_records, experts_jit, matmul_jit, matmu
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import PlanTable
 from headwise.kernels.cpu.attention_plan import Planner
+from headwise.kernels.cpu.decoder_adapted import AdaptedLayers, fields_of
 from headwise.kernels.cpu.decoder_jit import phase_counters, run_phases
 from headwise.kernels.cpu.decoder_kinds import Angles, Kind, Passes, StatesKind, StepCache, kind_of
-from headwise.kernels.cpu.decoder_phases import Phases, Run, kept_parts, words_of_heads
+from headwise.kernels.cpu.decoder_phases import Maker, Phases, Run, kept_parts, words_of_heads
 from headwise.kernels.cpu.decoder_records import ADDED, LOGITS, NORMED, PLACES, QUERY_SCALES, SIDES, STREAM
 from headwise.kernels.cpu.delta_attention import delta_record, sizes_of_weights
 from headwise.kernels.cpu.experts import room_of
-from headwise.kernels.cpu.matmul import KINDS, PackedWeight, matmul, take_rows
+from headwise.kernels.cpu.low_rank import NO_GROUPS, RowGroups
+from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight, matmul, take_rows
 from headwise.kernels.cpu.memory import Scratch, from_a_line_on
 from headwise.kernels.cpu.mla_attention import EXPANDED_QUERIES
 from headwise.kernels.cpu.pool import pool_of_this_process
@@ -73,15 +75,20 @@ class CpuDecoder:
                 record["out_words"] = words_of_heads(layer.attention)
         each = records.LAYER.itemsize
         places = [self._table.ctypes.data + index * each for index in range(len(layers))]
-        self._phases = Phases.of(layers, places, shape.activation, shape.eps)
-        self._runs: dict[tuple[range, bool], list[Run]] = {}
+        made = Maker(layers[0].attention.out.outputs, EPILOGUES[shape.activation], shape.eps)
+        self._phases = Phases.made_by(made, layers, places)
+        self._adapted = AdaptedLayers.of(layers, EPILOGUES[shape.activation], shape.eps)
+        self._groups = NO_GROUPS
+        self._runs: dict[tuple[range, bool, bool], list[Run]] = {}
         self._shape, self._threads = shape, threads
         self._hidden: int = layers[0].attention.out.outputs
         own, mixtures = self._phases.weights, self._phases.mixtures
         self._dtypes = frozenset(weight.dtype for weight in own)
         weights = [*own, *(weight for mixture in mixtures for weight in mixture.weights)]
         self._widest = max(weight.depth for weight in weights)
-        self._values = max(self._widest, self._phases.values)
+        every = [self._phases] if self._adapted is None else [self._phases, self._adapted.phases]
+        self._values = max(self._widest, *(phases.values for phases in every))
+        self._widths = [max(phases.widths[place] for phases in every) for place in PLACES]
         self._row_sums = max(weight.row_sums for weight in weights)
         of_experts = sum(mixture.token_bytes for mixture in mixtures)
         self._layer_bytes = (sum(weight.nbytes for weight in own) + of_experts) // len(layers)
@@ -160,7 +167,7 @@ class CpuDecoder:
         takes more than `records.KEPT_BYTES`.
         """
         self._set_cache(layouts, heads)
-        rows, workers, phases = len(x), self._workers(len(x)), self._phases
+        rows, workers, phases = len(x), self._workers(len(x)), self._phases_for(besides)
         rooms = self._rooms_for(rows)
         chunks = batch if besides.chunks is None else besides.chunks
         plans = self._planned(batch, chunks, wanted)
@@ -182,11 +189,25 @@ class CpuDecoder:
             values=place_of(rooms.values), value_floats=self._values, tiles=place_of(rooms.tiles),
             factors=place_of(rooms.factors), factors_length=rooms.factors.size, sums=place_of(rooms.sums),
             sums_length=rooms.sums.size, final_norm=_span(final_norm)[0], mix=self._mix, mixing=mixing,
+            **self._adding(besides.adapters),
         )  # fmt: skip
         if sum_over_ranks is None and wanted is None:
             pool_of_this_process().run(run_phases().address, workers, step)
         else:
-            self._run_parts(x, layers, workers, besides.sides, sum_over_ranks, wanted)
+            self._run_parts(x, layers, workers, besides, sum_over_ranks, wanted)
+
+    def _phases_for(self, besides: Besides) -> Phases:
+        if besides.adapters is None:
+            return self._phases
+        assert self._adapted is not None, "rows go by adapters where layers have some"
+        return self._adapted.phases
+
+    def _adding(self, adapters: NDArray[np.int16] | None) -> Mapping[str, int]:
+        """Fields of a step that tell which rows go by which adapters."""
+        if adapters is None or self._adapted is None:
+            return {}
+        self._groups = RowGroups.of(adapters)
+        return {**self._adapted.wanted, **fields_of(self._groups)}
 
     def _planned(self, batch: AttentionBatch, chunks: AttentionBatch, wanted: NDArray[np.int64] | None) -> PlanTable:
         """Plans of a step's attention; of the last layer's that keeps anything, what makes rows that are ``wanted``."""
@@ -201,16 +222,17 @@ class CpuDecoder:
         x: Floats,
         layers: range,
         workers: int,
-        sides: Floats | None,
+        besides: Besides,
         sum_over_ranks: SumOverRanks | None,
         wanted: NDArray[np.int64] | None,
     ) -> None:
         """A step that is filled, in parts: between them, what is to be added is summed over ranks, and rows that are
         not wanted are left out."""
         step, pool, phases = self._step, pool_of_this_process(), run_phases().address
-        which = layers, sum_over_ranks is not None
+        which = layers, sum_over_ranks is not None, besides.adapters is not None
         if which not in self._runs:
-            self._runs[which] = list(self._phases.runs_of(layers, of_ranks=sum_over_ranks is not None))
+            found = self._phases_for(besides).runs_of(layers, of_ranks=sum_over_ranks is not None)
+            self._runs[which] = list(found)
         *runs, closing = self._runs[which]
         added = self._rooms.kept[ADDED][: x.size].reshape(x.shape)
         final_norm = step.of("final_norm")
@@ -221,24 +243,24 @@ class CpuDecoder:
             if run.has_attended and wanted is not None:
                 if not len(wanted):
                     return
-                added = self._narrow(x, added, workers, sides, wanted)
+                added = self._narrow(x, added, workers, besides, wanted)
             if sum_over_ranks is not None:
                 added[:] = sum_over_ranks(added)
             step.change(goes_on=1)
         step.change(**closing.fields, final_norm=final_norm)
         pool.run(phases, workers, step.place)
 
-    def _narrow(
-        self, x: Floats, added: Floats, workers: int, sides: Floats | None, wanted: NDArray[np.int64]
-    ) -> Floats:
+    def _narrow(self, x: Floats, added: Floats, workers: int, besides: Besides, wanted: NDArray[np.int64]) -> Floats:
         """Have a step go on with the ``wanted`` rows, which become the first ones; returns ``added`` of these."""
         rows = len(wanted)
         for array in (x, added):
             array[:rows] = array[wanted]
         self._mixing_for(rows, workers)  # of fewer rows: no more counters than there are
         self._step.change(rows=rows)
-        if sides is not None:
-            self._sides = np.ascontiguousarray(sides[wanted])
+        if besides.adapters is not None:
+            self._step.change(**self._adding(besides.adapters[wanted]))
+        if besides.sides is not None:
+            self._sides = np.ascontiguousarray(besides.sides[wanted])
             places = self._rooms.places
             places[SIDES] = address_of(self._sides, np.float32)
             self._step.change(places=places)
@@ -313,7 +335,10 @@ class CpuDecoder:
             record["heads"] = [
                 (address_of(array, np.int32), array.size) for array in (head.group, head.slot, head.window, head.sink)
             ]
-            self._phases.placed(index, which=kinds.setdefault(kind, len(kinds)))
+            which = kinds.setdefault(kind, len(kinds))
+            self._phases.placed(index, which=which)
+            if self._adapted is not None:
+                self._adapted.phases.placed(index, which=which)
             if not isinstance(kind, StatesKind):
                 share = kind.q_heads // kind.kv_heads
                 policy = (head.window.tobytes(), head.sink.tobytes(), share, kind.dim, kind.is_chunked)
@@ -327,6 +352,8 @@ class CpuDecoder:
         if not isinstance(net, DeltaNet | StateSpace):  # one of its own, behind all others
             self._last_plan, last["plan"] = int(last["plan"]), len(plans)
         self._plans = PlanTable.room(len(plans) + (self._last_plan != NO_PLAN))
+        if self._adapted is not None:
+            self._adapted.tell(self._table)
         self._heads, self._layouts = heads, layouts
 
     def _set_kinds(self, kinds: Iterable[Kind]) -> None:
@@ -360,7 +387,7 @@ class _Rooms:
 
     @staticmethod
     def empty(rows: int, decoder: CpuDecoder) -> _Rooms:
-        threads, widths = decoder._threads, decoder._phases.widths
+        threads, widths = decoder._threads, decoder._widths
         kept = [from_a_line_on(rows * widths[place], np.float32) for place in PLACES]
         return _Rooms(
             rows,

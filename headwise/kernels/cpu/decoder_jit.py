@@ -33,6 +33,9 @@ from headwise.kernels.cpu.attention_jit import FINISHED
 from headwise.kernels.cpu.attention_micro import row_copy
 from headwise.kernels.cpu.decoder_records import (
     ATTEND,
+    BETWEEN,
+    DOWN_RANKS,
+    DOWNS_BEFORE,
     GATED_BY_ROW,
     GATED_BY_SIGMOID,
     KEY_NORM,
@@ -46,15 +49,17 @@ from headwise.kernels.cpu.decoder_records import (
     QUERY_SCALES,
     ROWS,
     STEP,
+    UP_RANKS,
     VALUE_NORM,
     WRITE,
     WRITE_LATENTS,
 )
 from headwise.kernels.cpu.gates import sigmoid, times_gelu, times_sigmoid
-from headwise.kernels.cpu.matmul_jit import TILE, items_of, share_of
+from headwise.kernels.cpu.low_rank_jit import down_items, up_items
+from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of, share_of
 from headwise.kernels.cpu.matmul_rows import prepare_row, weight_at
 from headwise.kernels.cpu.records import PLAN, STATES
-from headwise.kernels.cpu.threads import fetch_add, pieces_of, take_item, take_rows, wait_and_prefetch
+from headwise.kernels.cpu.threads import fetch_add, pieces_of, take_item, take_rows, wait_and_prefetch, wait_for
 
 _MATH = {"reassoc", "nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
@@ -354,6 +359,35 @@ def _attend(step, phase, counters_at, thread, ahead, end):
     return wait_and_prefetch(longs_at(own_at, FINISHED + 1), FINISHED, parts, ahead, end)
 
 
+@_pasted
+def _down_ranks(step, phase, counters_at, number, thread):
+    """See `DOWN_RANKS`."""
+    call_at(
+        step.add_down,
+        (
+            phase.low_rank, step.places[phase.source], phase.source_row, step.places[BETWEEN], phase.columns,
+            step.row_groups, step.adapted_groups, counters_at, number, thread, step.threads,
+        ),
+    )  # fmt: skip
+
+
+@_pasted
+def _up_ranks(step, phase, counters, counters_at, number, tile, thread, ahead, end):
+    """See `UP_RANKS`."""
+    downs = _phase_counters(phase.number - DOWNS_BEFORE, step.threads)
+    wait_for(counters, downs, down_items(phase.low_rank, step.adapted_groups))
+    groups = step.adapted_groups if phase.epilogue == PLAIN else step.group_count
+    call_at(
+        step.add_up,
+        (
+            phase.low_rank, step.places[BETWEEN], phase.columns, step.places[phase.source], phase.source_row,
+            phase.epilogue, step.places[phase.out], phase.out_columns, step.rows, step.row_groups, groups, counters_at,
+            number, tile, thread, step.threads,
+        ),
+    )  # fmt: skip
+    return wait_and_prefetch(counters, number, up_items(phase.low_rank, groups), ahead, end)
+
+
 # --- entry point ----------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +417,10 @@ def _run_phases(address, thread):
             ahead = _write_latents(step, phase, counters, number, thread, ahead, end)
         elif phase.kind == OF_HEADS:
             ahead = _multiply_heads(step, phase, counters, number, thread, ahead, end)
+        elif phase.kind == DOWN_RANKS:
+            _down_ranks(step, phase, counters_at, number, thread)
+        elif phase.kind == UP_RANKS:
+            ahead = _up_ranks(step, phase, counters, counters_at, number, tile, thread, ahead, end)
         else:
             call_at(step.mix, (phase.mixture, step.mixing, counters_at + 8 * step.mixing_counters, thread))
             ahead = end = np.int64(0)

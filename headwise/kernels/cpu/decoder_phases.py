@@ -15,10 +15,9 @@ from headwise.kernels.cpu import decoder_records as at
 from headwise.kernels.cpu import matmul_jit
 from headwise.kernels.cpu.experts import PackedExperts
 from headwise.kernels.cpu.gates import padded
-from headwise.kernels.cpu.matmul import BLOCK_INPUTS, EPILOGUES, PackedWeight, is_in_tiles
+from headwise.kernels.cpu.matmul import BLOCK_INPUTS, PackedWeight, is_in_tiles
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.fused import (
-    Activation,
     BesideExperts,
     DecoderLayer,
     DeltaNet,
@@ -71,9 +70,9 @@ class Phases:
     mixtures: Sequence[PackedExperts]
 
     @staticmethod
-    def of(layers: Sequence[DecoderLayer], layer_records: Sequence[int], activation: Activation, eps: float) -> Phases:
-        """layer_records: addresses of the layers' `records.LAYER`; eps: of norms"""
-        made = _Maker(layers[0].attention.out.outputs, EPILOGUES[activation], eps)
+    def made_by(made: Maker, layers: Sequence[DecoderLayer], layer_records: Sequence[int]) -> Phases:
+        """layer_records: addresses of the layers' `records.LAYER`"""
+        eps = made.eps
         starts, closing, last = [0], [], _Sum()
         for index, (layer, record) in enumerate(zip(layers, layer_records, strict=True)):
             made.begin(index, record)
@@ -138,8 +137,8 @@ class _Sum:
 
 
 @dataclass
-class _Maker:
-    """Phases as fields by name, in order."""
+class Maker:
+    """Phases as fields by name, in order. epilogue: of MLPs; eps: of norms"""
 
     hidden: int
     epilogue: int
@@ -233,7 +232,7 @@ class _Maker:
         spans = [_span(norm) for norm in norms]
         self._add({"kind": at.WRITE, "norms": spans, "copies_keys": copies, "is_scaled": attention.is_scaled})
         self._add({"kind": at.ATTEND})
-        if words := words_of_heads(attention):
+        if words := self._words_of_heads(attention):
             self._widen(at.HEADS_SEEN, words)
             self._product(attention.out, at.ADDED, attention.out_bias, prepared=at.HEADS_SEEN)
             return
@@ -278,13 +277,20 @@ class _Maker:
 
     def _gated(self, mlp: DenseLayer, out: int, gate: Fields | None = None) -> None:
         """An MLP of rows that are prepared for it."""
-        if gate is None and is_in_tiles(mlp.into) and is_in_tiles(mlp.down):
+        if gate is None and self._stays_in_tiles(mlp):
             self._product(mlp.into, at.GATED, mlp.into_bias, self.epilogue, rows_of=mlp.down)
             self._product(mlp.down, out, mlp.down_bias, prepared=at.GATED)
             return
         self._product(mlp.into, at.GATED, mlp.into_bias, self.epilogue)
         self._add(self.rows(at.GATED, mlp.down.inputs, mlp.down) | (gate or {}))
         self._product(mlp.down, out, mlp.down_bias)
+
+    def _stays_in_tiles(self, mlp: DenseLayer) -> bool:
+        """Whether what comes of its activation is prepared for the next product where it is computed."""
+        return is_in_tiles(mlp.into) and is_in_tiles(mlp.down)
+
+    def _words_of_heads(self, attention: GroupedQueries) -> int:
+        return words_of_heads(attention)
 
     def _mixed(self, mixed: MixedLayer) -> None:
         self._product(mixed.router, at.LOGITS, mixed.router_bias)

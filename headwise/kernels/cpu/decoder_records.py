@@ -11,7 +11,7 @@ _N = np.int64
 PRODUCTS = 6
 """Kinds of packed weights."""
 
-ROWS, PRODUCT, WRITE, ATTEND, MIX, WRITE_LATENTS, OF_HEADS = range(7)
+ROWS, PRODUCT, WRITE, ATTEND, MIX, WRITE_LATENTS, OF_HEADS, DOWN_RANKS, UP_RANKS = range(9)
 """Kinds of phases, see `PHASE`."""
 
 QUERY_NORM, KEY_NORM, VALUE_NORM = HEAD_NORMS = range(3)
@@ -22,8 +22,8 @@ gate themselves, as GELU has it, of other rows."""
 
 (
     STREAM, QKV, VALUES, HEADS_SEEN, GATES, ADDED, GATED, BESIDE, NORMED, LOGITS, SIDES, QUERY_SCALES, QUERIES, LATENTS,
-    ABSORBED, VALUES_SEEN,
-) = PLACES = range(16)  # fmt: skip
+    ABSORBED, VALUES_SEEN, INTO, BETWEEN,
+) = PLACES = range(18)  # fmt: skip
 """Places that rows lie in from phase to phase, float32.
 
 STREAM:      the residual stream
@@ -34,7 +34,7 @@ GATES:       of heads, of a shared expert, of a side input
 ADDED:       what is to be added to the stream
 GATED:       what comes of an MLP's activation
 BESIDE:      what an MLP makes beside experts
-NORMED:      rows that experts are given
+NORMED:      rows that experts are given, or adapters
 LOGITS:      of their routers
 SIDES:       what layers are told besides, of each token
 QUERY_SCALES: a number of each token, by which queries are multiplied
@@ -42,7 +42,12 @@ QUERIES:     of heads over latents, where they are made of other numbers
 LATENTS:     of tokens
 ABSORBED:    queries for latents
 VALUES_SEEN: what heads over latents have seen
+INTO:        what an MLP's activation is given, as it lies packed, where adapters add to it
+BETWEEN:     the numbers between both matrices of rows' adapters
 """
+
+DOWNS_BEFORE = 2
+"""How many phases numbers between two matrices come before they are taken: the product is between these."""
 
 PHASE = np.dtype(
     [
@@ -50,7 +55,7 @@ PHASE = np.dtype(
             "kind layer number source source_row columns addend kept gate gate_row gate_at gate_kind weight"
             " bias bias_length epilogue out out_columns prepared following which record"
             " copies_keys is_scaled mixture norms_first norm_parts is_centred"
-            " heads plain rank rotated inputs outputs up tail"
+            " heads plain rank rotated inputs outputs up tail low_rank"
         ),
         ("after", _N, (2,)),
         ("before", _N, (2,)),
@@ -82,6 +87,11 @@ WRITE_LATENTS: the last ``rank + rotated`` numbers of rows of ``source`` become 
 OF_HEADS: of rows ``source [rows, heads, columns]``, ``source_row`` apart, the first ``inputs`` times the head's
          matrix at ``up [heads, inputs, outputs]``, to ``out [rows, heads, out_columns]``; behind them the ``tail``
          numbers of the source that follow
+DOWN_RANKS: rows of ``source``, ``source_row`` apart, of groups that go by adapters become what is `BETWEEN`, of
+         ``columns`` numbers each, as ``low_rank``, a `LOW_RANK`, says. Nobody waits for it before the phase that is
+         `DOWNS_BEFORE` phases behind it
+UP_RANKS: what adapters make of these is added to what a product left in ``source [rows, source_row]``: there, or by
+         ``epilogue`` it becomes ``out [rows, out_columns]``, of all rows
 
 ``eps`` is of norms.
 """
@@ -96,7 +106,7 @@ STEP = np.dtype(
         *numbers(
             "rows phases count closing first_layer kinds counters counters_per_layer attend_counters mixing_counters"
             " threads values value_floats tiles factors factors_length sums sums_length final_norm hidden mix mixing"
-            " goes_on"
+            " goes_on add_down add_up row_groups adapted_groups group_count"
         ),
     ]
 )
@@ -115,4 +125,6 @@ factors, sums: room for what products multiply
 goes_on:       whether these phases are not the first ones of their layers: there is something to be added
 final_norm:    weight of the norm behind the last layer, float32 ``[hidden]``; 0 where there is none
 mix, mixing:   address of `experts_jit.mix`, and an `experts_jit.MIXING`
+add_down, add_up: addresses of what `low_rank_jit` has for the phases of adapters
+row_groups:    ``group_count`` of `low_rank.RowGroups`, of which the first ``adapted_groups`` go by adapters
 """

@@ -412,7 +412,7 @@ class Model(ABC):
 
     config: ModelConfig
     adapted: AdaptedRows | None
-    """Which rows of the next steps go by adapters; None: none. They are computed layer by layer."""
+    """Which rows of the next steps go by adapters; None: none."""
 
     @abstractmethod
     def forward(

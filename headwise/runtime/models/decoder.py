@@ -38,7 +38,7 @@ from headwise.runtime.models.base import (
     fitting_sizes,
 )
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear, QkvProjections, Residual
-from headwise.runtime.models.low_rank import AdaptedRows, Adapter, LowRank, RankAdapter, stacked
+from headwise.runtime.models.low_rank import AdaptedRows, Adapter, RankAdapter, added_by
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
@@ -228,7 +228,7 @@ class Decoder(Model):
         made_of = " + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where)
         weight = self._prepare(made_of, lambda: make_weight(self._rows(where)))
         bias = _join([source.rows(f"{name}.bias", start, stop) for name, start, stop in where], 0) if has_bias else None
-        adapters = stacked([each.of_rows(parts, self.config.hidden_size) for each in self._adapters], ops)
+        adapters = added_by([each.of_rows(parts, self.config.hidden_size) for each in self._adapters], ops, gated)
         return Linear(weight, None if bias is None else make_bias(bias), adapters=adapters)
 
     def _rows(self, where: list[tuple[str, int, int]]) -> Matrix:
@@ -246,7 +246,7 @@ class Decoder(Model):
         made_of = " + ".join(f"{name}.weight[:, {start}:{stop}]" for start, stop in parts)
         weight = self._prepare(made_of, lambda: self.ops.linear_weight(self._columns(f"{name}.weight", parts)))
         pairs = [each.of_columns(name, parts, self.config.hidden_size) for each in self._adapters]
-        adapters = stacked(pairs, self.ops)
+        adapters = added_by(pairs, self.ops)
         if not has_bias or (self._shard.rank and not adds_later):
             return Linear(weight, adapters=adapters)
         bias = self.ops.linear_bias(self._weights.tensor(f"{name}.bias"))
@@ -283,6 +283,7 @@ class Decoder(Model):
         cache = self.fused_over(attention)
         if cache is not None:
             return self._run_fused(token_ids, positions, embeds, cache, wanted)
+        taken, wanted = self.taken_last(wanted)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, x if norms[0] is None else self.norm(x, norms[0]))
@@ -294,7 +295,18 @@ class Decoder(Model):
             if rows is not None:
                 residual = Residual(*(self.ops.take_rows(each, rows) for each in residual))
             residual = self.behind(layer, residual, attended, next_norm)
-        return residual.normed
+        return self.rows_of(residual.normed, taken)
+
+    def taken_last(self, wanted: NDArray[np.int64] | None) -> tuple[NDArray[np.int64] | None, ...]:
+        """Of rows that are wanted of layers which are computed one by one, those that are taken behind all of them, and
+        those that are as soon as others are not needed. What goes by adapters is told which of all rows do."""
+        return (None, wanted) if self.adapted is None else (wanted, None)
+
+    def rows_of(self, x: Tensor, taken: NDArray[np.int64] | None) -> Tensor:
+        """These rows of ``x``; None: all."""
+        if taken is None:
+            return x
+        return self.ops.take_rows(x, taken) if len(taken) else x[:0]
 
     def behind(self, layer: Layer, before: Residual, attended: Tensor, next_norm: Tensor | None) -> Residual:
         """The residual stream behind a layer, normed with ``next_norm``; before: that before it, of the same rows."""
@@ -343,17 +355,20 @@ class Decoder(Model):
             qkv_bias=attention.qkv.bias,
             out_bias=attention.out.bias,
             sink_logits=attention.sink_logits,
+            qkv_adapters=attention.qkv.adapters,
+            out_adapters=attention.out.adapters,
         )
 
     def fusible_mlp(self, mlp: Any) -> DenseLayer | MixedLayer | None:
         """What `load_mlp` made, as a part of a fused layer; None: it cannot be."""
         if not isinstance(mlp, DenseMlp):
             return None
-        return DenseLayer(mlp.into.weight, mlp.down.weight, mlp.into.bias, mlp.down.bias)
+        into, down = mlp.into, mlp.down
+        return DenseLayer(into.weight, down.weight, into.bias, down.bias, into.adapters, down.adapters)
 
     def fused_over(self, attention: AttentionLayer) -> PagedCache | None:
         """The cache that fused layers take a step over; None: the step goes layer by layer."""
-        cache = _cache_of(attention) if self._fused and self.adapted is None else None
+        cache = _cache_of(attention) if self._fused else None
         return cache if cache and self._fused and self._fused.takes(cache.batch, cache.layouts) else None
 
     def _run_fused(
@@ -372,6 +387,8 @@ class Decoder(Model):
             self.ops.put_rows(x, *embeds)
         x = self.entering(x)
         besides, layers = self.besides(token_ids, positions, x, cache), range(len(self._layers))
+        if self.adapted is not None:
+            besides = replace(besides, adapters=self.adapted.adapters)
         if wanted is None:
             self._run_layers(fused, layers, x, positions, cache, besides)
             return x
@@ -508,8 +525,8 @@ class Decoder(Model):
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         """This rank's part of what `load_mlp` made, for ``x [T, hidden]``."""
         into = mlp.into
-        if self.adapted is not None and into.adapters:
-            given = self._adapt(self.ops.unactivated_linear(x, into.weight, into.bias), x, into.adapters)
+        if self.adapted is not None and into.adapters is not None:
+            given = into.adapters.add(self.ops.unactivated_linear(x, into.weight, into.bias), x, self.adapted)
             return self._linear(self.ops.activated(given, self.activation), mlp.down)
         return self._linear(self.ops.activated_linear(x, into.weight, into.bias, self.activation), mlp.down)
 
@@ -532,18 +549,7 @@ class Decoder(Model):
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         y = self.ops.linear(x, linear.weight, linear.bias)
-        return y if self.adapted is None else self._adapt(y, x, linear.adapters)
-
-    def _adapt(self, y: Tensor, x: Tensor, adapters: Sequence[LowRank]) -> Tensor:
-        """What a projection made of ``x``, with what the rows' adapters add."""
-        assert self.adapted is not None, "who asks looked"
-        for each in adapters:
-            others = self.adapted.others(each.owners, self.ops)
-            if others is not None:
-                between = self.ops.kernel_array(self.ops.linear(x, each.down))
-                between[others] = 0  # not a product: infinities of others would be this row's
-                y = y + self.ops.linear(self.ops.from_kernel_array(between), each.up)
-        return y
+        return y if self.adapted is None or linear.adapters is None else linear.adapters.add(y, x, self.adapted)
 
 
 def _cache_of(attention: AttentionLayer) -> PagedCache | None:

@@ -265,6 +265,7 @@ class Deepseek(GroupedMoeDecoder):
             eps=_NORM_EPS,
             into_bias=attention.into.bias,
             out_bias=attention.out.bias,
+            out_adapters=attention.out.adapters,
         )
 
     def attend(

@@ -34,7 +34,9 @@ class GatedHeadsDecoder(Decoder):
 
     def fusible_attention(self, index: int, attention: Any) -> Attention | None:
         found = super().fusible_attention(index, attention)
-        return replace(found, gate=attention.gate.weight) if isinstance(found, GroupedQueries) else found
+        if not isinstance(found, GroupedQueries):
+            return found
+        return replace(found, gate=attention.gate.weight, gate_adapters=attention.gate.adapters)
 
     def gated(self, layer: Layer, x: Tensor, heads: Tensor, wanted: NDArray[np.int64] | None) -> Tensor:
         if not heads.shape[0]:

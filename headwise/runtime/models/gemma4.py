@@ -209,6 +209,7 @@ class Gemma4(Gemma2):
         cache = self.fused_over(attention)
         if cache is not None:
             return self._run_fused(token_ids, positions, embeds, cache, wanted)
+        taken, wanted = self.taken_last(wanted)
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
         for index, layer in enumerate(self._layers):
@@ -226,7 +227,7 @@ class Gemma4(Gemma2):
             if sides is not None and layer.side is not None:
                 x = x + self._from_side(layer.side, x, sides[:, index])
             x = x * layer.scalar
-        return self.norm(x, self._final_norm)
+        return self.rows_of(self.norm(x, self._final_norm), taken)
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dim, kv_heads = self.config.heads_of(index).head_dim, len(self._shard.kv_heads[index])

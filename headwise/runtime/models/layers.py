@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headwise.kernels.fused import LayerNorms
-from headwise.runtime.models.low_rank import LowRank
+from headwise.runtime.models.low_rank import Added
 from headwise.runtime.ops.base import KernelArray, Tensor, Weight
 
 
@@ -16,13 +16,13 @@ class Linear:
 
     bias:  which comes with the product
     added: a bias of what goes into the residual stream, which is added there, once for all ranks, all of which have it
-    adapters: what the model's adapters add to it
+    adapters: what the model's adapters add to it; None: nothing
     """
 
     weight: Weight
     bias: Tensor | None = None
     added: Tensor | None = None
-    adapters: tuple[LowRank, ...] = ()
+    adapters: Added | None = None
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.weights import Weights
-from headwise.runtime.ops.base import KernelArray, TensorOps, Weight
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.quantised import Matrix
+
+Made = TypeVar("Made")
 
 Parts = Sequence[tuple[str, list[tuple[int, int]]]]
 """Projections by their names, and which ranges of their outputs."""
@@ -63,6 +65,49 @@ class LowRank:
     owners: NDArray[np.int16]
 
 
+class Added(Protocol):
+    """What all adapters add to a projection."""
+
+    def add(self, y: Tensor, x: Tensor, adapted: AdaptedRows) -> Tensor:
+        """What a projection made of ``x [T, inputs]``, ``y [T, outputs]``, with what the rows' adapters add; ``y`` is
+        the caller's no more."""
+
+
+@runtime_checkable
+class AdaptingOps(TensorOps, Protocol):
+    """Operations with products of their own for adapters."""
+
+    def adapters(self, pairs: Sequence[Pair | None], gated: bool = False) -> Added | None:
+        """What adapters, in their order, add to a projection (None: nothing), whose outputs are ``gate | up`` if
+        ``gated``; None: none does."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Adapters multiplied `STACKED` at a time, with all rows."""
+
+    parts: Sequence[LowRank]
+    ops: TensorOps
+
+    def add(self, y: Tensor, x: Tensor, adapted: AdaptedRows) -> Tensor:
+        """See `Added.add`."""
+        for each in self.parts:
+            others = adapted.others(each.owners, self.ops)
+            if others is not None:
+                between = self.ops.kernel_array(self.ops.linear(x, each.down))
+                between[others] = 0  # not a product: infinities of others would be this row's
+                y = y + self.ops.linear(self.ops.from_kernel_array(between), each.up)
+        return y
+
+
+def added_by(pairs: Sequence[Pair | None], ops: TensorOps, gated: bool = False) -> Added | None:
+    """See `AdaptingOps.adapters`, of any operations."""
+    if isinstance(ops, AdaptingOps):
+        return ops.adapters(pairs, gated)
+    parts = stacked(pairs, ops)
+    return Stacked(parts, ops) if parts else None
+
+
 def stacked(pairs: Sequence[Pair | None], ops: TensorOps) -> tuple[LowRank, ...]:
     """What all adapters, in their order, add to a projection; None: nothing."""
     found = []
@@ -79,13 +124,21 @@ class AdaptedRows:
     """Which rows of a step go by which adapter. adapters: int16 ``[T]``, by its place from 1 on; 0: none"""
 
     def __init__(self, adapters: NDArray[np.int16]) -> None:
-        self._adapters, self._others = adapters, dict[bytes, KernelArray | None]()
+        self.adapters, self._others = adapters, dict[bytes, KernelArray | None]()
+        self._known: dict[Callable[..., Any], Any] = {}
+
+    def known(self, make: Callable[[NDArray[np.int16]], Made]) -> Made:
+        """What ``make`` makes of them; once."""
+        if make not in self._known:
+            self._known[make] = make(self.adapters)
+        found: Made = self._known[make]
+        return found
 
     def others(self, owners: NDArray[np.int16], ops: TensorOps) -> KernelArray | None:
         """bool ``[T, ranks]``: whether a rank's owner is not the row's adapter. None: it is of no row."""
         key = owners.tobytes()
         if key not in self._others:
-            others = self._adapters[:, None] != owners
+            others = self.adapters[:, None] != owners
             self._others[key] = None if others.all() else ops.upload(others)
         return self._others[key]
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headwise.kernels.cpu import matmul as packed
 from headwise.kernels.cpu.decoder import CpuDecoder
 from headwise.kernels.cpu.experts import Mlp, PackedExperts
+from headwise.kernels.cpu.low_rank import PackedLowRank, Pair, pack_low_rank
 from headwise.kernels.cpu.matmul import PackedWeight
 from headwise.kernels.cpu.memory import present
 from headwise.kernels.cpu.pool import check_threads
@@ -81,11 +82,18 @@ class NumbaOps(NumpyOps):
         has_codes = self._weights_dtype in ("int8", "int4", "gguf")
         if has_codes and isinstance(weight, GroupQuantised) and not weight.group % packed.GROUP_STEP:
             return packed.pack_quantised(weight.codes, weight.scale, weight.minimum, weight.bits, gated)
-        dtype = "float32" if self._weights_dtype == "float32" else "bfloat16"
-        return packed.pack_float(as_float32(weight), dtype, gated)
+        return packed.pack_float(as_float32(weight), self._float_dtype, gated)
+
+    @property
+    def _float_dtype(self) -> str:
+        """Of weights that are no integers."""
+        return "float32" if self._weights_dtype == "float32" else "bfloat16"
 
     def float_weight(self, weight: Array) -> PackedWeight:
-        return packed.pack_float(weight, "float32" if self._weights_dtype == "float32" else "bfloat16")
+        return packed.pack_float(weight, self._float_dtype)
+
+    def adapters(self, pairs: Sequence[Pair | None], gated: bool = False) -> PackedLowRank | None:
+        return pack_low_rank(pairs, self._float_dtype, self.threads, gated)
 
     def parts_of(self, weight: PackedWeight) -> PackedParts:
         arrays = {"packed": weight.packed, "scales": weight.scales, "minima": weight.minima}

@@ -471,15 +471,12 @@ class ModelWorker:
         return self._forward_with(batch, wanted, self._graphs_of(batch, wanted))
 
     def _forward_adapted(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> Tensor | None:
-        """The same of a step of which some rows go by adapters: layer by layer, all rows of all layers."""
+        """The same of a step of which some rows go by adapters: without graphs."""
         self._model.adapted = self._adapters.of(batch)
         try:
-            hidden = self._forward_with(batch, None, None)
+            return self._forward_with(batch, wanted, None)
         finally:
             self._model.adapted = None
-        if wanted is None or hidden is None:
-            return hidden
-        return self._ops.take_rows(hidden, wanted) if len(wanted) else None
 
     def _forward_with(
         self, batch: BatchRequest, wanted: NDArray[np.int64] | None, graphs: StepGraphs | None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 
-from headwise.runtime.models.decoder import Decoder
-from headwise.runtime.models.low_rank import STACKED, AdaptedRows, Pair, stacked
+from headwise.runtime.models.low_rank import STACKED, AdaptedRows, Pair, added_by, stacked
 from headwise.runtime.ops.numpy_ops import NumpyOps
 
 INPUTS, OUTPUTS, OPS = 24, 10, NumpyOps()
@@ -21,8 +18,8 @@ PAIRS[2] = PAIRS[5] = None  # they change something else
 
 def adapted(rows: np.ndarray, x: np.ndarray, pairs: list[Pair | None] = PAIRS) -> np.ndarray:
     """What is added to nothing."""
-    model = SimpleNamespace(ops=OPS, adapted=AdaptedRows(rows))
-    return np.asarray(Decoder._adapt(model, np.zeros((len(x), OUTPUTS), np.float32), x, stacked(pairs, OPS)))
+    added = added_by(pairs, OPS)
+    return np.asarray(added.add(np.zeros((len(x), OUTPUTS), np.float32), x, AdaptedRows(rows)))
 
 
 def test_each_row_has_its_own() -> None:
