@@ -23,7 +23,7 @@ from headwise.kernels.cpu.addresses import call_at, float_matrix_at, floats_at, 
 from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, finish
 from headwise.kernels.cpu.matmul_kinds import PANEL
 from headwise.kernels.cpu.records import ADAPTER, ADDING, LOW_RANK, UP
-from headwise.kernels.cpu.simd import FLOAT, LANES, Emitter
+from headwise.kernels.cpu.simd import FLOAT, LANES, Emitter, element_bytes
 from headwise.kernels.cpu.threads import fetch_add, take_item, wait_for
 
 MOST_ROWS = 4 if LANES == 16 else 2
@@ -41,6 +41,10 @@ PIECE = 4
 CHAINS = 4
 """Sums of one number that are computed side by side: each addition waits for the one before it."""
 
+AHEAD_BYTES = 4096
+"""How far ahead matrices are prefetched. Each is read once in a step, in pieces too short for the processor to follow
+them; of steps of few rows, which are of several adapters, that is most of the cost."""
+
 DOWN_INTEGERS, UP_INTEGERS = 11, 16
 
 _MATH = {"nsz", "arcp", "contract"}
@@ -55,44 +59,56 @@ def _row_product(rows: int, vectors: int, chains: int, *, is_narrow: bool) -> An
     Arguments: ``x, x_stride, panel, count, out, out_stride``: addresses, and strides in floats. is_narrow: the panel
     ``[count, vectors * LANES]`` is bfloat16
     """
+    kind = ir.IntType(16) if is_narrow else FLOAT
 
     @intrinsic
     def product(typing, x, x_stride, panel, count, out, out_stride):
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             e = Emitter(context, builder, signature, args)
             x, x_stride, panel, count, out, out_stride = e.args
-            kind = ir.IntType(16) if is_narrow else FLOAT
             x, out = (builder.inttoptr(place, FLOAT.as_pointer()) for place in (x, out))
             panel = builder.inttoptr(panel, kind.as_pointer())
-            sums = [[[e.variable(e.fill(0.0)) for _ in range(vectors)] for _ in range(rows)] for _ in range(chains)]
+            sums = [[e.variable(e.fill(0.0)) for _ in range(rows * vectors)] for _ in range(chains)]
 
             def add(at: Any, chain: Any) -> None:
                 place = e.at(panel, e.times(at, vectors * LANES))
                 columns = [e.load(e.at(place, at.type(vector * LANES))) for vector in range(vectors)]
                 for row in range(rows):
                     number = e.fill(builder.load(e.at(x, e.times(x_stride, row), at)))
-                    for total, column in zip(chain[row], columns, strict=True):
+                    for total, column in zip(chain[row * vectors : (row + 1) * vectors], columns, strict=True):
                         e.update(total, e.multiply_add(number, column, e.value(total)))
 
             turns = builder.udiv(count, count.type(chains))
             with cgutils.for_range(builder, turns) as loop:
                 first = e.times(loop.index, chains)
+                _prefetch(e, e.at(panel, e.times(first, vectors * LANES)), chains * vectors * LANES)
                 for place, chain in enumerate(sums):
                     add(builder.add(first, first.type(place)), chain)
             whole = e.times(turns, chains)
             with cgutils.for_range(builder, builder.sub(count, whole)) as loop:
                 add(builder.add(whole, loop.index), sums[0])
-            for row in range(rows):
-                for vector in range(vectors):
-                    parts = [e.value(chain[row][vector]) for chain in sums]
-                    while len(parts) > 1:
-                        parts = [e.add(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
-                    e.store(parts[0], e.at(out, e.times(out_stride, row), count.type(vector * LANES)))
+            for index, parts in enumerate(zip(*sums, strict=True)):
+                place = e.at(out, e.times(out_stride, index // vectors), count.type(index % vectors * LANES))
+                e.store(_total(e, [e.value(part) for part in parts]), place)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), emit
 
     return product
+
+
+def _prefetch(e: Emitter, place: Any, count: int) -> None:
+    """What lies `AHEAD_BYTES` behind these numbers."""
+    each = element_bytes(place)
+    for line in range(0, count * each, 64):
+        e.prefetch(e.at(place, ir.IntType(64)((AHEAD_BYTES + line) // each)))
+
+
+def _total(e: Emitter, parts: list[Any]) -> Any:
+    """Two by two, in an order that does not depend on the rows beside."""
+    while len(parts) > 1:
+        parts = [e.add(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def _by_rows(vectors: int, chains: int, *, is_narrow: bool) -> Any:

@@ -66,6 +66,9 @@ def test_what_a_config_asks_for_that_is_not_served_is_told(tmp_path: Path, confi
     ("names", "says"),
     [
         (["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight"], "it has the tensor 'base_model"),
+        (["base_model.model.model.layers.0.mamba.in_proj.lora_A.weight"], "it has the tensor 'base_model"),
+        (["base_model.model.backbone.layers.0.mixer.out_proj.lora_A.weight"], "it has the tensor 'base_model"),
+        (["base_model.model.model.layers.0.linear_attn.out_proj.lora_A.weight"], "it has the tensor 'base_model"),
         (["base_model.model.lm_head.lora_A.weight"], "matrices A and B of projections of attention and of dense MLPs"),
         (["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"], "q_proj has not both matrices, A and B"),
         ([], "it changes nothing"),
