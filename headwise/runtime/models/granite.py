@@ -40,8 +40,9 @@ _SERVED_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Of Granite 4."""
 
-_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
-"""Names of layers' kinds, older ones and what they are called now."""
+_WITH_STATES = ("mamba", "linear_attention")
+_KINDS = dict.fromkeys(("attention", *_WITH_STATES), "full_attention")
+"""Layers' kinds as this family has them, by what the shared decoder knows."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ def parse_hybrid(config: HfConfig) -> GraniteConfig:
     decoder = decoder_config(
         own,
         HYBRID,
-        layer_types=lambda layer: _KINDS.get(named(layer), named(layer)).replace("linear", "full"),
+        layer_types=lambda layer: _KINDS.get(named(layer), named(layer)),
         ropes=lambda kind: replace(rope(own), is_none=config.get("position_embedding_type") != "rope"),
     )
-    layers = [layer for layer in range(decoder.num_layers) if named(layer) in ("mamba", "linear_attention")]
+    layers = [layer for layer in range(decoder.num_layers) if named(layer) in _WITH_STATES]
     if layers:
         ssm = ssm_config(with_head_dim(config), MAMBA_FIELDS, layers, has_group_norms=False, eps=decoder.rms_norm_eps)
         decoder = with_states(decoder, ssm)

@@ -162,8 +162,7 @@ class _Blocks(WeightView):
     def __init__(self, source: Weights, blocks: Sequence[tuple[int, int | None]]) -> None:
         super().__init__(source)
         self._blocks = blocks
-        ours = {self._name_here(name): name for name in source.names}
-        self._names = ours
+        self._names = {self._name_here(name): name for name in source.names}
 
     @property
     def names(self) -> Sequence[str]:
