@@ -13,7 +13,7 @@ def model_keys(config: Config, architecture: str) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
     base = {
-        "block_count": config["num_hidden_layers"],
+        "block_count": layers_of(config),
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config.get("intermediate_size"),
@@ -38,6 +38,12 @@ _EPS = {
     "glm4": 1.5625e-7,
 }
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def layers_of(config: Config) -> int:
+    """Numbered ones."""
+    pattern = config.get("hybrid_override_pattern", "")
+    return len(pattern) or int(config["num_hidden_layers"])
 
 
 def _scaling(scaling: Config | None) -> dict[str, Any]:
@@ -259,6 +265,37 @@ def _granite_hybrid(config: Config) -> dict[str, Any]:
     }
 
 
+def _nemotron(config: Config) -> dict[str, Any]:
+    pattern, routed = config["hybrid_override_pattern"], config.get("moe_intermediate_size")
+    inner = routed or config["intermediate_size"]
+    return {
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.head_count_kv": [config["num_key_value_heads"] * (letter == "*") for letter in pattern],
+        "feed_forward_length": [inner * (letter in "-E") for letter in pattern],
+        "rope.dimension_count": config["head_dim"],
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+    }
+
+
+def _nemotron_moe(config: Config) -> dict[str, Any]:
+    return {
+        **_nemotron(config),
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_weights_norm": config.get("norm_topk_prob", True),
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_group_count": config.get("n_group", 1),
+        "expert_group_used_count": config.get("topk_group", 1),
+        "moe_latent_size": config.get("moe_latent_size"),
+    }
+
+
 _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "llama": _llama,
     "gpt-oss": _gpt_oss,
@@ -286,4 +323,6 @@ _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "granite": _granite,
     "granitemoe": _granite_moe,
     "granitehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron_moe,
 }

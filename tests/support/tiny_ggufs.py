@@ -18,7 +18,7 @@ import numpy as np
 from support.random_ernie import DENSE, MOE
 from support.random_ernie import draw_weights as draw_ernie
 from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference, write_checkpoint
-from support.tiny_gguf_keys import model_keys
+from support.tiny_gguf_keys import layers_of, model_keys
 from support.tiny_models import BYTE_MERGES, BYTE_TOKENS, CONTROL
 from tokenizers import pre_tokenizers
 
@@ -135,6 +135,9 @@ TINY_GGUFS: Mapping[str, TinyGguf] = {
     "granite-hybrid-shared": TinyGguf("granitemoe", "granite-hybrid-moe", _STATELESS, {0: 2, 1: 2, 3: 2}),
     "granite-hybrid-ssm": TinyGguf("granitehybrid", "granite-hybrid-ssm"),
     "granite-hybrid-moe": TinyGguf("granitehybrid", "granite-hybrid-moe"),
+    "nemotron-h": TinyGguf("nemotron_h", "nemotron-h"),
+    "nemotron-h-moe": TinyGguf("nemotron_h_moe", "nemotron-h-moe"),
+    "nemotron-h-latent": TinyGguf("nemotron_h_moe", "nemotron-h-latent"),
 }
 
 JUDGED_GGUFS: Mapping[str, TinyGguf] = {
@@ -337,7 +340,7 @@ def _tensors(tiny: TinyGguf, is_split: bool) -> Iterator[_Tensor]:
     known = gguf.MODEL_ARCH_NAMES.items()
     # The package has no name for DeepSeek-V3.2; GLM's model has the same tensors.
     architecture = next((a for a, name in known if name == tiny.architecture), gguf.MODEL_ARCH.GLM_DSA)
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture, layers_of(config))
     for hf, values in _changed(_stacked(tiny.weights()), config, is_split):
         kind = None
         if values.dtype == np.uint8:
@@ -398,7 +401,7 @@ def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
             yield name, halves.swapaxes(1, 2).reshape(values.shape)
-        elif ".mamba." in name:
+        elif ".mamba." in name or kind == "nemotron_h":
             yield _state_tensor(name, values, config)
         elif ".shared_mlp." in name:
             yield from _shared_tensor(name, values, config)
@@ -431,13 +434,17 @@ def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple
 
 
 def _state_tensor(name: str, values: np.ndarray, config: Config) -> tuple[str, np.ndarray]:
-    part = name.partition(".mamba.")[2]
+    part = re.split(r"\.(?:mamba|mixer)\.", name)[-1]
     if part == "A_log":
         return name, -np.exp(values)[:, None]
     if part == "D":
         return name, values[:, None]
     if part == "norm.weight":
-        return name, values.reshape(config["mamba_n_groups"], -1)
+        return name, values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)
+    if part.startswith("experts."):  # of which the package has names elsewhere alone
+        return name.replace("backbone", "model").replace("mixer", "mlp"), values
+    if part.endswith("e_score_correction_bias"):
+        return name.replace("_bias", ".bias"), values
     return name.replace("dt_bias", "dt_proj.bias"), values[:, 0] if part == "conv1d.weight" else values
 
 

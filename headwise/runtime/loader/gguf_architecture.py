@@ -38,7 +38,7 @@ class Architecture:
     config:       the keys of ``config.json`` that are the architecture's own
     layer_names:  GGUF name within a layer -> Hugging Face name within a layer; both with their suffix, or without it
                   where that stays
-    needed:       GGUF names that a layer must have, by the layer's number; of what no other check would find missing
+    needed:       GGUF names that a layer must have, by its number there; of what no other check would find missing
     experts:      GGUF name of what all experts of a layer have together -> Hugging Face names of an expert's, which has
                   an equal share of the rows for each; ``{}`` stands for its number
     global_names: the same as ``layer_names``, outside of layers, where it differs from `GLOBAL_NAMES`
@@ -48,6 +48,7 @@ class Architecture:
                   columns; 0: it reorders none
     made:         Hugging Face tensors that take more than one GGUF tensor, or another shape
     in_config:    GGUF names of tensors that become part of the config
+    layers_at:    what names of a layer's tensors begin with in Hugging Face, before its number
     """
 
     config: Callable[[GgufFile], dict[str, Any]]
@@ -59,6 +60,7 @@ class Architecture:
     columns: Callable[[str, Config], int] = no_columns
     made: Callable[[GgufFile, Config], Iterable[Part]] = nothing_made
     in_config: frozenset[str] = frozenset()
+    layers_at: str = "model.layers"
 
 
 GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

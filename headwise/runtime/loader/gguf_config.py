@@ -29,6 +29,7 @@ from headwise.runtime.loader.gguf_latents import LATENTS
 from headwise.runtime.loader.gguf_llama import LLAMA
 from headwise.runtime.loader.gguf_minimax import MINIMAX
 from headwise.runtime.loader.gguf_mistral import MISTRAL3
+from headwise.runtime.loader.gguf_nemotron import NEMOTRON
 from headwise.runtime.loader.gguf_olmo import OLMO
 from headwise.runtime.loader.gguf_part import Part, rows_of, whole
 from headwise.runtime.loader.gguf_phi3 import PHI3
@@ -58,6 +59,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **DOTS1,
     **AFMOE,
     **MISTRAL3,
+    **NEMOTRON,
 }
 """By their names in GGUF."""
 
@@ -132,7 +134,8 @@ def parts_of(source: GgufFile, config: Config, model: ModelConfig) -> list[Part]
     _check_needed(source, architecture, model)
     made = list(architecture.made(source, config))
     taken = {name for part in made for name in part.sources} | architecture.in_config
-    plain = (name for name in source.tensors if name not in taken and not _is_behind(name, model.num_layers))
+    layers = served_layers(source)
+    plain = (name for name in source.tensors if name not in taken and not _is_behind(name, layers))
     return [*made, *(part for name in plain for part in _parts(source, name, architecture, config, model))]
 
 
@@ -144,7 +147,7 @@ def _is_behind(name: str, layers: int) -> bool:
 
 def _check_needed(source: GgufFile, architecture: Architecture, model: ModelConfig) -> None:
     needed = [f"{stem}.weight" for stem in ("token_embd", "output_norm")]
-    for layer in range(model.num_layers):
+    for layer in range(served_layers(source)):
         needed += [f"blk.{layer}.{name}" for name in architecture.needed(model, layer)]
     for name in needed:
         if not {name, f"{name}.weight", *_instead_of(name)} & source.tensors.keys():
@@ -168,7 +171,7 @@ def _parts(
     """What one GGUF tensor becomes."""
     layer = _LAYER.fullmatch(name)
     names = architecture.layer_names if layer else {**GLOBAL_NAMES, **architecture.global_names}
-    within, at = (layer[2], f"model.layers.{layer[1]}.") if layer else (name, "")
+    within, at = (layer[2], f"{architecture.layers_at}.{layer[1]}.") if layer else (name, "")
     stem, _, kind = within.rpartition(".")
     if layer and stem in architecture.experts and within not in names:
         yield from _experts(source, name, [f"{at}{each}.{kind}" for each in architecture.experts[stem]], model)
@@ -193,7 +196,7 @@ def _experts(source: GgufFile, name: str, names: list[str], model: ModelConfig) 
     moe, shape = model.moe, source.tensors[name].shape
     if moe is None:
         raise ModelError(f"{source.path}: {name!r} is of experts, and the metadata say that there are none")
-    inner, outer = moe.expert_size * len(names), model.hidden_size
+    inner, outer = moe.expert_size * len(names), moe.latent_size or model.hidden_size
     matrix = (outer, moe.expert_size) if "down" in name else (inner, outer)
     expected = (moe.num_experts, *matrix) if name.endswith("weight") else (moe.num_experts, matrix[0])
     if shape != expected:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from headwise.errors import ModelError
@@ -17,10 +16,17 @@ from headwise.runtime.loader.gguf_architecture import (
     feed_forward,
 )
 from headwise.runtime.loader.gguf_file import GgufFile
-from headwise.runtime.loader.gguf_keys import count, integer, served_layers, shortest
-from headwise.runtime.loader.gguf_part import Part, made_of
+from headwise.runtime.loader.gguf_keys import count, integer, shortest
+from headwise.runtime.loader.gguf_part import Part
 from headwise.runtime.loader.gguf_rope import undo_neighbours, whole_rope
-from headwise.runtime.loader.gguf_states import check_size, decay_logarithms, reshaped
+from headwise.runtime.loader.gguf_states import (
+    RESHAPED_STATES,
+    check_size,
+    of_some_layers,
+    state_space_names,
+    state_space_parts,
+    state_space_sizes,
+)
 from headwise.runtime.models.base import ModelConfig
 
 _MOE, _HYBRID = "granitemoe", "granitehybrid"
@@ -33,13 +39,7 @@ _FACTORS = {
 _SHARED_SIZE, _ROTATES = "expert_shared_feed_forward_length", "rope.scaling.finetuned"
 _SHARED = {f"ffn_{kind}_shexp": f"shared_mlp.{kind}_proj" for kind in ("gate", "up", "down")}
 _DENSE = {f"ffn_{kind}": f"shared_mlp.{kind}_proj" for kind in ("gate", "up", "down")}
-_STATES = {
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d.bias": "mamba.conv1d.bias",
-    "ssm_dt.bias": "mamba.dt_bias",
-    "ssm_out": "mamba.out_proj",
-}
-_RESHAPED_STATES = ("ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
+_STATES = state_space_names("mamba")
 
 
 def _granite(source: GgufFile) -> dict[str, Any]:
@@ -63,7 +63,8 @@ def _granite_moe(source: GgufFile) -> dict[str, Any]:
 
 def _hybrid(source: GgufFile) -> dict[str, Any]:
     name = source.require("general.architecture")
-    heads, rotates = _kv_heads(source, name), _rotates(source, name)
+    heads = of_some_layers(source, f"{name}.attention.head_count_kv", "with states")
+    rotates = _rotates(source, name)
     has_states = 0 in heads
     if has_states and rotates:
         raise ModelError(
@@ -83,23 +84,6 @@ def _hybrid(source: GgufFile) -> dict[str, Any]:
     }
 
 
-def _kv_heads(source: GgufFile, name: str) -> list[int]:
-    """Of each layer; 0: it has a state space model instead of attention. At least one layer has attention."""
-    key, layers = f"{name}.attention.head_count_kv", served_layers(source)
-    found = source.require(key)
-    heads = found if isinstance(found, list) else [found] * layers
-    if len(heads) != layers or len({each for each in heads if each}) != 1 or not all(map(_is_count, heads)):
-        raise ModelError(
-            f"{source.path}: {key} must be a number for each of {layers} layers, 0 for those with states and the same "
-            f"for all others, of which there is at least one; got {found!r}"
-        )
-    return heads
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
 def _feed_forward(source: GgufFile, name: str) -> dict[str, Any]:
     """Without experts all that is left is what all tokens go through."""
     experts = count(source, f"{name}.expert_count")
@@ -114,15 +98,13 @@ def _feed_forward(source: GgufFile, name: str) -> dict[str, Any]:
 
 
 def _state_space(source: GgufFile, name: str) -> dict[str, Any]:
-    heads, inner = integer(source, f"{name}.ssm.time_step_rank"), integer(source, f"{name}.ssm.inner_size")
-    if inner % heads:
-        raise ModelError(f"{source.path}: {name}.ssm.inner_size {inner} is no multiple of {heads} heads")
+    sizes = state_space_sizes(source, name)
     return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_n_groups": integer(source, f"{name}.ssm.group_count"),
-        "mamba_d_state": integer(source, f"{name}.ssm.state_size"),
-        "mamba_d_conv": integer(source, f"{name}.ssm.conv_kernel"),
+        "mamba_n_heads": sizes.heads,
+        "mamba_d_head": sizes.head_dim,
+        "mamba_n_groups": sizes.groups,
+        "mamba_d_state": sizes.state,
+        "mamba_d_conv": sizes.convolution,
     }
 
 
@@ -153,24 +135,15 @@ def _common(source: GgufFile, name: str) -> dict[str, Any]:
 
 def _made(source: GgufFile, config: Config) -> Iterable[Part]:
     """What of a state space model has another shape, or is other numbers, in GGUF."""
-    shared = config["shared_intermediate_size"], config["hidden_size"]
+    hidden, sizes = config["hidden_size"], None
+    shared = config["shared_intermediate_size"], hidden
     for layer, kind in enumerate(config["layer_types"]):
         for name in (f"blk.{layer}.{part}.weight" for part in ("ffn_up", "ffn_up_shexp")):
             if name in source.tensors:
                 check_size(source, name, shared)
         if kind == "mamba":
-            yield from _of_states(source, f"blk.{layer}.", f"model.layers.{layer}.mamba.", config)
-
-
-def _of_states(source: GgufFile, at: str, hf: str, config: Config) -> Iterable[Part]:
-    heads, kernel = config["mamba_n_heads"], config["mamba_d_conv"]
-    inner = heads * config["mamba_d_head"]
-    channels, decays = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"], f"{at}ssm_a"
-    check_size(source, decays, (heads,))
-    yield made_of(source, f"{hf}A_log", (heads,), (decays,), partial(decay_logarithms, source, decays))
-    yield reshaped(source, f"{at}ssm_d", f"{hf}D", (heads,))
-    yield reshaped(source, f"{at}ssm_conv1d.weight", f"{hf}conv1d.weight", (channels, 1, kernel))
-    yield reshaped(source, f"{at}ssm_norm.weight", f"{hf}norm.weight", (inner,))
+            sizes = sizes or state_space_sizes(source, source.require("general.architecture"))
+            yield from state_space_parts(source, f"blk.{layer}.", f"model.layers.{layer}.mamba.", sizes, hidden)
 
 
 def _needed(config: ModelConfig, layer: int) -> tuple[str, ...]:
@@ -178,7 +151,7 @@ def _needed(config: ModelConfig, layer: int) -> tuple[str, ...]:
     fed = ("ffn_norm", *feed_forward(config, layer, _SHARED if has_shared else ()))
     if config.states is None or layer not in config.states.layers:
         return (*ATTENTION, *fed)
-    return ("attn_norm", *_STATES, *_RESHAPED_STATES, *fed)
+    return ("attn_norm", *_STATES, *RESHAPED_STATES, *fed)
 
 
 _EXPERT_NAMES = {**LLAMA_NAMES, **_SHARED, "ffn_gate_inp": "block_sparse_moe.router.layer"}

@@ -54,6 +54,7 @@ EXPANDED = (
     *("embed_tokens_per_layer.weight", "per_layer_model_projection.weight"),
     *(
         "mlp.gate.weight",
+        "mixer.gate.weight",
         "mlp.router.gate.weight",
         "mlp.router.weight",
         "feed_forward.router.weight",

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from support.tiny_gguf_keys import layers_of
 from support.tiny_ggufs import keys_of
 
 from headwise.runtime.loader.gguf_config import build_config
@@ -30,6 +31,8 @@ ARCHITECTURES = {
     **dict.fromkeys(("granite-4.0-h-tiny", "granite-4.0-h-small"), "granitehybrid"),
     **dict.fromkeys(("llama-4-scout", "llama-4-maverick"), "llama4"),
     "mixtral-8x7b": "llama",
+    "nemotron-3-nano-30b-a3b": "nemotron_h_moe",
+    "nemotron-nano-9b-v2": "nemotron_h",
     "qwen3-30b-a3b": "qwen3moe",
     "qwen3-next-80b-a3b": "qwen3next",
     "qwen3.5-27b": "qwen35",
@@ -65,7 +68,7 @@ def write_header(path: Path, architecture: str, config: dict[str, Any], model: M
     if isinstance(model, Gemma4Config):
         pairs = config["global_head_dim"] // 2
         freqs = np.where(np.arange(pairs) < pairs // 4, np.float32(1), np.float32(1e30))
-    layers = range(model.num_layers)
+    layers = range(layers_of(config))
     shapes = {"token_embd.weight": (model.vocab_size, model.hidden_size)}
     shapes |= {} if model.tie_embeddings else {"output.weight": (1, 1)}
     shapes |= {f"blk.{layer}.attn_norm.weight": (1,) for layer in layers}

@@ -1,0 +1,199 @@
+"""GGUF's Nemotron-H, Nemotron Nano 2 and Nemotron 3: blocks that each are one thing, numbered as in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from headwise.errors import ModelError
+from headwise.runtime.loader.gguf_architecture import Architecture, Config
+from headwise.runtime.loader.gguf_file import GgufFile
+from headwise.runtime.loader.gguf_keys import count, integer, shortest
+from headwise.runtime.loader.gguf_part import Part
+from headwise.runtime.loader.gguf_routing import CORRECTION, corrected_feed_forward, sigmoid_routing
+from headwise.runtime.loader.gguf_states import (
+    RESHAPED_STATES,
+    check_size,
+    of_some_layers,
+    state_space_names,
+    state_space_parts,
+    state_space_sizes,
+)
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.nemotron_h import NemotronConfig
+
+_DENSE, _MOE = "nemotron_h", "nemotron_h_moe"
+_STATES, _ATTENTION, _MLP, _EXPERTS = "M", "*", "-", "E"
+"""Of ``hybrid_override_pattern``."""
+_MIXERS = {
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+}
+_STATE_SPACE = state_space_names("mixer")
+_LATENTS = {"ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj"}
+
+
+def _config(source: GgufFile) -> dict[str, Any]:
+    name = source.require("general.architecture")
+    pattern = _pattern(source, name)
+    return {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": pattern,
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": shortest(source.require(f"{name}.attention.layer_norm_rms_epsilon")),
+        "num_key_value_heads": max(_kv_heads(source, name)),
+        "intermediate_size": max(_inner_sizes(source, name)),
+        "attention_bias": _has_bias(source, pattern, _ATTENTION, "attn_q"),
+        "mlp_bias": _has_bias(source, pattern, _MLP, "ffn_up"),
+        **(_state_space(source, name) if _STATES in pattern else {}),
+        **(_experts(source, name) if _EXPERTS in pattern else {}),
+    }
+
+
+def _pattern(source: GgufFile, name: str) -> str:
+    """A letter for each block."""
+    has_experts = bool(count(source, f"{name}.expert_count"))
+    if has_experts != (name == _MOE):
+        raise ModelError(
+            f"{source.path}: {name}.expert_count is {source.get(f'{name}.expert_count')}; a {_MOE} has experts, and a "
+            f"{_DENSE} has none: download it again"
+        )
+    sizes = list(zip(_kv_heads(source, name), _inner_sizes(source, name), strict=True))
+    both = [block for block, (heads, inner) in enumerate(sizes) if heads and inner]
+    if both:
+        raise ModelError(
+            f"{source.path}: blocks {both} have heads of attention and an MLP, by {name}.attention.head_count_kv and "
+            f"{name}.feed_forward_length, of which one must be 0; download it again"
+        )
+    fed = _EXPERTS if has_experts else _MLP
+    return "".join(_ATTENTION if heads else fed if inner else _STATES for heads, inner in sizes)
+
+
+def _kv_heads(source: GgufFile, name: str) -> list[int]:
+    return of_some_layers(source, f"{name}.attention.head_count_kv", "without attention")
+
+
+def _inner_sizes(source: GgufFile, name: str) -> list[int]:
+    return of_some_layers(source, f"{name}.feed_forward_length", "without an MLP")
+
+
+def _has_bias(source: GgufFile, pattern: str, letter: str, stem: str) -> bool:
+    return any(f"blk.{block}.{stem}.bias" in source.tensors for block, each in enumerate(pattern) if each == letter)
+
+
+def _state_space(source: GgufFile, name: str) -> dict[str, Any]:
+    sizes = state_space_sizes(source, name)
+    return {
+        "mamba_num_heads": sizes.heads,
+        "mamba_head_dim": sizes.head_dim,
+        "n_groups": sizes.groups,
+        "ssm_state_size": sizes.state,
+        "conv_kernel": sizes.convolution,
+    }
+
+
+def _experts(source: GgufFile, name: str) -> dict[str, Any]:
+    shared = count(source, f"{name}.expert_shared_count")
+    latent = count(source, f"{name}.moe_latent_size")
+    shared_size = {"moe_shared_expert_intermediate_size": integer(source, f"{name}.{_SHARED_SIZE}")} if shared else {}
+    return {
+        "n_routed_experts": integer(source, f"{name}.expert_count"),
+        "n_shared_experts": shared,
+        **shared_size,
+        **({"moe_latent_size": latent} if latent else {}),
+        **sigmoid_routing(source, name),
+    }
+
+
+_SHARED_SIZE = "expert_shared_feed_forward_length"
+
+# ---- weights ----
+
+
+def _made(source: GgufFile, config: Config) -> Iterable[Part]:
+    """States' tensors that have another shape in GGUF; the sizes of all matrices are checked on the way."""
+    name, pattern, hidden = source.require("general.architecture"), config["hybrid_override_pattern"], _hidden(config)
+    sizes = state_space_sizes(source, name) if _STATES in pattern else None
+    for block, letter in enumerate(pattern):
+        at = f"blk.{block}."
+        for stem, shape in _shapes(config, letter).items():
+            check_size(source, f"{at}{stem}.weight", shape)
+        if sizes is not None and letter == _STATES:
+            yield from state_space_parts(source, at, f"backbone.layers.{block}.mixer.", sizes, hidden)
+
+
+def _hidden(config: Config) -> int:
+    size: int = config["hidden_size"]
+    return size
+
+
+def _shapes(config: Config, letter: str) -> dict[str, tuple[int, int]]:
+    """GGUF names of a block's matrices -> their shapes; those of routed experts are checked where they are read."""
+    hidden = _hidden(config)
+    if letter == _ATTENTION:
+        inner, shared = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+        into = {"attn_q": (inner, hidden), "attn_k": (shared, hidden), "attn_v": (shared, hidden)}
+        return {**into, "attn_output": (hidden, inner)}
+    if letter == _MLP:
+        return _mlp_shapes("", config["intermediate_size"], hidden)
+    return _expert_shapes(config, hidden) if letter == _EXPERTS else {}
+
+
+def _expert_shapes(config: Config, hidden: int) -> dict[str, tuple[int, int]]:
+    shared, latent = config["n_shared_experts"], config.get("moe_latent_size")
+    found = {"ffn_gate_inp": (config["n_routed_experts"], hidden)}
+    if shared:
+        found |= _mlp_shapes("_shexp", shared * config["moe_shared_expert_intermediate_size"], hidden)
+    if latent:
+        found |= {"ffn_latent_down": (latent, hidden), "ffn_latent_up": (hidden, latent)}
+    return found
+
+
+def _mlp_shapes(suffix: str, inner: int, hidden: int) -> dict[str, tuple[int, int]]:
+    return {f"ffn_up{suffix}": (inner, hidden), f"ffn_down{suffix}": (hidden, inner)}
+
+
+def _needed(config: ModelConfig, block: int) -> tuple[str, ...]:
+    assert isinstance(config, NemotronConfig), "parsed so"
+    layer = next(layer for layer, blocks in enumerate(config.blocks) if block in blocks)
+    if block != config.blocks[layer][0]:
+        is_latent = config.moe is not None and config.moe.latent_size > 0
+        return ("attn_norm", *corrected_feed_forward(config, layer), *(_LATENTS if is_latent else ()))
+    has_states = config.states is not None and layer in config.states.layers
+    return ("attn_norm", *((*_STATE_SPACE, *RESHAPED_STATES) if has_states else _MIXERS))
+
+
+_NAMES = {
+    "attn_norm": "norm",
+    **_MIXERS,
+    **_STATE_SPACE,
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+}
+_EXPERT_NAMES = {
+    **_NAMES,
+    **_LATENTS,
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    CORRECTION: "mixer.gate.e_score_correction_bias",
+}
+_GLOBAL_NAMES = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
+_NO_GATES = {f"ffn_{kind}_exps": (f"mixer.experts.{{}}.{kind}_proj",) for kind in ("up", "down")}
+
+# Nothing is rotated, so that it makes no difference in which order a head's rows of queries and keys are.
+NEMOTRON: Mapping[str, Architecture] = {
+    _DENSE: Architecture(_config, _NAMES, _needed, global_names=_GLOBAL_NAMES, made=_made, layers_at="backbone.layers"),
+    _MOE: Architecture(
+        _config,
+        _EXPERT_NAMES,
+        _needed,
+        experts=_NO_GATES,
+        global_names=_GLOBAL_NAMES,
+        made=_made,
+        layers_at="backbone.layers",
+    ),
+}
