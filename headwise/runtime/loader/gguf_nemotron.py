@@ -25,14 +25,19 @@ from headwise.runtime.models.nemotron_h import NemotronConfig
 _DENSE, _MOE = "nemotron_h", "nemotron_h_moe"
 _STATES, _ATTENTION, _MLP, _EXPERTS = "M", "*", "-", "E"
 """Of ``hybrid_override_pattern``."""
+# Biases, of which no published model has any, are refused: names are of weights alone.
 _MIXERS = {
-    "attn_q": "mixer.q_proj",
-    "attn_k": "mixer.k_proj",
-    "attn_v": "mixer.v_proj",
-    "attn_output": "mixer.o_proj",
+    "attn_q.weight": "mixer.q_proj.weight",
+    "attn_k.weight": "mixer.k_proj.weight",
+    "attn_v.weight": "mixer.v_proj.weight",
+    "attn_output.weight": "mixer.o_proj.weight",
 }
 _STATE_SPACE = state_space_names("mixer")
-_LATENTS = {"ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj"}
+_LATENTS = {
+    "ffn_latent_down.weight": "mixer.fc1_latent_proj.weight",
+    "ffn_latent_up.weight": "mixer.fc2_latent_proj.weight",
+}
+_SHARED_SIZE = "expert_shared_feed_forward_length"
 
 
 def _config(source: GgufFile) -> dict[str, Any]:
@@ -43,24 +48,23 @@ def _config(source: GgufFile) -> dict[str, Any]:
         "model_type": "nemotron_h",
         "hybrid_override_pattern": pattern,
         "mlp_hidden_act": "relu2",
-        "layer_norm_epsilon": shortest(source.require(f"{name}.attention.layer_norm_rms_epsilon")),
+        **dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), _epsilon(source, name)),
         "num_key_value_heads": max(_kv_heads(source, name)),
         "intermediate_size": max(_inner_sizes(source, name)),
-        "attention_bias": _has_bias(source, pattern, _ATTENTION, "attn_q"),
-        "mlp_bias": _has_bias(source, pattern, _MLP, "ffn_up"),
         **(_state_space(source, name) if _STATES in pattern else {}),
         **(_experts(source, name) if _EXPERTS in pattern else {}),
     }
 
 
+def _epsilon(source: GgufFile, name: str) -> float:
+    """Of all norms. Files may have either key; where they have both, llama.cpp takes the first, too."""
+    at = f"{name}.attention"
+    known = source.get(f"{at}.layer_norm_rms_epsilon")
+    return shortest(source.require(f"{at}.layer_norm_epsilon") if known is None else known)
+
+
 def _pattern(source: GgufFile, name: str) -> str:
     """A letter for each block."""
-    has_experts = bool(count(source, f"{name}.expert_count"))
-    if has_experts != (name == _MOE):
-        raise ModelError(
-            f"{source.path}: {name}.expert_count is {source.get(f'{name}.expert_count')}; a {_MOE} has experts, and a "
-            f"{_DENSE} has none: download it again"
-        )
     sizes = list(zip(_kv_heads(source, name), _inner_sizes(source, name), strict=True))
     both = [block for block, (heads, inner) in enumerate(sizes) if heads and inner]
     if both:
@@ -68,7 +72,7 @@ def _pattern(source: GgufFile, name: str) -> str:
             f"{source.path}: blocks {both} have heads of attention and an MLP, by {name}.attention.head_count_kv and "
             f"{name}.feed_forward_length, of which one must be 0; download it again"
         )
-    fed = _EXPERTS if has_experts else _MLP
+    fed = _EXPERTS if name == _MOE else _MLP
     return "".join(_ATTENTION if heads else fed if inner else _STATES for heads, inner in sizes)
 
 
@@ -78,10 +82,6 @@ def _kv_heads(source: GgufFile, name: str) -> list[int]:
 
 def _inner_sizes(source: GgufFile, name: str) -> list[int]:
     return of_some_layers(source, f"{name}.feed_forward_length", "without an MLP")
-
-
-def _has_bias(source: GgufFile, pattern: str, letter: str, stem: str) -> bool:
-    return any(f"blk.{block}.{stem}.bias" in source.tensors for block, each in enumerate(pattern) if each == letter)
 
 
 def _state_space(source: GgufFile, name: str) -> dict[str, Any]:
@@ -96,19 +96,15 @@ def _state_space(source: GgufFile, name: str) -> dict[str, Any]:
 
 
 def _experts(source: GgufFile, name: str) -> dict[str, Any]:
-    shared = count(source, f"{name}.expert_shared_count")
     latent = count(source, f"{name}.moe_latent_size")
-    shared_size = {"moe_shared_expert_intermediate_size": integer(source, f"{name}.{_SHARED_SIZE}")} if shared else {}
     return {
         "n_routed_experts": integer(source, f"{name}.expert_count"),
-        "n_shared_experts": shared,
-        **shared_size,
+        "n_shared_experts": integer(source, f"{name}.expert_shared_count"),
+        "moe_shared_expert_intermediate_size": integer(source, f"{name}.{_SHARED_SIZE}"),
         **({"moe_latent_size": latent} if latent else {}),
         **sigmoid_routing(source, name),
     }
 
-
-_SHARED_SIZE = "expert_shared_feed_forward_length"
 
 # ---- weights ----
 
@@ -143,13 +139,13 @@ def _shapes(config: Config, letter: str) -> dict[str, tuple[int, int]]:
 
 
 def _expert_shapes(config: Config, hidden: int) -> dict[str, tuple[int, int]]:
-    shared, latent = config["n_shared_experts"], config.get("moe_latent_size")
-    found = {"ffn_gate_inp": (config["n_routed_experts"], hidden)}
-    if shared:
-        found |= _mlp_shapes("_shexp", shared * config["moe_shared_expert_intermediate_size"], hidden)
-    if latent:
-        found |= {"ffn_latent_down": (latent, hidden), "ffn_latent_up": (hidden, latent)}
-    return found
+    latent, shared = config.get("moe_latent_size"), config["moe_shared_expert_intermediate_size"]
+    through = {"ffn_latent_down": (latent, hidden), "ffn_latent_up": (hidden, latent)} if latent else {}
+    return {
+        "ffn_gate_inp": (config["n_routed_experts"], hidden),
+        **_mlp_shapes("_shexp", shared * config["n_shared_experts"], hidden),
+        **through,
+    }
 
 
 def _mlp_shapes(suffix: str, inner: int, hidden: int) -> dict[str, tuple[int, int]]:
@@ -167,18 +163,18 @@ def _needed(config: ModelConfig, block: int) -> tuple[str, ...]:
 
 
 _NAMES = {
-    "attn_norm": "norm",
+    "attn_norm.weight": "norm.weight",
     **_MIXERS,
     **_STATE_SPACE,
-    "ffn_up": "mixer.up_proj",
-    "ffn_down": "mixer.down_proj",
+    "ffn_up.weight": "mixer.up_proj.weight",
+    "ffn_down.weight": "mixer.down_proj.weight",
 }
 _EXPERT_NAMES = {
     **_NAMES,
     **_LATENTS,
-    "ffn_up_shexp": "mixer.shared_experts.up_proj",
-    "ffn_down_shexp": "mixer.shared_experts.down_proj",
-    "ffn_gate_inp": "mixer.gate",
+    "ffn_up_shexp.weight": "mixer.shared_experts.up_proj.weight",
+    "ffn_down_shexp.weight": "mixer.shared_experts.down_proj.weight",
+    "ffn_gate_inp.weight": "mixer.gate.weight",
     CORRECTION: "mixer.gate.e_score_correction_bias",
 }
 _GLOBAL_NAMES = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}

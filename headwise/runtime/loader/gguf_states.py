@@ -89,7 +89,7 @@ def state_space_parts(source: GgufFile, at: str, hf: str, sizes: StateSpaceSizes
 
 
 def of_some_layers(source: GgufFile, key: str, lacks: str) -> list[int]:
-    """A number of each layer, all the same but for those that are 0, of which not all are.
+    """A number of each layer that is served, all the same but for those that are 0, of which not all are.
 
     lacks: what makes a layer's number 0, in words
 
@@ -97,8 +97,14 @@ def of_some_layers(source: GgufFile, key: str, lacks: str) -> list[int]:
         ModelError: the key is missing, or says something else.
     """
     layers, found = served_layers(source), source.require(key)
-    numbers: list[int] = found if isinstance(found, list) else [found] * layers
-    if len(numbers) != layers or len({each for each in numbers if each}) != 1 or not all(map(_is_count, numbers)):
+    every = integer(source, f"{source.require('general.architecture')}.block_count")
+    listed: list[int] = found if isinstance(found, list) else [found] * layers
+    numbers = listed[:layers]
+    if (
+        len(listed) not in (layers, every)
+        or len({each for each in numbers if each}) != 1
+        or not all(map(_is_count, numbers))
+    ):
         raise ModelError(
             f"{source.path}: {key} must be a number for each of {layers} layers, 0 for those {lacks} and the same "
             f"for all others, of which there is at least one; got {found!r}"

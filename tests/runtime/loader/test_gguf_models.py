@@ -249,6 +249,39 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert not [name for name in weights.names if name.startswith("model.layers.2.")]
 
 
+def test_a_block_that_predicts_further_tokens_may_be_attention_and_experts_at_once(tmp_path: Path) -> None:
+    """As Nemotron 3's is, which is the last."""
+    tiny = TINY_GGUFS["nemotron-h-moe"]
+    told = model_keys(tiny.config, tiny.architecture)
+    lists = {key: [*told[key][:-1], max(told[key])] for key in ("attention.head_count_kv", "feed_forward_length")}
+    keys = {f"nemotron_h_moe.{key}": value for key, value in {**lists, "nextn_predict_layers": 1}.items()}
+    weights = Checkpoint(convert(write_tiny_gguf(tmp_path / "x.gguf", tiny, keys=keys), tmp_path))
+    assert weights.config["hybrid_override_pattern"] == tiny.config["hybrid_override_pattern"][:-1]
+    assert weights.config["num_hidden_layers"] == len(tiny.config["hybrid_override_pattern"]) - 1
+    assert not [name for name in weights.names if name.startswith("backbone.layers.8.")]
+    assert [name for name in weights.names if name.startswith("backbone.layers.7.")]
+
+
+def test_the_order_of_rows_of_queries_and_keys_is_all_one_where_nothing_is_rotated(tmp_path: Path) -> None:
+    def in_pairs(name: str, values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        if not name.endswith(("attn_q.weight", "attn_k.weight")):
+            return values
+        return values.reshape(-1, 2, 32, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+
+    path = write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["nemotron-h"], encode=in_pairs)
+    found, expected = logits(convert(path, tmp_path), some_ids()), logits(converted("nemotron-h"), some_ids())
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("rms", "found"), [(None, 1e-3), (2e-5, 2e-5)])
+def test_norms_may_be_told_of_by_either_of_two_keys(tmp_path: Path, rms: float | None, found: float) -> None:
+    """Which llama.cpp asks in this order."""
+    at = "nemotron_h.attention.layer_norm"
+    keys = {f"{at}_rms_epsilon": rms, f"{at}_epsilon": 1e-3}
+    config = build_config(GgufFile(write_tiny_gguf(tmp_path / "x.gguf", TINY_GGUFS["nemotron-h"], keys=keys)))
+    assert model_config(config).rms_norm_eps == found
+
+
 # ---- blocks ----
 
 
@@ -330,7 +363,9 @@ class Asked:
         return matrix
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss-mxfp4", "gemma4-moe", "deepseek-v3", "granite-hybrid-moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-moe", "gpt-oss-mxfp4", "gemma4-moe", "deepseek-v3", "granite-hybrid-moe", "nemotron-h-moe"]
+)
 def test_ranks_have_their_parts_of_experts_that_are_blocks(name: str, tmp_path: Path) -> None:
     """Though a rank's part begins within a group; where it computes from blocks, that is refused with the remedy."""
     directory = convert(write_tiny_gguf(tmp_path / "q.gguf", TINY_GGUFS[name], quantised), tmp_path)
@@ -454,6 +489,17 @@ class Stages(SilentProgress):
         ("granite-hybrid-ssm", "blk.1.ffn_up.weight"),
         ("granite-hybrid-moe", "blk.2.attn_q.weight"),
         ("granite-hybrid-moe", "blk.1.ffn_up_shexp.weight"),
+        ("nemotron-h", "blk.4.attn_norm.weight"),
+        ("nemotron-h", "blk.0.ssm_in.weight"),
+        ("nemotron-h", "blk.7.ssm_dt.bias"),
+        ("nemotron-h", "blk.3.ssm_norm.weight"),
+        ("nemotron-h", "blk.9.ffn_down.weight"),
+        ("nemotron-h", "blk.8.attn_output.weight"),
+        ("nemotron-h", "output_norm.weight"),
+        ("nemotron-h-moe", "blk.7.exp_probs_b.bias"),
+        ("nemotron-h-moe", "blk.4.ffn_up_exps.weight"),
+        ("nemotron-h-moe", "blk.1.ffn_down_shexp.weight"),
+        ("nemotron-h-latent", "blk.3.ffn_latent_up.weight"),
     ],
 )
 def test_what_a_file_lacks_is_named_before_its_weights_are_read(tmp_path: Path, name: str, lacks: str) -> None:
@@ -517,6 +563,44 @@ def test_what_a_file_lacks_is_named_before_its_weights_are_read(tmp_path: Path, 
             {"granitehybrid.ssm.state_size": 16},
             r"shape \(560, 4\), and the metadata say 2176",
         ),
+        ("nemotron-h", {"nemotron_h.expert_count": 8}, "a nemotron_h with 8 experts, which cannot be served"),
+        ("nemotron-h", {"nemotron_h.feed_forward_length": [0, 160]}, "for each of 10 layers, 0 for those without an M"),
+        ("nemotron-h", {"nemotron_h.feed_forward_length": 160}, r"blocks \[5, 8\] have heads of attention and an MLP"),
+        ("nemotron-h", {"nemotron_h.attention.head_count_kv": 2}, r"blocks \[1, 4, 6, 9\] have heads of attention"),
+        ("nemotron-h", {"nemotron_h.attention.head_count_kv": [0] * 10}, "0 for those without attention"),
+        (
+            "nemotron-h",
+            {"nemotron_h.feed_forward_length": [0, 96, 0, 0, 96, 0, 96, 0, 0, 96]},
+            r"blk\.1\.ffn_up\.weight has the shape \(160, 64\), and the metadata say 6144",
+        ),
+        ("nemotron-h", {"nemotron_h.attention.key_length": 32}, "attn_q.weight has the shape"),
+        ("nemotron-h", {"nemotron_h.ssm.group_count": 2}, r"shape \(448, 4\), and the metadata say 1408"),
+        (
+            "nemotron-h",
+            {"nemotron_h.ssm.time_step_rank": 32},
+            r"ssm_a has the shape \(16, 1\), and the metadata say 32",
+        ),
+        (
+            "nemotron-h",
+            {"nemotron_h.attention.layer_norm_rms_epsilon": None, "nemotron_h.attention.layer_norm_epsilon": None},
+            "lacks the metadata key 'nemotron_h.attention.layer_norm_epsilon'",
+        ),
+        (
+            "nemotron-h-moe",
+            {"nemotron_h_moe.expert_count": None},
+            r"lacks the metadata key 'nemotron_h_moe\.expert_count'",
+        ),
+        ("nemotron-h-moe", {"nemotron_h_moe.expert_shared_count": None}, "lacks the metadata key"),
+        ("nemotron-h-moe", {"nemotron_h_moe.expert_shared_count": 2}, r"ffn_up_shexp\.weight has the shape \(80, 64\)"),
+        (
+            "nemotron-h-moe",
+            {"nemotron_h_moe.expert_shared_feed_forward_length": 64},
+            "and the metadata say 4096 numbers",
+        ),
+        ("nemotron-h-moe", {"nemotron_h_moe.expert_feed_forward_length": 48}, "8 experts of size 48"),
+        ("nemotron-h-moe", {"nemotron_h_moe.expert_gating_func": 1}, "expert_gating_func must be sigmoid"),
+        ("nemotron-h-latent", {"nemotron_h_moe.moe_latent_size": 16}, r"latent_down\.weight has the shape \(32, 64\)"),
+        ("nemotron-h-latent", {"nemotron_h_moe.moe_latent_size": None}, "the metadata say "),
     ],
 )
 def test_metadata_that_do_not_fit_are_named_before_weights_are_read(
@@ -537,7 +621,9 @@ def test_a_file_with_experts_that_is_cut_short_is_refused_at_once(tmp_path: Path
     assert stages.begun == ["reading x.gguf"]
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "gemma4-moe", "qwen3.5-moe", "granite-hybrid-moe"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3.2", "gemma4-moe", "qwen3.5-moe", "granite-hybrid-moe", "nemotron-h-latent"]
+)
 def test_a_flipped_header_gives_a_model_error_or_a_model(name: str, tmp_path: Path) -> None:
     whole, draw = write_tiny_gguf(tmp_path / "whole.gguf", TINY_GGUFS[name]).read_bytes(), random.Random(5)
     header = min(tensor.offset for tensor in GgufFile(tmp_path / "whole.gguf").tensors.values())
