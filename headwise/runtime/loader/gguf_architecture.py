@@ -40,7 +40,8 @@ class Architecture:
                   where that stays
     needed:       GGUF names that a layer must have, by its number there; of what no other check would find missing
     experts:      GGUF name of what all experts of a layer have together -> Hugging Face names of an expert's, which has
-                  an equal share of the rows for each; ``{}`` stands for its number
+                  an equal share of the rows for each; ``{}`` stands for its number. GGUF's with their suffix, or
+                  without it where any may be
     global_names: the same as ``layer_names``, outside of layers, where it differs from `GLOBAL_NAMES`
     undo:         ``(GGUF name, values, config) -> values``: takes back what the GGUF converter did to a tensor. In a
                   matrix it only reorders rows, or columns, so that it serves for its codes, scales and minima, too

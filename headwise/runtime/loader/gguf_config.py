@@ -173,8 +173,9 @@ def _parts(
     names = architecture.layer_names if layer else {**GLOBAL_NAMES, **architecture.global_names}
     within, at = (layer[2], f"{architecture.layers_at}.{layer[1]}.") if layer else (name, "")
     stem, _, kind = within.rpartition(".")
-    if layer and stem in architecture.experts and within not in names:
-        yield from _experts(source, name, [f"{at}{each}.{kind}" for each in architecture.experts[stem]], model)
+    of_experts = architecture.experts.get(within, architecture.experts.get(stem))
+    if layer and of_experts is not None and within not in names:
+        yield from _experts(source, name, [f"{at}{each}.{kind}" for each in of_experts], model)
     elif within in names or stem in names:
         hf = names[within] if within in names else f"{names[stem]}.{kind}"
         yield whole(

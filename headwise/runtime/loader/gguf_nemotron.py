@@ -178,7 +178,7 @@ _EXPERT_NAMES = {
     CORRECTION: "mixer.gate.e_score_correction_bias",
 }
 _GLOBAL_NAMES = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
-_NO_GATES = {f"ffn_{kind}_exps": (f"mixer.experts.{{}}.{kind}_proj",) for kind in ("up", "down")}
+_NO_GATES = {f"ffn_{kind}_exps.weight": (f"mixer.experts.{{}}.{kind}_proj",) for kind in ("up", "down")}
 
 # Nothing is rotated, so that it makes no difference in which order a head's rows of queries and keys are.
 NEMOTRON: Mapping[str, Architecture] = {

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import numpy as np
@@ -25,6 +26,7 @@ from support.tiny_ggufs import (
     JUDGED_GGUFS,
     K_QUANTS,
     TINY_GGUFS,
+    TinyGguf,
     experts_in_k_quants,
     random_k_blocks,
     random_k_numbers,
@@ -610,6 +612,38 @@ def test_metadata_that_do_not_fit_are_named_before_weights_are_read(
     with pytest.raises(ModelError, match=says) as raised:
         converted_directory(path, tmp_path, stages)
     assert "x.gguf" in str(raised.value)
+    assert stages.begun == ["reading x.gguf"]
+
+
+class Biased(TinyGguf):
+    """With a bias beside one matrix of a checkpoint, or those of one layer's experts."""
+
+    biased: ClassVar[re.Pattern[str]]
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        found = super().shapes
+        biases = {name.replace(".weight", ".bias"): [found[name][0]] for name in found if self.biased.search(name)}
+        return {**found, **biases}
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "refused"),
+    [
+        ("nemotron-h", r"\.0\.mixer\.in_proj", "blk.0.ssm_in.bias"),
+        ("nemotron-h", r"\.1\.mixer\.up_proj", "blk.1.ffn_up.bias"),
+        ("nemotron-h", r"\.5\.mixer\.q_proj", "blk.5.attn_q.bias"),
+        ("nemotron-h-moe", r"\.1\.mixer\.experts.*down_proj", "blk.1.ffn_down_exps.bias"),
+        ("nemotron-h-moe", r"\.4\.mixer\.shared_experts\.up_proj", "blk.4.ffn_up_shexp.bias"),
+    ],
+)
+def test_biases_that_no_published_model_has_are_refused(tmp_path: Path, name: str, pattern: str, refused: str) -> None:
+    class Tiny(Biased):
+        biased = re.compile(pattern)
+
+    path, stages = write_tiny_gguf(tmp_path / "x.gguf", Tiny(**vars(TINY_GGUFS[name]))), Stages()
+    with pytest.raises(ModelError, match=rf"x\.gguf: the tensor '{refused}' is no part of a nemotron_h"):
+        converted_directory(path, tmp_path, stages)
     assert stages.begun == ["reading x.gguf"]
 
 
