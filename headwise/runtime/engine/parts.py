@@ -76,5 +76,7 @@ def prefetcher_of(config: EngineConfig, cache: CacheManager, lookup: Lookup | No
     return Prefetcher(cache, storage, lookup, config.prefetch, config.longest_prefetch_s)
 
 
-def speculator_of(config: EngineConfig) -> Speculator | None:
-    return Speculator(config.speculation, config.most_drafts) if config.speculation else None
+def speculator_of(config: EngineConfig, card: ModelCard) -> Speculator | None:
+    if not config.speculation:
+        return None
+    return Speculator(config.speculation, config.most_drafts, computes_again=card.has_states)

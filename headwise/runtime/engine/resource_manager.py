@@ -431,11 +431,20 @@ class ResourceManager:
 
     def observe(self, step: ScheduledStep, compute_s: float) -> None:
         """Learn from how long a step has taken."""
-        batch, drafts = step.batch, int(step.batch.drafts.sum())
-        if not drafts:
+        batch = step.batch
+        if not batch.drafts.any():
             self.step_times.observe(batch.num_tokens, len(batch.rows), compute_s)
-        if self.speculator is not None and compute_s and batch.num_tokens == len(batch.rows) + drafts > 0:
-            self.speculator.took(drafts, compute_s)
+        if self.speculator is not None and compute_s and self._decodes_alone(step):
+            self.speculator.took(batch.num_tokens - len(batch.rows), compute_s)
+
+    def _decodes_alone(self, step: ScheduledStep) -> bool:
+        """Whether all of its sequences decode: each has one token in it, drafts, and what is computed once more."""
+        batch, lag = step.batch, self.table.lag
+        known = batch.query_lens - batch.drafts if len(batch.drafts) else batch.query_lens
+        if not len(known) or int(known.max()) > 1 + lag:
+            return False
+        several = (known > 1).nonzero()[0]
+        return all(batch.starts[index] >= step.sequences[index].num_prompt for index in several.tolist())
 
     def forget_computed(self, sequence: Sequence) -> None:
         """Let no request be served what a sequence has computed; what it was itself served by others stays."""

@@ -11,6 +11,7 @@ from support.engine.simulated_engine import LetterTokenizer, make_engine, reques
 from support.engine.simulated_model import often_again, sure_of_one
 from support.engine.simulation import SimulatedExecutor, continuation
 
+from headwise.cache_controller.policy import FULL, STATE
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.request import FinishReason
 
@@ -43,6 +44,23 @@ def test_repeated_tokens_take_fewer_steps_and_are_the_same(sampling: dict[str, A
     assert steps[1] < 0.7 * steps[0]
     found = engine.stats()["speculation"]
     assert found["drafted"] > found["accepted"] >= 40 - steps[1]
+
+
+def test_steps_that_compute_right_guesses_once_more_are_measured_with_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where states are kept, nearly all steps of a text that repeats itself do."""
+    tokens = []
+    for policies in ((FULL,), (FULL, STATE)):
+        engine, _ = made(policies=policies)
+        assert engine.resources.speculator is not None
+        taken, observe = list[int](), engine.resources.observe
+        monkeypatch.setattr(engine.resources, "observe", lambda step, _, observe=observe: observe(step, 1e-3))
+        monkeypatch.setattr(engine.resources.speculator, "took", lambda count, compute_s, to=taken: to.append(count))
+        engine.add(request("r", PROMPT, 40))
+        assert run(engine)["r"].token_ids == said(40)
+        found = engine.stats()["speculation"]
+        tokens.append(sum(taken) - found["drafted"])
+    assert tokens[0] == 0
+    assert 0 < tokens[1] <= found["accepted"]
 
 
 def test_an_engine_that_does_not_guess_has_no_numbers_of_it() -> None:

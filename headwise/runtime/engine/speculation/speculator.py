@@ -33,12 +33,13 @@ class Speculator:
 
     most: drafts of a sequence in a step
     most_of_step: drafts of all of them
+    computes_again: whether drafts that are right are computed once more in the next step
 
     drafted, accepted: drafts that steps have checked, and those that were right
     """
 
-    def __init__(self, most: int, most_of_step: int) -> None:
-        self.most, self._most_of_step = most, most_of_step
+    def __init__(self, most: int, most_of_step: int, *, computes_again: bool = False) -> None:
+        self.most, self._most_of_step, self._computes_again = most, most_of_step, computes_again
         self._rates, self._costs = HitRates(), DraftCosts()
         self._followed: WeakKeyDictionary[Sequence, tuple[Echo, Trust]] = WeakKeyDictionary()
         self.drafted = self.accepted = 0
@@ -57,13 +58,14 @@ class Speculator:
             drafts = [(chance, index) for index, each in enumerate(chances) for chance in each]
             drafts.sort(key=itemgetter(0), reverse=True)
             for chance, index in drafts[: self._most_of_step]:
-                if chance * time <= tokens * ratio:
+                cost = ratio * (1 + chance) if self._computes_again else ratio
+                if chance * time <= tokens * cost:
                     break
                 with_it = having + (not counts[index])
-                if (time - 1 + ratio) * number > MOST_LONGER * with_it:
+                if (time - 1 + cost) * number > MOST_LONGER * with_it:
                     continue
                 counts[index] += 1
-                tokens, time, having = tokens + chance, time + ratio, with_it
+                tokens, time, having = tokens + chance, time + cost, with_it
         step_s = self._costs.step_s or GAP_S
         is_worth_waiting = tokens * step_s >= number * (time * step_s * WORTH_WAITING + GAP_S) > 0
         return np.array(counts, np.int64), is_worth_waiting
@@ -87,7 +89,7 @@ class Speculator:
         return echo.guesses(count)
 
     def took(self, drafts: int, compute_s: float) -> None:
-        """A step that decodes, and nothing else, has taken so long with so many drafts."""
+        """A step that decodes, and nothing else, has taken so long with so many drafts, or tokens computed anew."""
         self._costs.observe(drafts, compute_s)
 
     def checked(self, drafts: int, accepted: int) -> None:

@@ -24,9 +24,9 @@ def counts(speculator: Speculator, *sequences: Sequence) -> list[int]:
     return found
 
 
-def sure(most: int = 8, most_of_step: int = 64) -> Speculator:
+def sure(most: int = 8, most_of_step: int = 64, *, computes_again: bool = False) -> Speculator:
     """One for which repetitions have always gone on."""
-    speculator = Speculator(most, most_of_step)
+    speculator = Speculator(most, most_of_step, computes_again=computes_again)
     for _ in range(500):
         speculator._rates.observe(MOST_MATCH, True)
     return speculator
@@ -61,6 +61,16 @@ def test_drafts_that_cost_more_than_they_bring_are_none() -> None:
         speculator.took(drafts, 1e-3 * (1 + 0.6 * drafts))
     assert counts(speculator, *sequences) == [0, 0, 0]
     assert counts(speculator, sequences[0])[0] > 0, "alone it has more time"
+
+
+def test_where_right_ones_are_computed_once_more_each_costs_twice_as_much() -> None:
+    found = []
+    for computes_again in (False, True):
+        speculator, sequences = sure(computes_again=computes_again), [sequence_of(REPEATING) for _ in range(3)]
+        for drafts in (0, 4) * 100:
+            speculator.took(drafts, 1e-3 * (1 + 0.3 * drafts))
+        found.append(sum(counts(speculator, *sequences)))
+    assert found[1] < 0.7 * found[0]
 
 
 def test_unsure_ones_are_fewer() -> None:
