@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -209,6 +210,13 @@ def show(title: str, todo: Sequence[Scenario], found: Mapping[str, Measured]) ->
         over = (ratios(compared_with(name, found), measured)[scenario.key] for name, measured in found.items())
         print(f"{'headwise over it':>44}" + "".join(f"{ratio:15.2f}" for ratio in over))
     print(flush=True)
+
+
+def of_random_model(model: str, beside: Sequence[str], arguments: Sequence[str] | None) -> None:
+    """The same for one of `runtimes.model_files.RANDOM`, beside these peers where ``arguments`` name none."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    named = [] if {"--smoke", "--only"} & {*given} else [word for name in beside for word in ("--only", name)]
+    main(["--model", model, "--no-long", "--engine", "dtype=bfloat16", *named, *given])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

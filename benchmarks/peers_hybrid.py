@@ -8,19 +8,14 @@ Options and the last line are those of `peers.py`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import peers
 from runtimes.model_files import HYBRID
 
-FIXED = ("--model", HYBRID, "--no-long", "--engine", "dtype=bfloat16")
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    named = [] if {"--smoke", "--only"} & {*given} else ["--only", "llamacpp"]  # with "--quick", too
-    peers.main([*FIXED, *named, *given])
+    peers.of_random_model(HYBRID, ["llamacpp"], arguments)
 
 
 if __name__ == "__main__":

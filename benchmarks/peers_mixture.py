@@ -8,20 +8,14 @@ of `peers.py`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import peers
 from runtimes.model_files import MIXTURE
 
-FIXED = ("--model", MIXTURE, "--no-long", "--engine", "dtype=bfloat16")
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    is_said = {"--quick", "--smoke", "--only"} & {*given}
-    named = [] if is_said else [word for name in peers.QUICK_PEERS for word in ("--only", name)]
-    peers.main([*FIXED, *named, *given])
+    peers.of_random_model(MIXTURE, peers.QUICK_PEERS, arguments)
 
 
 if __name__ == "__main__":
