@@ -109,7 +109,7 @@ def test_prefill_apart_is_compared_by_what_clients_saw() -> None:
 
 
 def test_every_benchmark_is_run_by_make_figures() -> None:
-    with_quick = {path.stem for path in BENCHMARKS.glob("*.py") if '"--quick"' in path.read_text(encoding="utf-8")}
+    with_quick = {path.stem for path in BENCHMARKS.glob("*.py") if "--quick" in path.read_text(encoding="utf-8")}
     assert with_quick - {"figures"} == set(SCRIPTS)
 
 
