@@ -13,6 +13,7 @@ from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
+from headwise.runtime.models.drafting import BEHIND_THE_LAST, DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
@@ -156,3 +157,6 @@ class Hunyuan3(GroupedMoeDecoder, Qwen3):
     router_name: ClassVar[str] = "router.gate"
     shared_name: ClassVar[str] = "shared_mlp"
     correction_name: ClassVar[str] = "expert_bias"
+    drafting_names: ClassVar[DraftingNames | None] = replace(
+        BEHIND_THE_LAST, final_norm="layers.{layer}.final_layernorm"
+    )

@@ -38,6 +38,7 @@ from headwise.runtime.models import (
 )
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.drafting import with_draft_layer
 from headwise.runtime.models.hf_config import HfConfig
 from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.kinds import check_kinds
@@ -125,6 +126,11 @@ def model_config(config: HfConfig) -> ModelConfig:
     model = entry.parse(config)
     check_kinds(config, model)
     return replace(model, missing_for_images=missing_for_images(config))
+
+
+def drafting_config(config: ModelConfig, weights: Sequence[str]) -> ModelConfig:
+    """``config`` with a layer that drafts, if the model has one among its ``weights``, told by name, that is served."""
+    return with_draft_layer(config, _MODELS[config.architecture].model.drafting_names, weights)
 
 
 _ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
