@@ -409,9 +409,9 @@ class EngineConfig:
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     speculation: int = _option(
         0,
-        "Most draft tokens of a sequence in a step: speculative decoding by prompt lookup, and by the model's own layer "
-        "that drafts (`mtp`). Output that is guessed right takes fewer steps and stays the same; there are drafts where "
-        "they pay, by what was measured. 0: none.",
+        "Most draft tokens of a sequence in a step: speculative decoding by prompt lookup, and by a layer of the model "
+        "that drafts (`mtp`). Output that is guessed right takes fewer steps and stays the same; there are drafts "
+        "where they pay, by what was measured. 0: none.",
         0,
         32,
     )

@@ -98,9 +98,7 @@ class Decoder(DecoderWeights):
         norm = drafting.layer.norms.before_attention
         residual = Residual(x, x if norm is None else self.norm(x, norm))
         rotations = self.rotations(positions)
-        return self._through(
-            index, drafting.layer, residual, rotations, attention, wanted, drafting.final_norm
-        ).normed
+        return self._through(index, drafting.layer, residual, rotations, attention, wanted, drafting.final_norm).normed
 
     def _through(
         self,

@@ -141,11 +141,11 @@ class DecoderWeights(Model):
             return names.of(name, self.prefix, index)
 
         join, hidden = named(names.join), self.config.hidden_size
-        shape = self._weights.tensor(f"{join}.weight").shape
-        if shape != (hidden, 2 * hidden):
+        shape, expected = self._weights.tensor(f"{join}.weight").shape, (hidden, 2 * hidden)
+        if shape != expected:
             raise ModelError(
-                f"{join}.weight has the shape {shape}, config.json says {(hidden, 2 * hidden)}: weights and config.json "
-                "do not belong together"
+                f"{join}.weight has the shape {shape}, config.json says {expected}: weights and config.json do not "
+                "belong together"
             )
         return DraftingLayer(
             embedding_norm=self._norm(f"{named(names.embedding_norm)}.weight"),

@@ -49,7 +49,9 @@ def drafted(name: str, comm: Communicator, ops_name: str = "numpy") -> tuple[lis
     logits = model.logits(ops.tensor(made[begin - 1 :]))
     first = None if logits is None else logits.argmax(axis=1).tolist()
     second = {}
-    for index, (token, _) in ((int(key), references()[name]["first"][int(key)]) for key in references()[name]["second"]):
+    for index, (token, _) in (
+        (int(key), references()[name]["first"][int(key)]) for key in references()[name]["second"]
+    ):
         end = begin + index
         again = ops.tensor(np.concatenate([hidden[:end], made[end - 1 : end]]))
         following = np.append(ids[1 : end + 1], np.int32(token))

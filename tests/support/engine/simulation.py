@@ -220,7 +220,7 @@ class SimulatedExecutor:
             self._fill(blocks, DEVICE_POISON)
 
     def _fill(self, blocks: Sequence[int] | NDArray[np.int32], word: int) -> None:
-        arena = self.worker._cache.arena
+        arena = self.worker._runner.cache.arena
         arena.reshape(self.card.spec.num_blocks, -1).view(np.int32)[list(blocks)] = word
 
     def poison_host(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:

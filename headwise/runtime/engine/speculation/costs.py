@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.engine.speculation.lookup import LEAST_MATCH, MOST_MATCH
+Indices = NDArray[np.int64]
 
 REMEMBERED = 256
-"""Guesses after a match of some length, of which those before count half."""
+"""Guesses of a kind, of which those before count half."""
 
 RATE = 0.2
 """By how much of what was not expected an estimate of a step's time changes."""
@@ -24,31 +24,27 @@ FIRST_RATIO = 0.15
 
 
 class HitRates:
-    """How often a guess is right, by the length of the match that it came of: few tokens that were there before say
-    little, many of them that a text is being repeated."""
+    """How often a guess is right where those before it were, by its kind: a number below ``kinds``."""
 
-    def __init__(self) -> None:
-        self._right = np.ones(MOST_MATCH + 1)
-        self._all = np.full(MOST_MATCH + 1, 2.0)
+    def __init__(self, kinds: int) -> None:
+        self._right = np.ones(kinds)
+        self._all = np.full(kinds, 2.0)
 
-    def observe(self, length: int, is_right: bool) -> None:
-        if self._all[length] > 2 * REMEMBERED:
-            self._all[length] /= 2
-            self._right[length] /= 2
-        self._all[length] += 1
-        self._right[length] += is_right
+    def observe(self, kind: int, is_right: bool) -> None:
+        if self._all[kind] > 2 * REMEMBERED:
+            self._all[kind] /= 2
+            self._right[kind] /= 2
+        self._all[kind] += 1
+        self._right[kind] += is_right
 
-    def rate(self, length: int) -> float:
-        """Of guesses behind a match of this length, the share that is right."""
-        return float(self._right[length] / self._all[length])
+    def rate(self, kind: int) -> float:
+        """Of guesses of this kind, the share that is right."""
+        return float(self._right[kind] / self._all[kind])
 
-    def chances(self, length: int, count: int, trust: float = 1.0) -> NDArray[np.float64]:
-        """That the first 1, 2, ... ``count`` guesses behind a match are all right, where ``trust`` times as many are as
-        elsewhere."""
-        if length < LEAST_MATCH:
-            return np.zeros(0)
-        lengths = np.minimum(length + np.arange(count), MOST_MATCH)
-        rates = np.minimum(trust * self._right[lengths] / self._all[lengths], MOST_SURE)
+    def chances(self, kinds: Indices, trust: float = 1.0) -> NDArray[np.float64]:
+        """That the first 1, 2, ... of guesses of these ``kinds``, one behind the other, are all right, where ``trust``
+        times as many are as elsewhere."""
+        rates = np.minimum(trust * self._right[kinds] / self._all[kinds], MOST_SURE)
         chances: NDArray[np.float64] = np.cumprod(rates)
         return chances
 

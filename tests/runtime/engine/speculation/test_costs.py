@@ -37,33 +37,33 @@ def test_one_step_that_was_held_up_says_little() -> None:
 
 
 def test_a_chance_is_how_often_guesses_behind_such_a_match_were_right() -> None:
-    rates = HitRates()
-    assert rates.chances(LEAST_MATCH, 3).tolist() == [0.5, 0.25, 0.125], "nothing is known yet"
-    assert not len(rates.chances(LEAST_MATCH - 1, 3))
-    assert not len(rates.chances(MOST_MATCH, -1)), "there is no room"
+    rates = HitRates(MOST_MATCH + 1)
+    assert rates.chances(np.arange(3)).tolist() == [0.5, 0.25, 0.125], "nothing is known yet"
+    assert not len(rates.chances(np.arange(0)))
     for _ in range(98):
         rates.observe(LEAST_MATCH, False)
         rates.observe(MOST_MATCH, True)
-    assert rates.chances(LEAST_MATCH, 1)[0] == pytest.approx(0.01)
-    np.testing.assert_allclose(rates.chances(MOST_MATCH, 3), 0.99 ** np.arange(1, 4))
+    assert rates.chances(np.array([LEAST_MATCH]))[0] == pytest.approx(0.01)
+    np.testing.assert_allclose(rates.chances(np.full(3, MOST_MATCH)), 0.99 ** np.arange(1, 4))
 
 
 def test_a_sequence_is_trusted_as_far_as_its_guesses_were_right() -> None:
-    trust, rates = Trust(), HitRates()
+    trust, rates = Trust(), HitRates(5)
     assert trust.factor == 1.0
     for _ in range(20):
         trust.observe(0.5, False)
     assert trust.factor < 0.3
-    np.testing.assert_allclose(rates.chances(3, 2, trust.factor), [0.5 * trust.factor, (0.5 * trust.factor) ** 2])
+    found = rates.chances(np.array([3, 4]), trust.factor)
+    np.testing.assert_allclose(found, [0.5 * trust.factor, (0.5 * trust.factor) ** 2])
     for _ in range(40):
         trust.observe(0.5, True)
     assert trust.factor > 1.5
-    assert rates.chances(MOST_MATCH, 1, 5.0)[0] == MOST_SURE, "nothing is certain"
+    assert rates.chances(np.array([4]), 5.0)[0] == MOST_SURE, "nothing is certain"
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    rates = HitRates()
+    rates = HitRates(5)
     for is_right in (True, False):
         for _ in range(4 * REMEMBERED):
             rates.observe(3, is_right)
-    assert rates.chances(3, 1)[0] < 0.1
+    assert rates.chances(np.array([3]))[0] < 0.1
