@@ -108,7 +108,7 @@ class Speculator:
         if len(sampled) * self._costs.ratio < 1:
             expected = [self._expected(sequence) for sequence in sampled[:MOST_LOOKED_UP]]
             counts, is_worth_it = self._shared_out(expected, len(sampled))
-            if is_worth_it:
+            if is_worth_it or not self._costs.step_s:
                 return counts
         self._not_tried += 1
         may = next((index for index, sequence in enumerate(sampled) if sequence.may_have_drafts), None)
