@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from make_tiny_references import for_transformers
 from support.drafting_checkpoints import DRAFTING, drafting_names, drafting_weights, number_of_layers
 from support.reference import answers
 from support.tiny_checkpoints import reference, write_checkpoint
@@ -32,7 +33,7 @@ SECONDS = range(0, 60, 7)
 def model_with_one_more(name: str, directory: Path) -> Any:
     """The model, with the layer that drafts as its last one."""
     known, names, layers = reference(name), drafting_names(name), number_of_layers(name)
-    config = {**known["config"], "num_hidden_layers": layers + 1}
+    config = {**for_transformers(known["config"]), "num_hidden_layers": layers + 1}
     if names["layer"].startswith("mtp."):
         every = ["linear_attention"] * 3 + ["full_attention"]
         config["layer_types"] = [*every[:layers], "full_attention"]
@@ -62,6 +63,7 @@ class Drafting:
             self._norms[part] = norm(model.config.hidden_size, eps=model.config.rms_norm_eps)
             self._norms[part].weight = nn.Parameter(torch.tensor(weights[f"{names[part]}.weight"]))
         self._join = torch.tensor(weights[f"{names['join']}.weight"])
+        self._has_hidden_first = name == "mimo"
 
     def hidden(self, ids: list[int]) -> torch.Tensor:
         """Hidden states behind the decoder's norm."""
@@ -76,7 +78,8 @@ class Drafting:
         if self._types is not None:
             self._model.config.layer_types = self._types[-1:]
         embedded = self._norms["embedding_norm"](self._model.get_input_embeddings()(torch.tensor(following)))
-        joined = torch.cat([embedded, self._norms["hidden_norm"](hidden)], dim=-1) @ self._join.T
+        both = [embedded, self._norms["hidden_norm"](hidden)]
+        joined = torch.cat(both[::-1] if self._has_hidden_first else both, dim=-1) @ self._join.T
         return self._decoder(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
 
     def likeliest(self, hidden: torch.Tensor) -> list[tuple[int, float]]:

@@ -36,6 +36,13 @@ DRAFTING: Mapping[str, Mapping[str, str]] = {
     "glm4-moe-lite": BEHIND,
     "glm5": BEHIND,
     "hunyuan3": {**BEHIND, "final_norm": "model.layers.{layer}.final_layernorm"},
+    "mimo": {
+        "layer": "model.mtp_layers.0.",
+        "embedding_norm": "model.mtp_layers.0.token_layernorm",
+        "hidden_norm": "model.mtp_layers.0.hidden_layernorm",
+        "join": "model.mtp_layers.0.input_proj",
+        "final_norm": "model.mtp_layers.0.final_layernorm",
+    },
     "qwen3-next": APART,
     "qwen3.5": APART,
     "qwen3.5-moe": APART,
@@ -74,4 +81,5 @@ def _scratch() -> TemporaryDirectory[str]:
 def drafting_checkpoint(name: str) -> Path:
     """The directory of a tiny model that drafts, written when it is first asked for and gone with this process."""
     known = reference(name)
-    return write_checkpoint(Path(_scratch().name) / name, known["config"], known["shapes"], drafting_weights(name))
+    config = {**known["config"], "num_nextn_predict_layers": 1}
+    return write_checkpoint(Path(_scratch().name) / name, config, known["shapes"], drafting_weights(name))

@@ -147,11 +147,14 @@ class DecoderWeights(Model):
                 f"{join}.weight has the shape {shape}, config.json says {expected}: weights and config.json do not "
                 "belong together"
             )
+        of_embedding, of_hidden = (self._inputs_of(join, start, start + hidden) for start in (0, hidden))
+        if names.has_hidden_first:
+            of_embedding, of_hidden = of_hidden, of_embedding
         return DraftingLayer(
             embedding_norm=self._norm(f"{named(names.embedding_norm)}.weight"),
             hidden_norm=self._norm(f"{named(names.hidden_norm)}.weight"),
-            of_embedding=self._inputs_of(join, 0, hidden),
-            of_hidden=self._inputs_of(join, hidden, 2 * hidden),
+            of_embedding=of_embedding,
+            of_hidden=of_hidden,
             layer=self._load_layer(index),
             final_norm=self._norm(f"{named(names.final_norm)}.weight", self.config.logit_scale),
         )

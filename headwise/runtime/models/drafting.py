@@ -18,6 +18,7 @@ class DraftingNames:
     layer:     of those that a decoder's layer has, too, all but the last part
     join:      of the projection of ``[embedding | hidden state]``; ..._norm: of what goes into it, and of what comes
                out of the layer
+    has_hidden_first: that projection is of ``[hidden state | embedding]``
     """
 
     is_nested: bool
@@ -26,6 +27,7 @@ class DraftingNames:
     hidden_norm: str
     join: str
     final_norm: str
+    has_hidden_first: bool = False
 
     def of(self, name: str, prefix: str, layer: int) -> str:
         """One of these names, of the layer with that number, in a decoder whose weights have that prefix."""

@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: with their norms. Some have experts.
 
-dots.llm1 and Hunyuan 3 are a Qwen 3 with DeepSeek's experts.
+dots.llm1 and Hunyuan 3 are a Qwen 3 with DeepSeek's experts, and MiMo is a Qwen 2 with a layer that drafts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 QWEN2_MOE, DOTS1, HUNYUAN3 = "Qwen2MoeForCausalLM", "Dots1ForCausalLM", "HYV3ForCausalLM"
+MIMO = "MiMoForCausalLM"
 
 _QWEN2_MOE_DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
 _HUNYUAN3_DEFAULTS = {
@@ -46,6 +47,10 @@ _HUNYUAN3_FIELDS = RoutedFields("num_experts", shared="num_shared_experts", scal
 
 def parse_qwen2(config: HfConfig) -> ModelConfig:
     return decoder_config(config, QWEN2, **_windows(config), attention_bias=True, out_bias=False)
+
+
+def parse_mimo(config: HfConfig) -> ModelConfig:
+    return replace(parse_qwen2(config), architecture=MIMO)
 
 
 def parse_qwen3(config: HfConfig) -> ModelConfig:
@@ -129,6 +134,20 @@ def moe_config(config: HfConfig, num_layers: int) -> MoeConfig:
 
 class Qwen2(Decoder):
     """The shared decoder, as it is."""
+
+
+class MiMo(Qwen2):
+    """With a layer that drafts, by names of its own."""
+
+    drafting_names: ClassVar[DraftingNames | None] = DraftingNames(
+        is_nested=True,
+        layer="mtp_layers.0.",
+        embedding_norm="mtp_layers.0.token_layernorm",
+        hidden_norm="mtp_layers.0.hidden_layernorm",
+        join="mtp_layers.0.input_proj",
+        final_norm="mtp_layers.0.final_layernorm",
+        has_hidden_first=True,
+    )
 
 
 class Qwen3(Decoder):

@@ -73,6 +73,7 @@ _MODELS = {
     **dict.fromkeys(gemma3.ARCHITECTURES, _Entry(gemma3.parse, gemma3.Gemma3)),
     **dict.fromkeys(gemma4.ARCHITECTURES, _Entry(gemma4.parse, gemma4.Gemma4)),
     qwen.QWEN2: _Entry(qwen.parse_qwen2, qwen.Qwen2),
+    qwen.MIMO: _Entry(qwen.parse_mimo, qwen.MiMo),
     qwen.QWEN3: _Entry(qwen.parse_qwen3, qwen.Qwen3),
     qwen.QWEN3_MOE: _Entry(qwen.parse_qwen3_moe, qwen.Qwen3Moe),
     qwen.QWEN2_MOE: _Entry(qwen.parse_qwen2_moe, qwen.Qwen2Moe),

@@ -167,7 +167,7 @@ class TokenKernels:
         return found.tolist()
 
     def check_following(self, expected: list[int], kept: list[int], place: int) -> None:
-        """What a layer that drafts has kept up to a token's place must be the tokens behind, but of blocks' last ones."""
+        """What a layer that drafts has kept up to a token's place must be the tokens behind, but of blocks' ends."""
         size = self._block_size
         wrong = [at for at, pair in enumerate(zip(expected, kept, strict=True)) if pair[0] != pair[1]]
         if len(kept) != place + 1 or any((at + 1) % size for at in wrong):

@@ -52,7 +52,7 @@ def test_tokens_that_come_one_by_one_leave_the_rest_as_guesses() -> None:
 def test_behind_a_wrong_one_nothing_is_told_or_guessed(right: int) -> None:
     sequence = sequence_of(3)
     proposals = proposed(sequence, 7, 8, 9)
-    sequence.output += [7, 8, 9][:right] + [1, 9]
+    sequence.output += [*[7, 8, 9][:right], 1, 9]
     assert proposals.advance(sequence) == [*((kind, True) for kind in range(right)), (right, False)]
     assert not len(proposals.kinds(8))
     sequence.output.append(9)
