@@ -126,7 +126,7 @@ def _weights(shapes: dict[str, tuple[int, ...]], right: float) -> Iterator[Float
         elif name.endswith("bias"):
             yield np.zeros(shape, np.float32)
         elif name.endswith("input_proj.weight"):
-            yield _join(*tables, draw, right)
+            yield _join(tables[0], tables[1], draw, right)
         else:
             values = draw.standard_normal(shape, np.float32)
             if len(tables) < 2:

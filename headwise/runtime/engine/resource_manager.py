@@ -483,7 +483,8 @@ class ResourceManager:
         if not batch.drafts.any():
             self.step_times.observe(batch.num_tokens, len(batch.rows), compute_s)
         if self.speculator is not None and compute_s and self._decodes_alone(step):
-            self.speculator.took(batch.num_tokens - len(batch.rows), compute_s)
+            passes = int(batch.proposals.max(initial=0))
+            self.speculator.took(batch.num_tokens - len(batch.rows), compute_s, passes)
 
     def _decodes_alone(self, step: ScheduledStep) -> bool:
         """Whether all of its sequences decode: each has one token in it, drafts, and what is computed once more."""

@@ -55,7 +55,7 @@ def test_steps_that_compute_right_guesses_once_more_are_measured_with_these(monk
         assert engine.resources.speculator is not None
         taken, observe = list[int](), engine.resources.observe
         monkeypatch.setattr(engine.resources, "observe", lambda step, _, observe=observe: observe(step, 1e-3))
-        monkeypatch.setattr(engine.resources.speculator, "took", lambda count, compute_s, to=taken: to.append(count))
+        monkeypatch.setattr(engine.resources.speculator, "took", lambda count, *_, to=taken: to.append(count))
         engine.add(request("r", PROMPT, 40))
         assert run(engine)["r"].token_ids == said(40)
         found = engine.stats()["speculation"]
@@ -173,10 +173,14 @@ def drafting(speculation: int = 4, **config: Any) -> tuple[EngineCore, Simulated
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("policies", [(FULL,), (FULL, STATE)])
-def test_the_model_s_own_drafts_save_steps_where_nothing_is_repeated(policies: Any, is_late: bool) -> None:
+def test_the_model_s_own_drafts_save_steps_where_nothing_is_repeated(
+    policies: Any, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = []
     for speculation in (0, 4):
         engine, _ = drafting(speculation, policies=policies, is_late=is_late, drafts=speculation > 0)
+        observe = engine.resources.observe
+        monkeypatch.setattr(engine.resources, "observe", lambda step, _, observe=observe: observe(step, 20e-3))
         engine.add(request("r", PROMPT, 64))
         assert run(engine)["r"].token_ids == continuation(PROMPT, 64)
         steps.append(engine.stats()["steps"])
@@ -196,7 +200,7 @@ def test_a_prompt_in_chunks_tells_the_model_what_follows_each() -> None:
     assert [batch.following.tolist() for batch in sent[:2]] == [[prompt[10]], [prompt[20]]]
     assert sent[0].proposals.tolist() == []
     assert sent[2].sample.all()
-    assert sent[2].proposals.tolist() == [2], "with chances of 0.5 and 0.25, as nothing is known yet"
+    assert sent[2].proposals.tolist() == [1], "with a chance of 0.5, as nothing is known yet"
 
 
 def test_where_there_is_no_room_for_further_drafts_there_is_one() -> None:

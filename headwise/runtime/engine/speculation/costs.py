@@ -19,8 +19,8 @@ KEPT = 0.9
 MOST_SURE = 0.99
 """Of any guess: else one that was never wrong would be taken for free."""
 
-FIRST_RATIO = 0.15
-"""What a draft is taken to cost of a step, before one was measured."""
+FIRST_RATIO, FIRST_PASS_RATIO = 0.15, 0.1
+"""What a draft is taken to cost of a step, and a pass in which the model proposes one, before any was measured."""
 
 
 class HitRates:
@@ -68,11 +68,12 @@ class Trust:
 
 
 class DraftCosts:
-    """Seconds of a step that decodes, and of each draft in it: both follow what is measured by the normalised method of
-    least mean squares (Widrow, Hoff, 1960), for what is decoded changes all the time."""
+    """Seconds of a step that decodes, of each draft in it, and of each pass in which the model proposes drafts of the
+    next step: all follow what is measured by the normalised method of least mean squares (Widrow, Hoff, 1960), for what
+    is decoded changes all the time."""
 
     def __init__(self) -> None:
-        self._step_s = self._draft_s = 0.0
+        self._step_s = self._draft_s = self._pass_s = 0.0
 
     @property
     def step_s(self) -> float:
@@ -84,13 +85,19 @@ class DraftCosts:
         """What a draft costs, in steps."""
         return self._draft_s / self._step_s if self._step_s else FIRST_RATIO
 
-    def observe(self, drafts: int, compute_s: float) -> None:
-        """A step that decodes has taken so long, with so many drafts."""
+    @property
+    def pass_ratio(self) -> float:
+        """What a pass costs, likewise."""
+        return self._pass_s / self._step_s if self._step_s else FIRST_PASS_RATIO
+
+    def observe(self, drafts: int, compute_s: float, passes: int = 0) -> None:
+        """A step that decodes has taken so long, with so many drafts, and the model has proposed in so many passes."""
         if not self._step_s:
-            self._step_s = compute_s / (1 + FIRST_RATIO * drafts)
-            self._draft_s = FIRST_RATIO * self._step_s
-        unexpected = compute_s - self._step_s - drafts * self._draft_s
+            self._step_s = compute_s / (1 + FIRST_RATIO * drafts + FIRST_PASS_RATIO * passes)
+            self._draft_s, self._pass_s = FIRST_RATIO * self._step_s, FIRST_PASS_RATIO * self._step_s
+        unexpected = compute_s - self._step_s - drafts * self._draft_s - passes * self._pass_s
         # One step that was held up says nothing of the others.
-        change = RATE * min(unexpected, self._step_s) / (1 + drafts * drafts)
+        change = RATE * min(unexpected, self._step_s) / (1 + drafts * drafts + passes * passes)
         self._step_s = max(self._step_s + change, compute_s * 1e-3)
         self._draft_s = max(self._draft_s + drafts * change, 0.0)
+        self._pass_s = max(self._pass_s + passes * change, 0.0)

@@ -36,6 +36,9 @@ TRIED = 32
 """Steps that nothing is proposed in, as it would not pay, before something is: else nobody would know when it does."""
 
 
+PAUSED = 32
+"""Steps that something is proposed in until in one nothing is: by these it is known what it costs."""
+
 _Kind = TypeVar("_Kind", bound=Guesser)
 
 
@@ -66,6 +69,17 @@ class _Followed:
     chosen: Guesser
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """Drafts that a sequence may have. chances: that the first 1, 2, ... are all right"""
+
+    chances: NDArray[np.float64]
+    is_by_model: bool = False
+
+
+NO_OFFER = _Offer(np.zeros(0))
+
+
 class Speculator:
     """Of one engine.
 
@@ -82,7 +96,7 @@ class Speculator:
         self.by_model = by_model
         self._rates, self._proposed, self._costs = HitRates(MOST_MATCH + 1), HitRates(most), DraftCosts()
         self._followed: WeakKeyDictionary[Sequence, _Followed] = WeakKeyDictionary()
-        self._not_tried = 0
+        self._not_tried = self._proposing = 0
         self.drafted = self.accepted = 0
 
     def chosen(
@@ -95,9 +109,8 @@ class Speculator:
         does not make others wait for longer than `MOST_LONGER` allows.
         """
         known = [True] * len(decoding) if known is None else known
-        pays = len(decoding) * self._costs.ratio < 1  # else not even sure ones do
-        looked_up = zip(decoding[:MOST_LOOKED_UP], known, strict=False) if pays else ()
-        return self._shared_out([self._chances(sequence, is_known) for sequence, is_known in looked_up], len(decoding))
+        looked_up = zip(decoding[:MOST_LOOKED_UP], known, strict=False) if self._may_pay(len(decoding)) else ()
+        return self._shared_out([self._offer(sequence, is_known) for sequence, is_known in looked_up], len(decoding))
 
     def proposals(self, sampled: SequenceOf[Sequence]) -> NDArray[np.int64]:
         """How many tokens the model is to propose behind the one that the step being planned samples of each of these
@@ -105,63 +118,70 @@ class Speculator:
         none = np.zeros(len(sampled), np.int64)
         if not self.by_model or not sampled:
             return none
-        if len(sampled) * self._costs.ratio < 1:
+        if self._may_pay(len(sampled)):
             expected = [self._expected(sequence) for sequence in sampled[:MOST_LOOKED_UP]]
             counts, is_worth_it = self._shared_out(expected, len(sampled))
             if is_worth_it or not self._costs.step_s:
-                return counts
+                self._proposing += 1
+                return none if self._proposing % PAUSED == 0 else counts
         self._not_tried += 1
         may = next((index for index, sequence in enumerate(sampled) if sequence.may_have_drafts), None)
         if may is not None and self._not_tried % TRIED == 0:
             none[may] = self.most
         return none
 
-    def _shared_out(self, chances: SequenceOf[NDArray[np.float64]], number: int) -> tuple[NDArray[np.int64], bool]:
-        """See `chosen`: of ``number`` sequences, of the first of which these are the chances of their drafts."""
-        ratio = self._costs.ratio
+    def _may_pay(self, number: int) -> bool:
+        """Whether drafts of so many sequences may be worth their time: else not even sure ones are."""
+        return number * self._costs.ratio < 1
+
+    def _shared_out(self, offers: SequenceOf[_Offer], number: int) -> tuple[NDArray[np.int64], bool]:
+        """See `chosen`: of ``number`` sequences, of which the first have these drafts."""
+        by_model = sum(offer.is_by_model for offer in offers)
         counts, tokens, time, having = [0] * number, float(number), 1.0, 0
-        if chances:
-            drafts = [(chance, index) for index, each in enumerate(chances) for chance in each.tolist()]
-            drafts.sort(key=itemgetter(0), reverse=True)
-            for chance, index in drafts[: self._most_of_step]:
-                cost = ratio * (1 + chance) if self._computes_again else ratio
-                if chance * time <= tokens * cost:
-                    break
-                with_it = having + (not counts[index])
-                if (time - 1 + cost) * number > MOST_LONGER * with_it:
-                    continue
-                counts[index] += 1
-                tokens, time, having = tokens + chance, time + cost, with_it
+        drafts = [(chance, index) for index, offer in enumerate(offers) for chance in offer.chances.tolist()]
+        drafts.sort(key=itemgetter(0), reverse=True)
+        for chance, index in drafts[: self._most_of_step]:
+            cost = self._costs.ratio * (1 + chance) if self._computes_again else self._costs.ratio
+            if offers[index].is_by_model:  # all that the model drafts for have a pass together
+                cost += self._costs.pass_ratio / by_model
+            if chance * time <= tokens * cost:
+                break
+            with_it = having + (not counts[index])
+            if (time - 1 + cost) * number > MOST_LONGER * with_it:
+                continue
+            counts[index] += 1
+            tokens, time, having = tokens + chance, time + cost, with_it
         step_s = self._costs.step_s or GAP_S
         is_worth_waiting = tokens * step_s >= number * (time * step_s * WORTH_WAITING + GAP_S) > 0
         return np.array(counts, np.int64), is_worth_waiting
 
-    def _chances(self, sequence: Sequence, is_known: bool) -> NDArray[np.float64]:
-        """Of its next drafts: those looked up, or those that the model has proposed, or will have once its next token
-        is known."""
+    def _offer(self, sequence: Sequence, is_known: bool) -> _Offer:
+        """A sequence's next drafts: those looked up, or those that the model has proposed, or will have once its next
+        token is known."""
         if not sequence.may_have_drafts:
-            return np.zeros(0)
+            return NO_OFFER
         followed = self._follow(sequence)
         count = max(min(self.most, sequence.max_length - sequence.num_tokens - 1), 0)
         found, followed.chosen = followed.echo.chances(count), followed.echo.guesser
         source = followed.proposals
         if source is None:
-            return found
+            return _Offer(found)
         proposed = source.chances(count) if is_known else self._of_proposals(source, count)
         if proposed.sum() <= found.sum():
-            return found
+            return _Offer(found)
         followed.chosen = source.guesser
-        return proposed
+        return _Offer(proposed, is_by_model=True)
 
-    def _expected(self, sequence: Sequence) -> NDArray[np.float64]:
-        """Of what the model would propose; none where more is expected of what is looked up."""
+    def _expected(self, sequence: Sequence) -> _Offer:
+        """What the model would propose; nothing where more is expected of what is looked up."""
         if not sequence.may_have_drafts:
-            return np.zeros(0)
+            return NO_OFFER
         followed = self._follow(sequence)
         assert followed.proposals is not None, "asked where the model proposes"
         count = max(min(self.most, sequence.max_length - sequence.num_tokens - 2), 0)
         proposed = self._of_proposals(followed.proposals, count)
-        return proposed if proposed.sum() > followed.echo.chances(count).sum() else np.zeros(0)
+        is_more = proposed.sum() > followed.echo.chances(count).sum()
+        return _Offer(proposed, is_by_model=True) if is_more else NO_OFFER
 
     def _of_proposals(self, source: _Source[Proposals], count: int) -> NDArray[np.float64]:
         """Of the first ``count`` that are still to be made."""
@@ -189,9 +209,10 @@ class Speculator:
         """The drafts of a sequence that was given so many."""
         return self._followed[sequence].chosen.guesses(count)
 
-    def took(self, drafts: int, compute_s: float) -> None:
-        """A step that decodes, and nothing else, has taken so long with so many drafts, or tokens computed anew."""
-        self._costs.observe(drafts, compute_s)
+    def took(self, drafts: int, compute_s: float, passes: int = 0) -> None:
+        """A step that decodes, and nothing else, has taken so long with so many drafts, or tokens computed anew, and
+        passes in which the model has proposed some."""
+        self._costs.observe(drafts, compute_s, passes)
 
     def checked(self, drafts: int, accepted: int) -> None:
         """Of so many drafts, so many were right."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from headwise.runtime.engine.speculation.costs import (
+    FIRST_PASS_RATIO,
     FIRST_RATIO,
     MOST_SURE,
     REMEMBERED,
@@ -25,6 +26,15 @@ def test_costs_of_a_step_and_of_a_draft_are_told_apart() -> None:
     for drafts in draw.integers(0, 9, 300).tolist():
         costs.observe(drafts, (2 + 1.0 * drafts) * 1e-3)
     assert costs.ratio == pytest.approx(0.5, rel=0.2)
+
+
+def test_passes_of_the_model_are_told_apart_too() -> None:
+    costs, draw = DraftCosts(), np.random.default_rng(0)
+    assert costs.pass_ratio == FIRST_PASS_RATIO
+    for drafts, passes in draw.integers(0, 4, (600, 2)).tolist():
+        costs.observe(drafts, (10 + 0.4 * drafts + 2.0 * passes) * draw.uniform(0.95, 1.05) * 1e-3, passes)
+    assert costs.ratio == pytest.approx(0.04, abs=0.03)
+    assert costs.pass_ratio == pytest.approx(0.2, rel=0.2)
 
 
 def test_one_step_that_was_held_up_says_little() -> None:

@@ -11,7 +11,7 @@ from support.engine.simulated_engine import request
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.engine.speculation.costs import FIRST_RATIO
 from headwise.runtime.engine.speculation.lookup import MOST_MATCH
-from headwise.runtime.engine.speculation.speculator import GAP_S, MOST_LONGER, MOST_LOOKED_UP, TRIED, Speculator
+from headwise.runtime.engine.speculation.speculator import GAP_S, MOST_LONGER, MOST_LOOKED_UP, PAUSED, TRIED, Speculator
 
 REPEATING, NEW = [5, 6, 7] * 12, list(range(40))
 
@@ -169,6 +169,23 @@ def test_proposals_that_are_still_to_come_are_worth_waiting_for_if_they_are_most
         (count,), found = speculator.chosen([sequence], [False])
         assert (count > 0, found) == (is_worth, is_worth)
         assert speculator.chosen([sequence], [True])[1] is False, "nothing was proposed"
+
+
+def test_what_all_sequences_are_drafted_for_costs_a_pass_for_all_of_them() -> None:
+    found = []
+    for number in (1, 3):
+        speculator, sequences = by_model(), [sequence_of(NEW) for _ in range(number)]
+        for drafts, passes in ((0, 0), (4, 4), (0, 4), (4, 0)) * 100:
+            speculator.took(drafts, 1e-1 * (1 + 0.01 * drafts + 0.6 * passes), passes)
+        found.append(speculator.proposals(sequences).tolist())
+    assert min(*found[0], *found[1]) > 0
+
+
+def test_now_and_then_nothing_is_proposed_so_that_steps_without_are_known() -> None:
+    speculator, sequence = by_model(), sequence_of(NEW)
+    told = [int(speculator.proposals([sequence])[0]) for _ in range(2 * PAUSED)]
+    assert told.count(0) == 2
+    assert told.count(4) == 2 * PAUSED - 2
 
 
 def test_a_model_whose_drafts_do_not_pay_is_asked_now_and_then() -> None:
