@@ -41,7 +41,8 @@ END_GPU = "<!-- measured on a GPU: end -->"
 LIMIT_S = 3600.0
 """Of one script."""
 NEEDS = dict.fromkeys(
-    ("peers", "peers_mixture", "peers_hybrid", "peers_state_space"), (".venv-peers/.installed", "make peers")
+    ("peers", "peers_mixture", "peers_hybrid", "peers_state_space", "peers_drafts"),
+    (".venv-peers/.installed", "make peers"),
 )
 """By script: the file without which it is left out, and what makes it."""
 

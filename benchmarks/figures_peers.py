@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from runtimes import random_hybrid, random_mixture, random_state_space
+from runtimes import random_drafting, random_hybrid, random_mixture, random_state_space
 
 Figures = Mapping[str, Any]
 
@@ -18,6 +18,11 @@ SCENARIOS = {
 }
 LONG = {"prefill": "Prefill of 12,000 tokens", "decode": "Decode after them"}
 OURS = {"headwise": "headwise, bfloat16", "headwise_gguf": "headwise, GGUF"}
+DRAFTS = {
+    "decode1": "one request",
+    "decode4": "4 requests at 256 tokens",
+    "decode16": "16 requests at 256 tokens",
+}
 LONG_OURS = {"headwise": "headwise, all heads full", "headwise_half": "headwise, half of the heads with a window"}
 WIDEST = ("AVX512_BF16", "AVX512", "AVX2", "NEON")
 """llama.cpp's names of instructions, the widest first."""
@@ -69,6 +74,25 @@ def hybrid_tables(f: Figures) -> list[str]:
         "3.5's architecture"
     )
     return _tables_of(what, "peers_hybrid", f)
+
+
+def drafts_tables(f: Figures) -> list[str]:
+    """Of a model that drafts for itself."""
+    sizes, has_vllm = random_drafting.FULL, "vllm" in f["about"]
+    lines = [
+        f"A model of {sizes.layers} layers with a hidden size of {sizes.hidden:,} and a layer that drafts (multi-token "
+        f"prediction), random weights in MiMo's architecture, bfloat16: tokens a second of decodes with up to "
+        f"{f['drafts']} drafts of a sequence in a step, and in brackets over those without, by how many drafts are "
+        f"right. Medians of {f['rounds']} rounds; `benchmarks/peers_drafts.py`.",
+        "",
+        f"| Right drafts | Decode of | headwise |{' vLLM |' if has_vllm else ''}",
+        f"| ---: | --- | ---: |{' ---: |' if has_vllm else ''}",
+    ]
+    for case in f["cases"]:
+        names = ["headwise", *(["vllm"] if has_vllm else [])]
+        cells = (f"{case['rates'][f'{name}_mtp']:,.0f} ({case['over_plain'][name]:.2f})" for name in names)
+        lines.append(f"| {case['right']:.0%} | {DRAFTS[case['scenario']]} | {' | '.join(cells)} |".replace("%", " %"))
+    return lines
 
 
 def state_space_tables(f: Figures) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from figures_peers import hybrid_tables, mixture_tables, peers_tables, state_space_tables
+from figures_peers import drafts_tables, hybrid_tables, mixture_tables, peers_tables, state_space_tables
 
 Figures = Mapping[str, Any]
 
@@ -323,6 +323,7 @@ OF_PEERS: dict[str, Callable[[Figures], list[str]]] = {
     "peers_mixture": mixture_tables,
     "peers_hybrid": hybrid_tables,
     "peers_state_space": state_space_tables,
+    "peers_drafts": drafts_tables,
 }
 """By script that has tables of its own."""
 
@@ -331,6 +332,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "A mixture of experts, beside them": ("peers_mixture",),
     "Gated delta-nets, beside llama.cpp": ("peers_hybrid",),
     "State space models, beside llama.cpp": ("peers_state_space",),
+    "Models that draft for themselves, beside vLLM": ("peers_drafts",),
     "On one CPU": (
         "roofline",
         "speculation",

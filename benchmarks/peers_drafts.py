@@ -1,4 +1,4 @@
-"""Drafts by a model's own layer (multi-token prediction) beside vLLM's on this machine's CPU: the same weights, in turns.
+"""Drafts by a model's own layer (multi-token prediction) beside vLLM's on this CPU: the same weights, in turns.
 
     python benchmarks/peers_drafts.py [--quick] [--rounds 3] [--right 0.85] [--drafts 3] [--engine KEY=VALUE]
 
@@ -34,7 +34,7 @@ OURS, OURS_DRAFTING, VLLM, VLLM_DRAFTING = "headwise", "headwise_mtp", "vllm", "
 
 
 def scenarios(quick: bool) -> list[Scenario]:
-    """Of few tokens, as what such a model says runs in circles sooner or later, and then other guesses would be right."""
+    """Of few tokens: what such a model says runs in circles sooner or later, and then other guesses would be right."""
     if quick:
         return [Scenario("decode1", "decode, batch 1", 1, 8, 16, decode_rate)]
     return [

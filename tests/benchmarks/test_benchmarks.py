@@ -241,6 +241,16 @@ def test_a_model_of_random_numbers_has_a_table_below_a_line_that_says_what_it_is
     assert sum(line.startswith("| Decode of one request |") for line in found) == 2, "one of each model"
 
 
+@pytest.mark.parametrize("has_vllm", [True, False])
+def test_the_table_of_drafts_has_vllm_where_it_was_there(has_vllm: bool) -> None:
+    names = ["headwise", *(["vllm"] if has_vllm else [])]
+    rates = {f"{name}{kind}": 100.0 for name in names for kind in ("", "_mtp")}
+    case = {"right": 0.85, "scenario": "decode4", "rates": rates, "over_plain": {"headwise": 1.5, "vllm": 1.25}}
+    found = rows("peers_drafts", {"drafts": 3, "rounds": 2, "cases": [case], "about": dict.fromkeys(names)})
+    theirs = " 100 (1.25) |" if has_vllm else ""
+    assert found[-1] == f"| 85 % | 4 requests at 256 tokens | 100 (1.50) |{theirs}"
+
+
 def test_the_picture_of_peers_has_a_bar_for_each_rate_and_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,14 @@ def test_decodes_with_and_without_guesses_are_compared(capsys: pytest.CaptureFix
     assert found["cases"][0]["right"] > 0.1, "what is to be repeated can be guessed"
 
 
+def test_decodes_of_a_model_that_drafts_are_compared_with_those_without(capsys: pytest.CaptureFixture[str]) -> None:
+    (case,) = quick_figures("peers_drafts", capsys)["cases"]
+    assert set(case["rates"]) == {"headwise", "headwise_mtp"}
+    assert min(case["rates"].values()) > 0
+    assert case["over_plain"]["headwise"] > 0
+    assert case["over_vllm"] == {"plain": None, "drafting": None}
+
+
 def test_decodes_with_and_without_adapters_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("adapters", capsys)
     assert [(case["requests"], case["adapted"]) for case in found["cases"]] == [(1, 1), (4, 4), (4, 2)]
