@@ -21,7 +21,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.expert_codes import check_expert_codes
 from headwise.runtime.loader.adapters import AdapterFile
 from headwise.runtime.loader.block_file import BLOCKS
-from headwise.runtime.loader.checkpoint import parse_json, read_small_file
+from headwise.runtime.loader.checkpoint import has_weights, parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
@@ -143,7 +143,7 @@ def read_model_card(
     raw = read_small_file(directory / "config.json")
     found, weights, blocks = parse_json(directory / "config.json", raw), "", ""
     model = model_config(without_scheme(found))
-    if config.speculation and config.mtp:
+    if config.speculation and config.mtp and (identify or has_weights(directory)):
         model = drafting_config(model, open_weights(directory).names)
     _check_blocks(config, directory)
     _check_codes(config, found)

@@ -194,6 +194,11 @@ def _expanded(matrix: GroupQuantised | NDArray[np.float32] | None) -> NDArray[np
     return as_float32(matrix)
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there are any, not whether they are all there."""
+    return (directory / SINGLE).exists() or (directory / INDEX).exists()
+
+
 def weight_files(directory: Path, *, blocks: bool = False) -> list[Path]:
     """The files of ``directory`` that a `Checkpoint` reads tensors from and, for shards, their index.
 
