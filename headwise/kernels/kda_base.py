@@ -55,9 +55,9 @@ class KdaWeights:
 class KdaProjected:
     """What a layer projects of a step's tokens, and its weights. All rows of ``numbers`` are of one length.
 
-    numbers: ``[tokens, width]``: in a row are ``[query | key | value]`` of each head, behind those of all a number of
-             each, of which its rate is the sigmoid, and behind these what decays and gates were made of, which is not
-             asked for any more
+    numbers: ``[tokens, width]``: in a row are ``[queries | keys | values | rates]`` of all heads, of which a rate is
+             the sigmoid of its number, and behind those what decays and gates were made of, which is not asked for any
+             more
     decays:  ``[tokens, heads * key_dim]``, of which decays are what `KdaWeights` says
     gates:   ``[tokens, heads * value_dim]``
     """

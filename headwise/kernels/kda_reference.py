@@ -35,8 +35,10 @@ class ReferenceKdaKernels:
         numbers, decays, gates = (
             rows.astype(np.float64) for rows in (projected.numbers, projected.decays, projected.gates)
         )
-        tokens, inputs = len(numbers), count * sizes.channels
-        mixed, told = numbers[:, :inputs].reshape(tokens, count, sizes.channels), numbers[:, inputs:]
+        tokens, ends = len(numbers), count * np.cumsum([sizes.key_dim, sizes.key_dim, sizes.value_dim])
+        *parts, told = np.split(numbers, ends, axis=1)
+        of_heads = zip(parts, (sizes.key_dim, sizes.key_dim, sizes.value_dim), strict=True)
+        mixed = np.concatenate([part.reshape(tokens, count, size) for part, size in of_heads], axis=2)
         speed = weights.speed.astype(np.float64)[:, None]
         decays = -speed * np.logaddexp(0, decays.reshape(tokens, *weights.bias.shape) + weights.bias)
         gates, seen = (rows.reshape(tokens, count, sizes.value_dim) for rows in (gates, out))

@@ -64,9 +64,16 @@ def dense_kda(
     """What comes of a whole sequence, ``[tokens, heads * value]``, head by head."""
     tokens, heads, channels, found = len(numbers), len(weights.speed), sizes.channels, []
     for head in range(heads):
-        mixed = np.vstack(
-            [np.zeros((sizes.convolution - 1, channels)), numbers[:, head * channels : (head + 1) * channels]]
+        queries, keys = head * sizes.key_dim, (heads + head) * sizes.key_dim
+        values = 2 * heads * sizes.key_dim + head * sizes.value_dim
+        fresh = np.hstack(
+            [
+                numbers[:, queries : queries + sizes.key_dim],
+                numbers[:, keys : keys + sizes.key_dim],
+                numbers[:, values : values + sizes.value_dim],
+            ]
         )
+        mixed = np.vstack([np.zeros((sizes.convolution - 1, channels)), fresh])
         taps = weights.convolution[head].astype(np.float64)
         sums = np.array([(mixed[t : t + sizes.convolution] * taps).sum(axis=0) for t in range(tokens)])
         query, key, value = np.split(

@@ -157,8 +157,11 @@ def run(own, kda, head, first, last, room):
     while first < last:
         tokens = min(CHUNK, last - first)
         for t in range(tokens):
-            row = own.query + (first + t) * own.query_row * 4
-            row_copy(floats_at(row + head * channels * 4, channels), 0, window[before + t], 0, channels)
+            row, fresh = own.query + (first + t) * own.query_row * 4, window[before + t]
+            keys, values = heads + head, 2 * heads * key_dim + head * value_dim
+            row_copy(floats_at(row + head * key_dim * 4, key_dim), 0, fresh, 0, key_dim)
+            row_copy(floats_at(row + keys * key_dim * 4, key_dim), 0, fresh, key_dim, key_dim)
+            row_copy(floats_at(row + values * 4, value_dim), 0, fresh, 2 * key_dim, value_dim)
             room.rates[t] = sigmoid(floats_at(row + (heads * channels + head) * 4, 1)[0])
             told = floats_at(own.key + ((first + t) * own.key_row + head * key_dim) * 4, key_dim)
             _set_kept(told, bias, speed, room, room.keeps[t])
