@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.kernels.fused import KimiDelta
 from headwise.kernels.kda_base import KdaProjected, KdaWeights
 from headwise.runtime.models.base import AttentionLayer, KdaConfig, Rotation
 from headwise.runtime.models.decoder_weights import merged
@@ -135,6 +136,17 @@ class KimiLinear(Deepseek):
         return Linear(self._prepare(made_of, weight))
 
     # ---- computation ----
+
+    def fusible_attention(self, index: int, attention: Any) -> Any:
+        if not isinstance(attention, KdaProjections):
+            return super().fusible_attention(index, attention)
+        return KimiDelta(
+            into=attention.into.weight,
+            decays=attention.decays.weight,
+            gates=attention.gates.weight,
+            between=attention.between,
+            out=attention.out.weight,
+        )
 
     def attend(
         self,
