@@ -87,6 +87,11 @@ def _as_deepseek(config: HfConfig) -> HfConfig:
             f"{keys['num_expert_group']} {groups} equal groups of {keys['num_experts']} {experts}; a group has two or "
             "more"
         )
+    if groups > 1 and not flag(config, "use_grouped_topk", default=True):
+        raise ModelError(
+            f"config.json: 'use_grouped_topk' is false with {groups} groups of experts, which cannot be served: "
+            "experts are chosen within groups"
+        )
     renamed = {_NAMES[name][0]: value for name, value in found.items()}
     left = {key: value for key, value in config.items() if key not in _NOT_READ}
     return {**left, **renamed, "n_routed_experts": experts}
