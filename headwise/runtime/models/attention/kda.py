@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headwise.cache_controller.layout import BlockLayout
-from headwise.errors import ConfigError
+from headwise.kernels.cuda.kda import CudaKda, KdaShape
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.kda_base import KdaKernels, KdaProjected
 from headwise.kernels.select import make_kda_kernels
@@ -26,8 +26,10 @@ class KimiDeltaAttention(StatesAttention[KdaConfig]):
     def rule_kernels(self, name: str, threads: int) -> KdaKernels:
         return make_kda_kernels(name, threads)
 
-    def gpu_rule_kernels(self, parts: GpuParts, layout: BlockLayout, tp_size: int, dtype: str) -> Any:
-        raise ConfigError("Kimi Delta Attention is not served on a GPU: use device cpu")
+    def gpu_rule_kernels(self, parts: GpuParts, layout: BlockLayout, tp_size: int, dtype: str) -> CudaKda:
+        kda = CudaKda(parts.launcher, parts.allocate)
+        kda.prepare([KdaShape.of(layout, self.states.members // tp_size, dtype, 2 * self.states.rank)])
+        return kda
 
     def states_over_cache(self, ops: TensorOps, kernels: Any, others: CachedAttention) -> KdaOverCache:
         return KdaOverCache(ops, kernels, others)
