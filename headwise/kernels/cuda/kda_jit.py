@@ -167,15 +167,15 @@ def convolve(
 
 @JITFunction
 def pair(
-    decays, query, key, started, lasting, totals, among, alike, speed, bias, cu_seqlens_q, seq_lens, batch,
-    fewest_queries,
+    decays, query, key, started, lasting, totals, rate, among, alike, speed, bias, cu_seqlens_q, seq_lens,
+    batch, fewest_queries,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The products of ``PART`` tokens of a chunk with all before them, for one head; grid (tiles x parts x heads).
 
     Of token ``t``, at place ``i`` of its chunk: ``among [t, h, j]`` is ``sum_d q_i k_j exp(G_i - G_j)``, 0 where
-    ``j > i``, and ``alike``, float32, likewise ``k_i`` and ``k_j``, 0 where ``j >= i``. Of a chunk of ``C`` tokens
+    ``j > i``, and ``alike``, float32, likewise ``b_i k_i`` and ``k_j``, 0 where ``j >= i``. Of a chunk of ``C`` tokens
     ``totals [tile, h, d]`` are ``exp(G_C)``, ``query`` becomes ``exp(G_i) q_i``, and ``started`` and ``lasting [t, h,
     d]`` are ``exp(G_i) k_i`` and ``exp(G_C - G_i) k_i``.
     """
@@ -236,7 +236,9 @@ def pair(
         column = (place == part * PART + other)[None, :]
         asked += tl.where(column & (own >= other)[:, None], tl.sum(own_query * counted, 1)[:, None], 0.0)
         known += tl.where(column & (own > other)[:, None], tl.sum(own_key * counted, 1)[:, None], 0.0)
-    pairs = ((begin + token).to(tl.int64) * HEADS + head)[:, None] * ROWS + place[None, :]
+    at = (begin + token).to(tl.int64) * HEADS + head
+    known *= tl.load(rate + at, mask=real, other=0.0)[:, None]
+    pairs = at[:, None] * ROWS + place[None, :]
     tl.store(among + pairs, asked.to(among.dtype.element_ty), mask=real[:, None])
     tl.store(alike + pairs, known, mask=real[:, None])
 
@@ -246,7 +248,7 @@ def solve(
     rate, alike, solved, cu_seqlens_q, seq_lens, batch, fewest_queries,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``solved [t, h, j]``: ``[(1 + L)^-1]_ij b_j`` with ``L_ij = b_i alike_ij``; grid (tiles x heads).
+    """``solved [t, h, j]``: ``[(1 + L)^-1]_ij b_j`` where ``alike`` is ``L``; grid (tiles x heads).
 
     As `delta_jit.solve` has it: the inverse is made of those of its diagonal blocks, twice as large each time.
     """
@@ -262,13 +264,13 @@ def solve(
     row = (begin + first).to(tl.int64) * HEADS + head  # of the first place, which may be no token
     at_pairs = (row + place * HEADS)[:, None] * ROWS + place[None, :]
     i, j = place[:, None], place[None, :]
-    rates = tl.load(rate + row + place * HEADS, mask=real, other=0.0)
-    lower = rates[:, None] * tl.load(alike + at_pairs, mask=real[:, None] & (i > j), other=0.0)
+    lower = tl.load(alike + at_pairs, mask=real[:, None] & (i > j), other=0.0)
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
     for level in tl.static_range(1, LEVELS):
         joins = (i // (2 << level) == j // (2 << level)) & (i // (1 << level) > j // (1 << level))
         joined = tl.dot(inverse, tl.where(joins, lower, 0.0), input_precision=PRECISION)
         inverse -= tl.dot(joined, inverse, input_precision=PRECISION)
+    rates = tl.load(rate + row + place * HEADS, mask=real, other=0.0)
     made = (inverse * rates[None, :]).to(solved.dtype.element_ty)
     tl.store(solved + at_pairs, made, mask=real[:, None])
 
