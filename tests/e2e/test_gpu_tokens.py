@@ -32,6 +32,7 @@ SHOWN_BY_OTHERS = (
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
 FEW = replace(GREEDY, max_tokens=9)
+OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite", "kimi-linear")
 PROMPTS = {"qwen3.5": 1, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 
@@ -78,9 +79,7 @@ def test_greedy_tokens_of_several_prompts_at_once(
         assert not has_bias or (weights.bias is not None and weights.qkv.bias is None), "added where heads are rotated"
     for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(tokens), result.token_ids)
-    assert bool(expanded) == (model in ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite")), (
-        "prompts of latent attention are expanded"
-    )
+    assert bool(expanded) == (model in OVER_LATENTS), "prompts of latent attention are expanded"
 
 
 @pytest.mark.soak

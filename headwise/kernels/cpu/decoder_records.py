@@ -67,10 +67,10 @@ PHASE = np.dtype(
 )
 """A phase of a decoder layer, and its number within it. Places are given by number, norms by address and length.
 
-ROWS:    rows ``source [rows, columns]``, ``source_row`` apart and from ``source_at`` on, get ``addend``, if that is not negative, normed if
-         there is a norm ``after``, are multiplied by ``scale``, and have their mean taken off, if ``is_centred``: in
-         place. Normed, if there is a norm ``before``, which comes before all that if ``norms_first``, or else is of
-         each of ``norm_parts`` by itself, if that is not 0,
+ROWS:    rows ``source [rows, columns]``, ``source_row`` apart and from ``source_at`` on, get ``addend``, if that is not
+         negative, normed if there is a norm ``after``, are multiplied by ``scale``, and have their mean taken off, if
+         ``is_centred``: in place. Normed, if there is a norm ``before``, which comes before all that if
+         ``norms_first``, or else is of each of ``norm_parts`` by itself, if that is not 0,
          and gated (see `NO_GATE`: by rows of ``gate``, ``gate_row`` apart, from ``gate_at`` on) they are prepared for
          the product with ``weight``, if that is not 0, and copied to ``kept``, if that is not negative; with neither
          they stay where they are, normed

@@ -46,8 +46,8 @@ _SIGNATURES = {
     + IN_CACHE.format("") + " eps:fp32",
     "convolve": "projected:x query:x key:x value:x rate:*fp32 arena:*fp32 convolution:*fp32 "
     + IN_CACHE.format("batch:i32") + " fewest_queries:i32",
-    "pair": "decays:x query:x key:x started:x lasting:x totals:*fp32 rate:*fp32 among:x alike:*fp32 speed:*fp32 bias:*fp32 "
-    + _IN_STEP,
+    "pair": "decays:x query:x key:x started:x lasting:x totals:*fp32 rate:*fp32 among:x alike:*fp32 speed:*fp32 "
+    "bias:*fp32 " + _IN_STEP,
     "solve": "rate:*fp32 alike:*fp32 solved:x " + _IN_STEP,
     "carry": "query:x started:x lasting:x value:x totals:*fp32 among:x solved:x seen:*fp32 projected:x arena:*fp32 "
     + IN_CACHE.format("") + " fewest_queries:i32",

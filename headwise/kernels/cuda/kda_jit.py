@@ -15,7 +15,7 @@ is above 1, so that nothing overflows, and what underflows is of a product that 
 A program reads what it will overwrite before a barrier, and writes behind it: small tiles lie in several warps alike.
 """
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 import triton.language as tl
 from triton.runtime.jit import JITFunction
@@ -127,7 +127,8 @@ def convolve(
 ):  # fmt: skip
     """What the rule takes but for decays, of ``TOKENS`` tokens and one head; grid (tiles x heads).
 
-    ``query``, ``key [T, heads, KEY_DIM]`` and ``value [T, heads, VALUE_DIM]`` in the model's dtype, ``rate [T, heads]``.
+    ``query``, ``key [T, heads, KEY_DIM]`` and ``value [T, heads, VALUE_DIM]`` are in the model's dtype, ``rate [T,
+    heads]`` in float32.
     """
     head = tl.program_id(0) % HEADS
     sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // HEADS, TOKENS)

@@ -96,7 +96,7 @@ class KimiLinear(Deepseek):
         kda, sizes, found = self._kda, self._kda.sizes, []
         for part, size in (("q", sizes.key_dim), ("k", sizes.key_dim), ("v", sizes.value_dim)):
             taps = self._weights.tensor(f"{at}{part}_conv1d.weight")
-            self._check(f"{at}{part}_conv1d", taps.shape, (kda.members * size, 1, sizes.convolution))
+            self._check_shape(f"{at}{part}_conv1d.weight", taps.shape, (kda.members * size, 1, sizes.convolution))
             found.append(taps.reshape(kda.members, size, sizes.convolution)[heads])
         return np.ascontiguousarray(np.concatenate(found, axis=1).transpose(0, 2, 1), np.float32)
 
@@ -104,11 +104,15 @@ class KimiLinear(Deepseek):
         """Numbers of a checkpoint, which may have them in another shape."""
         found = self._weights.tensor(name)
         if found.size != np.prod(shape):
+            self._check_shape(name, found.shape, shape)
+        return np.ascontiguousarray(found.reshape(shape), np.float32)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape != expected:
             raise ModelError(
-                f"{name} has the shape {found.shape}, config.json says {shape}: weights and config.json do not belong "
+                f"{name} has the shape {shape}, config.json says {expected}: weights and config.json do not belong "
                 "together"
             )
-        return np.ascontiguousarray(found.reshape(shape), np.float32)
 
     def _rows_alone(self, parts: dict[str, Ranges], at: str, inputs: int) -> Linear:
         """Output rows of several projections as one weight, which no adapter changes."""
@@ -120,7 +124,9 @@ class KimiLinear(Deepseek):
             self._check(f"{at}{' + '.join(parts)}", found.shape, (rows, inputs))
             return self.ops.linear_weight(found)
 
-        return Linear(self._prepare(" + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where), weight))
+        return Linear(
+            self._prepare(" + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where), weight)
+        )
 
     def _columns_alone(self, name: str, ranges: Ranges, shape: tuple[int, int]) -> Linear:
         """Input columns of a projection, which no adapter changes."""

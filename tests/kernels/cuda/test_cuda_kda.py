@@ -170,7 +170,7 @@ def test_inputs_that_do_not_fit_the_layout_are_refused(what: str) -> None:
 
 
 def test_both_halves_agree_on_the_tokens_of_a_part() -> None:
-    assert kda.PART == kda_jit.PART.value
+    assert kda_jit.PART.value == kda.PART
 
 
 # ---- machine code ----
@@ -178,7 +178,10 @@ def test_both_halves_agree_on_the_tokens_of_a_part() -> None:
 
 def every_kernel() -> Iterator[Any]:
     """As ``(sm, kernel, shape)``: each takes seconds to compile."""
-    others = {"of 8 ranks": replace(KIMI, heads=4, row=4 * 385 + 256), "key64": replace(KIMI, sizes=StateSizes(64, 64, 1, 4))}
+    others = {
+        "of 8 ranks": replace(KIMI, heads=4, row=4 * 385 + 256),
+        "key64": replace(KIMI, sizes=StateSizes(64, 64, 1, 4)),
+    }
     for sm in TARGETS:
         for kernel in variants_of(KIMI, sm):
             is_telling = sm == 90 and kernel in ("step", "pair", "carry")

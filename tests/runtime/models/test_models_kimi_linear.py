@@ -73,9 +73,7 @@ def test_a_config_by_transformers_names_is_the_same() -> None:
 
 def test_a_dense_layer_s_mlp_is_found_by_its_published_name_and_by_the_one_that_transformers_saves() -> None:
     saved = weights()
-    published = {
-        name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): values for name, values in saved.items()
-    }
+    published = {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): values for name, values in saved.items()}
     assert published.keys() != saved.keys()
     found, expected = (
         run_rank(model_config(TINY), DictWeights(each), SingleRank(), IDS) for each in (published, saved)
@@ -96,8 +94,14 @@ def own(**changes: Any) -> dict[str, Any]:
         (own(num_heads=5000), "'linear_attn_config.num_heads' must be at most 4096, got 5000"),
         (own(head_dim="128"), "'linear_attn_config.head_dim' must be a positive integer, got '128'"),
         (own(short_conv_kernel_size=65), "'linear_attn_config.short_conv_kernel_size' must be at most 64, got 65"),
-        (own(kda_layers=None), "'linear_attn_config.kda_layers' must be a list of layers from 1 to 5, got None; or 'lay"),
-        (own(kda_layers=[0, 1, 2]), r"'linear_attn_config.kda_layers' must be a list of layers from 1 to 5, got \[0, 1"),
+        (
+            own(kda_layers=None),
+            "'linear_attn_config.kda_layers' must be a list of layers from 1 to 5, got None; or 'lay",
+        ),
+        (
+            own(kda_layers=[0, 1, 2]),
+            r"'linear_attn_config.kda_layers' must be a list of layers from 1 to 5, got \[0, 1",
+        ),
         (own(full_attn_layers=[3, 6]), r"'linear_attn_config.full_attn_layers' must be a list of layers from 1 to 5"),
         (own(kda_layers=[1, 2]), "layer 4 is in none of 'kda_layers' and 'full_attn_layers' of 'linear_attn_config'"),
         (own(kda_layers=[1, 2, 3, 4]), "layer 3 is in both of 'kda_layers' and 'full_attn_layers'"),
@@ -107,7 +111,10 @@ def own(**changes: Any) -> dict[str, Any]:
         ({"layer_types": ["full_attention"] * 4 + ["gru"]}, r"layer types \['gru'\] are not supported; known are"),
         ({"mla_use_nope": False}, "'mla_use_nope' is False, which cannot be served"),
         ({"attention_bias": True}, "'attention_bias' is True, which cannot be served"),
-        ({"moe_router_activation_func": "softmax"}, "'moe_router_activation_func' is 'softmax', which cannot be served"),
+        (
+            {"moe_router_activation_func": "softmax"},
+            "'moe_router_activation_func' is 'softmax', which cannot be served",
+        ),
         ({"kv_lora_rank": None}, "'kv_lora_rank' must be a positive integer, got None"),
         ({"qk_rope_head_dim": 15}, "'qk_rope_head_dim' must be even"),
         ({"v_head_dim": -1}, "'v_head_dim' must be a positive integer, got -1"),
@@ -115,7 +122,10 @@ def own(**changes: Any) -> dict[str, Any]:
         ({"model_max_length": 0}, "'model_max_length' must be a positive integer, got 0"),
         ({"num_experts": None}, "'num_experts' must be a positive integer, got None"),
         ({"num_experts": 1 << 20}, "'num_experts' must be at most 65536, got 1048576"),
-        ({"num_experts_per_token": 9}, "'num_experts_per_token' 9 cannot be chosen from 'topk_group' 1 of 'num_expert_"),
+        (
+            {"num_experts_per_token": 9},
+            "'num_experts_per_token' 9 cannot be chosen from 'topk_group' 1 of 'num_expert_",
+        ),
         ({"num_expert_group": 3}, "'num_expert_group' 3 equal groups of 'num_experts' 8"),
         ({"topk_group": 2}, "'topk_group' 2 of 'num_expert_group' 1 equal groups"),
         ({"num_expert_group": 2, "use_grouped_topk": False}, "'use_grouped_topk' is false with 2 groups of experts"),
@@ -140,7 +150,7 @@ def test_what_is_wrong_is_told_by_its_field(changes: dict[str, Any], message: st
         ("A_log", r"A_log has the shape \(1, 1, 3, 1\), config.json says \(4,\)"),
         ("dt_bias", r"dt_bias has the shape \(127,\), config.json says \(4, 32\)"),
         ("o_norm.weight", r"o_norm.weight has the shape \(31,\), config.json says \(32,\)"),
-        ("k_conv1d.weight", r"k_conv1d.weight has the shape \(127, 1, 4\) where config.json says \(128, 1, 4\)"),
+        ("k_conv1d.weight", r"k_conv1d.weight has the shape \(127, 1, 4\), config.json says \(128, 1, 4\)"),
         ("v_proj.weight", "b_proj.* has the shape .* where config.json says"),
         ("f_b_proj.weight", r"f_b_proj.weight has the shape \(127, 32\) where config.json says \(128, 32\)"),
         ("o_proj.weight", r"o_proj.weight has the shape \(63, 128\) where config.json says \(64, 128\)"),
