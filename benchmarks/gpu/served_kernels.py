@@ -10,9 +10,9 @@ from headwise.kernels.cuda import delta, experts, kda, ssm
 from headwise.kernels.cuda.attention import HEAD_DIMS, OLDEST_SM_E4M3, AttentionShape, variants_of
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.kda import KdaShape
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.packed import form_of
-from headwise.kernels.cuda.kda import KdaShape
 from headwise.kernels.cuda.ssm import SsmShape
 from headwise.kernels.experts import Routing
 from headwise.kernels.state_layout import StateSizes

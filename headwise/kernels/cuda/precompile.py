@@ -40,12 +40,12 @@ from headwise.kernels.cuda.delta import variants_of as delta_variants
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.kda import KdaShape
+from headwise.kernels.cuda.kda import variants_of as kda_variants
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.packed import PackedForm
 from headwise.kernels.cuda.programs import Defines, cubin_path
-from headwise.kernels.cuda.kda import KdaShape
-from headwise.kernels.cuda.kda import variants_of as kda_variants
 from headwise.kernels.cuda.ssm import SsmShape
 from headwise.kernels.cuda.ssm import variants_of as ssm_variants
 from headwise.kernels.dsa import index_dtype
