@@ -29,9 +29,7 @@ _PROJECTED = {
 
 
 def _config(source: GgufFile) -> dict[str, Any]:
-    heads, rotated = (
-        integer(source, f"{_NAME}.{key}") for key in ("attention.head_count", "rope.dimension_count")
-    )
+    heads, rotated = (integer(source, f"{_NAME}.{key}") for key in ("attention.head_count", "rope.dimension_count"))
     size = integer(source, f"{_NAME}.attention.key_length_mla")
     if size <= rotated:
         raise ModelError(f"{source.path}: {_NAME} has heads of {size} elements, of which {rotated} are rotated")
@@ -58,7 +56,8 @@ def _config(source: GgufFile) -> dict[str, Any]:
         "num_local_experts": integer(source, f"{_NAME}.expert_count"),
         "n_shared_experts": count(source, f"{_NAME}.expert_shared_count"),
         # llama.cpp divides weights by their sum, whatever a file says of that.
-        **{**sigmoid_routing(source, _NAME), "norm_topk_prob": True},
+        **sigmoid_routing(source, _NAME),
+        "norm_topk_prob": True,
     }
 
 
@@ -93,7 +92,8 @@ def _made(source: GgufFile, config: Config) -> Iterable[Part]:
 
 
 def _needed(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    assert config.mla is not None and config.states is not None, "parsed so"
+    assert config.mla is not None, "parsed so"
+    assert config.states is not None, "parsed so"
     fed = ("attn_norm", "attn_output", "ffn_norm", *corrected_feed_forward(config, layer))
     if layer in config.states.layers:
         return ("attn_q", "attn_k", "attn_v", *_PROJECTED, *_CONVOLUTIONS, "ssm_a", "ssm_dt.bias", *fed)
