@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.kernels.fused import KimiDelta
+from headwise.kernels.fused import Attention, KimiDelta
 from headwise.kernels.kda_base import KdaProjected, KdaWeights
 from headwise.runtime.models.base import AttentionLayer, KdaConfig, Rotation
 from headwise.runtime.models.decoder_weights import merged
@@ -70,8 +70,7 @@ class KimiLinear(Deepseek):
         kda, sizes, upload = self._kda, self._kda.sizes, self.ops.upload
         own, rank, hidden = list(heads), [(0, kda.rank)], self.config.hidden_size
         keys, values, one = (_ranges(heads, each) for each in (sizes.key_dim, sizes.value_dim, 1))
-        inner = kda.members * sizes.value_dim
-        norm, speeds = f"{at}o_norm.weight", self._floats(f"{at}A_log", (kda.members,))
+        speeds = self._floats(f"{at}A_log", (kda.members,))
         bias = self._floats(f"{at}dt_bias", (kda.members, sizes.key_dim))
         return KdaProjections(
             into=self._rows_alone(
@@ -85,10 +84,10 @@ class KimiLinear(Deepseek):
                 convolution=upload(self._convolution(own, at)),
                 speed=upload(np.exp(speeds[own])),
                 bias=upload(np.ascontiguousarray(bias[own])),
-                norm=upload(self._floats(norm, (sizes.value_dim,))),
+                norm=upload(self._floats(f"{at}o_norm.weight", (sizes.value_dim,))),
                 eps=self.config.rms_norm_eps,
             ),
-            out=self._columns_alone(f"{at}o_proj", values, (hidden, inner)),
+            out=self._columns_alone(f"{at}o_proj", values, hidden),
         )
 
     def _convolution(self, heads: list[int], at: str) -> Floats:
@@ -124,14 +123,13 @@ class KimiLinear(Deepseek):
             self._check(f"{at}{' + '.join(parts)}", found.shape, (rows, inputs))
             return self.ops.linear_weight(found)
 
-        return Linear(
-            self._prepare(" + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where), weight)
-        )
+        made_of = " + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where)
+        return Linear(self._prepare(made_of, weight))
 
-    def _columns_alone(self, name: str, ranges: Ranges, shape: tuple[int, int]) -> Linear:
+    def _columns_alone(self, name: str, ranges: Ranges, outputs: int) -> Linear:
         """Input columns of a projection, which no adapter changes."""
         parts = merged(ranges)
-        expected = shape[0], sum(stop - start for start, stop in parts)
+        expected = outputs, sum(stop - start for start, stop in parts)
 
         def weight() -> Any:
             found = self._columns(f"{name}.weight", parts)
@@ -143,7 +141,7 @@ class KimiLinear(Deepseek):
 
     # ---- computation ----
 
-    def fusible_attention(self, index: int, attention: Any) -> Any:
+    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
         if not isinstance(attention, KdaProjections):
             return super().fusible_attention(index, attention)
         return KimiDelta(
