@@ -12,7 +12,7 @@ from headwise.runtime.loader.aliases import ALIASES, fetch_alias
 from headwise.runtime.loader.files import building
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.resolve import resolve_model
-from runtimes import random_hybrid, random_mixture, random_state_space
+from runtimes import random_drafting, random_hybrid, random_mixture, random_state_space
 from runtimes.random_weights import RandomModel
 
 MIXTURE, HYBRID, STATE_SPACE = "mixture", "hybrid", "state-space"
@@ -60,6 +60,18 @@ def _random(model: RandomModel, cache: Path, progress: Progress) -> ModelFiles:
             if directory is not None:
                 model.write(directory / path.name, vocabulary)
     return ModelFiles(str(path), path, resolve_model(str(path), cache, progress))
+
+
+def find_drafting(right: float, progress: Progress, is_tiny: bool = False) -> Path:
+    """A model of random numbers whose own drafts are right so often, made if need be."""
+    cache, sizes = EngineConfig().cache_path, random_drafting.TINY if is_tiny else random_drafting.FULL
+    target = cache / "benchmarks" / f"{sizes.name}-right-{right:g}"
+    if not target.is_dir():
+        tokenizer_of = resolve_model("smollm2-135m", cache, progress)
+        with building(target, progress) as directory:
+            if directory is not None:
+                random_drafting.write(sizes, right, directory, tokenizer_of)
+    return target
 
 
 def stretched(files: ModelFiles, tokens: int, progress: Progress) -> ModelFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from runtimes.process import Served, answer
 
 
 class Vllm:
-    """options: `directory` of the model, `dtype`, `max_model_len`"""
+    """options: `directory` of the model, `dtype`, `max_model_len`; and `drafts`, by the model's own layer, if any"""
 
     def __init__(self, options: dict[str, Any]) -> None:
         llm = vllm.LLM(
@@ -21,6 +22,8 @@ class Vllm:
             max_model_len=options["max_model_len"],
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            trust_remote_code=_has_code(options["directory"]),
+            **_drafting(options.get("drafts", 0)),
         )
         self._engine = llm.llm_engine
         self._sent = 0
@@ -47,6 +50,15 @@ class Vllm:
                 one = served[output.request_id]
                 one.add(now, output.outputs[0].token_ids[one.count :])
         return list(served.values())
+
+
+def _drafting(drafts: int) -> dict[str, Any]:
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}
+
+
+def _has_code(directory: str) -> bool:
+    """Whether the model's configuration is a class of its own."""
+    return any(Path(directory).glob("configuration_*.py"))
 
 
 if __name__ == "__main__":

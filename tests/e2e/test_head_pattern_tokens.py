@@ -102,7 +102,7 @@ class LoadedModel:
         config = replace(self.config, **changes)
         self.worker.card, self.worker._config = read_model_card(config, self.directory), config
         self.worker.initialize_cache()
-        self.worker._cache.arena.view(np.float32)[:] = np.nan
+        self.worker._runner.cache.arena.view(np.float32)[:] = np.nan
         executor = LocalExecutor(self.worker)
         engine = EngineCore(config, self.worker.card, self.preprocessor.tokenizer, executor)
         try:

@@ -48,7 +48,7 @@ def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
     assert engine.stats()["cache"]["hit_tokens"] > 1000
     executor.close()
     assert [worker._model._fused is not None for worker in ranks.workers] == [name not in WHOLE] * size
-    return [worker._cache.arena.view(np.float32) for worker in ranks.workers]
+    return [worker._runner.cache.arena.view(np.float32) for worker in ranks.workers]
 
 
 @pytest.mark.parametrize(("name", "size"), [("deepseek-v2", 2), ("deepseek-v3", 4), ("deepseek-v3.2", 2)])

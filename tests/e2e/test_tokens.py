@@ -70,8 +70,8 @@ def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
         sample=np.ones(1, np.bool_),
         table_updates=np.array(updates, np.int32),
     )
-    worker._cache.tables.apply(batch.table_updates)
-    hidden = worker._forward(batch)
+    worker._runner.cache.tables.apply(batch.table_updates)
+    hidden = worker._runner.forward(batch)
     logits = worker._model.logits(worker._ops.take_rows(hidden, np.array([count - 1])))
     assert logits is not None
     return logits[0]

@@ -38,9 +38,17 @@ def prompts() -> dict[str, list[int]]:
     return found
 
 
+_AS_ANOTHER = {"MiMoForCausalLM": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}}
+"""What transformers does not know, by what it computes the same as."""
+
+
+def for_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, **_AS_ANOTHER.get(config["architectures"][0], {})}
+
+
 def published_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     """Names and shapes of a model's weights, as transformers saves them; with MXFP4, as they are published."""
-    config = dict(config)
+    config = for_transformers(config)
     is_mxfp4 = config.pop("quantization_config", None) is not None
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(config))
@@ -81,7 +89,8 @@ def make(name: str) -> None:
     config = TINY_CONFIGS[name]
     shapes = published_shapes(config)
     with tempfile.TemporaryDirectory() as scratch:
-        model = load(write_checkpoint(Path(scratch), config, shapes), "quantization_config" in config)
+        directory = write_checkpoint(Path(scratch), for_transformers(config), shapes)
+        model = load(directory, "quantization_config" in config)
     entries = [reference(model, prompt, ids) for prompt, ids in prompts().items()]
     judged = [next((i for i, gap in enumerate(entry["gaps"]) if gap < 1e-3), 64) for entry in entries]
     distinct = [len(set(entry["output_ids"])) for entry in entries]

@@ -169,6 +169,7 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         sliding_window=24,
         max_window_layers=1,
     ),
+    "mimo": _config("MiMoForCausalLM", "mimo", attention_bias=True, hidden_size=256, head_dim=_ABSENT),
     "qwen3": _config("Qwen3ForCausalLM", "qwen3"),
     "qwen3-moe": _config(
         "Qwen3MoeForCausalLM",

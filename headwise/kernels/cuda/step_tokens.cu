@@ -5,7 +5,7 @@
 constexpr int LAST_SAMPLED = -1;  // in a step's tokens: the one that its row was given last
 constexpr int NO_TOKEN = -1;
 
-// A step's tokens, where they stand for the last ones. Only a sequence with a single token can.
+// A step's tokens, where they stand for the last ones. Only the first of a sequence can.
 // tokens: [tokens of the step]; begins: [count + 1], of the sequences, ascending: one that begins where the next does is padding
 // grid:   threads for all sequences
 extern "C" __global__ void fill(int* tokens, const int* begins, const int* rows, const int* last, int count)
@@ -13,7 +13,7 @@ extern "C" __global__ void fill(int* tokens, const int* begins, const int* rows,
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= count) return;
     const int first = begins[at];
-    if (begins[at + 1] - first != 1 || tokens[first] != LAST_SAMPLED) return;
+    if (begins[at + 1] <= first || tokens[first] != LAST_SAMPLED) return;
     tokens[first] = last[rows[at]];
 }
 

@@ -409,11 +409,16 @@ class EngineConfig:
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     speculation: int = _option(
         0,
-        "Most draft tokens of a sequence in a step: speculative decoding by prompt lookup. Output that repeats its "
-        "prompt or itself takes fewer steps and stays the same; there are drafts where they pay, by what was measured. "
-        "0: none.",
+        "Most draft tokens of a sequence in a step: speculative decoding by prompt lookup, and by a layer of the model "
+        "that drafts (`mtp`). Output that is guessed right takes fewer steps and stays the same; there are drafts "
+        "where they pay, by what was measured. 0: none.",
         0,
         32,
+    )
+    mtp: bool = _option(
+        True,
+        "With `speculation`, draft by the layer that a model has for it (multi-token prediction), if it has one: it "
+        "takes a layer's memory and cache, and is written in each step.",
     )
     step_timeout_s: float = _option(
         120.0,

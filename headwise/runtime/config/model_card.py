@@ -25,10 +25,11 @@ from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.models.attention.base import AttentionVariant, Serving
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig
-from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.registry import drafting_config, model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.select import resolve_ops_name
 
@@ -142,6 +143,8 @@ def read_model_card(
     raw = read_small_file(directory / "config.json")
     found, weights, blocks = parse_json(directory / "config.json", raw), "", ""
     model = model_config(without_scheme(found))
+    if config.speculation and config.mtp:
+        model = drafting_config(model, open_weights(directory).names)
     _check_blocks(config, directory)
     _check_codes(config, found)
     check_expert_codes(config, model, found)
@@ -166,9 +169,10 @@ def read_model_card(
         pattern = load_pattern(config.head_pattern)
         if pattern.identity and pattern.model != config.model:  # only the weights can tell
             weights = weights or _weights(raw, directory, config, progress)
-        pattern.check_fits((model.num_layers, model.num_kv_heads), config.model, weights)
-        policies = policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, model.policies)
-        model = replace(model, policies=policies)
+        pattern.check_fits((model.decoder_layers, model.num_kv_heads), config.model, weights)
+        given, drafting = model.policies[: model.decoder_layers], model.policies[model.decoder_layers :]
+        policies = policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, given)
+        model = replace(model, policies=(*policies, *drafting))
     asked = _asked_length(config, model)
     model = served_up_to(model, asked)
     identity = _identity(weights + blocks, model, config) if identify else ""

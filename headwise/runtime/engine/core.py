@@ -338,7 +338,7 @@ class EngineCore:
             if self.resources.is_wanted(step, index):
                 self._tell_prompt(step.sequences[index], logprobs)
         drafts = result.accepted.tolist() if len(result.accepted) else [0] * len(step.sequences)
-        for index in self.resources.commit(step, result.token_ids, result.accepted):
+        for index in self.resources.commit(step, result.token_ids, result.accepted, result.proposed):
             sequence = step.sequences[index]
             self._take(sequence, sequence.output[-1 - drafts[index] :], result.logprobs.get(index))
 

@@ -79,4 +79,9 @@ def prefetcher_of(config: EngineConfig, cache: CacheManager, lookup: Lookup | No
 def speculator_of(config: EngineConfig, card: ModelCard) -> Speculator | None:
     if not config.speculation:
         return None
-    return Speculator(config.speculation, config.most_drafts, computes_again=card.has_states)
+    return Speculator(
+        config.speculation,
+        config.most_drafts,
+        computes_again=card.has_states,
+        by_model=card.config.draft_layers > 0,
+    )

@@ -22,7 +22,14 @@ from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
 from headwise.runtime.engine.waiting_queue import WaitingQueue
-from headwise.runtime.protocol.batch import LAST_SAMPLED, NO_DRAFTS, BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.batch import (
+    LAST_SAMPLED,
+    NO_DRAFTS,
+    NOTHING_PROPOSED,
+    BatchRequest,
+    NewSequence,
+    StepResult,
+)
 
 ASKED_CHUNK = 256
 """Most tokens of a prompt in a step whose log-probabilities are asked for: others in the step wait for these."""
@@ -139,7 +146,7 @@ class ResourceManager:
                 budget,
             )
             row = np.array([admitted.row], dtype=np.int32)
-            if self.cache.extend(row, self.table.scheduled[row] + count):
+            if self._extend(row, self.table.scheduled[row] + count):
                 plan.add(admitted.row, count)
                 budget -= count
         return self._send(plan) if len(plan.rows) or self._copies_need_a_step() else None
@@ -166,7 +173,7 @@ class ResourceManager:
         rows, columns = self._rows_in_order(), self.table
         length = columns.length[rows]
         rows = rows[(length > columns.num_prompt[rows]) & (columns.scheduled[rows] >= length - 1 - columns.lag)]
-        counts, is_worth_waiting = speculator.chosen(columns.of(rows))
+        counts, is_worth_waiting = speculator.chosen(columns.of(rows), (columns.pending[rows] == 0).tolist())
         if self._keeps_states:  # what a block of states is of, stays the last known token's
             counts = np.minimum(counts, -columns.length[rows] % self.cache.block_size)
         columns.offered[:] = 0
@@ -182,7 +189,7 @@ class ResourceManager:
         while True:
             plan = self._ask_for_tokens()
             targets = self.table.scheduled[plan.rows] + plan.counts
-            if self.cache.extend(plan.rows, targets):
+            if self._extend(plan.rows, targets):
                 return plan
             if self.table.offered.any():
                 self.table.offered[:] = 0
@@ -193,6 +200,15 @@ class ResourceManager:
                 self.cache.extend(plan.rows[fits], targets[fits])
                 return _Plan(plan.rows[fits], plan.counts[fits])
             self._preempt_latest()
+
+    def _extend(self, rows: Index, targets: NDArray[np.int64]) -> bool:
+        """Make room for so many tokens of each row, and, where that is had, for those that the model drafts behind
+        them. A block of states has no room beyond its last known token."""
+        if self.speculator is not None and self.speculator.by_model and not self._keeps_states:
+            further = np.minimum(targets + self.speculator.most - 1, self.table.max_length[rows])
+            if self.cache.extend(rows, np.maximum(further, targets)):
+                return True
+        return self.cache.extend(rows, targets)
 
     def _ask_for_tokens(self) -> _Plan:
         """The tokens that running sequences get, within the budget; decoding ones first."""
@@ -309,6 +325,7 @@ class ResourceManager:
         columns.length[rows] = length + samples
         self._step_id += 1
         columns.last_step[rows] = self._step_id
+        of_model = self._for_the_model(rows, starts + counts, samples)
         new, self._new = tuple(self._new), []
         swap_in, swap_out = self.copies.take_orders(self._step_id)
         batch = BatchRequest(
@@ -325,8 +342,31 @@ class ResourceManager:
             command=command,
             embeds=step_embeds(columns, rows, starts, counts),
             drafts=drafts.astype(np.int32) if drafts.any() else NO_DRAFTS,
+            **of_model,
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
+
+    def _for_the_model(
+        self, rows: Index, ends: NDArray[np.int64], samples: NDArray[np.bool_]
+    ) -> dict[str, NDArray[np.int32]]:
+        """What its layer that drafts is told of a step, which computes ``ends`` tokens of the rows: fields of a
+        `BatchRequest`."""
+        if self.speculator is None or not self.speculator.by_model:
+            return {}
+        sequences = self.table.of(rows)
+        following = [
+            0 if is_sampled else int(sequence.tokens(end, end + 1)[0])
+            for sequence, end, is_sampled in zip(sequences, ends.tolist(), samples.tolist(), strict=True)
+        ]
+        proposals = np.zeros(len(rows), np.int64)
+        sampled = samples.nonzero()[0]
+        proposals[sampled] = self.speculator.proposals([sequences[index] for index in sampled.tolist()])
+        room = self.cache.num_blocks[rows] * self.cache.block_size - ends
+        proposals = np.minimum(proposals, 1 + room)
+        return {
+            "following": np.array(following, np.int32),
+            "proposals": proposals.astype(np.int32) if proposals.any() else NO_DRAFTS,
+        }
 
     def _input_tokens(
         self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64], drafts: NDArray[np.int64]
@@ -352,13 +392,17 @@ class ResourceManager:
         return token_ids
 
     def commit(
-        self, step: ScheduledStep, token_ids: NDArray[np.int32], accepted: NDArray[np.int32] = NO_DRAFTS
+        self,
+        step: ScheduledStep,
+        token_ids: NDArray[np.int32],
+        accepted: NDArray[np.int32] = NO_DRAFTS,
+        proposed: NDArray[np.int32] = NOTHING_PROPOSED,
     ) -> list[int]:
         """Take what a step computed; the indices in its batch of the sequences whose output has new tokens: one each,
         and accepted drafts before it.
 
         token_ids: ``[n]``, the sampled token of each sequence of the batch
-        accepted:  see `StepResult.accepted`
+        accepted, proposed: see `StepResult`
         """
         batch, columns = step.batch, self.table
         wanted = columns.wanted[batch.rows]
@@ -375,6 +419,10 @@ class ResourceManager:
         indices = sampled.tolist()
         for index, token in zip(indices, token_ids[sampled].tolist(), strict=True):
             step.sequences[index].output.append(token)
+        if self.speculator is not None and len(proposed):
+            for index in indices:
+                tokens = proposed[index]
+                self.speculator.proposed(step.sequences[index], tokens[tokens >= 0])
         self.step_done(step)
         return indices
 
@@ -435,7 +483,8 @@ class ResourceManager:
         if not batch.drafts.any():
             self.step_times.observe(batch.num_tokens, len(batch.rows), compute_s)
         if self.speculator is not None and compute_s and self._decodes_alone(step):
-            self.speculator.took(batch.num_tokens - len(batch.rows), compute_s)
+            passes = int(batch.proposals.max(initial=0))
+            self.speculator.took(batch.num_tokens - len(batch.rows), compute_s, passes)
 
     def _decodes_alone(self, step: ScheduledStep) -> bool:
         """Whether all of its sequences decode: each has one token in it, drafts, and what is computed once more."""

@@ -192,6 +192,7 @@ class LayerHeads:
 class ModelConfig:
     """A model's geometry, read from a Hugging Face ``config.json`` by its architecture's module.
 
+    num_layers:  the decoder's, and behind them those that draft
     num_kv_heads: members that a layer with attention keeps: 1 with latents
     head_dim: of keys and values; with latents, of what is rotated
     layer_heads: ``[num_layers]``, in place of the former two where layers differ; else empty. See `heads_of`
@@ -206,6 +207,7 @@ class ModelConfig:
     logit_scale:     factor on logits
     missing_for_images: what its images need that is not served, in words; empty: nothing
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
+    draft_layers:    the last ones, 1 or none, which are not the decoder's: see `Model.draft`
     """
 
     architecture: str
@@ -239,6 +241,12 @@ class ModelConfig:
     temper: TemperConfig | None = None
     logit_scale: float = 1.0
     missing_for_images: str = ""
+    draft_layers: int = 0
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers that each token goes through to be scored."""
+        return self.num_layers - self.draft_layers
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Keys and values of a layer."""
@@ -439,6 +447,24 @@ class Model(ABC):
         ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them. ``embeds`` takes the place
         of what `Decoder.embedded` makes of these tokens; whatever else a model looks up, it looks up by ``token_ids``.
         """
+
+    def draft(
+        self,
+        following: KernelArray,
+        positions: KernelArray,
+        hidden: Tensor,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Hidden states that score the token behind the next one, where `ModelConfig.draft_layers` is 1.
+
+        Of ``hidden [T, hidden]``, as `forward` gave them, or as this did of the tokens before, of tokens at
+        ``positions``, and of the tokens ``following int32 [T]`` that come next. The layer keeps keys and values of its
+        own, in the places of ``positions``. wanted: see `forward`
+
+        Source: multi-token prediction, DeepSeek-V3 (arXiv 2412.19437), section 2.2.
+        """
+        raise NotImplementedError("asked of models whose config has such a layer")
 
     @abstractmethod
     def scores(self, hidden: Tensor) -> Tensor | None:

@@ -74,13 +74,49 @@ class Decoder(DecoderWeights):
         residual = Residual(x, x if norms[0] is None else self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
             rows = wanted if index == len(self._layers) - 1 else None
-            attended = self.attend(index, layer, residual.normed, rotations[self.rotation_of[index]], attention, rows)
-            if rows is not None and not len(rows):
-                return residual.x[:0]
-            if rows is not None:
-                residual = Residual(*(self.ops.take_rows(each, rows) for each in residual))
-            residual = self.behind(layer, residual, attended, next_norm)
+            residual = self._through(index, layer, residual, rotations, attention, rows, next_norm)
         return self.rows_of(residual.normed, taken)
+
+    def draft(
+        self,
+        following: KernelArray,
+        positions: KernelArray,
+        hidden: Tensor,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        drafting, index = self._drafting, self.config.decoder_layers
+        assert drafting is not None, "asked of models that have it"
+        before = self._linear(self.norm(hidden, drafting.hidden_norm), drafting.of_hidden)  # `hidden` is gone then
+        embedding = self.ops.embedding(self._embedding, following, self.embedding_scale)
+        x = before + self._linear(self.norm(embedding, drafting.embedding_norm), drafting.of_embedding)
+        cache = self.fused_over(attention)
+        if cache is not None and self._fused is not None:
+            besides = self.besides(following, positions, x, cache)
+            self._run_layers(self._fused, range(index, index + 1), x, positions, cache, besides, wanted)
+            return x if wanted is None else x[: len(wanted)]
+        norm = drafting.layer.norms.before_attention
+        residual = Residual(x, x if norm is None else self.norm(x, norm))
+        rotations = self.rotations(positions)
+        return self._through(index, drafting.layer, residual, rotations, attention, wanted, drafting.final_norm).normed
+
+    def _through(
+        self,
+        index: int,
+        layer: Layer,
+        residual: Residual,
+        rotations: Sequence[Rotation],
+        attention: AttentionLayer,
+        rows: NDArray[np.int64] | None,
+        next_norm: Tensor,
+    ) -> Residual:
+        """The residual stream behind a layer, of all rows or of these: of none, nothing."""
+        attended = self.attend(index, layer, residual.normed, rotations[self.rotation_of[index]], attention, rows)
+        if rows is not None and not len(rows):
+            return Residual(residual.x[:0], residual.x[:0])
+        if rows is not None:
+            residual = Residual(*(self.ops.take_rows(each, rows) for each in residual))
+        return self.behind(layer, residual, attended, next_norm)
 
     def taken_last(self, wanted: NDArray[np.int64] | None) -> tuple[NDArray[np.int64] | None, ...]:
         """Of rows that are wanted of layers which are computed one by one, those that are taken behind all of them, and
@@ -109,7 +145,8 @@ class Decoder(DecoderWeights):
         config, ops = self.config, self.ops
         if not isinstance(ops, FusingOps):
             return None
-        found = [self.fusible(index, layer) for index, layer in enumerate(self._layers)]
+        every = self._layers if self._drafting is None else [*self._layers, self._drafting.layer]
+        found = [self.fusible(index, layer) for index, layer in enumerate(every)]
         layers = [layer for layer in found if layer is not None]
         is_part = self._shard.size > 1
         if len(layers) < len(found) or (is_part and not all(layer.can_be_a_part for layer in layers)):
@@ -204,10 +241,16 @@ class Decoder(DecoderWeights):
                 cache.wait_layer(some.start)
             fused.run(
                 x, some, rotations, cache.arena, cache.layouts, cache.batch, cache.heads,
-                self._final_norm if some.stop == len(self._layers) else None, besides,
+                self._norm_behind(some.stop), besides,
                 sum_over_ranks=self.reduce if self._shard.size > 1 else None,
                 wanted=wanted if some.stop == layers.stop else None,
             )  # fmt: skip
+
+    def _norm_behind(self, layers: int) -> Tensor | None:
+        """The norm of what comes out of so many layers, if it goes no further."""
+        if layers == len(self._layers):
+            return self._final_norm
+        return self._drafting.final_norm if self._drafting is not None and layers > len(self._layers) else None
 
     def besides(self, token_ids: KernelArray, positions: KernelArray, x: Tensor, cache: PagedCache) -> Besides:
         """What fused layers are told of a step besides, of tokens whose embeddings are ``x [T, hidden]``."""

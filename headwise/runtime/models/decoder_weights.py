@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.kernels.fused import Activation, LayerNorms, is_gated
 from headwise.runtime.models.base import Model, ModelConfig, RopeConfig, Shard, can_be_split, fitting_sizes
+from headwise.runtime.models.drafting import DraftingLayer, DraftingNames
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear, QkvProjections
 from headwise.runtime.models.low_rank import AdaptedRows, Adapter, RankAdapter, added_by
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
@@ -37,6 +38,8 @@ class DecoderWeights(Model):
     asked for where `activation` has none."""
     attends_to_projected: ClassVar[bool] = True
     """Whether queries, keys and values go to attention as they are projected, but for norms of `norm_names`."""
+    drafting_names: ClassVar[DraftingNames | None] = None
+    """Of the layer that drafts; None: no checkpoint has one, or none is served."""
     activation: Activation = "silu"
     norm_offset = 0.0
     """Added to every norm weight: 1 where a model stores it as its distance from 1."""
@@ -65,12 +68,14 @@ class DecoderWeights(Model):
         self.prefix = self._find_prefix(weights)
         self._adapters = [RankAdapter(each, self.prefix, self.view) for each in adapters]
         self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
-        self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in range(config.num_layers)]
+        self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in range(config.decoder_layers)]
         self._final_norm = self._norm(f"{self.prefix}{self.final_norm_name}.weight", config.logit_scale)
         self._lm_head = self._load_lm_head()
         self.load_more()
         for adapter in self._adapters:
             adapter.check_used()
+        self._adapters = []  # they are of the decoder
+        self._drafting = self._load_drafting() if config.draft_layers else None
         self.adapted: AdaptedRows | None = None
         of_layers = [(rope, config.heads_of(layer).head_dim) for layer, rope in enumerate(config.ropes)]
         ropes = _distinct(of_layers)
@@ -88,7 +93,7 @@ class DecoderWeights(Model):
     def _find_prefix(self, weights: Weights) -> str:
         """The prefix of the decoder's weight names: multimodal checkpoints nest the decoder."""
         for name in weights.names:
-            if name.endswith("embed_tokens.weight"):
+            if name.endswith("embed_tokens.weight") and ".layers." not in name:  # a layer that drafts may have a copy
                 return name.removesuffix("embed_tokens.weight")
         raise ModelError("the weights have no 'embed_tokens.weight': this is not a decoder's checkpoint")
 
@@ -109,7 +114,7 @@ class DecoderWeights(Model):
         return self.ops.norm_weight(weight if factor == 1.0 else weight * np.float32(factor))
 
     def _load_layer(self, layer: int) -> Layer:
-        at = f"{self.prefix}layers.{layer}."
+        at = self._layer_at(layer)
         return Layer(
             attention=self.load_attention(layer, f"{at}self_attn."),
             mlp=self.load_mlp(layer, f"{at}{self.mlp_name}."),
@@ -119,6 +124,45 @@ class DecoderWeights(Model):
                     for norm, name in self.norms_of(layer).items()
                 }
             ),
+        )
+
+    def _layer_at(self, layer: int) -> str:
+        """What names of a layer's weights begin with."""
+        names = self.drafting_names
+        if names is not None and layer == self.config.decoder_layers:
+            return names.of(names.layer, self.prefix, layer)
+        return f"{self.prefix}layers.{layer}."
+
+    def _load_drafting(self) -> DraftingLayer:
+        names, index = self.drafting_names, self.config.decoder_layers
+        assert names is not None, "its config has such a layer"
+
+        def named(name: str) -> str:
+            return names.of(name, self.prefix, index)
+
+        join, hidden = named(names.join), self.config.hidden_size
+        shape, expected = self._weights.tensor(f"{join}.weight").shape, (hidden, 2 * hidden)
+        if shape != expected:
+            raise ModelError(
+                f"{join}.weight has the shape {shape}, config.json says {expected}: weights and config.json do not "
+                "belong together"
+            )
+        of_embedding, of_hidden = (self._inputs_of(join, start, start + hidden) for start in (0, hidden))
+        if names.has_hidden_first:
+            of_embedding, of_hidden = of_hidden, of_embedding
+        return DraftingLayer(
+            embedding_norm=self._norm(f"{named(names.embedding_norm)}.weight"),
+            hidden_norm=self._norm(f"{named(names.hidden_norm)}.weight"),
+            of_embedding=of_embedding,
+            of_hidden=of_hidden,
+            layer=self._load_layer(index),
+            final_norm=self._norm(f"{named(names.final_norm)}.weight", self.config.logit_scale),
+        )
+
+    def _inputs_of(self, name: str, start: int, stop: int) -> Linear:
+        made_of = f"{name}.weight[:, {start}:{stop}]"
+        return Linear(
+            self._prepare(made_of, lambda: self.ops.linear_weight(self._columns(f"{name}.weight", [(start, stop)])))
         )
 
     def load_norm(self, layer: int, norm: str, name: str) -> Tensor:

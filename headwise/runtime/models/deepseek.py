@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from headwise.kernels.fused import Attention, Latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v2_moe, v3_moe
+from headwise.runtime.models.drafting import BEHIND_THE_LAST, DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, number, positive, rope, text_of
 from headwise.runtime.models.layers import Layer, Linear
@@ -130,6 +131,8 @@ class Deepseek(GroupedMoeDecoder):
 
     Tensor parallel: query heads are dealt out, and what latents are made of is whole on every rank.
     """
+
+    drafting_names: ClassVar[DraftingNames | None] = BEHIND_THE_LAST
 
     @property
     def mla(self) -> MlaConfig:

@@ -13,6 +13,7 @@ from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.deepseek import parse_latents
 from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.drafting import BEHIND_THE_LAST, DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, flag, positive, rope, split_share
 from headwise.runtime.models.phi3 import fused_mlp
@@ -116,6 +117,7 @@ class Glm4Moe(GroupedMoeDecoder):
     """Routed and shared experts for the MLP in most layers. Halves of what is rotated turn with one another."""
 
     config: GlmMoeConfig
+    drafting_names: ClassVar[DraftingNames | None] = BEHIND_THE_LAST
 
     def view(self, weights: Weights) -> Weights:
         return rotated(ExpertWeights(weights), pairs_first(self.config.ropes[0], self.config.head_dim))

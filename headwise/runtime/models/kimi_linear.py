@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from headwise.kernels.kda_base import KdaProjected, KdaWeights
 from headwise.runtime.models.base import AttentionLayer, KdaConfig, Rotation
 from headwise.runtime.models.decoder_weights import merged
 from headwise.runtime.models.deepseek import Deepseek
+from headwise.runtime.models.drafting import DraftingNames
 from headwise.runtime.models.layers import Layer, Linear
 from headwise.runtime.models.weight_view import RenamedWeights
 from headwise.runtime.models.weights import Weights
@@ -50,6 +51,9 @@ class KimiLinear(Deepseek):
     Tensor parallel: each rank has some heads of these, all the same numbers that decays and gates are made of, and all
     latents.
     """
+
+    drafting_names: ClassVar[DraftingNames | None] = None
+    """None of its published models has such a layer."""
 
     def view(self, weights: Weights) -> Weights:
         return RenamedWeights(weights, {name: _name_here(name) for name in weights.names})

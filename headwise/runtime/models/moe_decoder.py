@@ -128,6 +128,17 @@ class MoeDecoder(Decoder):
         self._tokens = tokens_of(attention)  # for the layers of this pass
         return super().forward(token_ids, positions, attention, embeds, wanted)
 
+    def draft(
+        self,
+        following: KernelArray,
+        positions: KernelArray,
+        hidden: Tensor,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        self._tokens = tokens_of(attention)
+        return super().draft(following, positions, hidden, attention, wanted)
+
     def fusible_mlp(self, mlp: Any) -> DenseLayer | MixedLayer | None:
         if not isinstance(mlp, MoeMlp):
             return super().fusible_mlp(mlp)

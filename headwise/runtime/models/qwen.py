@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: with their norms. Some have experts.
 
-dots.llm1 and Hunyuan 3 are a Qwen 3 with DeepSeek's experts.
+dots.llm1 and Hunyuan 3 are a Qwen 3 with DeepSeek's experts, and MiMo is a Qwen 2 with a layer that drafts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
+from headwise.runtime.models.drafting import BEHIND_THE_LAST, DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
@@ -29,6 +30,7 @@ from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 QWEN2_MOE, DOTS1, HUNYUAN3 = "Qwen2MoeForCausalLM", "Dots1ForCausalLM", "HYV3ForCausalLM"
+MIMO = "MiMoForCausalLM"
 
 _QWEN2_MOE_DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
 _HUNYUAN3_DEFAULTS = {
@@ -45,6 +47,10 @@ _HUNYUAN3_FIELDS = RoutedFields("num_experts", shared="num_shared_experts", scal
 
 def parse_qwen2(config: HfConfig) -> ModelConfig:
     return decoder_config(config, QWEN2, **_windows(config), attention_bias=True, out_bias=False)
+
+
+def parse_mimo(config: HfConfig) -> ModelConfig:
+    return replace(parse_qwen2(config), architecture=MIMO)
 
 
 def parse_qwen3(config: HfConfig) -> ModelConfig:
@@ -130,6 +136,20 @@ class Qwen2(Decoder):
     """The shared decoder, as it is."""
 
 
+class MiMo(Qwen2):
+    """With a layer that drafts, by names of its own."""
+
+    drafting_names: ClassVar[DraftingNames | None] = DraftingNames(
+        is_nested=True,
+        layer="mtp_layers.0.",
+        embedding_norm="mtp_layers.0.token_layernorm",
+        hidden_norm="mtp_layers.0.hidden_layernorm",
+        join="mtp_layers.0.input_proj",
+        final_norm="mtp_layers.0.final_layernorm",
+        has_hidden_first=True,
+    )
+
+
 class Qwen3(Decoder):
     norm_names: ClassVar[Mapping[str, str]] = {
         **Decoder.norm_names,
@@ -156,3 +176,6 @@ class Hunyuan3(GroupedMoeDecoder, Qwen3):
     router_name: ClassVar[str] = "router.gate"
     shared_name: ClassVar[str] = "shared_mlp"
     correction_name: ClassVar[str] = "expert_bias"
+    drafting_names: ClassVar[DraftingNames | None] = replace(
+        BEHIND_THE_LAST, final_norm="layers.{layer}.final_layernorm"
+    )

@@ -16,6 +16,7 @@ from headwise.kernels.fused import Attention, DeltaNet
 from headwise.kernels.state_layout import StateSizes
 from headwise.runtime.models.base import AttentionLayer, DeltaConfig, ModelConfig, RopeConfig, Rotation
 from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.drafting import APART, DraftingNames
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
 from headwise.runtime.models.hf_config import (
     MOST_HEAD_DIM,
@@ -138,6 +139,7 @@ class Qwen3_5(GatedHeadsDecoder, Qwen3):  # noqa: N801
     """The shared decoder with two kinds of layers."""
 
     gate_name: ClassVar[str] = "q_gate"
+    drafting_names: ClassVar[DraftingNames | None] = APART
     norm_offset = 1.0
 
     def view(self, weights: Weights) -> Weights:

@@ -40,6 +40,7 @@ from headwise.runtime.models import (
 )
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.drafting import with_draft_layer
 from headwise.runtime.models.hf_config import HfConfig
 from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.kinds import check_kinds
@@ -74,6 +75,7 @@ _MODELS = {
     **dict.fromkeys(gemma3.ARCHITECTURES, _Entry(gemma3.parse, gemma3.Gemma3)),
     **dict.fromkeys(gemma4.ARCHITECTURES, _Entry(gemma4.parse, gemma4.Gemma4)),
     qwen.QWEN2: _Entry(qwen.parse_qwen2, qwen.Qwen2),
+    qwen.MIMO: _Entry(qwen.parse_mimo, qwen.MiMo),
     qwen.QWEN3: _Entry(qwen.parse_qwen3, qwen.Qwen3),
     qwen.QWEN3_MOE: _Entry(qwen.parse_qwen3_moe, qwen.Qwen3Moe),
     qwen.QWEN2_MOE: _Entry(qwen.parse_qwen2_moe, qwen.Qwen2Moe),
@@ -128,6 +130,11 @@ def model_config(config: HfConfig) -> ModelConfig:
     model = entry.parse(config)
     check_kinds(config, model)
     return replace(model, missing_for_images=missing_for_images(config))
+
+
+def drafting_config(config: ModelConfig, weights: Sequence[str]) -> ModelConfig:
+    """``config`` with a layer that drafts, if the model has one among its ``weights``, told by name, that is served."""
+    return with_draft_layer(config, _MODELS[config.architecture].model.drafting_names, weights)
 
 
 _ENDINGS = ("ForCausalLM", "ForConditionalGeneration")

@@ -23,6 +23,8 @@ SLEEP, WAKE, RESET_STORAGE = "sleep", "wake", "reset_storage"
 NO_DRAFTS: NDArray[np.int32] = np.empty(0, np.int32)
 """Of a step in which no sequence has any."""
 
+NOTHING_PROPOSED: NDArray[np.int32] = np.empty((0, 0), np.int32)
+
 
 @dataclass(frozen=True)
 class KnownTokens:
@@ -99,6 +101,10 @@ class BatchRequest:
     embeds:               where tokens of the step have embeddings that came with their request
     drafts:               ``[n]`` how many of the sequence's last tokens here are guesses of what is sampled, all behind
                           one that is not; or `NO_DRAFTS`
+    following:            ``[n]`` the token that comes behind the sequence's last one here, where none is sampled; or
+                          empty, where the model has no layer that drafts
+    proposals:            ``[n]`` how many tokens, at most, that layer is to draft behind the sampled one: the cache has
+                          room for all but the last of them. Or `NO_DRAFTS`
     """
 
     step_id: int
@@ -114,6 +120,8 @@ class BatchRequest:
     command: str = ""
     embeds: StepEmbeds | None = None
     drafts: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
+    following: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
+    proposals: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
 
     @property
     def num_tokens(self) -> int:
@@ -151,6 +159,8 @@ class StepResult:
     prompt_logprobs: by index of the sequence, those of the tokens of its prompt that follow the ones in the step, where
                      they are asked for and were not told before
     accepted:  ``[n]`` how many of each sequence's drafts, the first ones, are what was sampled; or `NO_DRAFTS`
+    proposed:  ``[n, most]`` what the model drafts behind each sequence's sampled token, -1 behind the last of them; or
+               `NOTHING_PROPOSED`
     """
 
     step_id: int
@@ -164,3 +174,4 @@ class StepResult:
     error: str | None = None
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     accepted: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
+    proposed: NDArray[np.int32] = field(default_factory=lambda: NOTHING_PROPOSED)

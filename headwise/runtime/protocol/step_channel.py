@@ -256,6 +256,7 @@ class ZmqExecutor:
             error="; ".join(errors) or None,
             prompt_logprobs=results[0].prompt_logprobs,
             accepted=results[0].accepted,
+            proposed=results[0].proposed,
         )
 
 

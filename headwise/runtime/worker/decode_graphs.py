@@ -44,21 +44,27 @@ class Scored:
     scores:     ``[rows, vocab_size]``, as `Model.scores` says
     likeliest:  of each row, as `TensorOps.greedy` says
     table_rows: int32 ``[rows]``, where the sequences' block tables are, and all else that is kept by row
+    hidden:     what they are scores of, on every rank, where the model has a layer that drafts
     """
 
     scores: Tensor | None
     likeliest: tuple[KernelArray, KernelArray] | None
     table_rows: KernelArray | None = None
+    hidden: KernelArray | None = None
 
     @property
     def arrays(self) -> Sequence[KernelArray]:
         """What a step computes; see `of`."""
-        return () if self.scores is None or self.likeliest is None else (self.scores, *self.likeliest)
+        scored = () if self.scores is None or self.likeliest is None else (self.scores, *self.likeliest)
+        return scored if self.hidden is None else (*scored, self.hidden)
 
     @classmethod
     def of(cls, arrays: Sequence[KernelArray], table_rows: KernelArray | None = None) -> Scored:
         """The reverse of `arrays`."""
-        return cls(arrays[0], (arrays[1], arrays[2]), table_rows) if arrays else cls(None, None, table_rows)
+        hidden = arrays[-1] if len(arrays) in (1, 4) else None
+        if len(arrays) < 3:
+            return cls(None, None, table_rows, hidden)
+        return cls(arrays[0], (arrays[1], arrays[2]), table_rows, hidden)
 
 
 Compute = Callable[[KernelArray, KernelArray, AttentionBatch], Scored]

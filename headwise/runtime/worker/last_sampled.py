@@ -53,7 +53,10 @@ class HostLastSampled:
         return np.where(batch.token_ids == LAST_SAMPLED, self._last[batch.token_rows], batch.token_ids)
 
     def fill(self, tokens: KernelArray, begins: KernelArray, rows: KernelArray) -> None:
-        pass
+        first = begins[:-1]
+        is_open = (begins[1:] > first) & (tokens.take(first, mode="clip") == LAST_SAMPLED)
+        if is_open.any():  # not of a step's `inputs`
+            tokens[first[is_open]] = self._last[rows[is_open]]
 
     def keep(
         self, rows: NDArray[np.int32], tokens: KernelArray, best: KernelArray, uploaded: KernelArray | None = None

@@ -121,13 +121,12 @@ class StepGraphs:
     """The pieces of steps of up to ``tokens``.
 
     upload: all sizes use one, with room for the largest
-    wanted: rows that come of a step at most; 0: all of its tokens'
+    wanted: rows that come of a step at most, where it has more; 0: all of its tokens'
     """
 
-    def __init__(self, ops: CapturingOps, tokens: int, sequences: int, upload: StepUpload) -> None:
+    def __init__(self, ops: CapturingOps, tokens: int, sequences: int, wanted: int, upload: StepUpload) -> None:
         self._ops, self.tokens, self._sequences, self._upload = ops, tokens, sequences, upload
-        rows = padded_tokens(sequences)
-        self.wanted = rows if rows < tokens else 0
+        self.wanted = wanted if wanted < tokens else 0
         self._asked: list[_Asked] = []
         self._replay: Callable[[Between], Sequence[KernelArray]] | None = None
 
@@ -221,24 +220,32 @@ class PrefillGraphs:
     """All numbers of tokens up to ``most``, for steps of at most ``sequences``.
 
     all_ranks: see `DecodeGraphs`
+    gives_all: whether all rows of a step come of it, not those alone that are wanted
     """
 
-    def __init__(self, ops: CapturingOps, most: int, sequences: int, all_ranks: Callable[[bool], bool] = bool) -> None:
+    def __init__(
+        self,
+        ops: CapturingOps,
+        most: int,
+        sequences: int,
+        all_ranks: Callable[[bool], bool] = bool,
+        gives_all: bool = False,
+    ) -> None:
         self._ops, self._all_ranks, self._sequences = ops, all_ranks, sequences
+        self._wanted = 0 if gives_all else padded_tokens(sequences)
         self._most = most
         self._recorded: list[StepGraphs] = []
         self._layers = 0
 
     def record(self, model: Model, attention: CachedAttention) -> None:
         """Record the pieces of ``model`` for all numbers of tokens, or as many as can be on every rank."""
-        self._layers = model.config.num_layers
+        self._layers = model.config.decoder_layers
         sizes = all_sizes(padded_tokens, self._most)
         log.info("recording prefill of %d sizes, up to %d tokens, as CUDA graphs", len(sizes), sizes[-1])
         # One for all: graphs read where it wrote when they were recorded.
-        rows = padded_tokens(self._sequences)
-        upload = self._ops.step_upload(capacity=2 * sizes[-1] + 3 * self._sequences + rows + 2)
+        upload = self._ops.step_upload(capacity=2 * sizes[-1] + 3 * self._sequences + self._wanted + 2)
         for tokens in reversed(sizes):  # the largest first: see `CapturingOps`
-            graphs, trouble = StepGraphs(self._ops, tokens, self._sequences, upload), ""
+            graphs, trouble = StepGraphs(self._ops, tokens, self._sequences, self._wanted, upload), ""
             try:
                 graphs.record(model, attention)
             except Exception as error:  # CuPy's own kinds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,17 +14,15 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.errors import EngineDiedError, first_line
-from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
+from headwise.kernels.base import HeadTable
 from headwise.runtime.config.decode_reads import layer_elements
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.grammar import Vocabulary
 from headwise.runtime.loader.tokenizer import Tokenizer
-from headwise.runtime.models.attention.base import LayerCache
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.attention.wanted import ending_at
-from headwise.runtime.models.base import Model, PagedCache, Shard
+from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
 from headwise.runtime.protocol.batch import (
@@ -39,14 +37,16 @@ from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
-from headwise.runtime.worker.drafts import SampledRows, of_sequences, spread
+from headwise.runtime.worker.drafts import SampledRows, of_sequences
 from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.last_sampled import NO_TOKEN
 from headwise.runtime.worker.logit_editor import LogitEditor
+from headwise.runtime.worker.model_drafts import Drafted, ModelDrafts
 from headwise.runtime.worker.model_loading import load_model
+from headwise.runtime.worker.model_runner import Loads, ModelRunner
 from headwise.runtime.worker.next_tokens import Chosen, NextTokens
-from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs, worthwhile_tokens
+from headwise.runtime.worker.prefill_graphs import PrefillGraphs, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.row_adapters import AdaptersOfRows
 from headwise.runtime.worker.sampler import NOT_FINITE
@@ -75,8 +75,13 @@ class _Computed:
     """
 
     chosen: Chosen = field(default_factory=Chosen)
+    drafted: Drafted = field(default_factory=Drafted)
     unusable: Sequence[int] = ()
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        return self.chosen.tokens.is_done and self.drafted.is_done
 
     def tokens(self, batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[int, str]]:
         """Of each sequence of the step, `NO_TOKEN` where it does not sample; how many of each one's drafts are right;
@@ -101,7 +106,7 @@ class _Step:
 
     @property
     def is_done(self) -> bool:
-        return self._result is not None or self._computed.chosen.tokens.is_done
+        return self._result is not None or self._computed.is_done
 
     def result(self) -> StepResult:
         if self._result is None:
@@ -138,15 +143,12 @@ class ModelWorker:
         self._comm = comm
         self._device = device or open_device(config, threads_per_worker(config))
         self._ops = self._device.ops
-        self._upload = self._ops.step_upload()
         self._device.check(self.card, model_dir)
         self._kernels = self._device.kernels
-        self._attention = attention_of(self.card.config).over_cache(self._ops, self._kernels)
         with self._device.current():
             self._collectives = self._device.collectives(comm)
             self._model = self._load_model()
         self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
-        self._graphs: DecodeGraphs | None = None
         self._prefill: PrefillGraphs | None = None
         self._copies: KVOffload | None = None
         self._is_asleep = False
@@ -187,10 +189,14 @@ class ModelWorker:
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'} "
             f"peers={'none' if self._copies is None else self._copies.transports} "
-            f"speculation={self._config.speculation or 'none'} "
+            f"speculation={self._speculation()} "
             f"adapters={','.join(name for name, _ in self.card.adapters) or 'none'} "
-            f"graphs={told_graphs(self._graphs, self._prefill) or self._without_graphs()}"
+            f"graphs={told_graphs(self._runner.graphs, self._prefill) or self._without_graphs()}"
         )
+
+    def _speculation(self) -> str:
+        by_model = " with mtp" if self.card.config.draft_layers else ""
+        return f"{self._config.speculation}{by_model}" if self._config.speculation else "none"
 
     def initialize_cache(self) -> None:
         """Allocate the arena and compile or load every kernel, so that the first request need not wait for that."""
@@ -204,7 +210,7 @@ class ModelWorker:
             self._warm_up()
             self._record_decode()
             if self.card.spec.num_host_blocks:
-                where = self.rank, self._device, self._cache.arena
+                where = self.rank, self._device, self._runner.cache.arena
                 peers = {} if self._peers is None else {"peers": self._peers}
                 self._copies = self._parts.open_copies(self._config, self.card, *where, **peers)
 
@@ -224,7 +230,7 @@ class ModelWorker:
         tokens = min(self._config.most_batched_tokens, self.card.max_model_len)
         batch = _trial(tokens, _NO_UPDATE)  # without blocks: none is written or read
         rows = np.arange(min(self._config.most_seqs, tokens))
-        self._model.logits(self._ops.take_rows(self._forward(batch), rows))
+        self._try(batch, rows)
         self._record_prefill()  # these stay; the others are over no blocks, and those to come are as large
         self._record_decode()
         spare = self._device.spare_bytes() >> 20  # MiB: exact up to 16 TiB
@@ -235,34 +241,47 @@ class ModelWorker:
         card, spec = self.card, self.card.spec
         arena = self._ops.empty_bytes(spec.num_blocks * card.layout.block_bytes)
         shape = TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
-        self._cache = CacheController(card.layout, arena, self._device.block_tables(shape))
-        self._heads = [self._head_table(layer) for layer in range(card.config.num_layers)]
-        self._last = self._device.last_sampled(spec.max_rows)
-        self._graphs = self._make_graphs()
+        cache = CacheController(card.layout, arena, self._device.block_tables(shape))
+        heads = [self._head_table(layer) for layer in range(card.config.num_layers)]
+        loads = Loads(lambda: self._copies is not None and self._copies.is_loading, self._wait_layer)
+        runner = ModelRunner(card, self._model, self._device, cache, heads, self._adapters, loads)
+        runner.prefill, runner.graphs = self._prefill, self._make_graphs(runner)
         editor = LogitEditor(card.config.vocab_size, self._guides)
-        self._tokens = NextTokens(self._ops, self._comm, self._collectives, self._last, self._device.sampler, editor)
+        self._tokens = NextTokens(self._ops, self._comm, self._collectives, runner.last, self._device.sampler, editor)
         self._prompts = PromptScorer(self._ops, self._config.most_seqs)
+        self._drafts = ModelDrafts(self._ops, self._collectives, runner) if card.config.draft_layers else None
+        self._runner = runner
 
-    def _make_graphs(self) -> DecodeGraphs | None:
+    def _wait_layer(self, layer: int) -> None:
+        if self._copies is not None:
+            self._copies.wait_layer(layer)
+
+    def _make_graphs(self, runner: ModelRunner) -> DecodeGraphs | None:
         """Graphs over this model and arena, where steps can be graphs."""
         if self._without_graphs() or not isinstance(self._ops, CapturingOps):
             return None
-        return DecodeGraphs(self._ops, self._score, self._cache.tables, self._last, self._is_so_on_all_ranks)
+        return DecodeGraphs(self._ops, runner.score, runner.cache.tables, runner.last, self._is_so_on_all_ranks)
 
     def _without_graphs(self) -> str:
         return without_graphs(self._config, self._ops, self._collectives, self.card.config.moe is not None)
 
     def _record_decode(self) -> None:
-        if self._graphs is not None:
-            self._graphs.record()
+        if self._runner.graphs is not None:
+            self._runner.graphs.record()
 
     def _record_prefill(self) -> None:
         """Record prefill over this model, which needs no cache."""
         if self._without_graphs() or not self._config.prefill_graphs or not isinstance(self._ops, CapturingOps):
             return
         most = min(self._most_prefill(), self._config.most_batched_tokens)
-        self._prefill = PrefillGraphs(self._ops, most, self._config.most_sampled, self._is_so_on_all_ranks)
-        self._prefill.record(self._model, self._attention)
+        self._prefill = PrefillGraphs(
+            self._ops,
+            most,
+            self._config.most_sampled,
+            self._is_so_on_all_ranks,
+            gives_all=self.card.config.draft_layers > 0,
+        )
+        self._prefill.record(self._model, attention_of(self.card.config).over_cache(self._ops, self._kernels))
 
     def _most_prefill(self) -> int:
         """Most tokens of steps by graphs: those asked for, or an estimate's, which is the least of all ranks'."""
@@ -296,9 +315,16 @@ class ModelWorker:
         table = np.array([[0, group, 0, group] for group in range(groups)], dtype=np.int32)
         for count, updates in ((min(2, self.card.layout.block_size), table), (1, _NO_UPDATE)):
             batch = _trial(count, updates)
-            self._cache.tables.apply(batch.table_updates)
-            self._model.logits(self._forward(batch))
-        self._cache.tables.open_rows([0])
+            self._runner.cache.tables.apply(batch.table_updates)
+            self._try(batch, np.arange(count))
+        self._runner.cache.tables.open_rows([0])
+
+    def _try(self, batch: BatchRequest, rows: NDArray[np.int64]) -> None:
+        """Run a step that nothing comes of, up to logits of these rows."""
+        hidden = self._runner.forward(batch)
+        self._model.logits(self._ops.take_rows(hidden, rows))
+        if self._drafts is not None:
+            self._drafts.behind(batch, Chosen(), hidden)
 
     # ---- sleep ----
 
@@ -331,8 +357,7 @@ class ModelWorker:
         self._ops.give_back_memory()
 
     def _let_go_of_cache(self) -> None:
-        self._graphs = None
-        del self._cache
+        del self._runner, self._drafts, self._tokens
 
     def _wake(self) -> None:
         """Load the weights again, and start with an empty arena."""
@@ -343,7 +368,7 @@ class ModelWorker:
         self._warm_up()
         self._record_decode()
         if self._copies is not None:
-            self._copies.attach_device(self._cache.arena)
+            self._copies.attach_device(self._runner.cache.arena)
 
     # ---- steps ----
 
@@ -397,7 +422,7 @@ class ModelWorker:
 
         before, self._before = self._before, _Step(computed, end)
         is_loading = self._copies is not None and self._copies.is_loading
-        if is_loading or computed.chosen.tokens.is_done:
+        if is_loading or computed.is_done:
             if before is not None:
                 before.result()
             self._before.result()
@@ -424,139 +449,42 @@ class ModelWorker:
             error=failure,
             prompt_logprobs=computed.prompt_logprobs,
             accepted=accepted,
+            proposed=computed.drafted.of(len(batch.rows)),
         )
 
     def _compute(self, batch: BatchRequest) -> _Computed:
+        runner = self._runner
         if batch.new_sequences:
-            self._cache.tables.open_rows(new.row for new in batch.new_sequences)
+            runner.cache.tables.open_rows(new.row for new in batch.new_sequences)
             self._prompts.open(batch.new_sequences)
             self._adapters.open(batch.new_sequences)
             self._tokens.open(batch.new_sequences)
-        if self._graphs is not None and self._is_plain_decode(batch):
-            return _Computed(self._tokens.choose(batch, self._model, self._decode(self._graphs, batch)))
-        self._cache.tables.apply(batch.table_updates)
+        if runner.graphs is not None and runner.is_plain_decode(batch):
+            scored = runner.decode(runner.graphs, batch)
+            return self._completed(batch, scored, scored.hidden)
+        runner.cache.tables.apply(batch.table_updates)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
         if batch.samples_behind_each:
-            return _Computed(self._tokens.choose(batch, self._model, self._forward(batch)))
+            hidden = runner.forward(batch)
+            return self._completed(batch, hidden, hidden)
         places = SampledRows.of(batch).places(batch)
-        if not self._prompts.wants(batch):
-            sampling = self._forward(batch, places)
-            return _Computed(self._tokens.choose(batch, self._model, sampling if len(places) else None))
-        hidden = self._forward(batch)
-        prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden)
+        asks_prompt = self._prompts.wants(batch)
+        if not asks_prompt and self._drafts is None:
+            sampling = runner.forward(batch, places)
+            return self._completed(batch, sampling if len(places) else None)
+        hidden = runner.forward(batch)
+        prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden) if asks_prompt else ({}, ())
         sampling = self._ops.take_rows(hidden, places) if len(places) else None
-        return _Computed(self._tokens.choose(batch, self._model, sampling), unusable, prompt_logprobs)
+        return replace(self._completed(batch, sampling, hidden), unusable=unusable, prompt_logprobs=prompt_logprobs)
 
-    def _is_plain_decode(self, batch: BatchRequest) -> bool:
-        """Whether a token is sampled behind each one, of no more than there may be sequences, and nothing is being
-        loaded meanwhile."""
-        is_decode = batch.samples_behind_each and batch.embeds is None and not self._adapters.are_in(batch)
-        fits = 0 < batch.num_tokens <= self.card.spec.max_rows
-        return is_decode and fits and (self._copies is None or not self._copies.is_loading)
-
-    def _decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
-        each = spread(batch)
-        return graphs.step(self._last.inputs(batch), each.starts, each.starts + 1, each.rows, batch.table_updates)
-
-    def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
-        hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))
-        scores = self._model.scores(hidden)
-        return Scored(scores, None if scores is None else self._ops.greedy(scores))
-
-    def _forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor | None:
-        """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none."""
-        if self._adapters.are_in(batch):
-            return self._forward_adapted(batch, wanted)
-        return self._forward_with(batch, wanted, self._graphs_of(batch, wanted))
-
-    def _forward_adapted(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> Tensor | None:
-        """The same of a step of which some rows go by adapters: without graphs."""
-        self._model.adapted = self._adapters.of(batch)
-        try:
-            return self._forward_with(batch, wanted, None)
-        finally:
-            self._model.adapted = None
-
-    def _forward_with(
-        self, batch: BatchRequest, wanted: NDArray[np.int64] | None, graphs: StepGraphs | None
-    ) -> Tensor | None:
-        each = spread(batch)
-        seq_lens = each.starts + each.query_lens
-        positions, cu_seqlens = each.positions(batch.num_tokens)
-        inputs = self._last.inputs(batch)
-        arrays = (inputs, positions, cu_seqlens, seq_lens, each.rows)
-        if graphs is None:
-            tokens, places, begins, lengths, rows = self._upload(*arrays)
-        else:
-            tokens, places, begins, lengths, rows = graphs.upload(*arrays, wanted)
-        self._last.fill(tokens, begins, rows)
-        tables = self._cache.tables
-        gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
-        known = HostLengths(cu_seqlens, seq_lens)
-        groups, longest = tables.shape.groups, int(each.query_lens.max())
-        step = AttentionBatch(begins, lengths, gathered, groups, longest, known, each.follows)
-        if graphs is not None:
-            return graphs.forward(self.attend, step, len(positions), wanted)
-        given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
-        return self._model.forward(tokens, places, _PagedAttention(self, step), given, wanted)
-
-    def _graphs_of(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> StepGraphs | None:
-        """Those that a step runs by, if it has no embeddings, which come from the host, and they give all rows where
-        all are wanted."""
-        graphs = None if self._prefill is None or batch.embeds is not None else self._prefill.of(batch.num_tokens)
-        return None if graphs is not None and graphs.wanted and wanted is None else graphs
-
-    def attend(
-        self,
-        step: AttentionBatch,
-        layer: int,
-        projected: Sequence[Any],
-        out: KernelArray | None = None,
-        wanted: NDArray[np.int64] | None = None,
-    ) -> Tensor:
-        """A layer's attention over the cache, to which it writes what the step adds. out, wanted: see `LayerCache`"""
-        cache = LayerCache(
-            self._cache.arena,
-            self.card.layouts[layer],
-            step,
-            self._heads[layer],
-            lambda: self._wait_layer(layer),
-            out,
-            wanted,
-        )
-        return self._attention(cache, *projected)
-
-    def _wait_layer(self, layer: int) -> None:
-        if self._copies is not None:
-            self._copies.wait_layer(layer)
-
-    def paged_cache(self, step: AttentionBatch) -> PagedCache | None:
-        """The cache, for models with kernels of their own over it: where others were asked for, there is none."""
-        if self._kernels.name != "numba":
-            return None
-        wait = self._copies.wait_layer if self._copies is not None and self._copies.is_loading else None
-        return PagedCache(self._cache.arena, self.card.layouts, step, self._heads, wait)
-
-
-class _PagedAttention:
-    """The `PagedAttentionLayer` of one step."""
-
-    def __init__(self, worker: ModelWorker, step: AttentionBatch) -> None:
-        self._worker = worker
-        self._step = step
-
-    def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
-        return self._worker.attend(self._step, layer, projected, wanted=wanted)
-
-    def paged(self) -> PagedCache | None:
-        return self._worker.paged_cache(self._step)
-
-    def ending_at(self, rows: NDArray[np.int64]) -> _PagedAttention:
-        return _PagedAttention(self._worker, ending_at(self._step, rows, self._worker._ops))
-
-    def tokens(self) -> KernelArray | None:
-        return self._step.cu_seqlens_q[-1:]
+    def _completed(self, batch: BatchRequest, sampling: Tensor | Scored | None, hidden: Tensor = None) -> _Computed:
+        """A step's tokens, which `NextTokens` chooses by ``sampling``; and what the model drafts behind them, of the
+        ``hidden`` states of all of the step's tokens."""
+        chosen = self._tokens.choose(batch, self._model, sampling)
+        if self._drafts is None:
+            return _Computed(chosen)
+        return _Computed(chosen, self._drafts.behind(batch, chosen, hidden))
 
 
 def _trial(tokens: int, updates: NDArray[np.int32]) -> BatchRequest:

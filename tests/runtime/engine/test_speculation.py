@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from support.engine.simulated_engine import LetterTokenizer, make_engine, request, run
 from support.engine.simulated_model import often_again, sure_of_one
@@ -54,7 +55,7 @@ def test_steps_that_compute_right_guesses_once_more_are_measured_with_these(monk
         assert engine.resources.speculator is not None
         taken, observe = list[int](), engine.resources.observe
         monkeypatch.setattr(engine.resources, "observe", lambda step, _, observe=observe: observe(step, 1e-3))
-        monkeypatch.setattr(engine.resources.speculator, "took", lambda count, compute_s, to=taken: to.append(count))
+        monkeypatch.setattr(engine.resources.speculator, "took", lambda count, *_, to=taken: to.append(count))
         engine.add(request("r", PROMPT, 40))
         assert run(engine)["r"].token_ids == said(40)
         found = engine.stats()["speculation"]
@@ -155,3 +156,63 @@ def test_steps_with_guesses_are_no_measure_of_prompts() -> None:
 
 def _took(result: Any, seconds: float) -> Any:
     return replace(result, compute_s=seconds)
+
+
+def drafting(speculation: int = 4, **config: Any) -> tuple[EngineCore, SimulatedExecutor]:
+    """An engine whose model repeats nothing, and drafts."""
+    return make_engine(
+        **{
+            "num_blocks": 48 * (1 + (STATE in config.get("policies", ()))),
+            "speculation": speculation,
+            "max_batched_tokens": 40,
+            "drafts": True,
+            **config,
+        }
+    )
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("policies", [(FULL,), (FULL, STATE)])
+def test_the_model_s_own_drafts_save_steps_where_nothing_is_repeated(
+    policies: Any, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    for speculation in (0, 4):
+        engine, _ = drafting(speculation, policies=policies, is_late=is_late, drafts=speculation > 0)
+        observe = engine.resources.observe
+        monkeypatch.setattr(engine.resources, "observe", lambda step, _, observe=observe: observe(step, 20e-3))
+        engine.add(request("r", PROMPT, 64))
+        assert run(engine)["r"].token_ids == continuation(PROMPT, 64)
+        steps.append(engine.stats()["steps"])
+    assert steps[1] < 0.7 * steps[0]
+    found = engine.stats()["speculation"]
+    assert found["drafted"] > found["accepted"] > 20
+
+
+def test_a_prompt_in_chunks_tells_the_model_what_follows_each() -> None:
+    """`TokenModel.draft` looks whether what it has kept is right."""
+    engine, executor = drafting(max_batched_tokens=20)
+    prompt, sent = list(range(1, 29)), []
+    submit = executor.submit
+    executor.submit = lambda batch: (sent.append(batch), submit(batch))  # type: ignore[assignment, func-returns-value]
+    engine.add(request("r", prompt, 20))
+    assert run(engine)["r"].token_ids == continuation(prompt, 20)
+    assert [batch.following.tolist() for batch in sent[:2]] == [[prompt[10]], [prompt[20]]]
+    assert sent[0].proposals.tolist() == []
+    assert sent[2].sample.all()
+    assert sent[2].proposals.tolist() == [1], "with a chance of 0.5, as nothing is known yet"
+
+
+def test_where_there_is_no_room_for_further_drafts_there_is_one() -> None:
+    """Blocks of 4 tokens that the prompts fill: a second draft would begin another one."""
+    engine, executor = drafting(num_blocks=4, max_rows=1, prefix_caching=False)
+    sent, submit = [], executor.submit
+    executor.submit = lambda batch: (sent.append(batch), submit(batch))  # type: ignore[assignment, func-returns-value]
+    assert engine.resources.speculator is not None
+    engine.resources.speculator.proposals = lambda sampled: np.full(len(sampled), 4)  # type: ignore[method-assign]
+    engine.add(request("r", PROMPT[:8], 8))
+    assert run(engine)["r"].token_ids == continuation(PROMPT[:8], 8)
+    for batch in sent:
+        ends = batch.starts + batch.query_lens
+        assert all(end + count - 1 <= 16 for end, count in zip(ends, batch.proposals, strict=len(batch.proposals) > 0))
+    assert max(int(batch.proposals.max(initial=0)) for batch in sent) == 4

@@ -399,7 +399,7 @@ class RanksAsThreads:
     @property
     def captured(self) -> list[int]:
         """Graphs of each rank."""
-        return [worker._graphs.captured if worker._graphs else 0 for worker in self.workers]
+        return [worker._runner.graphs.captured if worker._runner.graphs else 0 for worker in self.workers]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from support.delta_scene import dense_delta
@@ -17,7 +18,7 @@ from headwise.kernels.delta_gates import gated_norm, inputs_of
 from headwise.kernels.kda_base import KdaProjected
 from headwise.kernels.ssm_base import SsmProjected
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import ModelConfig, Shard
+from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Shard
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import TensorOps
@@ -179,14 +180,19 @@ def run_rank(
     ops: TensorOps | None = None,
 ) -> np.ndarray | None:
     """One rank's logits of every token, with dense attention in place of the cache. ops: of that name if None"""
+    model, attention = dense_rank(config, weights, comm, ops or make_ops(ops_name))
+    return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
+
+
+def dense_rank(
+    config: ModelConfig, weights: Weights, comm: Communicator, ops: TensorOps
+) -> tuple[Model, AttentionLayer]:
+    """One rank's model, and dense attention."""
     plan = plan_head_groups(config.policies, comm.size, is_replicated=attention_of(config).is_replicated)
     shard = Shard.of(config, plan, comm.rank)
-    ops = ops or make_ops(ops_name)
     model = build_model(config, weights, ops, comm, shard)
-    attention = DenseAttention(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
-    if config.states is not None:
-        attention = DenseMixedAttention(config, ops, attention)
-    return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
+    attention: Any = DenseAttention(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
+    return model, attention if config.states is None else DenseMixedAttention(config, ops, attention)
 
 
 class ThreadComm:
@@ -230,11 +236,16 @@ def run_ranks(
     make: Callable[[], TensorOps | None] = lambda: None,
 ) -> dict[int, np.ndarray | None]:
     """What each of ``size`` ranks, as threads, returns for the same tokens. make: a rank's operations"""
+    return on_ranks(size, lambda comm: run_rank(config, weights, comm, ids, ops=make()))
+
+
+def on_ranks(size: int, run: Callable[[Communicator], Any]) -> dict[int, Any]:
+    """What each of ``size`` ranks, as threads, returns."""
     shared, barrier = [None] * size, threading.Barrier(size)
-    results: dict[int, np.ndarray | None] = {}
+    results: dict[int, Any] = {}
 
     def rank_main(rank: int) -> None:
-        results[rank] = run_rank(config, weights, ThreadComm(rank, size, shared, barrier), ids, ops=make())
+        results[rank] = run(ThreadComm(rank, size, shared, barrier))
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
     for thread in threads:

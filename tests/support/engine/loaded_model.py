@@ -87,7 +87,7 @@ class LoadedModel:
         card = read_model_card(config, directory)
         self.worker.card, self.worker._config = card, config
         self.worker.initialize_cache()
-        self.worker._cache.arena.view(np.float32)[:] = np.nan
+        self.worker._runner.cache.arena.view(np.float32)[:] = np.nan
         executor = LocalExecutor(self.worker)
         lookup = open_lookup(config, card)
         return EngineCore(config, card, self.preprocessor.tokenizer, executor, lookup=lookup), executor

@@ -45,6 +45,8 @@ class EngineMachine(RuleBasedStateMachine):
     host: ClassVar[dict[str, object]] = {}
     tiers: ClassVar = ("device", "all")
     num_blocks: ClassVar = 28
+    ahead: ClassVar = 1
+    """For how many times ``speculation`` tokens there may be room behind a sequence's tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
             held = int(
                 tables[~is_state].sum() + tables[is_state].any(axis=1).sum()
             )  # checkpoints only where there is room
-            length = int(self.engine.resources.table.length[row]) + self.engine.config.speculation
+            length = int(self.engine.resources.table.length[row]) + self.ahead * self.engine.config.speculation
             assert held <= self.engine.cache.peak_blocks(length)
         for batch in self.executor.queue:
             assert self.engine.cache._open[batch.rows].all()
@@ -230,6 +232,16 @@ class SpeculatingMachine(EngineMachine):
 
     def _continuation(self, prompt: list[int], count: int) -> list[int]:
         return continuation(prompt, count, often_again)
+
+
+class DraftingMachine(SpeculatingMachine):
+    """Guesses are of the model's own layer, too, which has a place of its own in each block."""
+
+    num_blocks: ClassVar = 40
+    ahead: ClassVar = 2
+
+    def _make_engine(self, options: dict[str, Any]) -> tuple[EngineCore, SimulatedExecutor]:
+        return super()._make_engine({**options, "drafts": True})
 
 
 class StatesMachine(EngineMachine):
@@ -325,6 +337,19 @@ class SpeculatingTieredMachine(SpeculatingMachine, TieredMachine):
     """The same with a host tier."""
 
     host: ClassVar = {**SpeculatingMachine.host, "host_blocks": 40, "write_policy": "write_back"}
+
+
+class DraftingStatesMachine(DraftingMachine):
+    """The same beside states."""
+
+    policies: ClassVar = (FULL, STATE)
+    host: ClassVar = SpeculatingStatesMachine.host
+
+
+class DraftingTieredMachine(DraftingMachine, TieredMachine):
+    """The same with a host tier."""
+
+    host: ClassVar = SpeculatingTieredMachine.host
 
 
 class SelectiveMachine(TieredMachine):
@@ -506,6 +531,9 @@ MACHINES = [
     SpeculatingMachine,
     SpeculatingStatesMachine,
     SpeculatingTieredMachine,
+    DraftingMachine,
+    DraftingStatesMachine,
+    DraftingTieredMachine,
     StatesMachine,
     TieredStatesMachine,
     StoredStatesMachine,

@@ -39,7 +39,7 @@ class MixedExecutor(SimulatedExecutor):
         if not self.is_asleep:
             self._fill(loads[:, 2], NEVER_CAME)
             for group, _, block in loads.tolist():  # a load brings what layers keep, and no padding
-                self._attention.fill_padding(self.worker._cache.arena, group, np.array([block]))
+                self._attention.fill_padding(self.worker._runner.cache.arena, group, np.array([block]))
         return super()._begin(batch)
 
 

@@ -48,7 +48,7 @@ class Ranks:
         self._reports = MergedReports(size)
         self._on_all(ModelWorker.initialize_cache)
         for worker in self.workers:
-            worker._cache.arena.view(np.float32)[:] = np.nan
+            worker._runner.cache.arena.view(np.float32)[:] = np.nan
 
     @property
     def num_blocks(self) -> int:

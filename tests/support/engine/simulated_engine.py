@@ -66,12 +66,14 @@ def make_engine(
     eager=True,
     storage: Storage | Path | None = None,
     is_late=False,
+    drafts=False,
     **config,
 ) -> tuple[EngineCore, SimulatedExecutor]:  # fmt: skip
     config = {"max_batched_tokens": 16, **config}
     if storage is not None:
         config |= SOMEWHERE
-    card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
+    sizes = {"num_blocks": num_blocks, "max_rows": max_rows, "host_blocks": host_blocks}
+    card = simulated_card(policies, block_size=BLOCK, drafts=drafts, **sizes)
     lookup: SimulatedLookup | StorageLookup | None = None
     if isinstance(storage, Path):
         executor = SimulatedExecutor(card, eager=eager, storage=_file_storage(storage, card), is_late=is_late)

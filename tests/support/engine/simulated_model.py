@@ -63,6 +63,7 @@ class TokenKernels:
 
     state_groups: those that keep states
     contexts:     what each sequence of the latest step has seen
+    is_drafting:  whether a layer that drafts is next: what it keeps of a block's last token is of whoever computed that
     """
 
     name = "simulated"
@@ -71,6 +72,7 @@ class TokenKernels:
         self._copies, self._state_groups = copies, state_groups
         self._tokens: list[NDArray[np.int32]] = []  # of each sequence in the latest step
         self.contexts: list[Context] = []
+        self.is_drafting = False
 
     def write_kv(self, *arguments: Any) -> None:
         raise AssertionError("the worker prefers to have keys rotated on the way")
@@ -88,6 +90,7 @@ class TokenKernels:
         heads: HeadTable,
     ) -> None:
         blocks, size = _slots(arena, layout), layout.block_size
+        self._block_size = size
         ends = batch.cu_seqlens_q.tolist()
         places = [place for place in _places(heads) if place[0] not in self._state_groups]
         self._tokens = [key[first:last, 0, 0].astype(np.int32) for first, last in pairwise(ends)]
@@ -155,10 +158,20 @@ class TokenKernels:
                 return None
             tokens = blocks[ids, slot, seen % size]
             known = found[seen]
-            if ((known >= 0) & (known != tokens)).any():
+            differ = (known >= 0) & (known != tokens)
+            if self.is_drafting:  # groups may have blocks of different requests
+                differ &= (seen + 1) % size > 0
+            if differ.any():
                 self._copies.violations.append("groups hold different tokens for one sequence")
             found[seen] = tokens
         return found.tolist()
+
+    def check_following(self, expected: list[int], kept: list[int], place: int) -> None:
+        """What a layer that drafts has kept up to a token's place must be the tokens behind, but of blocks' ends."""
+        size = self._block_size
+        wrong = [at for at, pair in enumerate(zip(expected, kept, strict=True)) if pair[0] != pair[1]]
+        if len(kept) != place + 1 or any((at + 1) % size for at in wrong):
+            self._copies.violations.append(f"behind the token at {place} {kept} are kept, not {expected}")
 
     def _go_on(
         self, states: NDArray[np.int32], table: NDArray[np.int32], tokens: NDArray[np.int32], length: int
@@ -208,6 +221,13 @@ def _slots(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.int32]:
     return arena.view(np.int32).reshape(-1, layout.slots, layout.block_size)
 
 
+DRAFTED = 1 << 10
+"""Hidden rows from here on are of what was drafted: more than a step has sequences."""
+
+WRONG_DRAFTS = 4
+"""Of drafts one in so many."""
+
+
 class TokenModel(Model):
     """fails: what its next forward pass raises; breaks: contexts whose logits are no numbers"""
 
@@ -217,6 +237,7 @@ class TokenModel(Model):
         self.fails: Exception | None = None
         self.breaks: Callable[[list[int]], bool] = lambda tokens: False
         self.logits_of: Callable[[list[int]], NDArray[np.float32]] = sure_of_one
+        self._drafted: list[Context] = []
 
     def forward(
         self,
@@ -238,14 +259,45 @@ class TokenModel(Model):
         hidden: NDArray[np.float32] = attention(0, tokens, tokens, tokens, (None, None))[:, 0]
         return hidden if wanted is None else hidden[wanted]
 
+    def draft(
+        self,
+        following: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        hidden: NDArray[np.float32],
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.float32]:
+        """Hidden rows of contexts that are a token longer than those of ``hidden``. The layer keeps the tokens that
+        follow: they must be those of the contexts, but where another request's may be in a cached prefix."""
+        before = [self._context(int(index)) if index >= 0 else None for index in hidden[:, 0]]
+        tokens = np.repeat(following.astype(np.float32)[:, None, None], self.config.num_kv_heads, axis=1)
+        self._kernels.is_drafting = True
+        seen = attention(1, tokens, tokens, tokens, (None, None))[:, 0]
+        self._kernels.is_drafting = False
+        self._drafted = [
+            None if context is None else [*context, int(token)]
+            for context, token in zip(before, following.tolist(), strict=True)
+        ]
+        for row in range(len(hidden)) if wanted is None else wanted.tolist():  # others may be behind a wrong guess
+            context, kept = self._drafted[row], self._kernels.contexts[int(seen[row, 0])]
+            if context is not None and kept is not None:
+                self._kernels.check_following(context[1:], kept, int(positions[row]))
+        made = np.where(hidden >= 0, DRAFTED + np.arange(len(hidden), dtype=np.float32)[:, None], np.float32(-1))
+        return made if wanted is None else made[wanted]
+
     def scores(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         return np.stack([self._scores(int(index)) for index in hidden[:, 0]])
 
     def _scores(self, index: int) -> NDArray[np.float32]:
-        context = self._kernels.contexts[index]
+        context = self._context(index)
         if context is None or self.breaks(context):
             return np.full(VOCAB, np.nan, dtype=np.float32)
-        return self.logits_of(context)
+        logits = self.logits_of(context)
+        is_wrong = index >= DRAFTED and next_token(context) % WRONG_DRAFTS == 0
+        return np.roll(logits, 1) if is_wrong else logits
+
+    def _context(self, index: int) -> Context:
+        return self._drafted[index - DRAFTED] if index >= DRAFTED else self._kernels.contexts[index]
 
     def logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         return self.scores(hidden)

@@ -26,7 +26,7 @@ from support.engine.simulated_model import VOCAB, SimulatedDevice, TokenModel, n
 
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.cache_controller.planner import plan_head_groups
-from headwise.cache_controller.policy import HeadPolicy
+from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import EngineDiedError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import CacheSpec, ModelCard
@@ -64,16 +64,18 @@ def simulated_card(
     host_blocks: int = 0,
     tp_size: int = 1,
     grouping: Literal["auto", "per_head_index"] = "auto",
+    drafts: bool = False,
 ) -> ModelCard:
-    """A card with one layer and one KV head per policy."""
-    plan = plan_head_groups([policies], tp_size, grouping)
+    """A card with one layer and one KV head per policy. drafts: and another layer, of as many, for that"""
+    layers = [tuple(policies), *([(FULL,) * len(policies)] if drafts else [])]
+    plan = plan_head_groups(layers, tp_size, grouping)
     layout = BlockLayout(block_size, plan.slots, (Role("token", (), "int32"),), alignment=4)
     max_len = num_blocks // len(plan.groups) * block_size
     model = ModelConfig(
         architecture="Simulated",
         hidden_size=1,
         intermediate_size=1,
-        num_layers=1,
+        num_layers=len(layers),
         num_heads=len(policies),
         num_kv_heads=len(policies),
         head_dim=1,
@@ -81,12 +83,13 @@ def simulated_card(
         max_position=max_len,
         rms_norm_eps=0.0,
         tie_embeddings=True,
-        policies=(tuple(policies),),
-        ropes=(RopeConfig(1.0),),
+        policies=tuple(layers),
+        ropes=(RopeConfig(1.0),) * len(layers),
         attention_scale=1.0,
+        draft_layers=len(layers) - 1,
     )
     spec = CacheSpec(num_blocks, max_rows, -(-max_len // block_size), host_blocks)
-    return ModelCard("simulated", "simulated", model, plan, (layout,), spec, max_len)
+    return ModelCard("simulated", "simulated", model, plan, (layout,) * len(layers), spec, max_len)
 
 
 def of_rank(card: ModelCard, rank: int) -> ModelCard:
@@ -220,7 +223,7 @@ class SimulatedExecutor:
             self._fill(blocks, DEVICE_POISON)
 
     def _fill(self, blocks: Sequence[int] | NDArray[np.int32], word: int) -> None:
-        arena = self.worker._cache.arena
+        arena = self.worker._runner.cache.arena
         arena.reshape(self.card.spec.num_blocks, -1).view(np.int32)[list(blocks)] = word
 
     def poison_host(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:

@@ -10,13 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.engine.speculation.costs import Indices
 
 LEAST_MATCH, MOST_MATCH = 2, 16
 """Tokens that a match has at least; and how many are told apart."""
 
 
 class Echo:
-    """A sequence's known tokens, at most ``max_length`` ever, and what its end repeats of them.
+    """A sequence's known tokens, at most ``max_length`` ever, and what its end repeats of them: a `Guesser`.
+
+    A guess's kind is the length of the match that it came of: few tokens that were there before say little, many of
+    them that a text is being repeated.
 
     length: of the match, in tokens, up to `MOST_MATCH`; 0: there is none
     """
@@ -28,10 +32,7 @@ class Echo:
         self.length = 0
 
     def advance(self, sequence: Sequence) -> list[tuple[int, bool]]:
-        """Take in the tokens that are new, and look up what they repeat.
-
-        Returns, of each token that was guessed, how long the match was, and whether the guess was right.
-        """
+        """See `Guesser.advance`. What the tokens that are new repeat, is looked up."""
         told: list[tuple[int, bool]] = []
         start, end = self._count, sequence.num_tokens
         if start == end:
@@ -49,8 +50,12 @@ class Echo:
             self._at, self.length = longest_match(self._tokens[:end])
         return told
 
+    def kinds(self, count: int) -> Indices:
+        """See `Guesser.kinds`."""
+        return np.minimum(self.length + np.arange(count if self.length else 0), MOST_MATCH)
+
     def guesses(self, count: int) -> NDArray[np.int32]:
-        """The next ``count`` tokens, if all goes on as it did before: what is behind the end begins anew then."""
+        """See `Guesser.guesses`. What is behind the sequence's end begins anew then."""
         return np.resize(self._tokens[self._at : self._count], count)
 
 

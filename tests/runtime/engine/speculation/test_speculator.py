@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from support.engine.simulated_engine import request
 
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.engine.speculation.costs import FIRST_RATIO
 from headwise.runtime.engine.speculation.lookup import MOST_MATCH
-from headwise.runtime.engine.speculation.speculator import GAP_S, MOST_LONGER, MOST_LOOKED_UP, Speculator
+from headwise.runtime.engine.speculation.speculator import GAP_S, MOST_LONGER, MOST_LOOKED_UP, PAUSED, TRIED, Speculator
 
 REPEATING, NEW = [5, 6, 7] * 12, list(range(40))
 
@@ -129,3 +130,94 @@ def test_guesses_are_what_was_promised_and_what_is_gone_is_forgotten() -> None:
     assert len(speculator._followed) == 1
     del sequence
     assert not len(speculator._followed)
+
+
+def by_model(right: int = 500, wrong: int = 0, most: int = 4) -> Speculator:
+    """One whose model's drafts were right so often, and wrong."""
+    speculator = Speculator(most, 64, by_model=True)
+    for drafts in (0, 4) * 100:
+        speculator.took(drafts, 10 * GAP_S * (1 + 0.1 * drafts))
+    for is_right in [True] * right + [False] * wrong:
+        for kind in range(most):
+            speculator._proposed.observe(kind, is_right)
+    return speculator
+
+
+def test_what_the_model_proposed_is_drafted_where_nothing_is_repeated() -> None:
+    speculator, sequence = by_model(), sequence_of(NEW)
+    assert counts(speculator, sequence) == [0], "nothing was proposed yet"
+    assert speculator.proposals([sequence]).tolist() == [4]
+    speculator.proposed(sequence, np.array([8, 7, 6], np.int32))
+    assert counts(speculator, sequence) == [3]
+    assert speculator.guesses(sequence, 3).tolist() == [8, 7, 6]
+
+
+def test_of_both_kinds_of_guesses_those_are_drafted_of_which_more_is_expected() -> None:
+    for right, wrong, expected in ((500, 0, [8, 7, 6, 5]), (10, 300, [5, 6, 7, 5])):
+        speculator, sequence = by_model(right, wrong), sequence_of(REPEATING)
+        for _ in range(500):
+            speculator._rates.observe(MOST_MATCH, wrong > 0)
+        assert (speculator.proposals([sequence])[0] > 0) == (not wrong)
+        speculator.proposed(sequence, np.array([8, 7, 6, 5], np.int32))
+        assert counts(speculator, sequence) == [4]
+        assert speculator.guesses(sequence, 4).tolist() == expected
+
+
+def test_proposals_that_are_still_to_come_are_worth_waiting_for_if_they_are_mostly_right() -> None:
+    for right, wrong, is_worth in ((500, 0, True), (10, 500, False)):
+        speculator, sequence = by_model(right, wrong), sequence_of(NEW)
+        (count,), found = speculator.chosen([sequence], [False])
+        assert (count > 0, found) == (is_worth, is_worth)
+        assert speculator.chosen([sequence], [True])[1] is False, "nothing was proposed"
+
+
+def test_what_all_sequences_are_drafted_for_costs_a_pass_for_all_of_them() -> None:
+    found = []
+    for number in (1, 3):
+        speculator, sequences = by_model(), [sequence_of(NEW) for _ in range(number)]
+        for drafts, passes in ((0, 0), (4, 4), (0, 4), (4, 0)) * 100:
+            speculator.took(drafts, 1e-1 * (1 + 0.01 * drafts + 0.6 * passes), passes)
+        found.append(speculator.proposals(sequences).tolist())
+    assert min(*found[0], *found[1]) > 0
+
+
+def test_now_and_then_nothing_is_proposed_so_that_steps_without_are_known() -> None:
+    speculator, sequence = by_model(), sequence_of(NEW)
+    told = [int(speculator.proposals([sequence])[0]) for _ in range(2 * PAUSED)]
+    assert told.count(0) == 2
+    assert told.count(4) == 2 * PAUSED - 2
+
+
+def test_a_model_whose_drafts_do_not_pay_is_asked_now_and_then() -> None:
+    speculator, sequence = by_model(0, 500), sequence_of(NEW)
+    told = [int(speculator.proposals([sequence])[0]) for _ in range(3 * TRIED)]
+    assert told.count(4) == 3
+    assert told.count(0) == 3 * TRIED - 3
+    assert [int(speculator.proposals([sequence_of(NEW, logprobs=1)])[0]) for _ in range(TRIED)] == [0] * TRIED
+    for _ in range(600):  # now they are right
+        for kind in range(4):
+            speculator._proposed.observe(kind, True)
+    assert speculator.proposals([sequence_of(NEW)])[0] > 0
+
+
+def test_the_model_proposes_no_more_than_a_sequence_may_still_say() -> None:
+    """Behind the token that the step samples, and before the last one, behind which nothing is sampled."""
+    found = [int(by_model().proposals([sequence_of(NEW, tokens)])[0]) for tokens in (1, 2, 3, 4, 9)]
+    assert found == [0, 0, 1, 2, 4]
+
+
+def test_how_often_proposals_are_right_is_learnt_of_tokens_that_come() -> None:
+    speculator, sequence = by_model(0), sequence_of(NEW, 900)
+    for token in range(300):
+        speculator.proposed(sequence, np.array([token, token + 1, 0], np.int32))
+        sequence.output += [token, token + 1]
+    speculator.proposed(sequence, np.array([], np.int32))
+    rates = [speculator._proposed.rate(kind) for kind in range(3)]
+    assert min(rates[:2]) > 0.99
+    assert rates[2] == 0.5, "it was never told"
+    assert speculator.proposals([sequence])[0] >= 2
+
+
+def test_a_speculator_without_a_model_asks_for_nothing() -> None:
+    assert sure().proposals([sequence_of(NEW)]).tolist() == [0]
+    assert by_model().proposals([]).tolist() == []

@@ -1,0 +1,95 @@
+"""The layer behind a decoder's last that predicts the token behind the next one: multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.layers import Layer, Linear
+from headwise.runtime.ops.base import Tensor
+
+
+@dataclass(frozen=True)
+class DraftingNames:
+    """Names of the weights of a layer that drafts, ``{layer}`` for its number, by which checkpoints know it.
+
+    is_nested: whether they come behind the prefix of the decoder's
+    layer:     of those that a decoder's layer has, too, all but the last part
+    join:      of the projection of ``[embedding | hidden state]``; ..._norm: of what goes into it, and of what comes
+               out of the layer
+    has_hidden_first: that projection is of ``[hidden state | embedding]``
+    """
+
+    is_nested: bool
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    join: str
+    final_norm: str
+    has_hidden_first: bool = False
+
+    def of(self, name: str, prefix: str, layer: int) -> str:
+        """One of these names, of the layer with that number, in a decoder whose weights have that prefix."""
+        return (prefix if self.is_nested else "") + name.format(layer=layer)
+
+
+BEHIND_THE_LAST = DraftingNames(
+    is_nested=True,
+    layer="layers.{layer}.",
+    embedding_norm="layers.{layer}.enorm",
+    hidden_norm="layers.{layer}.hnorm",
+    join="layers.{layer}.eh_proj",
+    final_norm="layers.{layer}.shared_head.norm",
+)
+"""As DeepSeek-V3 and most others have it."""
+
+APART = DraftingNames(
+    is_nested=False,
+    layer="mtp.layers.0.",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    join="mtp.fc",
+    final_norm="mtp.norm",
+)
+"""As Qwen3-Next has it."""
+
+
+@dataclass(frozen=True)
+class DraftingLayer:
+    """What predicts the token behind the next one.
+
+    of_embedding, of_hidden: their sum is what `layer` is given, whole on every rank
+    """
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    of_embedding: Linear
+    of_hidden: Linear
+    layer: Layer
+    final_norm: Tensor
+
+
+def with_draft_layer(config: ModelConfig, names: DraftingNames | None, weights: Sequence[str]) -> ModelConfig:
+    """``config`` with that layer, if there is one among the checkpoint's ``weights``, which are told by name.
+
+    It is as the decoder's last layer that attends to all tokens. Of several, the first is served: it was trained to
+    predict the nearest token, and what it makes goes into it again for further ones.
+    """
+    if names is None:
+        return config
+    join = names.of(names.join, "", config.num_layers) + ".weight"
+    if not any(name == join or name.endswith(f".{join}") for name in weights):
+        return config
+    alike = max(layer for layer, row in enumerate(config.policies) if row and all(each.is_full for each in row))
+    moe = config.moe
+    if moe is not None and alike in moe.layers:
+        moe = replace(moe, layers=(*moe.layers, config.num_layers))
+    return replace(
+        config,
+        num_layers=config.num_layers + 1,
+        draft_layers=1,
+        policies=(*config.policies, config.policies[alike]),
+        ropes=(*config.ropes, config.ropes[alike]),
+        moe=moe,
+    )

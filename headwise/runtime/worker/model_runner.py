@@ -1,0 +1,200 @@
+"""Runs one rank's model over the cache: as graphs, as one call of all layers, or layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.cache_controller import CacheController
+from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.models.attention.base import LayerCache
+from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.attention.wanted import ending_at
+from headwise.runtime.models.base import Model, PagedAttentionLayer, PagedCache
+from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
+from headwise.runtime.worker.device import Device
+from headwise.runtime.worker.drafts import Spread, spread
+from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs
+from headwise.runtime.worker.row_adapters import AdaptersOfRows
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Of blocks into the cache, while steps go on.
+
+    is_loading: whether some are under way
+    wait:       until a layer's are there
+    """
+
+    is_loading: Callable[[], bool]
+    wait: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step on the device: its tokens and their positions, int32 ``[T]``, the rows of its sequences, int32 ``[n]``,
+    and what attention is told."""
+
+    tokens: KernelArray
+    positions: KernelArray
+    rows: KernelArray
+    batch: AttentionBatch
+
+
+class ModelRunner:
+    """Over one arena, whose layers have these ``heads``.
+
+    last:    tokens of the steps before
+    graphs:  decode steps, where they are graphs
+    prefill: other steps, likewise
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        model: Model,
+        device: Device,
+        cache: CacheController,
+        heads: Sequence[HeadTable],
+        adapters: AdaptersOfRows,
+        loads: Loads,
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.last = device.last_sampled(card.spec.max_rows)
+        self.graphs: DecodeGraphs | None = None
+        self.prefill: PrefillGraphs | None = None
+        self._card, self._ops, self._kernels = card, device.ops, device.kernels
+        self._attention = attention_of(card.config).over_cache(device.ops, device.kernels)
+        self._heads, self._adapters, self._loads = heads, adapters, loads
+        self._upload = self._ops.step_upload()
+
+    # ---- steps ----
+
+    def is_plain_decode(self, batch: BatchRequest) -> bool:
+        """Whether a token is sampled behind each one, of no more than there may be sequences, and nothing is being
+        loaded meanwhile."""
+        is_decode = batch.samples_behind_each and batch.embeds is None and not self._adapters.are_in(batch)
+        return is_decode and 0 < batch.num_tokens <= self._card.spec.max_rows and not self._loads.is_loading()
+
+    def decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
+        """A step that `is_plain_decode`, with its table updates."""
+        each = spread(batch)
+        return graphs.step(self.last.inputs(batch), each.starts, each.starts + 1, each.rows, batch.table_updates)
+
+    def score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
+        """What a decode step computes; only enqueues."""
+        hidden = self.model.forward(token_ids, positions, self.attention(step))
+        scores = self.model.scores(hidden)
+        kept = self._ops.kernel_array(hidden) if self._card.config.draft_layers else None
+        return Scored(scores, None if scores is None else self._ops.greedy(scores), hidden=kept)
+
+    def forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor | None:
+        """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none."""
+        if self._adapters.are_in(batch):
+            return self._forward_adapted(batch, wanted)
+        return self._forward_with(batch, wanted, self._graphs_of(batch, wanted))
+
+    def _forward_adapted(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> Tensor | None:
+        """The same of a step of which some rows go by adapters: without graphs."""
+        self.model.adapted = self._adapters.of(batch)
+        try:
+            return self._forward_with(batch, wanted, None)
+        finally:
+            self.model.adapted = None
+
+    def _forward_with(
+        self, batch: BatchRequest, wanted: NDArray[np.int64] | None, graphs: StepGraphs | None
+    ) -> Tensor | None:
+        upload: Callable[..., Sequence[KernelArray]] = self._upload
+        if graphs is not None:
+            upload = partial(graphs.upload, wanted=wanted)
+        step = self.on_device(spread(batch), self.last.inputs(batch), upload)
+        self.last.fill(step.tokens, step.batch.cu_seqlens_q, step.rows)
+        if graphs is not None:
+            return graphs.forward(self.attend, step.batch, batch.num_tokens, wanted)
+        given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
+        return self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted)
+
+    def on_device(
+        self, each: Spread, tokens: NDArray[np.int32], upload: Callable[..., Sequence[KernelArray]]
+    ) -> DeviceStep:
+        """These sequences, of ``tokens [T]``, and their block tables. upload: as `TensorOps.step_upload` gives it"""
+        seq_lens = each.starts + each.query_lens
+        positions, cu_seqlens = each.positions(len(tokens))
+        on_device, places, begins, lengths, rows = upload(tokens, positions, cu_seqlens, seq_lens, each.rows)
+        tables = self.cache.tables
+        gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
+        known, longest = HostLengths(cu_seqlens, seq_lens), int(each.query_lens.max())
+        batch = AttentionBatch(begins, lengths, gathered, tables.shape.groups, longest, known, each.follows)
+        return DeviceStep(on_device, places, rows, batch)
+
+    def _graphs_of(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> StepGraphs | None:
+        """Those that a step runs by, if it has no embeddings, which come from the host, and they give all rows where
+        all are wanted."""
+        graphs = None if self.prefill is None or batch.embeds is not None else self.prefill.of(batch.num_tokens)
+        return None if graphs is not None and graphs.wanted and wanted is None else graphs
+
+    # ---- attention ----
+
+    def attention(self, step: AttentionBatch) -> PagedAttentionLayer:
+        """What the model calls in each layer of a step."""
+        return _PagedAttention(self, step)
+
+    def attend(
+        self,
+        step: AttentionBatch,
+        layer: int,
+        projected: Sequence[Any],
+        out: KernelArray | None = None,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """A layer's attention over the cache, to which it writes what the step adds. out, wanted: see `LayerCache`"""
+        cache = LayerCache(
+            self.cache.arena,
+            self._card.layouts[layer],
+            step,
+            self._heads[layer],
+            lambda: self._loads.wait(layer),
+            out,
+            wanted,
+        )
+        return self._attention(cache, *projected)
+
+    def paged_cache(self, step: AttentionBatch) -> PagedCache | None:
+        """The cache, for models with kernels of their own over it: where others were asked for, there is none."""
+        if self._kernels.name != "numba":
+            return None
+        wait = self._loads.wait if self._loads.is_loading() else None
+        return PagedCache(self.cache.arena, self._card.layouts, step, self._heads, wait)
+
+    def ending_at(self, step: AttentionBatch, rows: NDArray[np.int64]) -> AttentionBatch:
+        """See `PagedAttentionLayer.ending_at`."""
+        return ending_at(step, rows, self._ops)
+
+
+class _PagedAttention:
+    """The `PagedAttentionLayer` of one step."""
+
+    def __init__(self, runner: ModelRunner, step: AttentionBatch) -> None:
+        self._runner = runner
+        self._step = step
+
+    def __call__(self, layer: int, *projected: Any, wanted: NDArray[np.int64] | None = None) -> Tensor:
+        return self._runner.attend(self._step, layer, projected, wanted=wanted)
+
+    def paged(self) -> PagedCache | None:
+        return self._runner.paged_cache(self._step)
+
+    def ending_at(self, rows: NDArray[np.int64]) -> _PagedAttention:
+        return _PagedAttention(self._runner, self._runner.ending_at(self._step, rows))
+
+    def tokens(self) -> KernelArray | None:
+        return self._step.cu_seqlens_q[-1:]
