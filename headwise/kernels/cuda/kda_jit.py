@@ -223,8 +223,11 @@ def pair(
     tl.store(started + at, (own_key * start_left).to(query.dtype.element_ty), mask=here)
     end_left = tl.exp(tl.minimum(total[None, :] - fading, 0.0) + behind[None, :])
     tl.store(lasting + at, (own_key * end_left).to(query.dtype.element_ty), mask=here)
+    # Of the parts, which sum in other orders, the last one that has tokens tells.
+    is_last = (first + (part + 1) * PART >= count) | ((part + 1) * PART >= CHUNK)
+    told_of = dims < tl.where(is_last, KEY_DIM, 0)
     all_left = tl.exp(before + total + behind)
-    tl.store(totals + (tile // PARTS * HEADS + head).to(tl.int64) * KEY_DIM + dims, all_left, mask=in_key)
+    tl.store(totals + (tile // PARTS * HEADS + head).to(tl.int64) * KEY_DIM + dims, all_left, mask=told_of)
     faded = tl.exp(fading)
     asked = tl.dot(own_query * faded, tl.trans(keys), input_precision=PRECISION)
     known = tl.dot(own_key * faded, tl.trans(keys), input_precision=PRECISION)
