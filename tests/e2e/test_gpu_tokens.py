@@ -157,8 +157,8 @@ def test_guesses_change_no_token(model: str) -> None:
         guesses = GivenGuesses({name: result.token_ids for name, result in expected.items()}, 3)
         engine.core.resources.speculator = guesses
         worker, by_graphs = engine._worker, list[int]()
-        decode = worker._decode
-        worker._decode = lambda graphs, batch: by_graphs.append(int(batch.drafts.sum())) or decode(graphs, batch)
+        decode = worker._runner.decode
+        worker._runner.decode = lambda graphs, batch: by_graphs.append(int(batch.drafts.sum())) or decode(graphs, batch)
         results = serve(engine.core, engine.preprocessor, wanted, sampling)
         assert 0 < sum(by_graphs) < guesses.drafted, (
             "as decodes of more sequences, and where there are too many by pieces"

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.models.attention.base import LayerCache
-from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model, PagedAttentionLayer, PagedCache
 from headwise.runtime.ops.base import KernelArray, Tensor
@@ -62,6 +61,7 @@ class ModelRunner:
         card: ModelCard,
         model: Model,
         device: Device,
+        attention: CachedAttention,
         cache: CacheController,
         heads: Sequence[HeadTable],
         adapters: AdaptersOfRows,
@@ -72,8 +72,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.prefill: PrefillGraphs | None = None
         self._card, self._ops, self._kernels = card, device.ops, device.kernels
-        self._attention = attention_of(card.config).over_cache(device.ops, device.kernels)
-        self._heads, self._adapters, self._loads = heads, adapters, loads
+        self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
         self._upload = self._ops.step_upload()
 
     # ---- steps ----

@@ -145,6 +145,7 @@ class ModelWorker:
         self._ops = self._device.ops
         self._device.check(self.card, model_dir)
         self._kernels = self._device.kernels
+        self._attention = attention_of(self.card.config).over_cache(self._ops, self._kernels)
         with self._device.current():
             self._collectives = self._device.collectives(comm)
             self._model = self._load_model()
@@ -244,7 +245,7 @@ class ModelWorker:
         cache = CacheController(card.layout, arena, self._device.block_tables(shape))
         heads = [self._head_table(layer) for layer in range(card.config.num_layers)]
         loads = Loads(lambda: self._copies is not None and self._copies.is_loading, self._wait_layer)
-        runner = ModelRunner(card, self._model, self._device, cache, heads, self._adapters, loads)
+        runner = ModelRunner(card, self._model, self._device, self._attention, cache, heads, self._adapters, loads)
         runner.prefill, runner.graphs = self._prefill, self._make_graphs(runner)
         editor = LogitEditor(card.config.vocab_size, self._guides)
         self._tokens = NextTokens(self._ops, self._comm, self._collectives, runner.last, self._device.sampler, editor)
@@ -281,7 +282,7 @@ class ModelWorker:
             self._is_so_on_all_ranks,
             gives_all=self.card.config.draft_layers > 0,
         )
-        self._prefill.record(self._model, attention_of(self.card.config).over_cache(self._ops, self._kernels))
+        self._prefill.record(self._model, self._attention)
 
     def _most_prefill(self) -> int:
         """Most tokens of steps by graphs: those asked for, or an estimate's, which is the least of all ranks'."""
@@ -357,6 +358,7 @@ class ModelWorker:
         self._ops.give_back_memory()
 
     def _let_go_of_cache(self) -> None:
+        self._runner.graphs = None  # which hold the runner
         del self._runner, self._drafts, self._tokens
 
     def _wake(self) -> None:

@@ -110,9 +110,9 @@ def steps_in_pieces(engine: LocalEngine) -> list[tuple[int, list[int]]]:
 def watch(graphs: StepGraphs, found: list[tuple[int, list[int]]]) -> None:
     real = graphs.upload
 
-    def upload(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+    def upload(*arrays: np.ndarray, wanted: np.ndarray | None) -> tuple[np.ndarray, ...]:
         found.append((graphs.tokens, np.diff(arrays[2]).tolist()))
-        return real(*arrays)
+        return real(*arrays, wanted)
 
     graphs.upload = upload
 

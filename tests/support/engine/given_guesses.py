@@ -22,7 +22,9 @@ class GivenGuesses(Speculator):
         super().__init__(most, most_of_step=1 << 30)
         self._answers, self._draw = answers, np.random.default_rng(0)
 
-    def chosen(self, decoding: SequenceOf[Sequence]) -> tuple[NDArray[np.int64], bool]:
+    def chosen(
+        self, decoding: SequenceOf[Sequence], known: SequenceOf[bool] | None = None
+    ) -> tuple[NDArray[np.int64], bool]:
         """See `Speculator.chosen`; all are worth waiting for."""
         rooms = [sequence.max_length - sequence.num_tokens - 1 for sequence in decoding]
         counts = np.minimum(self._draw.integers(0, self.most + 1, len(decoding)), rooms)

@@ -200,8 +200,8 @@ def host_arena(rank: SimulatedExecutor) -> np.ndarray:
 
 def device_arena(rank: SimulatedExecutor) -> np.ndarray | None:
     """None while it is asleep."""
-    cache = getattr(rank.worker, "_cache", None)
-    return None if cache is None else cache.arena.view(np.uint8).reshape(-1)
+    runner = getattr(rank.worker, "_runner", None)
+    return None if runner is None else runner.cache.arena.view(np.uint8).reshape(-1)
 
 
 class Node:
