@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from support.adapted_models import DrawnAdapter
 from support.engine.dense_oracle import DictWeights, run_rank
 from support.paged_steps import only_shard
-from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
+from support.tiny_checkpoints import TINY_CONFIGS, checkpoint, reference
 
 from headwise.cache_controller.policy import FULL, STATE
-from headwise.errors import ModelError
+from headwise.errors import ConfigError, ModelError
 from headwise.kernels.state_layout import StateSizes
 from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.models.attention.base import Serving
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import KdaConfig, valid_tp_sizes
 from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.comm import SingleRank
@@ -79,6 +82,40 @@ def test_a_dense_layer_s_mlp_is_found_by_its_published_name_and_by_the_one_that_
         run_rank(model_config(TINY), DictWeights(each), SingleRank(), IDS) for each in (published, saved)
     )
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_what_a_layer_reads_is_its_projections(layer: int) -> None:
+    shapes = reference("kimi-linear")["shapes"]
+    at, variant = f"model.layers.{layer}.self_attn.", attention_of(model_config(TINY))
+    expected = sum(int(np.prod(shape)) for name, shape in shapes.items() if name.startswith(at) and "_proj" in name)
+    assert variant.weight_elements(layer) == expected
+
+
+def test_its_geometry_is_told_in_words() -> None:
+    variant = attention_of(model_config(json.loads(PUBLISHED.read_text())))
+    assert variant.geometry() == (
+        "20 of them Kimi Delta Attention of 32 heads of 128, the others with 32 query heads of 128 + 64 over latents "
+        "of 512 + 64, values of 128"
+    )
+    assert (variant.members(7, FULL), variant.members(15, STATE)) == ("7 layers' latents", "15 (layer, head) pairs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tp_size": 3}, r"tp_size 3 does not divide the 32 heads of this model's Kimi .*fit: \[1, 2, 4, 8, 16, 32\]"),
+        ({"tp_size": 64}, "tp_size 64 is more than the 32 query heads"),
+        (
+            {"device": "cuda", "tensor_ops": "paddle"},
+            "tensor_ops paddle does not compute on a GPU: choose tensor_ops cu",
+        ),
+    ],
+)
+def test_what_it_cannot_be_served_with_is_told_with_the_remedy(changes: dict[str, Any], told: str) -> None:
+    serving = replace(Serving("Kimi-Linear", 1, "cpu", "auto", "bfloat16"), **changes)
+    with pytest.raises(ConfigError, match=told):
+        attention_of(model_config(json.loads(PUBLISHED.read_text()))).check(serving)
 
 
 def own(**changes: Any) -> dict[str, Any]:
