@@ -16,7 +16,7 @@ from headwise.cache_controller.planner import HeadGroupPlan, Policies, plan_head
 from headwise.cache_controller.policy import FULL
 from headwise.cache_controller.unified_pages import UnifiedPages, planned_bytes, unified_pages
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import ModelConfig, SsmConfig, StatesConfig, valid_tp_sizes
+from headwise.runtime.models.base import KdaConfig, ModelConfig, SsmConfig, StatesConfig, valid_tp_sizes
 from headwise.runtime.models.registry import model_config
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "tests" / "support" / "published"
@@ -99,8 +99,12 @@ def geometry(config: Config) -> Geometry:
     text = {**config, **config.get("text_config", {})}
     if "linear_num_value_heads" in text:
         return _states_and_attention(text)
-    states = model_config(config).states
-    return _served(config) if states is None else _ssm_and_attention(model_config(config), states)
+    model = model_config(config)
+    if model.states is None:
+        return _served(config)
+    if isinstance(model.states, KdaConfig):
+        return _kda_and_latents(model, model.states)
+    return _ssm_and_attention(model, model.states)
 
 
 def _served(config: Config) -> Geometry:
@@ -145,6 +149,20 @@ def _ssm_and_attention(model: ModelConfig, ssm: StatesConfig) -> Geometry:
         (2 * model.head_dim * BYTES,) * attended,
         _divisors(model.num_kv_heads),
         states=(inputs + values * key_dim * STATE_BYTES,) * len(ssm.layers),
+    )
+
+
+def _kda_and_latents(model: ModelConfig, kda: KdaConfig) -> Geometry:
+    """The same of Kimi Delta Attention (arXiv 2510.26692), each of whose heads has a matrix, beside latents."""
+    assert model.mla is not None, "parsed so"
+    sizes, attended = kda.sizes, model.num_layers - len(kda.layers)
+    state = sizes.channels * (sizes.convolution - 1) * BYTES + sizes.key_dim * sizes.value_dim * STATE_BYTES
+    return Geometry(
+        ((FULL,),) * attended,
+        (model.mla.width * BYTES,) * attended,
+        _divisors(kda.members),
+        states=(kda.members * state,) * len(kda.layers),
+        is_replicated=True,
     )
 
 

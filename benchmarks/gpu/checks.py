@@ -92,6 +92,7 @@ SECTIONS = {
     "heads": Section("gpu.attention", "heads", 30, 15),
     "prefill": Section("gpu.attention", "prefill", 65, 20, torch=True),
     "delta": Section("gpu.delta", "delta", 30, 12),
+    "kda": Section("gpu.kda", "kda", 30, 12),
     "ssm": Section("gpu.ssm", "ssm", 50, 12),
     "latents": Section("gpu.latents", "latents", 60, 20),
     "copies": Section("gpu.copies", "copies", 60, 25),

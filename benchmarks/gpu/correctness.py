@@ -19,6 +19,7 @@ from gpu.cases import FULL_ATTENTION, Window, head_table, kernels_with, places_o
 from gpu.checkpoint import MOE, random_models, write_checkpoint
 from gpu.codes import KINDS, check_codes, compile_codes
 from gpu.delta import check_delta, compile_delta, shape_of
+from gpu.kda import check_kda, compile_kda, kda_shape
 from gpu.mixtures import compile_experts, expert_shape, experts_of
 from gpu.rig import Rig
 from gpu.sizes import FULL, Sizes
@@ -34,6 +35,7 @@ from headwise.kernels.cuda.attention import OLDEST_SM_E4M3, AttentionShape
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.dsa import IndexShape
+from headwise.kernels.cuda.kda import KdaShape
 from headwise.kernels.cuda.kv_write import CudaKvWrite
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.precompile import LatentModel, precompile
@@ -96,6 +98,8 @@ def compile_kernels(bench: Bench) -> None:
             made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
             for net in _delta_shapes(sizes):
                 made[net] = pool.submit(compile_delta, net, target, work / "kernels")
+            for each_kda in _kda_shapes(sizes):
+                made[each_kda] = pool.submit(compile_kda, each_kda, target, work / "kernels")
             for _, each_ssm in ssm_shapes(sizes, list(TOLERANCE)):
                 made[each_ssm] = pool.submit(compile_ssm, each_ssm, target, work / "kernels")
             for model in _latent_models(target.sm):
@@ -126,6 +130,7 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
     where = Target(*target)
     files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
     files += sum(compile_delta(shape, where, directory) for shape in _delta_shapes(FULL))
+    files += sum(compile_kda(shape, where, directory) for shape in _kda_shapes(FULL))
     files += sum(compile_ssm(shape, where, directory) for _, shape in ssm_shapes(FULL, list(TOLERANCE)))
     files += sum(_compile_latents(model, where, directory) for model in _latent_models(where.sm))
     files += sum(compile_codes(kind, where, directory) for kind in KINDS)
@@ -134,6 +139,10 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
 
 def _delta_shapes(sizes: Sizes) -> list[DeltaShape]:
     return [shape_of(sizes.delta, sizes.block_size, dtype) for dtype in TOLERANCE]
+
+
+def _kda_shapes(sizes: Sizes) -> list[KdaShape]:
+    return [kda_shape(sizes.kda, sizes.block_size, dtype) for dtype in TOLERANCE]
 
 
 def _shapes(sizes: Sizes, sm: int, layers: int | None) -> list[AttentionShape]:
@@ -528,6 +537,7 @@ def correctness(bench: Bench) -> None:
             begin()
             check_rope(bench, case, rng)
     check_delta(bench, TOLERANCE)
+    check_kda(bench, TOLERANCE)
     check_ssm(bench, TOLERANCE)
     check_copies(bench, rng)
     for dtype in ("float32", "float16", "bfloat16"):

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from headwise.kernels.cuda import delta, experts, ssm
+from headwise.kernels.cuda import delta, experts, kda, ssm
 from headwise.kernels.cuda.attention import HEAD_DIMS, OLDEST_SM_E4M3, AttentionShape, variants_of
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.kda import KdaShape
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.packed import form_of
 from headwise.kernels.cuda.ssm import SsmShape
@@ -26,6 +27,7 @@ QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
 NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, True, scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
 """Without gates."""
 QWEN3_NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
+KIMI_LINEAR = KdaShape(32, StateSizes(128, 128, 1, 4), 128, "bfloat16", 32 * 385 + 256)
 NEMOTRON_3_NANO_STATES = SsmShape(16, 8, StateSizes(128, 64, 4, 4), 64, "bfloat16")
 
 
@@ -33,7 +35,7 @@ NEMOTRON_3_NANO_STATES = SsmShape(16, 8, StateSizes(128, 64, 4, 4), 64, "bfloat1
 class Served:
     """A kernel and the card that it runs on.
 
-    size:    of heads, or the sizes of experts, delta-nets and state space models
+    size:    of heads, or the sizes of experts and of what has states
     numbers: dtype of the cache, or of weights
     """
 
@@ -55,7 +57,7 @@ def served(cards: Sequence[int]) -> list[Served]:
 
 @cache
 def _of_card(sm: int) -> dict[Served, Variant]:
-    return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm), *_ssms(sm)])
+    return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm), *_ssms(sm), *_kdas(sm)])
 
 
 def _attention(sm: int) -> Iterator[tuple[Served, Variant]]:
@@ -101,3 +103,9 @@ def _ssms(sm: int) -> Iterator[tuple[Served, Variant]]:
     size = f"state space model of {NEMOTRON_3_NANO_STATES.heads} heads"
     for name, variant in ssm.variants_of(NEMOTRON_3_NANO_STATES, sm).items():
         yield Served(sm, size, NEMOTRON_3_NANO_STATES.dtype, name), variant
+
+
+def _kdas(sm: int) -> Iterator[tuple[Served, Variant]]:
+    size = f"Kimi Delta Attention of {KIMI_LINEAR.heads} heads"
+    for name, variant in kda.variants_of(KIMI_LINEAR, sm).items():
+        yield Served(sm, size, KIMI_LINEAR.dtype, name), variant

@@ -34,6 +34,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class KdaNet:
+    """A layer of Kimi Delta Attention, with keys and values of ``dim``; the batches it decodes, and tokens of
+    prompts."""
+
+    heads: int
+    dim: int
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    convolution: int = 4
+
+
+@dataclass(frozen=True)
 class SsmNet:
     """A layer of a state space model, whose members are ``share`` heads each; the batches it decodes, and tokens of
     prompts."""
@@ -148,6 +160,7 @@ class Sizes:
     experts: tuple[int, int, int]
     copies: CopySizes
     delta: DeltaNet
+    kda: KdaNet
     ssm: tuple[SsmNet, ...]
     most_repeats: int
     warm_steps: int
@@ -255,6 +268,7 @@ FULL = Sizes(
     experts=(16, 2048, 768),  # Qwen3-30B-A3B's, of 128
     copies=CopySizes(1 << 30, ERNIE_LIKE, block_sizes=(64, 16), step=(64, 8192), layer_tokens=4096),
     delta=DeltaNet(16, 2, 128, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Qwen3-Next-80B's
+    kda=KdaNet(32, 128, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Kimi-Linear-48B's
     ssm=(
         SsmNet("nano", 16, 8, 4, 128, 64, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Nemotron 3 Nano's
         SsmNet("granite", 32, 1, 4, 128, 64, batches=(1, 8, 64, 256), prompts=(4096,)),  # Granite 4.0 H Small's
@@ -323,6 +337,7 @@ TINY = Sizes(
     experts=(3, 64, 64),
     copies=CopySizes(1 << 18, {**ERNIE_LIKE, **_TINY_HEADS, "sink_size": 4}, (8, 16), (1, 20), 16),
     delta=DeltaNet(1, 2, 16, batches=(1, 2), prompts=(20,)),
+    kda=KdaNet(2, 16, batches=(1, 2), prompts=(20,)),
     ssm=(
         SsmNet("nano", 2, 2, 2, 16, 8, batches=(1, 2), prompts=(20,)),
         SsmNet("granite", 2, 1, 2, 16, 8, batches=(1,), prompts=()),

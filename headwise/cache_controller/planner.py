@@ -190,20 +190,21 @@ def plan_head_groups(
     ``per_head_index`` makes one group per KV head index of a rank, over all layers.
 
     sizes:         ``[num_layers]``, bytes of a slot of each layer's members; None: all are equal
-    is_replicated: every rank keeps all members, as of MLA, whose one latent serves all query heads; else each rank
-                   has equally many of every layer's, or one, where there are more ranks (but of states, which are not
-                   shared)
+    is_replicated: every rank keeps all members but states, as of MLA, whose one latent serves all query heads; else
+                   each rank has equally many of every layer's, or one, where there are more ranks. States are not
+                   shared: each rank has equally many
 
     Raises ValueError if the members of a layer cannot be so dealt to ``tp_size`` ranks, the policies or sizes are not
     a full table, or ``per_head_index`` is asked of layers that differ.
     """
     _check_table(policies, sizes)
     sizes = tuple(sizes or [1] * len(policies))
+    to_deal = [row if _are_states(row) else () for row in policies] if is_replicated else policies
+    _check_deals(to_deal, tp_size)
+    dealt = _deal(to_deal, tp_size)
     if is_replicated:
-        dealt = [[list(range(len(row))) for row in policies]] * tp_size
-    else:
-        _check_deals(policies, tp_size)
-        dealt = _deal(policies, tp_size)
+        whole = [[] if _are_states(row) else list(range(len(row))) for row in policies]
+        dealt = [[own or every for own, every in zip(layers, whole, strict=True)] for layers in dealt]
     if grouping == "per_head_index":
         block_bytes, groups = _group_by_head_index(policies, sizes, dealt)
     else:
@@ -259,6 +260,11 @@ def can_be_dealt(heads: int, tp_size: int, *, is_state: bool = False) -> bool:
     A state is of all value heads of its key head: those would have to be split, not shared.
     """
     return not heads % tp_size or (not is_state and tp_size > heads)
+
+
+def _are_states(row: Sequence[HeadPolicy]) -> bool:
+    """Whether a layer's members are."""
+    return bool(row) and row[0].is_state
 
 
 def _check_deals(policies: Policies, tp_size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
 from headwise.kernels.delta_base import DeltaWeights
+from headwise.kernels.kda_base import KdaWeights
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.ssm_base import SsmWeights
 from headwise.kernels.state_layout import StateSizes
@@ -119,6 +120,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class KimiDelta:
+    """Kimi Delta Attention: ``into`` makes `KdaProjected.numbers`, of the last of which ``decays`` and ``gates`` make
+    those, and ``between`` is before ``out``."""
+
+    into: Weight
+    decays: Weight
+    gates: Weight
+    between: KdaWeights
+    out: Weight
+
+
+@dataclass(frozen=True)
 class StateSpace:
     """A state space model: ``into`` makes `SsmProjected.numbers`, and ``between`` and a norm are before ``out``.
 
@@ -135,7 +148,10 @@ class StateSpace:
     out: Weight
 
 
-Attention = GroupedQueries | Latents | DeltaNet | StateSpace
+WithStates = DeltaNet | KimiDelta | StateSpace
+"""What keeps recurrent states."""
+
+Attention = GroupedQueries | Latents | WithStates
 
 
 @dataclass(frozen=True)

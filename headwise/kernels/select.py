@@ -9,6 +9,8 @@ from headwise.kernels.delta_base import DeltaKernels, ProjectedDeltaKernels
 from headwise.kernels.delta_reference import ReferenceDeltaKernels
 from headwise.kernels.dsa_base import IndexedKernels
 from headwise.kernels.dsa_reference import ReferenceIndexedKernels
+from headwise.kernels.kda_base import KdaKernels
+from headwise.kernels.kda_reference import ReferenceKdaKernels
 from headwise.kernels.mla_base import LatentKernels
 from headwise.kernels.mla_reference import ReferenceLatentKernels
 from headwise.kernels.reference import ReferenceKernels
@@ -86,6 +88,17 @@ def make_delta_kernels(name: str, threads: int) -> DeltaKernels | ProjectedDelta
     except ImportError as error:
         raise _without_numba(name, error) from error
     return NumbaDeltaKernels(threads)
+
+
+def make_kda_kernels(name: str, threads: int) -> KdaKernels:
+    """Those of Kimi Delta Attention, as `make_kernels`; they raise the same."""
+    if _is_reference(name):
+        return ReferenceKdaKernels()
+    try:
+        from headwise.kernels.cpu.kda_attention import NumbaKdaKernels
+    except ImportError as error:
+        raise _without_numba(name, error) from error
+    return NumbaKdaKernels(threads)
 
 
 def make_ssm_kernels(name: str, threads: int) -> SsmKernels:

@@ -1,8 +1,8 @@
 """The layout of blocks of recurrent states, and typed views of an arena of such blocks.
 
 A member is what a layer keeps for one key and the value heads that share it, in float32: the last inputs of the causal
-convolution before it, and a matrix for each value head. So it is of gated delta-nets (`headwise.kernels.delta_base`)
-and of state space models (`headwise.kernels.ssm_base`).
+convolution before it, and a matrix for each value head. So it is of gated delta-nets (`headwise.kernels.delta_base`),
+of Kimi Delta Attention (`headwise.kernels.kda_base`), and of state space models (`headwise.kernels.ssm_base`).
 """
 
 from __future__ import annotations

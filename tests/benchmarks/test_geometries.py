@@ -45,6 +45,9 @@ def test_caches_are_those_of_the_published_models() -> None:
     states = GEOMETRIES["qwen3-next-80b-a3b"]
     assert (len(states.policies), len(states.states)) == (12, 36)
     assert states.states[0] == 3 * 8192 * 2 + 32 * 128 * 128 * 4
+    beside_latents = GEOMETRIES["kimi-linear-48b-a3b"]
+    assert (set(beside_latents.token_bytes), len(beside_latents.states)) == ({(512 + 64) * 2}, 20)
+    assert beside_latents.states[0] == 32 * (3 * 128 * 3 * 2 + 128 * 128 * 4)
     shared = GEOMETRIES["gemma-4-e2b"]
     assert [row[0].window for row in shared.policies[:15]] == [512, 512, 512, 512, 0] * 3
     assert not any(shared.policies[15:])

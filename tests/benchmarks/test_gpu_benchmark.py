@@ -203,6 +203,8 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
             "ops_add_rms_norm_bias_bfloat16",
             "ops_rms_norm_heads_bfloat16",
             "delta_states_bfloat16",
+            "kda_float16",
+            "kda_states_bfloat16",
             "ssm_nano_float16",
             "ssm_granite_states_bfloat16",
             "sampling_bfloat16",
@@ -227,6 +229,7 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
         "heads": {"decode_over_uniform", "decode_over_one_table", "prefill_over_uniform"},
         "prefill": {"t32", "d64", "d128", "d128_tma_speedup", "d64_registers", "d64_spilled", "d64_serialised"},
         "delta": {"b1_of_bandwidth", "t20"},
+        "kda": {"b1_of_bandwidth", "t20"},
         "ssm": {"nano_b1_of_bandwidth", "nano_t20", "granite_b1_of_bandwidth"},
         "products": {"floats_1_of_bandwidth", "int8_3_of_bandwidth", "int4_1_over_floats", "fp8_3_over_floats"},
         "latents": {

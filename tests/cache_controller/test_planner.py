@@ -177,6 +177,16 @@ def test_two_heads_of_256_lie_beside_one_of_512() -> None:
         _ = plan.slots
 
 
+def test_states_are_dealt_beside_latents_that_every_rank_has() -> None:
+    rows = [[STATE] * 4, [STATE] * 4, [FULL], []]
+    plan = plan_head_groups(rows, 2, sizes=[64, 64, 128, 64], is_replicated=True)
+    assert [plan.kv_heads(rank) for rank in (0, 1)] == [((0, 1), (0, 1), (0,), ()), ((2, 3), (2, 3), (0,), ())]
+    assert [(group.policy, group.slots) for group in plan.groups] == [(FULL, 1), (STATE, 2), (STATE, 2)]
+    assert (plan.padding, plan.copies) == (0, 2)
+    with pytest.raises(ValueError, match=r"tp_size 8 does not divide the model's 4 .* sizes that fit: \[1, 2, 4\]$"):
+        plan_head_groups(rows, 8, sizes=[64, 64, 128, 64], is_replicated=True)
+
+
 def test_every_rank_has_the_latents_of_a_replicated_model() -> None:
     plan = plan_head_groups([[FULL]] * 61, 8, is_replicated=True)
     assert (len(plan.groups), plan.slots, plan.padding) == (1, 61, 0.0)

@@ -32,6 +32,7 @@ SHOWN_BY_OTHERS = (
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
 FEW = replace(GREEDY, max_tokens=9)
+OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite", "kimi-linear")
 PROMPTS = {"qwen3.5": 1, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 
@@ -78,9 +79,7 @@ def test_greedy_tokens_of_several_prompts_at_once(
         assert not has_bias or (weights.bias is not None and weights.qkv.bias is None), "added where heads are rotated"
     for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(tokens), result.token_ids)
-    assert bool(expanded) == (model in ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite")), (
-        "prompts of latent attention are expanded"
-    )
+    assert bool(expanded) == (model in OVER_LATENTS), "prompts of latent attention are expanded"
 
 
 @pytest.mark.soak
@@ -105,11 +104,28 @@ def test_ranks_that_share_heads_say_the_reference_tokens(model: str, size: int) 
     executor.close()
 
 
-@pytest.mark.soak
-def test_states_are_resumed_at_checkpoints_that_a_prompt_left() -> None:
-    answer = next(answer for answer in answers("qwen3.5") if len(answer.prompt_ids) == 40)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_ranks_with_states_beside_latents_that_all_have_say_the_reference_tokens(size: int) -> None:
+    directory, tokens = checkpoint("kimi-linear"), 3
     config = EngineConfig(
-        model=str(checkpoint("qwen3.5")),
+        model=str(directory), device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256, tp_size=size
+    )
+    ranks = Ranks(config, directory, device=lambda: EmulatedGpu(LIBRARIES, "float32"))
+    preprocessor, executor = Preprocessor.open(config), LocalExecutor(ranks)
+    engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
+    wanted = sorted(answers("kimi-linear"), key=lambda answer: len(answer.prompt_ids))[:3]
+    greedy = replace(GREEDY, max_tokens=tokens)
+    results = serve(engine, preprocessor, wanted, {answer.name: greedy for answer in wanted})
+    for answer in wanted:
+        assert_same(answer.first(tokens), results[answer.name].token_ids)
+    executor.close()
+
+
+@pytest.mark.parametrize("model", ["kimi-linear", pytest.param("qwen3.5", marks=pytest.mark.soak)])
+def test_states_are_resumed_at_checkpoints_that_a_prompt_left(model: str) -> None:
+    answer = next(answer for answer in answers(model) if len(answer.prompt_ids) == 40)
+    config = EngineConfig(
+        model=str(checkpoint(model)),
         device="cuda",
         dtype="float32",
         kv_cache="64MiB",

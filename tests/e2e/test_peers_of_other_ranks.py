@@ -130,6 +130,7 @@ def full_blocks(answer: Answer, block_size: int) -> int:
     [
         ("deepseek-v3.2", 1, 2),  # latents and an indexer's keys, on every rank
         ("qwen3-next", 2, 1),  # states beside attention
+        ("kimi-linear", 1, 2),  # states, which are dealt, beside latents, which are not
         ("gemma4", 1, 4),  # two full heads that ranks share beside four windowed ones that they do not
         ("deepseek-v3", 1, 1),  # latents
         ("gpt-oss", 1, 2),  # windows, and sinks that are learned

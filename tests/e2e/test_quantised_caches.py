@@ -50,6 +50,8 @@ def said(loaded: LoadedModel, **changes: object) -> dict[str, list[int]]:
         ("deepseek-v3", INT8),
         ("deepseek-v3", FP8),
         ("deepseek-v3", INT4),
+        ("kimi-linear", INT8),
+        ("kimi-linear", FP8),
     ],
 )
 def test_the_first_tokens_are_those_of_float32_and_the_host_changes_none(name: str, kv_dtype: str) -> None:

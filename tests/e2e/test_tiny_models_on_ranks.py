@@ -63,6 +63,11 @@ def test_ranks_that_share_states_out_say_the_reference_tokens(name: str, block_s
     run_twice(name, 2, block_size=block_size)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_that_share_states_out_beside_latents_that_all_have_say_the_reference_tokens(size: int) -> None:
+    run_twice("kimi-linear", size, block_size=16)
+
+
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-shared"])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_ranks_with_heads_of_two_sizes_say_the_reference_tokens(name: str, block_size: int) -> None:

@@ -13,7 +13,7 @@ from support.random_models import random_weights
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.models.base import Model, ModelConfig
+from headwise.runtime.models.base import KdaConfig, Model, ModelConfig
 from headwise.runtime.models.low_rank import AdaptedRows
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.models.weights import Weights
@@ -58,6 +58,9 @@ def modules_served(config: ModelConfig, weights: Weights) -> dict[str, tuple[int
         names = [name for name in names if "gate_proj" not in name]
     if config.mla is not None:
         names = [name for name in names if "q_proj" not in name]
+    if isinstance(config.states, KdaConfig):
+        with_states = tuple(f"layers.{layer}.self_attn." for layer in config.states.layers)
+        names = [name for name in names if not any(at in name for at in with_states)]
     found = {}
     for name, (outputs, inputs) in modules_of({name: weights.tensor(name).shape for name in names}).items():
         module = name[name.index("layers.") :]

@@ -14,7 +14,7 @@ def model_keys(config: Config, architecture: str) -> dict[str, Any]:
     dim = config.get("head_dim") or config["hidden_size"] // heads
     base = {
         "block_count": layers_of(config),
-        "context_length": config["max_position_embeddings"],
+        "context_length": config.get("max_position_embeddings", config.get("model_max_length")),
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config.get("intermediate_size"),
         "attention.head_count": heads,
@@ -95,6 +95,30 @@ def _deepseek(config: Config) -> dict[str, Any]:
         "attention.indexer.head_count": config.get("index_n_heads"),
         "attention.indexer.key_length": config.get("index_head_dim"),
         "attention.indexer.top_k": config.get("index_topk"),
+    }
+
+
+def _kimi(config: Config) -> dict[str, Any]:
+    own, rank, rotated = config["linear_attn_config"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return {
+        "attention.head_count_kv": [int(layer in own["full_attn_layers"]) for layer in layers],
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "rope.dimension_count": rotated,
+        "vocab_size": config["vocab_size"],
+        "ssm.conv_kernel": own["short_conv_kernel_size"],
+        "kda.head_dim": own["head_dim"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_used_count": config["num_experts_per_token"],
+        "expert_shared_count": config["num_shared_experts"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": config["moe_renormalize"],
+        "expert_gating_func": 2,
     }
 
 
@@ -301,6 +325,7 @@ _OWN_KEYS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek,
     "deepseek32": _deepseek,
+    "kimi-linear": _kimi,
     "ernie4_5-moe": _ernie_moe,
     "gemma4": _gemma4,
     "qwen3next": _delta,

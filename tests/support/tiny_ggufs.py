@@ -137,6 +137,7 @@ TINY_GGUFS: Mapping[str, TinyGguf] = {
     "granite-hybrid-moe": TinyGguf("granitehybrid", "granite-hybrid-moe"),
     "nemotron-h": TinyGguf("nemotron_h", "nemotron-h"),
     "nemotron-h-moe": TinyGguf("nemotron_h_moe", "nemotron-h-moe"),
+    "kimi-linear": TinyGguf("kimi-linear", "kimi-linear"),
     "nemotron-h-latent": TinyGguf("nemotron_h_moe", "nemotron-h-latent"),
 }
 
@@ -409,6 +410,8 @@ def _changed(weights: Weights, config: Config, is_split: bool) -> Iterator[tuple
             at = name.replace("model.", "").replace("block_sparse_moe.input_linear", "feed_forward.experts.{}")
             for part, half in zip(("w1", "w3"), np.split(values, 2, axis=1), strict=True):
                 yield at.format(part), half
+        elif kind == "kimi_linear" and "kv_b_proj" not in name:
+            yield _kimi_tensor(name, values)
         elif kind == "gpt_oss":
             yield from _gpt_oss_tensor(name, values, weights)
         elif name.endswith("kv_b_proj.weight") and is_split:
@@ -446,6 +449,16 @@ def _state_tensor(name: str, values: np.ndarray, config: Config) -> tuple[str, n
     if part.endswith("e_score_correction_bias"):
         return name.replace("_bias", ".bias"), values
     return name.replace("dt_bias", "dt_proj.bias"), values[:, 0] if part == "conv1d.weight" else values
+
+
+def _kimi_tensor(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    if name.endswith("A_log"):
+        return name, -np.exp(values)
+    if name.endswith("e_score_correction_bias"):
+        return name.replace("_bias", ".bias"), values
+    # transformers saves a dense MLP by the name that experts have.
+    dense = re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name)
+    return dense.replace("dt_bias", "dt_proj.bias"), values
 
 
 def _shared_tensor(name: str, values: np.ndarray, config: Config) -> Iterator[tuple[str, np.ndarray]]:

@@ -28,6 +28,7 @@ from headwise.kernels.cpu.decoder_phases import Maker, Phases, Run, kept_parts, 
 from headwise.kernels.cpu.decoder_records import ADDED, LOGITS, NORMED, PLACES, QUERY_SCALES, SIDES, STREAM
 from headwise.kernels.cpu.delta_attention import delta_record, sizes_of_weights
 from headwise.kernels.cpu.experts import room_of
+from headwise.kernels.cpu.kda_attention import kda_record, kda_sizes
 from headwise.kernels.cpu.low_rank import NO_GROUPS, RowGroups
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight, matmul, take_rows
 from headwise.kernels.cpu.memory import Scratch, from_a_line_on
@@ -40,11 +41,12 @@ from headwise.kernels.fused import (
     Besides,
     DecoderLayer,
     DecoderShape,
-    DeltaNet,
     GroupedQueries,
+    KimiDelta,
     Latents,
     StateSpace,
     SumOverRanks,
+    WithStates,
 )
 from headwise.kernels.mla import has_scales
 
@@ -64,10 +66,12 @@ class CpuDecoder:
 
     def __init__(self, layers: Sequence[DecoderLayer], shape: DecoderShape, threads: int) -> None:
         self._layers = layers  # keeps alive what records point to
+        with_latents = (index for index, layer in enumerate(layers) if isinstance(layer.attention, Latents))
+        self._latents = next(with_latents, None)
         self._table = np.zeros(len(layers), records.LAYER)
         self._states: list[NDArray[np.int64]] = []
         for record, layer in zip(self._table, layers, strict=True):
-            if isinstance(layer.attention, DeltaNet | StateSpace):
+            if isinstance(layer.attention, WithStates):
                 self._states.append(_states_record(layer.attention))
                 record["states"] = place_of(self._states[-1])
             elif isinstance(layer.attention, GroupedQueries):
@@ -110,10 +114,10 @@ class CpuDecoder:
 
     def takes(self, batch: AttentionBatch, layouts: Sequence[BlockLayout]) -> bool:
         """See `FusedDecoder.takes`: not latents that are expanded, as those of prompts, nor those with scales."""
-        if not isinstance(self._layers[0].attention, Latents):
+        if self._latents is None:
             return True
         queries: int = np.diff(batch.cu_seqlens_q).max(initial=0)
-        return queries < EXPANDED_QUERIES and not has_scales(layouts[0])
+        return queries < EXPANDED_QUERIES and not has_scales(layouts[self._latents])
 
     def embedded(self, table: PackedWeight, ids: NDArray[np.int32], scale: float = 1.0) -> Floats:
         """See `FusedDecoder.embedded`."""
@@ -349,7 +353,7 @@ class CpuDecoder:
         self._planners = [(planner, is_chunked) for (*_, is_chunked), (_, planner) in plans.items()]
         self._last_plan = NO_PLAN
         last, net = self._table[self._last_kept], self._layers[self._last_kept].attention
-        if not isinstance(net, DeltaNet | StateSpace):  # one of its own, behind all others
+        if not isinstance(net, WithStates):  # one of its own, behind all others
             self._last_plan, last["plan"] = int(last["plan"]), len(plans)
         self._plans = PlanTable.room(len(plans) + (self._last_plan != NO_PLAN))
         if self._adapted is not None:
@@ -401,9 +405,11 @@ class _Rooms:
         )
 
 
-def _states_record(net: DeltaNet | StateSpace) -> NDArray[np.int64]:
+def _states_record(net: WithStates) -> NDArray[np.int64]:
     """A `records.STATES`."""
     members = len(net.between.speed)
+    if isinstance(net, KimiDelta):
+        return kda_record(net.between, kda_sizes(net.between), members)
     if isinstance(net, StateSpace):
         return ssm_record(net.between, net.sizes, members)
     return delta_record(net.between, sizes_of_weights(net.between), members)

@@ -166,7 +166,7 @@ def _prepare(step, phase, is_first, before, counters, number, values, thread, ah
     first, last, share = take_rows(counters, number, rows, thread, step.threads)
     while first < last:
         for row in range(first, last):
-            here = floats_at(step.places[phase.source] + row * phase.source_row * 4, columns)
+            here = floats_at(step.places[phase.source] + (row * phase.source_row + phase.source_at) * 4, columns)
             if phase.norms_first != 0:
                 _norm_row(here, before, eps, values)
             if phase.addend >= 0 and not is_first:

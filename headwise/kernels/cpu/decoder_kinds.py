@@ -14,11 +14,20 @@ from headwise.kernels.base import AttentionBatch
 from headwise.kernels.cpu import records, state_walk_jit
 from headwise.kernels.cpu.attention_pass import CacheKernels, PlanTable, score_factor
 from headwise.kernels.cpu.decoder_phases import LatentSizes, kept_parts
-from headwise.kernels.cpu.decoder_records import ABSORBED, HEADS_SEEN, LATENTS, QKV, VALUES
+from headwise.kernels.cpu.decoder_records import ABSORBED, DECAYS, GATES, HEADS_SEEN, LATENTS, QKV, VALUES
 from headwise.kernels.cpu.delta_attention import sizes_of_weights
+from headwise.kernels.cpu.kda_attention import kda_sizes
 from headwise.kernels.cpu.records import Record, address_of, place_of
 from headwise.kernels.cpu.state_attention import pass_fields, scratch_floats
-from headwise.kernels.fused import DecoderLayer, DecoderShape, DeltaNet, GroupedQueries, Latents, StateSpace
+from headwise.kernels.fused import (
+    DecoderLayer,
+    DecoderShape,
+    DeltaNet,
+    GroupedQueries,
+    KimiDelta,
+    Latents,
+    StateSpace,
+)
 
 Floats = NDArray[np.float32]
 Angles = Sequence[tuple[Floats, Floats]]
@@ -128,11 +137,14 @@ class StatesKind:
 
     row:     floats from what is projected of one token to the next one's
     scratch: floats that each thread works with
+    decays, gates: floats of a token in `DECAYS` and `GATES`, where they are there
     """
 
     layout: BlockLayout
     row: int
     scratch: int
+    decays: int = 0
+    gates: int = 0
 
 
 Kind = AttentionKind | LatentKind | StatesKind
@@ -143,6 +155,9 @@ def kind_of(layer: DecoderLayer, layout: BlockLayout) -> Kind:
     attention = layer.attention
     if isinstance(attention, DeltaNet):
         return StatesKind(layout, attention.into.outputs, scratch_floats(sizes_of_weights(attention.between)))
+    if isinstance(attention, KimiDelta):
+        scratch, beside = scratch_floats(kda_sizes(attention.between)), (attention.decays, attention.gates)
+        return StatesKind(layout, attention.into.outputs, scratch, *(weight.outputs for weight in beside))
     if isinstance(attention, StateSpace):
         return StatesKind(layout, attention.into.outputs, scratch_floats(attention.sizes))
     if isinstance(attention, Latents):
@@ -202,8 +217,11 @@ class Passes:
     def fill(self, shape: DecoderShape, step: StepCache) -> None:
         """Tell them of a step."""
         if isinstance(self.kind, StatesKind):
-            where = pass_fields(step.arena, self.kind.layout, step.batch)
-            self.attending.fill(**where, **step.fields, query=step.places[QKV], query_row=self.kind.row)
+            kind, places = self.kind, step.places
+            self.attending.fill(
+                **pass_fields(step.arena, kind.layout, step.batch), **step.fields, query=places[QKV],
+                query_row=kind.row, key=places[DECAYS], key_row=kind.decays, value=places[GATES], value_row=kind.gates,
+            )  # fmt: skip
             return
         assert self.kernels is not None, "made so"
         fields = self.kind.attending(self.kernels, shape, step)

@@ -23,6 +23,7 @@ from headwise.kernels.fused import (
     DeltaNet,
     DenseLayer,
     GroupedQueries,
+    KimiDelta,
     Latents,
     MixedLayer,
     StateSpace,
@@ -165,6 +166,8 @@ class Maker:
         elif isinstance(attention, StateSpace):
             norm = {"norm_parts": attention.norm_groups, "eps": attention.eps}
             self._states(attention, attention.norm, norm)
+        elif isinstance(attention, KimiDelta):
+            self._kimi_delta(attention)
         elif isinstance(attention, Latents):
             self._latents(attention)
         else:
@@ -184,6 +187,16 @@ class Maker:
         self._product(net.into, at.QKV)
         self._add({"kind": at.ATTEND})
         self._add(self.rows(at.HEADS_SEEN, net.out.inputs, net.out, norm) | (how or {}))
+        self._product(net.out, at.ADDED)
+
+    def _kimi_delta(self, net: KimiDelta) -> None:
+        made, rank = net.into.outputs, net.decays.inputs
+        self._product(net.into, at.QKV)
+        for weight, first, place in ((net.decays, made - 2 * rank, at.DECAYS), (net.gates, made - rank, at.GATES)):
+            self._add(self.rows(at.QKV, rank, weight) | {"source_row": made, "source_at": first})
+            self._product(weight, place)
+        self._add({"kind": at.ATTEND})
+        self._add(self.rows(at.HEADS_SEEN, net.out.inputs, net.out))
         self._product(net.out, at.ADDED)
 
     def _latents(self, attention: Latents) -> None:

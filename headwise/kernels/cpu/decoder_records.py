@@ -22,15 +22,15 @@ gate themselves, as GELU has it, of other rows."""
 
 (
     STREAM, QKV, VALUES, HEADS_SEEN, GATES, ADDED, GATED, BESIDE, NORMED, LOGITS, SIDES, QUERY_SCALES, QUERIES, LATENTS,
-    ABSORBED, VALUES_SEEN, INTO, BETWEEN,
-) = PLACES = range(18)  # fmt: skip
+    ABSORBED, VALUES_SEEN, INTO, BETWEEN, DECAYS,
+) = PLACES = range(19)  # fmt: skip
 """Places that rows lie in from phase to phase, float32.
 
 STREAM:      the residual stream
 QKV:         queries, keys and values; or all that goes into what has states
 VALUES:      values that keys are made into
 HEADS_SEEN:  what attention has seen
-GATES:       of heads, of a shared expert, of a side input
+GATES:       of heads, also of those with states, of a shared expert, of a side input
 ADDED:       what is to be added to the stream
 GATED:       what comes of an MLP's activation
 BESIDE:      what an MLP makes beside experts
@@ -44,6 +44,7 @@ ABSORBED:    queries for latents
 VALUES_SEEN: what heads over latents have seen
 INTO:        what an MLP's activation is given, as it lies packed, where adapters add to it
 BETWEEN:     the numbers between both matrices of rows' adapters
+DECAYS:      of channels of states
 """
 
 DOWNS_BEFORE = 2
@@ -52,7 +53,7 @@ DOWNS_BEFORE = 2
 PHASE = np.dtype(
     [
         *numbers(
-            "kind layer number source source_row columns addend kept gate gate_row gate_at gate_kind weight"
+            "kind layer number source source_row source_at columns addend kept gate gate_row gate_at gate_kind weight"
             " bias bias_length epilogue out out_columns prepared following which record"
             " copies_keys is_scaled mixture norms_first norm_parts is_centred"
             " heads plain rank rotated inputs outputs up tail low_rank"
@@ -66,10 +67,10 @@ PHASE = np.dtype(
 )
 """A phase of a decoder layer, and its number within it. Places are given by number, norms by address and length.
 
-ROWS:    rows ``source [rows, columns]``, ``source_row`` apart, get ``addend``, if that is not negative, normed if
-         there is a norm ``after``, are multiplied by ``scale``, and have their mean taken off, if ``is_centred``: in
-         place. Normed, if there is a norm ``before``, which comes before all that if ``norms_first``, or else is of
-         each of ``norm_parts`` by itself, if that is not 0,
+ROWS:    rows ``source [rows, columns]``, ``source_row`` apart and from ``source_at`` on, get ``addend``, if that is not
+         negative, normed if there is a norm ``after``, are multiplied by ``scale``, and have their mean taken off, if
+         ``is_centred``: in place. Normed, if there is a norm ``before``, which comes before all that if
+         ``norms_first``, or else is of each of ``norm_parts`` by itself, if that is not 0,
          and gated (see `NO_GATE`: by rows of ``gate``, ``gate_row`` apart, from ``gate_at`` on) they are prepared for
          the product with ``weight``, if that is not 0, and copied to ``kept``, if that is not negative; with neither
          they stay where they are, normed

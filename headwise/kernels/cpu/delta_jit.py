@@ -15,7 +15,7 @@ _EPS = np.float32(NORM_EPS)
 
 
 @compiled
-def _set_divided_by_length(source, target, factor):
+def set_divided_by_length(source, target, factor):
     """``target`` is ``source`` divided by its length, times ``factor``."""
     total = _EPS
     for j in range(source.size):
@@ -130,8 +130,8 @@ def run(own, delta, head, first, last, room):
             row_copy(window[tokens + t], 0, window[t], 0, channels)
         for t in range(tokens):
             row = room.convolved[t]
-            _set_divided_by_length(row[:key_dim], room.query[t], query_scale)
-            _set_divided_by_length(row[key_dim : 2 * key_dim], room.key[t], np.float32(1))
+            set_divided_by_length(row[:key_dim], room.query[t], query_scale)
+            set_divided_by_length(row[key_dim : 2 * key_dim], room.key[t], np.float32(1))
         for part in range(share):
             state = float_matrix_at(room.state + part * key_dim * value_dim * 4, key_dim, value_dim)
             for t in range(tokens):

@@ -117,11 +117,12 @@ partials:          maxima, sums and weighted values of parts, float32 ``[partial
 scratch:           ``scratch_floats`` for each thread
 factor, softcap:   of queries; of scores, 0 for none
 
-Of states ``query`` are `DeltaProjected.numbers` or `SsmProjected.numbers`, ``query_row`` of a token; the cache's
-``value_offset`` is where in a slot the matrices lie, in floats.
+Of states ``query`` are `DeltaProjected.numbers`, `SsmProjected.numbers` or `KdaProjected.numbers`, ``query_row`` of a
+token, and ``key`` and ``value`` the latter's decays and gates; the cache's ``value_offset`` is where in a slot the
+matrices lie, in floats.
 """
 
-DELTA_NET, SSM = range(2)
+DELTA_NET, SSM, KDA = range(3)
 """Rules by which states are taken on."""
 
 STATES = np.dtype(
@@ -133,8 +134,8 @@ STATES = np.dtype(
         ("pad", np.float32),
     ]
 )
-"""A layer with states of so many members, ``heads``: sizes as in `StateSizes`, addresses and ``eps`` of `DeltaWeights`,
-or addresses and ``groups`` of `SsmWeights`. What the other rule has is 0."""
+"""A layer with states of so many members, ``heads``: sizes as in `StateSizes`, addresses and ``eps`` of `DeltaWeights`
+or `KdaWeights`, or addresses and ``groups`` of `SsmWeights`. What another rule has is 0."""
 
 UP = np.dtype(numbers("matrix first_rank ranks"))
 """Half a panel of outputs of an adapter: ``matrix [ranks, PANEL / 2]`` is of the ranks from ``first_rank`` on; those

@@ -48,8 +48,11 @@ class StateCalls:
         batch: AttentionBatch,
         heads: HeadTable,
         out: NDArray[np.float32],
+        **beside: int,
     ) -> None:
         """Take the states of a layer on, ``projected [rows, width]`` to ``out [rows, members * share * value]``.
+
+        beside: further fields of the `records.PASS`
 
         Raises:
             ValueError: the arrays do not fit the layout.
@@ -64,7 +67,7 @@ class StateCalls:
         own = records.filled(
             records.PASS, **pass_fields(arena, layout, batch), rows=rows, query=address_of(projected, np.float32),
             query_row=projected.shape[1], out=address_of(out, np.float32), scratch=place_of(scratch),
-            scratch_floats=each,
+            scratch_floats=each, **beside,
         )  # fmt: skip
         places = [(address_of(array, np.int32), array.size) for array in (heads.group, heads.slot)]
         layer = records.filled(records.LAYER, heads=[*places, (0, 0), (0, 0)], states=place_of(states))

@@ -25,7 +25,8 @@ pasted = numba.njit(inline="always", fastmath=MATH, nogil=True, error_model="num
 _padded = register_jitable(padded)
 
 Room = namedtuple(
-    "Room", "state window convolved query key keys values result gate among seen known fades sums decays rates"
+    "Room",
+    "state window convolved query key keys values result gate among seen known fades sums decays rates keeps",
 )
 """What a thread works with.
 
@@ -38,6 +39,7 @@ among, seen:           products of keys with keys, and of queries with keys, ``[
                        the latter
 fades:                 ``[CHUNK]``, padded
 sums, decays, rates:   ``[CHUNK]``
+keeps:                 what tokens keep of each channel of a key, and a row besides, ``[CHUNK + 1, key]``, rows padded
 """
 
 
@@ -46,7 +48,7 @@ def scratch_floats(key_dim: int, value_dim: int, share: int, convolution: int) -
     channels, value_row = 2 * key_dim + share * value_dim, padded(value_dim)
     states = share * key_dim * value_dim + (convolution - 1 + CHUNK) * channels
     rows = padded(channels) + 3 * key_dim + 2 * value_dim + value_row + 2 * CHUNK + 3
-    return states + CHUNK * rows + value_row + padded(CHUNK)
+    return states + CHUNK * rows + value_row + padded(CHUNK) + (CHUNK + 1) * padded(key_dim)
 
 
 @pasted
@@ -54,6 +56,7 @@ def divide(states, at):
     """A thread's `Room`, which begins at an address."""
     channels = 2 * states.key_dim + states.share * states.value_dim
     row, value_row, inputs = _padded(channels), _padded(states.value_dim), states.convolution - 1 + CHUNK
+    key_row = _padded(states.key_dim)
     state = at
     window = state + 4 * states.share * states.key_dim * states.value_dim
     convolved = window + 4 * inputs * channels
@@ -70,6 +73,7 @@ def divide(states, at):
     rates = decays + 4 * CHUNK
     gate = rates + 4 * CHUNK
     fades = gate + 4 * value_row
+    keeps = fades + 4 * _padded(CHUNK)
     return Room(
         state,
         float_matrix_at(window, inputs, channels),
@@ -87,6 +91,7 @@ def divide(states, at):
         floats_at(sums, CHUNK),
         floats_at(decays, CHUNK),
         floats_at(rates, CHUNK),
+        float_matrix_at(keeps, CHUNK + 1, key_row),
     )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from headwise.kernels.base import FOLLOWS
-from headwise.kernels.cpu import delta_jit, machine_code, ssm_jit
+from headwise.kernels.cpu import delta_jit, kda_jit, machine_code, ssm_jit
 from headwise.kernels.cpu.addresses import floats_at, int_matrix_at, ints_at, layer_at, longs_at, pass_at, record_at
 from headwise.kernels.cpu.attention_jit import FINISHED, FIRST_ITEM, TAKEN
 from headwise.kernels.cpu.attention_micro import row_copy
-from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SLOT, SSM, STATES
+from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SLOT, KDA, SSM, STATES
 from headwise.kernels.cpu.state_room_jit import MATH, compiled, divide
 from headwise.kernels.cpu.threads import fetch_add
 
@@ -51,6 +51,8 @@ def _run(own, states, head, first, last, room):
     """Take a member's states on by the rows ``[first, last)``, by its rule."""
     if states.rule == SSM:
         ssm_jit.run(own, states, head, first, last, room)
+    elif states.rule == KDA:
+        kda_jit.run(own, states, head, first, last, room)
     else:
         delta_jit.run(own, states, head, first, last, room)
 

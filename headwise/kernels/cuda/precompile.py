@@ -40,6 +40,8 @@ from headwise.kernels.cuda.delta import variants_of as delta_variants
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.kda import KdaShape
+from headwise.kernels.cuda.kda import variants_of as kda_variants
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.packed import PackedForm
@@ -93,6 +95,7 @@ def precompile(
     sums: Sequence[RankSums] = (),
     tma: bool = False,
     ssms: Sequence[SsmShape] = (),
+    kdas: Sequence[KdaShape] = (),
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
@@ -103,6 +106,7 @@ def precompile(
     sums:          of ranks, of models that have several
     tma:           see `Tuning.tma`
     ssms:          state space models, of models that have them
+    kdas:          Kimi Delta Attention, likewise
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -139,6 +143,9 @@ def precompile(
                 yield cubins.get(variant).path
         for ssm in ssms:
             for variant in ssm_variants(ssm, target.sm).values():
+                yield cubins.get(variant).path
+        for kda in kdas:
+            for variant in kda_variants(kda, target.sm).values():
                 yield cubins.get(variant).path
 
 
@@ -177,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             list(_sums(options)),
             options.tma,
             list(_ssms(options)),
+            list(_kdas(options)),
         )
         for path in precompile(list(_shapes(options)), targets, options.directory, *mixed):
             print(path, flush=True)
@@ -211,8 +219,8 @@ def _parser() -> argparse.ArgumentParser:
         "--tp-size",
         type=int,
         default=1,
-        help="ranks, which sum over each other, and that delta-nets' key heads and members of state space models are "
-        "dealt to (default: 1)",
+        help="ranks, which sum over each other, and that delta-nets' key heads, members of state space models and "
+        "heads of Kimi Delta Attention are dealt to (default: 1)",
     )
     latent = parser.add_argument_group("latent attention", "of a model that has it, in place of KV heads")
     latent.add_argument("--latent-rank", type=int, help="'kv_lora_rank'; --q-heads are those of one rank")
@@ -251,6 +259,10 @@ def _parser() -> argparse.ArgumentParser:
     ssm.add_argument("--ssm-key-dim", type=int, default=128, help="'ssm_state_size' (default: 128)")
     ssm.add_argument("--ssm-value-dim", type=int, default=64, help="of heads (default: 64)")
     ssm.add_argument("--ssm-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
+    kda = parser.add_argument_group("Kimi Delta Attention", "of a model that has it")
+    kda.add_argument("--kda-heads", type=int, help="of the model")
+    kda.add_argument("--kda-head-dim", type=int, default=128, help="(default: 128)")
+    kda.add_argument("--kda-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
     return parser
 
 
@@ -355,6 +367,20 @@ def _ssms(options: argparse.Namespace) -> Iterator[SsmShape]:
     sizes = StateSizes(options.ssm_key_dim, options.ssm_value_dim, share, options.ssm_convolution)
     members, groups = heads // share // ranks, max(1, groups // ranks)
     yield SsmShape(members, groups, sizes, options.block_size, options.dtype)
+
+
+def _kdas(options: argparse.Namespace) -> Iterator[KdaShape]:
+    heads, dim, ranks = options.kda_heads, options.kda_head_dim, options.tp_size
+    if heads is None:
+        return
+    if min(heads, ranks) < 1 or heads % ranks:
+        raise ConfigError(
+            f"{heads} heads of Kimi Delta Attention cannot be dealt to {ranks} ranks evenly: give those of the model's "
+            "config.json, and a --tp-size that divides them"
+        )
+    sizes, own = StateSizes(dim, dim, 1, options.kda_convolution), heads // ranks
+    # Behind a row's inputs and rates is what decays and gates are made of, as many numbers each as a head has.
+    yield KdaShape(own, sizes, options.block_size, options.dtype, own * (sizes.channels + 1) + 2 * dim)
 
 
 def _sums(options: argparse.Namespace) -> Iterator[RankSums]:

@@ -40,8 +40,8 @@ IN_CACHE = (
 
 _STAGES = {"carry": 2}
 _MULTIPLES = (
-    "projected", "out", "arena", "convolution", "convolution_bias", "norm", "query", "key", "value", "among", "solved",
-    "seen", "block_bytes", "slot_bytes",
+    "projected", "decays", "gates", "out", "arena", "convolution", "convolution_bias", "norm", "query", "key",
+    "started", "lasting", "value", "among", "solved", "seen", "block_bytes", "slot_bytes",
 )  # fmt: skip
 """Parameters on multiples of 16 (bytes), wherever they are ones."""
 

@@ -24,6 +24,10 @@ MUCH_LESS = 2 / 3
 """Of what is padded in blocks of `FEWEST_TOKENS`, at most so much must be in longer ones that are chosen for it."""
 
 
+MANY_GROUPS = 256
+"""More rows of a sequence's block tables than longer blocks are spared for, if these pad no more."""
+
+
 @dataclass(frozen=True)
 class BlockSize:
     """What ``auto`` is for a model, and why.
@@ -31,11 +35,13 @@ class BlockSize:
     tokens:  of a block
     fewest:  the largest share of tokens or states that any number of ranks pads in blocks of `FEWEST_TOKENS`
     more:    the same in blocks of `MORE_TOKENS`; None: they were not looked at, since the fewest pad little
+    groups:  head groups that there would be with `FEWEST_TOKENS`, on one rank, where those decided it; else 0
     """
 
     tokens: int
     fewest: float
     more: float | None = None
+    groups: int = 0
 
     @property
     def reason(self) -> str:
@@ -44,7 +50,8 @@ class BlockSize:
         if self.more is None:
             return f"auto chose {self.tokens}: it pads at most {self.fewest:.1%} {ranks}"
         padded = f"{FEWEST_TOKENS} pads up to {self.fewest:.1%}, {MORE_TOKENS} up to {self.more:.1%}"
-        return f"auto chose {self.tokens}: {ranks} {padded}"
+        counted = f", and {FEWEST_TOKENS} would have {self.groups} groups" if self.groups else ""
+        return f"auto chose {self.tokens}: {ranks} {padded}{counted}"
 
 
 def resolve_block_size(config: EngineConfig, model: ModelConfig) -> int:
@@ -53,30 +60,35 @@ def resolve_block_size(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def choose_block_size(model: ModelConfig, kv_dtype: str) -> BlockSize:
-    """`MORE_TOKENS` where blocks of `FEWEST_TOKENS` pad more than `MAX_STATE_PADDING`, and those not or much less.
+    """`MORE_TOKENS` where blocks of `FEWEST_TOKENS` pad more than `MAX_STATE_PADDING`, and those not or much less, or
+    no more and there would be more than `MANY_GROUPS`.
 
     Only states make a difference: what is kept for every token takes as many times more bytes as a block has tokens.
     """
     if not any(policy.is_state for row in model.policies for policy in row):
         return BlockSize(FEWEST_TOKENS, 0.0)
-    fewest = _most_padding(model, kv_dtype, FEWEST_TOKENS)
+    fewest, groups = _looked_at(model, kv_dtype, FEWEST_TOKENS)
     if fewest <= MAX_STATE_PADDING:
         return BlockSize(FEWEST_TOKENS, fewest)
-    more = _most_padding(model, kv_dtype, MORE_TOKENS)
+    more, _ = _looked_at(model, kv_dtype, MORE_TOKENS)
     is_better = more <= max(MAX_STATE_PADDING, MUCH_LESS * fewest)
+    if not is_better and more <= fewest and groups > MANY_GROUPS:
+        return BlockSize(MORE_TOKENS, fewest, more, groups)
     return BlockSize(MORE_TOKENS if is_better else FEWEST_TOKENS, fewest, more)
 
 
-def _most_padding(model: ModelConfig, kv_dtype: str, block_size: int) -> float:
-    """The largest share of tokens or of states, on any number of ranks."""
+def _looked_at(model: ModelConfig, kv_dtype: str, block_size: int) -> tuple[float, int]:
+    """The largest share of tokens or of states that any number of ranks pads, and the head groups on one."""
     attention, layers = attention_of(model), range(model.num_layers)
     sizes = tuple(attention.layout(block_size, 1, kv_dtype, layer).slot_bytes for layer in layers)
     policies = tuple(map(tuple, model.policies))
     ranks = tuple(size for size in valid_tp_sizes(model) if size <= MOST_RANKS)
-    return _padding(policies, sizes, ranks, attention.is_replicated)
+    return _padding_and_groups(policies, sizes, ranks, attention.is_replicated)
 
 
 @lru_cache(maxsize=16)  # a process reads the card of its model more than once
-def _padding(policies: Policies, sizes: tuple[int, ...], ranks: tuple[int, ...], is_replicated: bool) -> float:
+def _padding_and_groups(
+    policies: Policies, sizes: tuple[int, ...], ranks: tuple[int, ...], is_replicated: bool
+) -> tuple[float, int]:
     plans = [plan_head_groups(policies, size, sizes=sizes, is_replicated=is_replicated) for size in ranks]
-    return max(plan.padding_of(states=states) for plan in plans for states in (False, True))
+    return max(plan.padding_of(states=states) for plan in plans for states in (False, True)), len(plans[0].groups)

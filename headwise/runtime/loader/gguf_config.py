@@ -25,6 +25,7 @@ from headwise.runtime.loader.gguf_gemma4 import GEMMA4
 from headwise.runtime.loader.gguf_glm import GLM
 from headwise.runtime.loader.gguf_granite import GRANITE
 from headwise.runtime.loader.gguf_keys import count, integer, served_layers, shortest
+from headwise.runtime.loader.gguf_kimi import KIMI
 from headwise.runtime.loader.gguf_latents import LATENTS
 from headwise.runtime.loader.gguf_llama import LLAMA
 from headwise.runtime.loader.gguf_minimax import MINIMAX
@@ -60,6 +61,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **AFMOE,
     **MISTRAL3,
     **NEMOTRON,
+    **KIMI,
 }
 """By their names in GGUF."""
 

@@ -129,8 +129,12 @@ def _routing(source: GgufFile, name: str, experts: int | None) -> dict[str, Any]
 
 
 def _made(source: GgufFile, config: Config) -> Iterable[Part]:
-    """``kv_b_proj`` of each layer, of which newer files have each head's keys, turned over, and values apart."""
-    for layer in range(config["num_hidden_layers"]):
+    return up_projections(source, config, range(config["num_hidden_layers"]))
+
+
+def up_projections(source: GgufFile, config: Config, layers: Iterable[int]) -> Iterable[Part]:
+    """``kv_b_proj`` of some layers, of which newer files have each head's keys, turned over, and values apart."""
+    for layer in layers:
         names = f"blk.{layer}.{_KEYS}", f"blk.{layer}.{_VALUES}"
         if f"blk.{layer}.{_JOINED}" in source.tensors:
             continue
@@ -175,7 +179,7 @@ _INDEXER = {
     "indexer.attn_k.weight": "self_attn.indexer.wk.weight",
     "indexer.attn_q_b.weight": "self_attn.indexer.wq_b.weight",
 }
-_NAMES = {
+LATENT_NAMES = {
     **LLAMA_NAMES,
     **SHARED_EXPERT,
     "attn_q_a": "self_attn.q_a_proj",
@@ -189,8 +193,8 @@ _NAMES = {
 }
 
 LATENTS: Mapping[str, Architecture] = {
-    "deepseek2": Architecture(_deepseek2, _NAMES, _needed, experts=experts_at("mlp.experts"), made=_made),
+    "deepseek2": Architecture(_deepseek2, LATENT_NAMES, _needed, experts=experts_at("mlp.experts"), made=_made),
     "deepseek32": Architecture(
-        _deepseek32, {**_NAMES, **_INDEXER}, _needed, experts=experts_at("mlp.experts"), made=_made
+        _deepseek32, {**LATENT_NAMES, **_INDEXER}, _needed, experts=experts_at("mlp.experts"), made=_made
     ),
 }

@@ -97,6 +97,13 @@ class DeltaConfig(StatesConfig):
 
 
 @dataclass(frozen=True)
+class KdaConfig(StatesConfig):
+    """Kimi Delta Attention. A member is a head; its decays, and its gates, are made of ``rank`` numbers of a token."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class SsmConfig(StatesConfig):
     """State space models (Mamba-2). A member is some heads of one group.
 

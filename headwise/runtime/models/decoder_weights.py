@@ -235,7 +235,7 @@ class DecoderWeights(Model):
     ) -> Linear:
         """Output rows of several projections as one weight: column parallel."""
         ops, source = self.ops, self._weights
-        where = [(name, *part) for name, ranges in parts for part in _merged(ranges)]
+        where = [(name, *part) for name, ranges in parts for part in merged(ranges)]
         make_weight, make_bias = (ops.gated_weight, ops.gated_bias) if gated else (ops.linear_weight, ops.linear_bias)
         made_of = " + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where)
         weight = self._prepare(made_of, lambda: make_weight(self._rows(where)))
@@ -254,7 +254,7 @@ class DecoderWeights(Model):
         self, name: str, ranges: list[tuple[int, int]], has_bias: bool, adds_later: bool = False
     ) -> Linear:
         """Input columns of a projection: row parallel. The bias is added once: by rank 0, or as `Linear.added`."""
-        parts = _merged(ranges)
+        parts = merged(ranges)
         made_of = " + ".join(f"{name}.weight[:, {start}:{stop}]" for start, stop in parts)
         weight = self._prepare(made_of, lambda: self.ops.linear_weight(self._columns(f"{name}.weight", parts)))
         pairs = [each.of_columns(name, parts, self.config.hidden_size) for each in self._adapters]
@@ -291,7 +291,7 @@ def _distinct(ropes: Sequence[tuple[RopeConfig, int]]) -> list[tuple[RopeConfig,
     return found
 
 
-def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join neighbouring ranges, so that whole tensors are read (and shared) as a whole."""
     merged: list[tuple[int, int]] = []
     for start, stop in ranges:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.planner import Sharing
 from headwise.cache_controller.policy import FULL
 from headwise.errors import ModelError
-from headwise.kernels.fused import Latents
+from headwise.kernels.fused import Attention, Latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v2_moe, v3_moe
@@ -254,7 +254,7 @@ class Deepseek(GroupedMoeDecoder):
 
     # ---- computation ----
 
-    def fusible_attention(self, index: int, attention: Any) -> Latents | None:
+    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
         if type(attention) is not LatentProjections:  # what chooses tokens is not a part of fused layers
             return None
         ranked = attention.into_heads

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import DeltaConfig, ModelConfig, SsmConfig
+from headwise.runtime.models.base import DeltaConfig, KdaConfig, ModelConfig, SsmConfig
 from headwise.runtime.models.values import shown
 
 
@@ -30,7 +30,7 @@ _KINDS = (
     _Kind(
         "states of linear attention",
         ("linear_num_key_heads", "linear_attn_config"),
-        lambda model: isinstance(model.states, DeltaConfig),
+        lambda model: isinstance(model.states, DeltaConfig | KdaConfig),
     ),
     _Kind(
         "states of a state space model",

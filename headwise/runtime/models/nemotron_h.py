@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headwise.errors import ModelError
 from headwise.kernels.fused import Activation
 from headwise.runtime.models.base import ModelConfig, RopeConfig
@@ -22,9 +19,8 @@ from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import MOST_LAYERS, HfConfig, check_served, decoder_config, number, positive
 from headwise.runtime.models.state_space import FieldNames, StateSpaceDecoder, ssm_config, with_states
 from headwise.runtime.models.values import shown
-from headwise.runtime.models.weight_view import ExpertWeights, Reader, WeightView
+from headwise.runtime.models.weight_view import ExpertWeights, RenamedWeights
 from headwise.runtime.models.weights import Weights
-from headwise.runtime.ops.quantised import Matrix
 
 ARCHITECTURE = "NemotronHForCausalLM"
 
@@ -154,41 +150,14 @@ class NemotronH(StateSpaceDecoder, GroupedMoeDecoder):
 _EMBEDDING = "embeddings.weight"
 
 
-class _Blocks(WeightView):
+class _Blocks(RenamedWeights):
     """A checkpoint's blocks by the names that layers have elsewhere."""
 
     _LAYER = re.compile(r"(?P<at>.*\.layers\.)(?P<layer>\d+)\.(?P<part>[a-z_]+)\.(?P<rest>.+)")
 
     def __init__(self, source: Weights, blocks: Sequence[tuple[int, int | None]]) -> None:
-        super().__init__(source)
         self._blocks = blocks
-        self._names = {self._name_here(name): name for name in source.names}
-
-    @property
-    def names(self) -> Sequence[str]:
-        return tuple(self._names)
-
-    def tensor(self, name: str) -> NDArray[np.float32]:
-        return super().tensor(self._name(name))
-
-    def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        return super().byte_rows(self._name(name), start, stop)
-
-    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
-        return super().read_rows(source, self._name(name), start, stop)
-
-    def read_columns(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
-        return super().read_columns(source, self._name(name), start, stop)
-
-    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        return self._source.kept_rows(self._name(name), start, stop)
-
-    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
-        return self._source.kept_columns(self._name(name), start, stop)
-
-    def _name(self, name: str) -> str:
-        """The checkpoint's."""
-        return self._names.get(name, name)
+        super().__init__(source, {name: self._name_here(name) for name in source.names})
 
     def _name_here(self, name: str) -> str:
         for theirs, ours in ((_EMBEDDING, "embed_tokens.weight"), ("norm_f.weight", "norm.weight")):

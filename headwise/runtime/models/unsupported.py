@@ -25,7 +25,6 @@ MISSING = {
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": Missing("the unified form's vision and audio", "Gemma4ForCausalLM"),
     "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),
-    "KimiLinearForCausalLM": Missing("states that decay by channel (KDA) beside latents", "Qwen3NextForCausalLM"),
     "Phi3SmallForCausalLM": Missing("block-sparse attention", "Phi3ForCausalLM"),
     "PhiMoEForCausalLM": Missing("layer norms and sparse mixing of experts", "MixtralForCausalLM"),
     "PhiForCausalLM": Missing("layer norms and parallel blocks", "Phi3ForCausalLM"),

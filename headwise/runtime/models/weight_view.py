@@ -70,6 +70,40 @@ class WeightView:
         return source.columns(name, start, stop)
 
 
+class RenamedWeights(WeightView):
+    """A checkpoint's weights by other names. here: of each of its names, what it is called"""
+
+    def __init__(self, source: Weights, here: Mapping[str, str]) -> None:
+        super().__init__(source)
+        self._names = {ours: theirs for theirs, ours in here.items()}
+
+    @property
+    def names(self) -> Sequence[str]:
+        return tuple(self._names)
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        return super().tensor(self._name(name))
+
+    def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        return super().byte_rows(self._name(name), start, stop)
+
+    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        return super().read_rows(source, self._name(name), start, stop)
+
+    def read_columns(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
+        return super().read_columns(source, self._name(name), start, stop)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_rows(self._name(name), start, stop)
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(self._name(name), start, stop)
+
+    def _name(self, name: str) -> str:
+        """The checkpoint's."""
+        return self._names.get(name, name)
+
+
 class _NotKeptError(Exception):
     """A matrix is stored as codes, or in another dtype."""
 

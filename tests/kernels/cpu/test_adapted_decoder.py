@@ -89,7 +89,7 @@ def test_fused_layers_compute_what_layers_compute_one_by_one(name: str) -> None:
     assert_same_but_for_rounding(adapted_model(config_of(name), name))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "kimi-linear"])
 def test_layers_with_latents_compute_what_they_do_one_by_one(name: str) -> None:
     model = adapted_model(config_of(name), name)
     assert_same_but_for_rounding(model, FEW)

@@ -173,7 +173,7 @@ FEW: tuple[Step, ...] = (
     [(1, 1)],
 )
 """Steps of sequences of less tokens than latents are expanded for."""
-OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias")
+OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "kimi-linear")
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])

@@ -50,8 +50,8 @@ def most_padding(model: ModelConfig, kv_dtype: str, block_size: int) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_published_models_in_bfloat16_have_64_tokens_but_for_two(name: str) -> None:
-    longer = (LARGEST_QWEN, "nemotron-3-nano-30b-a3b")
+def test_published_models_in_bfloat16_have_64_tokens_but_for_three(name: str) -> None:
+    longer = (LARGEST_QWEN, "nemotron-3-nano-30b-a3b", "kimi-linear-48b-a3b")
     assert choose_block_size(model_of(name), "bfloat16").tokens == (128 if name in longer else 64)
 
 
@@ -66,6 +66,8 @@ def test_published_models_in_bfloat16_have_64_tokens_but_for_two(name: str) -> N
         ("qwen3.5-27b", "bfloat16", 64, 0.069, 0.069),  # not less
         ("qwen3-next-80b-a3b", "int4", 64, 0.117, 0.117),
         ("gpt-oss-120b", "int8", 64, 0.0, None),
+        ("kimi-linear-48b-a3b", "int8", 64, 0.028, None),
+        ("kimi-linear-48b-a3b", "int4", 128, 0.174, 0.022),
     ],
 )
 def test_longer_blocks_are_chosen_where_they_pad_much_less(
@@ -74,6 +76,14 @@ def test_longer_blocks_are_chosen_where_they_pad_much_less(
     found = choose_block_size(model_of(name), kv_dtype)
     assert (found.tokens, found.fewest) == (tokens, pytest.approx(fewest, abs=6e-4))
     assert found.more == (None if more is None else pytest.approx(more, abs=6e-4))
+
+
+def test_longer_blocks_that_pad_as_much_are_chosen_where_shorter_ones_make_many_groups() -> None:
+    """A latent of 64 tokens has 72 KiB, a state 68.5: only one of each goes into a block."""
+    found = choose_block_size(model_of("kimi-linear-48b-a3b"), "bfloat16")
+    assert (found.tokens, found.groups, found.more) == (128, 647, found.fewest)
+    assert found.reason.endswith("64 pads up to 5.1%, 128 up to 5.1%, and 64 would have 647 groups")
+    assert choose_block_size(model_of("kimi-linear-48b-a3b"), "float32").tokens == 64  # of 44 groups
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])

@@ -491,6 +491,16 @@ class Stages(SilentProgress):
         ("granite-hybrid-ssm", "blk.1.ffn_up.weight"),
         ("granite-hybrid-moe", "blk.2.attn_q.weight"),
         ("granite-hybrid-moe", "blk.1.ffn_up_shexp.weight"),
+        *(
+            ("kimi-linear", f"blk.0.{name}")
+            for name in ("ssm_a", "ssm_dt.bias", "ssm_conv1d_k.weight", "attn_k.weight")
+        ),
+        *(("kimi-linear", f"blk.1.{name}.weight") for name in ("ssm_f_b", "ssm_g_a", "ssm_beta", "ssm_norm")),
+        *(
+            ("kimi-linear", f"blk.2.{name}")
+            for name in ("attn_k_b.weight", "attn_kv_a_norm.weight", "exp_probs_b.bias")
+        ),
+        ("kimi-linear", "blk.4.ffn_up_shexp.weight"),
         ("nemotron-h", "blk.4.attn_norm.weight"),
         ("nemotron-h", "blk.0.ssm_in.weight"),
         ("nemotron-h", "blk.7.ssm_dt.bias"),
@@ -565,6 +575,14 @@ def test_what_a_file_lacks_is_named_before_its_weights_are_read(tmp_path: Path, 
             {"granitehybrid.ssm.state_size": 16},
             r"shape \(560, 4\), and the metadata say 2176",
         ),
+        ("kimi-linear", {"kimi-linear.attention.head_count_kv": [0] * 5}, "0 for those with states"),
+        ("kimi-linear", {"kimi-linear.attention.head_count_kv": 1}, "of 5 layers 0 have Kimi Delta Attention"),
+        ("kimi-linear", {"kimi-linear.kda.head_dim": None}, r"lacks the metadata key 'kimi-linear\.kda\.head_dim'"),
+        ("kimi-linear", {"kimi-linear.kda.head_dim": 16}, "the metadata say 4096 numbers"),
+        ("kimi-linear", {"kimi-linear.ssm.conv_kernel": 3}, "ssm_conv1d_q.weight has the shape .* say 384 numbers"),
+        ("kimi-linear", {"kimi-linear.attention.key_length_mla": 16}, "heads of 16 elements, of which 16 are rotated"),
+        ("kimi-linear", {"kimi-linear.expert_gating_func": 1}, "expert_gating_func must be sigmoid"),
+        ("kimi-linear", {"kimi-linear.expert_count": None}, "lacks the metadata key 'kimi-linear.expert_count'"),
         ("nemotron-h", {"nemotron_h.expert_count": 8}, "a nemotron_h with 8 experts, which cannot be served"),
         ("nemotron-h", {"nemotron_h.feed_forward_length": [0, 160]}, "for each of 10 layers, 0 for those without an M"),
         ("nemotron-h", {"nemotron_h.feed_forward_length": 160}, r"blocks \[5, 8\] have heads of attention and an MLP"),

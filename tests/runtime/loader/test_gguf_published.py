@@ -29,6 +29,7 @@ ARCHITECTURES = {
     **dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "gpt-oss"),
     **dict.fromkeys(("granite-3.3-8b", "granite-4.0-micro"), "granite"),
     **dict.fromkeys(("granite-4.0-h-tiny", "granite-4.0-h-small"), "granitehybrid"),
+    "kimi-linear-48b-a3b": "kimi-linear",
     **dict.fromkeys(("llama-4-scout", "llama-4-maverick"), "llama4"),
     "mixtral-8x7b": "llama",
     "nemotron-3-nano-30b-a3b": "nemotron_h_moe",

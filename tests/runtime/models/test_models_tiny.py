@@ -68,7 +68,7 @@ ONLY_TWO = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
 
 ONLY_POWERS = (
     "gemma4", "gemma4-moe", "granite-hybrid-ssm", "granite-hybrid-moe", "nemotron-h", "nemotron-h-moe",
-    "nemotron-h-latent", "bamba",
+    "nemotron-h-latent", "bamba", "kimi-linear",
 )  # fmt: skip
 """Models with four KV heads in windowed layers, which three ranks neither divide nor exceed; or members of states."""
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 from support.delta_scene import dense_delta
+from support.kda_scene import dense_kda
 from support.ssm_scene import dense_ssm
 
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.delta_base import DeltaProjected
 from headwise.kernels.delta_gates import gated_norm, inputs_of
+from headwise.kernels.kda_base import KdaProjected
 from headwise.kernels.ssm_base import SsmProjected
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Shard
@@ -121,16 +123,23 @@ class DenseLatentAttention:
         return found & mask
 
 
-class DenseMixedAttention(DenseAttention):
+class DenseMixedAttention:
     """Attention in some layers, recurrent states in the others."""
+
+    def __init__(self, config: ModelConfig, ops, attention) -> None:
+        self._config, self._ops, self._attention = config, ops, attention
 
     def __call__(self, layer: int, projected, *others, wanted=None):
         assert wanted is None
         if isinstance(projected, SsmProjected):
             seen = dense_ssm(projected.numbers, projected.weights, self._config.states.sizes)
             return self._ops.from_kernel_array(seen.astype(np.float32))
+        if isinstance(projected, KdaProjected):
+            rows = projected.numbers, projected.decays, projected.gates
+            seen = dense_kda(*rows, projected.weights, self._config.states.sizes)
+            return self._ops.from_kernel_array(seen.astype(np.float32))
         if not isinstance(projected, DeltaProjected):
-            return super().__call__(layer, projected, *others)
+            return self._attention(layer, projected, *others)
         inputs, gates = inputs_of(projected.numbers, projected.weights, self._config.states.sizes)
         seen = dense_delta(inputs, self._config.states.sizes).reshape(gates.shape).astype(np.float32)
         gated = gated_norm(seen, gates, projected.weights)
@@ -182,8 +191,8 @@ def dense_rank(
     plan = plan_head_groups(config.policies, comm.size, is_replicated=attention_of(config).is_replicated)
     shard = Shard.of(config, plan, comm.rank)
     model = build_model(config, weights, ops, comm, shard)
-    dense = DenseAttention if config.states is None else DenseMixedAttention
-    return model, dense(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
+    attention: Any = DenseAttention(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
+    return model, attention if config.states is None else DenseMixedAttention(config, ops, attention)
 
 
 class ThreadComm:

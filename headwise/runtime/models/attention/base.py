@@ -83,8 +83,8 @@ class Serving:
 class AttentionVariant(Protocol):
     """A model's attention.
 
-    is_replicated: every rank keeps all members, and query heads alone are dealt to the ranks; else ranks are dealt
-                   members, with the query heads that use them
+    is_replicated: every rank keeps all members but states, and query heads alone are dealt to the ranks; else ranks are
+                   dealt members, with the query heads that use them. States are always dealt
     """
 
     @property

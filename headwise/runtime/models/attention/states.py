@@ -1,7 +1,7 @@
-"""Layers with recurrent states, and grouped-query attention in the others: what all rules of states share.
+"""Layers with recurrent states, and attention in the others, over KV heads or latents: what rules of states share.
 
 A member of such a layer is the state of one key and the value heads that share it: tensor-parallel ranks are dealt
-members as they are dealt KV heads.
+members as they are dealt KV heads, also where the other layers' latents are on every rank.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
-from headwise.kernels.base import AttentionKernels
 from headwise.kernels.cuda.parts import GpuParts
-from headwise.kernels.select import make_kernels
 from headwise.kernels.state_layout import state_layout
-from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
+from headwise.runtime.models.attention.base import AttentionVariant, CachedAttention, Kernels, LayerCache, Serving
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
+from headwise.runtime.models.attention.mla import LatentAttention
 from headwise.runtime.models.attention.wanted import wanted_rows
 from headwise.runtime.models.base import ModelConfig, StatesConfig, fitting_sizes
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
@@ -33,7 +32,7 @@ K = TypeVar("K")
 class MixedKernels(Generic[K]):
     """Kernels of both kinds of layers."""
 
-    attention: AttentionKernels
+    attention: Kernels
     states: K
 
     @property
@@ -47,15 +46,21 @@ class StatesAttention(ABC, Generic[S]):
 
     config: ModelConfig
     states: S
-    is_replicated = False
     rule: ClassVar[str]
     """What has the states, in words."""
     member: ClassVar[tuple[str, str]]
     """What a member is, one and several."""
 
     @cached_property
-    def _others(self) -> GroupedQueryAttention:
+    def _others(self) -> AttentionVariant:
+        if self.config.mla is not None:
+            return LatentAttention(self.config, self.config.mla)
         return GroupedQueryAttention(self.config)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Of what the other layers keep."""
+        return self._others.is_replicated
 
     def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
         if layer in self.states.layers:
@@ -77,7 +82,7 @@ class StatesAttention(ABC, Generic[S]):
             )
 
     def host_kernels(self, name: str, threads: int) -> MixedKernels[Any]:
-        return MixedKernels(make_kernels(name, threads), self.rule_kernels(name, threads))
+        return MixedKernels(self._others.host_kernels(name, threads), self.rule_kernels(name, threads))
 
     @abstractmethod
     def rule_kernels(self, name: str, threads: int) -> Any:
@@ -113,7 +118,7 @@ class StatesAttention(ABC, Generic[S]):
 
     @property
     def more_of_attention(self) -> int:
-        """Elements of matrices of layers with attention beside those of grouped queries."""
+        """Elements of matrices of layers with attention beside those that it has elsewhere."""
         return 0
 
     def geometry(self) -> str:

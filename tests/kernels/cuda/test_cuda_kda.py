@@ -1,0 +1,206 @@
+"""Kimi Delta Attention on a GPU, interpreted: as by the definition, on poisoned arenas; and its machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gpu.interpreted_attention import RecordingLauncher
+from support.gpu.machine_code import TARGETS, variant_code
+from support.kda_scene import BEHIND, KdaScene
+from support.state_scene import StateCase, padded
+
+pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda import kda, kda_jit
+from headwise.kernels.cuda.cubins import Target
+from headwise.kernels.cuda.kda import CudaKda, KdaShape, variants_of
+from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
+from headwise.kernels.kda_base import KdaProjected
+from headwise.kernels.state_layout import StateSizes
+
+
+@dataclass
+class OnPoison:
+    """`CudaKda` with rooms of NaN, told of a step's longest sequence; decodes as graphs have them, with ``padding``."""
+
+    padding: int = 0
+    launcher: RecordingLauncher = field(default_factory=RecordingLauncher)
+    name = "cuda"
+
+    def attend_kda(
+        self,
+        projected: KdaProjected,
+        arena: np.ndarray,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        out: np.ndarray,
+    ) -> None:
+        counts = np.diff(batch.cu_seqlens_q)
+        if self.padding and (counts == 1).all():
+            batch = padded(batch, self.padding)
+        numbers, decays, gates = (
+            np.concatenate([rows, np.full((self.padding, rows.shape[1]), np.nan, rows.dtype)])
+            for rows in (projected.numbers, projected.decays, projected.gates)
+        )
+        made = np.full((len(numbers), out.shape[1]), np.nan, out.dtype)
+        kernels = CudaKda(self.launcher, lambda nbytes: np.full(nbytes, 0xFF, np.uint8))
+        batch, rows = replace(batch, max_query_len=int(counts.max())), (numbers, decays, gates)
+        kernels.attend_kda(KdaProjected(*rows, projected.weights), arena, layout, batch, heads, out=made)
+        out[...] = made[: len(out)]
+        assert np.isnan(made[len(out) :].astype(np.float32)).all()
+
+
+def assert_right(scene: KdaScene, atol: float = 1e-4, rtol: float = 1e-4, padding: int = 0) -> OnPoison:
+    kernels = OnPoison(padding)
+    for found, expected in zip(scene.run(kernels), scene.expected(), strict=True):
+        np.testing.assert_allclose(found.astype(np.float64), expected, rtol=rtol, atol=atol)
+    return kernels
+
+
+CASES = {
+    "decodes behind prompts, alone and beside them": StateCase(((5, 1, 1), (0, 20, 1)), heads=1),
+    "blocks of two chunks, begun within the second": StateCase(((131, 1, 66), (5, 1, 100)), heads=1, block_size=128),
+    "chunks of several blocks, begun within one": StateCase(((70, 1, 66), (5, 1, 2)), heads=3, block_size=64),
+    "fewer tokens than the convolution spans, across blocks": StateCase(
+        ((1, 1, 2), (63, 2, 3)), block_size=64, heads=1
+    ),
+    "blocks of less than a tile, sizes that are no powers of two": StateCase(
+        ((9, 1, 4),), StateSizes(20, 36, 1, 3), heads=2, block_size=4
+    ),
+    "nothing to convolve with": StateCase(((3, 1, 7), (1, 1, 1)), StateSizes(8, 16, 1, 1), heads=1, block_size=16),
+    "several pieces of a head": StateCase(((66, 1),), StateSizes(16, 80, 1, 4), heads=1, block_size=32),
+    "the largest keys": StateCase(((3, 1, 1),), StateSizes(256, 24, 1, 4), heads=2),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_any_steps_make_of_a_sequence_what_the_definition_says(case: StateCase) -> None:
+    assert_right(KdaScene(case))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_states_move_and_checkpoints_stay_in_any_way(case: StateCase) -> None:
+    for seed in range(1, 6):
+        assert_right(KdaScene(replace(case, heads=4, seed=seed)))
+
+
+def test_the_geometry_of_published_models() -> None:
+    assert_right(KdaScene(StateCase(((40, 1, 1), (0, 70, 1)), StateSizes(128, 128, 1, 4), block_size=64)), atol=5e-4)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.15), pytest.param("float16", 2e-2, marks=pytest.mark.soak)])
+def test_narrow_numbers_are_rounded_where_they_are_handed_on(dtype: str, atol: float) -> None:
+    case = StateCase(((70, 1, 1),), StateSizes(32, 32, 1, 4), block_size=64)
+    assert_right(KdaScene(case, dtype), atol, rtol=3e-2)  # the interpreter truncates bfloat16
+
+
+@pytest.mark.parametrize("told", [-60.0, 30.0, 1e4])
+def test_channels_that_forget_at_once_beside_ones_that_never_do(told: float) -> None:
+    """Of a chunk decays add up to far more than float32 can have the exponential of, either way."""
+    scene = KdaScene(StateCase(((90, 1, 40),), StateSizes(16, 16, 1, 4), block_size=64))
+    scene.weights.speed[:] = 16, 1e-9
+    scene.decays[0][:, ::2] = told
+    scene.decays[0][40:, 1::4] = told
+    assert_right(scene, atol=5e-4)
+
+
+def test_without_blocks_nothing_is_written_and_nothing_read() -> None:
+    for count in (1, 5):
+        scene = KdaScene(StateCase(((count,),)))
+        scene._make_room = lambda *arguments: None
+        before = scene.arena.copy()
+        assert_right(scene)
+        assert (scene.arena == before).all()
+
+
+def test_a_decode_is_one_launch_known_from_shapes_and_padding_is_left_alone() -> None:
+    kernels = assert_right(KdaScene(StateCase(((1, 1), (1, 1), (1, 1)))), padding=3)
+    assert kernels.launcher.launched == [("step", (6 * 2, 1, 1))] * 2
+
+
+def test_without_tokens_or_sequences_nothing_is_launched() -> None:
+    scene = KdaScene(StateCase(((1,),)))
+    batch = AttentionBatch(np.zeros(2, np.int32), np.zeros(1, np.int32), scene.tables.reshape(3, 1), 3)
+    for tokens, cu in ((0, np.zeros(2, np.int32)), (1, np.zeros(1, np.int32))):
+        launcher = RecordingLauncher()
+        rows = [np.zeros((tokens, of[0].shape[1]), np.float32) for of in (scene.numbers, scene.decays, scene.gates)]
+        where = scene.arena, scene.layout, replace(batch, cu_seqlens_q=cu), scene.heads
+        CudaKda(launcher, np.empty).attend_kda(
+            KdaProjected(*rows, scene.weights), *where, out=np.zeros((tokens, 24), np.float32)
+        )
+        assert launcher.launched == []
+
+
+KIMI = KdaShape(32, StateSizes(128, 128, 1, 4), 128, "bfloat16", 32 * 385 + 256)
+"""Kimi-Linear's."""
+
+
+def test_what_is_not_served_is_refused_with_the_remedy() -> None:
+    for wrong, message in (
+        (replace(KIMI, dtype="int8"), "dtype int8 is not supported on a GPU"),
+        (replace(KIMI, sizes=StateSizes(512, 64, 1, 4)), "Kimi Delta.*heads of 512 and 64.*at most 256.*device cpu"),
+        (replace(KIMI, block_size=48), "block_size 48.*power of two, 16 or more"),
+        (replace(KIMI, block_size=2), "block_size 2.*convolution over 4 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CudaKda(RecordingLauncher(), np.empty).prepare([wrong])
+
+
+@pytest.mark.parametrize("what", ["numbers", "decays", "gates", "convolution", "speed", "bias", "norm"])
+def test_inputs_that_do_not_fit_the_layout_are_refused(what: str) -> None:
+    scene = KdaScene(StateCase(((3,),)))
+    if what in ("numbers", "decays", "gates"):
+        setattr(scene, what, [rows[:, BEHIND + 1 :].copy() for rows in getattr(scene, what)])
+        told = r"this layout's are \("
+    else:
+        scene.weights = replace(scene.weights, **{what: vars(scene.weights)[what][:1].copy()})
+        told = rf"weights.{what} is"
+    with pytest.raises(ValueError, match=told):
+        scene.run(OnPoison())
+
+
+def test_both_halves_agree_on_the_tokens_of_a_part() -> None:
+    assert kda_jit.PART.value == kda.PART
+
+
+# ---- machine code ----
+
+
+def every_kernel() -> Iterator[Any]:
+    """As ``(sm, kernel, shape)``: each takes seconds to compile."""
+    others = {
+        "of 8 ranks": replace(KIMI, heads=4, row=4 * 385 + 256),
+        "key64": replace(KIMI, sizes=StateSizes(64, 64, 1, 4)),
+    }
+    for sm in TARGETS:
+        for kernel in variants_of(KIMI, sm):
+            is_telling = sm == 90 and kernel in ("step", "pair", "carry")
+            yield pytest.param(sm, kernel, KIMI, id=f"sm{sm}-{kernel}", marks=() if is_telling else pytest.mark.soak)
+    for name, shape in others.items():
+        for kernel in variants_of(shape, 90):
+            yield pytest.param(90, kernel, shape, id=f"sm90-{kernel}-{name}", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("sm", "kernel", "shape"), list(every_kernel()))
+def test_states_stay_in_registers_and_loads_are_of_16_bytes(sm: int, kernel: str, shape: KdaShape) -> None:
+    compiled = variant_code(variants_of(shape, sm)[kernel], Target(sm, 12))
+    assert compiled.spilled_bytes == 0
+    assert not compiled.is_serialised
+    assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+    if kernel == "step":
+        tile = dict(variants_of(shape, sm)[kernel].constants)
+        vectors = tile["BLOCK_V"] * tile["BLOCK_K"] // 4 // 256  # of a thread
+        assert compiled.ptx.count("ld.global.v4") >= vectors, "16 bytes at once"
+        assert compiled.ptx.count("st.global.v4") >= vectors
+    if kernel == "carry":
+        assert sm != 90 or "wgmma.mma_async" in compiled.ptx
