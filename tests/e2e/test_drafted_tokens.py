@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -25,7 +25,10 @@ from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.worker.device import Device
+from headwise.runtime.worker.worker import ModelWorker
 
 MOST = 3
 AS_OTHERS = ("deepseek-v3-bias", "glm5", "qwen3.5-moe")
@@ -34,8 +37,9 @@ AS_OTHERS = ("deepseek-v3-bias", "glm5", "qwen3.5-moe")
 class Watched(LocalExecutor):
     """proposed: of one sequence, by its length: the tokens that the model proposed behind it"""
 
-    def __init__(self, worker: Ranks) -> None:
+    def __init__(self, worker: ModelWorker | Ranks) -> None:
         super().__init__(worker)
+        self.worker = worker
         self._sent: deque[BatchRequest] = deque()
         self.proposed: dict[int, list[int]] = {}
 
@@ -59,12 +63,24 @@ def config_of(name: str, **changes: Any) -> EngineConfig:
     return replace(BASE, **{**given, **changes})
 
 
+def worker_of(config: EngineConfig, device: Callable[[], Device] | None) -> ModelWorker | Ranks:
+    """With an arena of NaN."""
+    if config.tp_size > 1:
+        return Ranks(config, Path(config.model), device=device)
+    worker = ModelWorker(config, Path(config.model), 0, SingleRank(), device() if device else None)
+    worker.initialize_cache()
+    worker._runner.cache.arena.view(np.float32)[:] = np.nan
+    return worker
+
+
 @contextmanager
-def engine_of(config: EngineConfig, **ranks: Any) -> Iterator[tuple[EngineCore, Watched, Preprocessor]]:
+def engine_of(
+    config: EngineConfig, device: Callable[[], Device] | None = None
+) -> Iterator[tuple[EngineCore, Watched, Preprocessor]]:
     """An engine that proposes as many tokens as it may, in each step."""
     directory, preprocessor = Path(config.model), Preprocessor.open(config)
-    workers = Ranks(config, directory, **ranks)
-    executor = Watched(workers)
+    worker = worker_of(config, device)
+    executor = Watched(worker)
     engine = EngineCore(config, read_model_card(config, directory), preprocessor.tokenizer, executor)
     speculator = engine.resources.speculator
     assert speculator is not None
@@ -74,7 +90,7 @@ def engine_of(config: EngineConfig, **ranks: Any) -> Iterator[tuple[EngineCore, 
         yield engine, executor, preprocessor
     finally:
         executor.close()
-        workers.close()
+        worker.close()
 
 
 @cache
@@ -140,5 +156,9 @@ def test_so_are_they_on_a_gpu(name: str, tp_size: int) -> None:
     config = config_of(name, device="cuda", tp_size=tp_size, max_model_len=256, max_num_seqs=2)
     with engine_of(config, device=lambda: EmulatedGpu(LIBRARIES, "float32")) as (engine, executor, preprocessor):
         found = serve(engine, preprocessor, [answer], {answer.name: replace(GREEDY, max_tokens=8)})
+        if isinstance(executor.worker, ModelWorker):
+            graphs = executor.worker._runner.graphs
+            assert graphs is not None
+            assert graphs.captured > 0, "they give hidden states, too"
     assert_same(answer, found[answer.name].token_ids)
     assert assert_as_torch(name, answer, executor.proposed) > 4
