@@ -111,6 +111,8 @@ class SteppedStream:
             while not piece.done_at_last:
                 self._end()
         if not piece.done_at_last and self._is_late:
+            assert self._copies is not None, "it is theirs"
+            self._copies.has_lost = True
             self._faults.late_loads -= 1
         return piece.done_at_last
 
@@ -151,6 +153,7 @@ class WatchedCopy:
 
     nonsense:   device blocks that a load was asked for and that nothing has come to since
     violations: what was done that must never be
+    has_lost:   whether a load has failed, or was late: of some layers blocks may have come, of others not
     """
 
     name = "simulated"
@@ -163,6 +166,7 @@ class WatchedCopy:
         self.enqueues_to: tuple[list[Work], SteppedStream] = ([], self.stores)
         self.nonsense: set[int] = set()
         self.violations: list[str] = []
+        self.has_lost = False
 
     def __call__(
         self,
@@ -178,6 +182,7 @@ class WatchedCopy:
             self.violations.append("there is no device to copy from or to")
             return
         if self._faults.lose_load() if is_load else self._faults.lose_store():
+            self.has_lost |= is_load
             raise OSError("lost")
 
         def move() -> None:

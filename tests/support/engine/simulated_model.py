@@ -160,7 +160,7 @@ class TokenKernels:
             known = found[seen]
             differ = (known >= 0) & (known != tokens)
             if self.is_drafting:  # groups may have blocks of different requests
-                differ &= (seen + 1) % size > 0
+                differ &= ((seen + 1) % size > 0) & (not self._copies.has_lost)
             if differ.any():
                 self._copies.violations.append("groups hold different tokens for one sequence")
             found[seen] = tokens
@@ -168,6 +168,8 @@ class TokenKernels:
 
     def check_following(self, expected: list[int], kept: list[int], place: int) -> None:
         """What a layer that drafts has kept up to a token's place must be the tokens behind, but of blocks' ends."""
+        if self._copies.has_lost:  # who computes from that is void
+            return
         size = self._block_size
         wrong = [at for at, pair in enumerate(zip(expected, kept, strict=True)) if pair[0] != pair[1]]
         if len(kept) != place + 1 or any((at + 1) % size for at in wrong):
