@@ -42,7 +42,7 @@ def write_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(described)
     if weights is None:
-        _write_weights(directory / WEIGHTS, tensors or list(_tensors(config)))
+        _write_weights(directory / WEIGHTS, tensors or list(decoder_tensors(config)))
     else:
         (directory / WEIGHTS).unlink(missing_ok=True)  # of a run that was stopped
         (directory / WEIGHTS).symlink_to(weights / WEIGHTS)
@@ -61,7 +61,7 @@ def weight_bytes(config: Mapping[str, Any], tokens: int = 1) -> int:
 
     Of experts, those that one of ``tokens`` goes to, where each goes anywhere alike.
     """
-    sizes = {name: 2 * math.prod(shape) for name, shape in _tensors(config)}
+    sizes = {name: 2 * math.prod(shape) for name, shape in decoder_tensors(config)}
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     if not routed:
         return sum(sizes.values())
@@ -74,7 +74,7 @@ def kv_token_bytes(config: Mapping[str, Any]) -> int:
     return 4 * math.prod(int(config[key]) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
 
 
-def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+def decoder_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     """Names and shapes of a decoder with tied embeddings and no biases."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim

@@ -100,6 +100,7 @@ SECTIONS = {
     "products": Section("gpu.products", "products", 40, 12),
     "model": Section("gpu.model", "model", 85, 45),
     "moe": Section("gpu.model", "moe", 70, 25),
+    "mtp": Section("gpu.drafting", "mtp", 60, 12),
     "published": Section("gpu.serving", "published", 70),
     "recycling": Section("gpu.serving", "recycling", 80),
     "smollm2": Section("gpu.model", "smollm2", 45, 25),
