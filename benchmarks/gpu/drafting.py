@@ -41,7 +41,7 @@ def mtp(bench: Bench) -> None:
         "num_nextn_predict_layers": 1,
     }
     directory = write_checkpoint(rig.work / MTP, config, tensors=list(_tensors(config)))
-    batches = sizes.decode_batches
+    batches = sizes.decode_batches[0], sizes.decode_batches[-1]
     waiting = tokens_until_all_decode(max(batches), sizes.decode_context, BATCHED_TOKENS)
     longest = sizes.decode_context + waiting + 2 * (sizes.warm_steps + sizes.decode_steps) + sizes.block_size
     shared = {
