@@ -18,7 +18,7 @@ from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.models.attention.base import Serving
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig, Shard, valid_tp_sizes
-from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.registry import drafting_config, model_config
 from headwise.units import format_bytes
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "support" / "published").glob("*.json"))
@@ -62,7 +62,11 @@ def plan_of(path: Path, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
 
     block_size: 0: what ``auto`` is
     """
-    model = model_config(json.loads(path.read_text()))
+    return plan_of_model(model_config(json.loads(path.read_text())), tp_size, block_size)
+
+
+def plan_of_model(model: ModelConfig, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
+    """The same of a model that was read."""
     attention, block_size = attention_of(model), block_size or choose_block_size(model, "bfloat16").tokens
     sizes = [attention.layout(block_size, 1, "bfloat16", layer).slot_bytes for layer in range(model.num_layers)]
     return plan_head_groups(model.policies, tp_size, sizes=sizes, is_replicated=attention.is_replicated)
@@ -116,6 +120,22 @@ def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(publi
                 heads = [head for shard in shards for part in shard.query_heads(model, layer) for head in range(*part)]
                 if model.policies[layer][:1] != (STATE,):
                     assert sorted(heads) == list(range(model.num_heads))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-v3", "deepseek-v3.2", "glm-4.5", "glm-4.7-flash", "glm-5", "qwen3-next-80b-a3b", "qwen3.5-27b",
+        "qwen3.5-35b-a3b", "qwen3.5-397b-a17b",
+    ],
+)  # fmt: skip
+def test_padding_is_as_small_with_a_layer_that_drafts(name: str) -> None:
+    """Which is one more of those that keep tokens."""
+    model = model_config(json.loads((PUBLISHED[0].parent / f"{name}.json").read_text()))
+    drafting = drafting_config(model, ["mtp.fc.weight", f"model.layers.{model.num_layers}.eh_proj.weight"])
+    assert (drafting.num_layers, drafting.decoder_layers) == (model.num_layers + 1, model.num_layers)
+    for size in sizes_up_to_eight(model):
+        assert max(paddings(plan_of_model(drafting, size)).values()) <= MOST_PADDING
 
 
 @pytest.mark.parametrize(("name", "tp_size"), NO_BETTER)
