@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Tr
 
 SHOWN_BY_OTHERS = (
     "gpt-oss-mxfp4", "qwen3-moe", "qwen3", "phi3-long", "qwen3-next", "qwen3.5-moe", "deepseek-v2", "deepseek-v3.2",
-    "gemma2", "gemma4", "gemma4-moe", "qwen2", "mixtral", "phi3", "deepseek-v3-bias",
+    "gemma2", "gemma4", "gemma4-moe", "qwen2", "mimo", "mixtral", "phi3", "deepseek-v3-bias",
     "llama4", "dots1", "glm4-moe-lite", "qwen2-moe", "glm4", "seed-oss", "smollm3", "olmo2", "granite",
     "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-h-latent", "bamba",
 )  # fmt: skip
