@@ -28,8 +28,8 @@ DEMO_MODELS = [pytest.param(name, marks=pytest.mark.model) for name in MODELS]
 ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
 _LIKE_ANOTHER_S = {
-    "qwen2", "qwen3", "mimo", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5",
-    "deepseek-v3-bias", "qwen3.5-moe", "gpt-oss-mxfp4", "qwen2-moe", "dots1", "smollm3", "seed-oss", "ministral3",
+    "qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5",
+    "mimo", "deepseek-v3-bias", "qwen3.5-moe", "gpt-oss-mxfp4", "qwen2-moe", "dots1", "smollm3", "seed-oss", "ministral3",
     "glm4", "glm4-moe", "glm4-moe-lite", "glm5", "minimax-m2", "olmo2", "exaone4", "exaone-moe", "afmoe", "hunyuan3",
     "solar-open", "cohere2", "granite", "granite-moe", "granite-hybrid", "arcee", "granite-hybrid-moe",
     "nemotron-h-moe", "nemotron-h-latent", "bamba",
