@@ -29,9 +29,9 @@ ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
 _LIKE_ANOTHER_S = {
     "qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5",
-    "mimo", "deepseek-v3-bias", "qwen3.5-moe", "gpt-oss-mxfp4", "qwen2-moe", "dots1", "smollm3", "seed-oss", "ministral3",
+    "deepseek-v3-bias", "qwen3.5-moe", "gpt-oss-mxfp4", "qwen2-moe", "dots1", "smollm3", "seed-oss", "ministral3",
     "glm4", "glm4-moe", "glm4-moe-lite", "glm5", "minimax-m2", "olmo2", "exaone4", "exaone-moe", "afmoe", "hunyuan3",
-    "solar-open", "cohere2", "granite", "granite-moe", "granite-hybrid", "arcee", "granite-hybrid-moe",
+    "solar-open", "mimo", "cohere2", "granite", "granite-moe", "granite-hybrid", "arcee", "granite-hybrid-moe",
     "nemotron-h-moe", "nemotron-h-latent", "bamba",
 }  # fmt: skip
 TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS]
