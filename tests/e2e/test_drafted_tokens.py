@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.drafting_checkpoints import DRAFTING, drafting_checkpoint
 from support.engine.loaded_model import BASE, GREEDY, serve
+from support.engine.proposed_always import ProposedAlways
 from support.engine.ranks import Ranks
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
@@ -82,10 +83,9 @@ def engine_of(
     worker = worker_of(config, device)
     executor = Watched(worker)
     engine = EngineCore(config, read_model_card(config, directory), preprocessor.tokenizer, executor)
-    speculator = engine.resources.speculator
-    assert speculator is not None
-    assert speculator.by_model
-    speculator.proposals = lambda sampled: np.full(len(sampled), MOST, np.int64)  # type: ignore[method-assign]
+    assert engine.resources.speculator is not None
+    assert engine.resources.speculator.by_model
+    engine.resources.speculator = ProposedAlways(MOST, config.most_drafts)
     try:
         yield engine, executor, preprocessor
     finally:

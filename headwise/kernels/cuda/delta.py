@@ -32,7 +32,7 @@ from headwise.kernels.cuda.states import (
     recurrent_at,
     rows_of,
     tiles_of,
-    variant_of,
+    variants_of_kernels,
 )
 from headwise.kernels.delta_base import DeltaWeights
 from headwise.kernels.state_layout import StateSizes, sizes_of
@@ -137,16 +137,10 @@ class CudaDelta(StateLaunches[DeltaShape]):
             "eps": np.float32(weights.eps),
             "tokens": np.int32(tokens),
         }
-        longest = 1 if tokens == 1 else batch.max_query_len
-        decodes = longest == 1 or sequences > 1
-        if longest != 1:
-            fewest = np.int32(2 if decodes else 1)
-            self._chunks(shape, tokens, sequences, arguments | {"fewest_queries": fewest})
-        if decodes:  # behind the others, which norm whatever is in the rows of decodes
-            self.launch(shape, "step", (sequences * shape.key_heads, 1, 1), arguments)
+        self.take_on(shape, batch, tokens, shape.key_heads, arguments)
 
-    def _chunks(self, shape: DeltaShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
-        """All sequences of several tokens."""
+    def chunks(self, shape: DeltaShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
+        """See `StateLaunches.chunks`."""
         key_heads, value_heads, size = shape.key_heads, shape.value_heads, shape.block_size
         itemsize = numpy_dtype(shape.dtype).itemsize
         keys, pairs = key_heads * shape.sizes.key_dim, value_heads * rows_of(size)
@@ -172,10 +166,7 @@ def variants_of(shape: DeltaShape, sm: int) -> dict[str, Variant]:
     """
     check_delta(shape)
     sized, warps = _constants(shape), _WARPS if sm >= 90 else _WARPS_BELOW_90
-    return {
-        name: variant_of(MODULE, name, signature, _CONSTANTS[name], sized, shape.dtype, warps[name])
-        for name, signature in _SIGNATURES.items()
-    }
+    return variants_of_kernels(MODULE, _SIGNATURES, _CONSTANTS, sized, shape.dtype, warps)
 
 
 def _constants(shape: DeltaShape) -> dict[str, int | float | str]:

@@ -31,7 +31,7 @@ from headwise.kernels.cuda.states import (
     recurrent_at,
     rows_of,
     tiles_of,
-    variant_of,
+    variants_of_kernels,
 )
 from headwise.kernels.kda_base import KdaProjected, KdaWeights
 from headwise.kernels.state_layout import StateSizes, sizes_of
@@ -146,16 +146,10 @@ class CudaKda(StateLaunches[KdaShape]):
             "eps": np.float32(weights.eps),
             "tokens": np.int32(tokens),
         }
-        longest = 1 if tokens == 1 else batch.max_query_len
-        decodes = longest == 1 or sequences > 1
-        if longest != 1:
-            fewest = np.int32(2 if decodes else 1)
-            self._chunks(shape, tokens, sequences, arguments | {"fewest_queries": fewest})
-        if decodes:  # behind the others, which norm whatever is in the rows of decodes
-            self.launch(shape, "step", (sequences * shape.heads, 1, 1), arguments)
+        self.take_on(shape, batch, tokens, shape.heads, arguments)
 
-    def _chunks(self, shape: KdaShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
-        """All sequences of several tokens."""
+    def chunks(self, shape: KdaShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
+        """See `StateLaunches.chunks`."""
         heads, itemsize, rows = shape.heads, numpy_dtype(shape.dtype).itemsize, rows_of(shape.block_size)
         pairs = heads * rows
         keys, values = shape.keys * itemsize, shape.values * itemsize
@@ -183,10 +177,7 @@ def variants_of(shape: KdaShape, sm: int) -> dict[str, Variant]:
     """
     check_kda(shape)
     sized, warps = _constants(shape), _WARPS if sm >= 90 else _WARPS_BELOW_90
-    return {
-        name: variant_of(MODULE, name, signature, _CONSTANTS[name], sized, shape.dtype, warps[name])
-        for name, signature in _SIGNATURES.items()
-    }
+    return variants_of_kernels(MODULE, _SIGNATURES, _CONSTANTS, sized, shape.dtype, warps)
 
 
 def _constants(shape: KdaShape) -> dict[str, int | float | str]:

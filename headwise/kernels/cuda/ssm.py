@@ -32,7 +32,7 @@ from headwise.kernels.cuda.states import (
     recurrent_at,
     rows_of,
     tiles_of,
-    variant_of,
+    variants_of_kernels,
 )
 from headwise.kernels.ssm_base import SsmWeights
 from headwise.kernels.state_layout import StateSizes, sizes_of
@@ -141,16 +141,10 @@ class CudaSsm(StateLaunches[SsmShape]):
             **pointers(speed=weights.speed, bias=weights.bias, skip=weights.skip),
             **cache_arguments(layout, batch, heads),
         }
-        longest = 1 if tokens == 1 else batch.max_query_len
-        decodes = longest == 1 or sequences > 1
-        if decodes:
-            self.launch(shape, "step", (sequences * shape.members, 1, 1), arguments)
-        if longest != 1:
-            fewest = np.int32(2 if decodes else 1)
-            self._chunks(shape, tokens, sequences, arguments | {"fewest_queries": fewest})
+        self.take_on(shape, batch, tokens, shape.members, arguments)
 
-    def _chunks(self, shape: SsmShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
-        """All sequences of several tokens."""
+    def chunks(self, shape: SsmShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
+        """See `StateLaunches.chunks`."""
         size, itemsize = shape.block_size, numpy_dtype(shape.dtype).itemsize
         keys = shape.members * shape.sizes.key_dim * itemsize
         of_token = {
@@ -174,10 +168,7 @@ def variants_of(shape: SsmShape, sm: int) -> dict[str, Variant]:
     """
     check_ssm(shape)
     sized, warps = _constants(shape), _WARPS if sm >= 90 else _WARPS_BELOW_90
-    return {
-        name: variant_of(MODULE, name, signature, _CONSTANTS[name], sized, shape.dtype, warps[name])
-        for name, signature in _SIGNATURES.items()
-    }
+    return variants_of_kernels(MODULE, _SIGNATURES, _CONSTANTS, sized, shape.dtype, warps)
 
 
 def _constants(shape: SsmShape) -> dict[str, int | float | str]:

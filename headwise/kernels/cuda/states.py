@@ -86,6 +86,24 @@ class StateLaunches(ABC, Generic[Shape]):
         """Memory for what launches pass on: so many bytes of each token."""
         return {name: self.allocate(tokens * nbytes) for name, nbytes in of_token.items()}
 
+    def take_on(
+        self, shape: Shape, batch: AttentionBatch, tokens: int, heads: int, arguments: dict[str, np.generic]
+    ) -> None:
+        """Take states of so many ``heads`` on by a step's tokens: those of decodes by a launch of ``step``, behind the
+        others, which may write whatever is in the rows of decodes."""
+        sequences = batch.cu_seqlens_q.shape[0] - 1
+        longest = 1 if tokens == 1 else batch.max_query_len
+        decodes = longest == 1 or sequences > 1
+        if longest != 1:
+            fewest = np.int32(2 if decodes else 1)
+            self.chunks(shape, tokens, sequences, arguments | {"fewest_queries": fewest})
+        if decodes:
+            self.launch(shape, "step", (sequences * heads, 1, 1), arguments)
+
+    @abstractmethod
+    def chunks(self, shape: Shape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
+        """Take states of all sequences of several tokens on."""
+
     def launch(
         self, shape: Shape, kernel: str, grid: tuple[int, int, int], arguments: Mapping[str, np.generic]
     ) -> None:
@@ -111,6 +129,21 @@ def check_states(sizes: StateSizes, block_size: int, dtype: str, kind: str) -> N
             f"block_size {block_size} is not supported on a GPU for {kind} with a convolution over {sizes.convolution} "
             f"tokens: choose a power of two, {max(16, sizes.convolution)} or more"
         )
+
+
+def variants_of_kernels(
+    module: str,
+    signatures: Mapping[str, str],
+    constants: Mapping[str, str],
+    sized: Mapping[str, int | float | str],
+    dtype: str,
+    warps: Mapping[str, int],
+) -> dict[str, Variant]:
+    """All kernels of states in a module, by name: see `variant_of`."""
+    return {
+        name: variant_of(module, name, signature, constants[name], sized, dtype, warps[name])
+        for name, signature in signatures.items()
+    }
 
 
 def variant_of(

@@ -16,6 +16,7 @@ from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
+from headwise.runtime.engine.speculation.asked import asked_of_model
 from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.engine.step_embeds import step_embeds
@@ -325,7 +326,8 @@ class ResourceManager:
         columns.length[rows] = length + samples
         self._step_id += 1
         columns.last_step[rows] = self._step_id
-        of_model = self._for_the_model(rows, starts + counts, samples)
+        sequences, room = columns.of(rows), self.cache.num_blocks[rows] * self.cache.block_size
+        of_model = asked_of_model(self.speculator, sequences, starts + counts, samples, room)
         new, self._new = tuple(self._new), []
         swap_in, swap_out = self.copies.take_orders(self._step_id)
         batch = BatchRequest(
@@ -344,29 +346,7 @@ class ResourceManager:
             drafts=drafts.astype(np.int32) if drafts.any() else NO_DRAFTS,
             **of_model,
         )
-        return ScheduledStep(batch, tuple(columns.of(rows)))
-
-    def _for_the_model(
-        self, rows: Index, ends: NDArray[np.int64], samples: NDArray[np.bool_]
-    ) -> dict[str, NDArray[np.int32]]:
-        """What its layer that drafts is told of a step, which computes ``ends`` tokens of the rows: fields of a
-        `BatchRequest`."""
-        if self.speculator is None or not self.speculator.by_model:
-            return {}
-        sequences = self.table.of(rows)
-        following = [
-            0 if is_sampled else int(sequence.tokens(end, end + 1)[0])
-            for sequence, end, is_sampled in zip(sequences, ends.tolist(), samples.tolist(), strict=True)
-        ]
-        proposals = np.zeros(len(rows), np.int64)
-        sampled = samples.nonzero()[0]
-        proposals[sampled] = self.speculator.proposals([sequences[index] for index in sampled.tolist()])
-        room = self.cache.num_blocks[rows] * self.cache.block_size - ends
-        proposals = np.minimum(proposals, 1 + room)
-        return {
-            "following": np.array(following, np.int32),
-            "proposals": proposals.astype(np.int32) if proposals.any() else NO_DRAFTS,
-        }
+        return ScheduledStep(batch, tuple(sequences))
 
     def _input_tokens(
         self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64], drafts: NDArray[np.int64]

@@ -63,19 +63,21 @@ class ModelDrafts:
         hidden: of the step's tokens ``[T, hidden]``, maybe with padding behind them
 
         Where the step has drafts itself the host waits for what was sampled, since only that says what the next ones
-        come behind. Otherwise it waits for nothing.
+        come behind; and for each draft that a further one is made of. Otherwise it waits for nothing.
         """
         sampled, rows = (chosen.tokens.get() if len(batch.drafts) else None), SampledRows.of(batch)
         places = rows.places(batch)
         following = self._following(batch, places, sampled)
-        step = self._runner.on_device(spread(batch), following, self._upload)
+        each = spread(batch)
+        step = self._runner.on_device(each, following, self._upload)
         if sampled is None and len(places):
             self._fill(step.tokens, places, batch.rows[rows.sequences])
         wanting = np.flatnonzero(batch.proposals) if len(batch.proposals) else np.zeros(0, np.int64)
         last = _last_known(batch, rows, sampled)[wanting]
         hidden = hidden if hidden.shape[0] == batch.num_tokens else hidden[: batch.num_tokens]
         made = self._model.draft(step.tokens, step.positions, hidden, self._runner.attention(step.batch), last)
-        return self._go_on(batch, wanting, self._positions(batch, last), made)
+        positions, _ = each.positions(batch.num_tokens)
+        return self._go_on(batch, wanting, positions[last], made)
 
     def _following(
         self, batch: BatchRequest, places: NDArray[np.int64], sampled: NDArray[np.int32] | None
@@ -92,12 +94,6 @@ class ModelDrafts:
         """Complete what `_following` leaves open, on the device."""
         begins = np.append(places, len(tokens)).astype(np.int32)
         self._runner.last.fill(tokens, *self._upload_places(begins, rows))
-
-    def _positions(self, batch: BatchRequest, places: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Of these tokens of the step, in their sequences."""
-        ends = np.cumsum(batch.query_lens, dtype=np.int64)
-        which = np.searchsorted(ends, places, side="right")
-        return (batch.starts[which] + places - (ends - batch.query_lens)[which]).astype(np.int32)
 
     def _go_on(
         self, batch: BatchRequest, wanting: NDArray[np.int64], positions: NDArray[np.int32], made: Tensor

@@ -6,14 +6,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
+from support.engine.proposed_always import ProposedAlways
 from support.engine.simulated_engine import LetterTokenizer, make_engine, request, run
 from support.engine.simulated_model import often_again, sure_of_one
 from support.engine.simulation import SimulatedExecutor, continuation
 
 from headwise.cache_controller.policy import FULL, STATE
 from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.request import FinishReason
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2] * 4
@@ -171,6 +172,33 @@ def drafting(speculation: int = 4, **config: Any) -> tuple[EngineCore, Simulated
     )
 
 
+def watched(executor: SimulatedExecutor) -> list[BatchRequest]:
+    """What the executor is sent from here on."""
+    sent, changed = list[BatchRequest](), executor.changed
+
+    def noted(batch: BatchRequest, result: StepResult) -> StepResult:
+        sent.append(batch)
+        return changed(batch, result)
+
+    executor.changed = noted
+    return sent
+
+
+@pytest.mark.parametrize("proposed", [0, 2])
+def test_the_host_waits_for_what_was_sampled_only_where_a_step_has_drafts_itself(proposed: int) -> None:
+    """On a GPU the next step begins while the tokens of the last one are on their way."""
+    engine, executor = drafting(is_late=True, eager=False, drafts=True)
+    engine.resources.speculator = ProposedAlways(proposed, 64)
+    engine.add(request("r", PROMPT[:4], 6))
+    engine.step(0)
+    batch = executor.queue.popleft()
+    assert not len(batch.drafts)
+    assert batch.proposals.tolist() == ([proposed] if proposed else [])
+    begun = executor.worker.begin(batch)
+    assert not begun.is_done
+    assert begun.result().token_ids.tolist() == continuation(PROMPT[:4], 1)
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("policies", [(FULL,), (FULL, STATE)])
 def test_the_model_s_own_drafts_save_steps_where_nothing_is_repeated(
@@ -192,9 +220,7 @@ def test_the_model_s_own_drafts_save_steps_where_nothing_is_repeated(
 def test_a_prompt_in_chunks_tells_the_model_what_follows_each() -> None:
     """`TokenModel.draft` looks whether what it has kept is right."""
     engine, executor = drafting(max_batched_tokens=20)
-    prompt, sent = list(range(1, 29)), []
-    submit = executor.submit
-    executor.submit = lambda batch: (sent.append(batch), submit(batch))  # type: ignore[assignment, func-returns-value]
+    prompt, sent = list(range(1, 29)), watched(executor)
     engine.add(request("r", prompt, 20))
     assert run(engine)["r"].token_ids == continuation(prompt, 20)
     assert [batch.following.tolist() for batch in sent[:2]] == [[prompt[10]], [prompt[20]]]
@@ -206,10 +232,8 @@ def test_a_prompt_in_chunks_tells_the_model_what_follows_each() -> None:
 def test_where_there_is_no_room_for_further_drafts_there_is_one() -> None:
     """Blocks of 4 tokens that the prompts fill: a second draft would begin another one."""
     engine, executor = drafting(num_blocks=4, max_rows=1, prefix_caching=False)
-    sent, submit = [], executor.submit
-    executor.submit = lambda batch: (sent.append(batch), submit(batch))  # type: ignore[assignment, func-returns-value]
-    assert engine.resources.speculator is not None
-    engine.resources.speculator.proposals = lambda sampled: np.full(len(sampled), 4)  # type: ignore[method-assign]
+    sent = watched(executor)
+    engine.resources.speculator = ProposedAlways(4, 64)
     engine.add(request("r", PROMPT[:8], 8))
     assert run(engine)["r"].token_ids == continuation(PROMPT[:8], 8)
     for batch in sent:
