@@ -141,12 +141,6 @@ class DecoderWeights(Model):
             return names.of(name, self.prefix, index)
 
         join, hidden = named(names.join), self.config.hidden_size
-        shape, expected = self._weights.tensor(f"{join}.weight").shape, (hidden, 2 * hidden)
-        if shape != expected:
-            raise ModelError(
-                f"{join}.weight has the shape {shape}, config.json says {expected}: weights and config.json do not "
-                "belong together"
-            )
         of_embedding, of_hidden = (self._inputs_of(join, start, start + hidden) for start in (0, hidden))
         if names.has_hidden_first:
             of_embedding, of_hidden = of_hidden, of_embedding
@@ -160,10 +154,18 @@ class DecoderWeights(Model):
         )
 
     def _inputs_of(self, name: str, start: int, stop: int) -> Linear:
-        made_of = f"{name}.weight[:, {start}:{stop}]"
-        return Linear(
-            self._prepare(made_of, lambda: self.ops.linear_weight(self._columns(f"{name}.weight", [(start, stop)])))
-        )
+        made_of, expected = f"{name}.weight[:, {start}:{stop}]", (self.config.hidden_size, stop - start)
+
+        def weight() -> Weight:
+            part = self._columns(f"{name}.weight", [(start, stop)])
+            if part.shape != expected:
+                raise ModelError(
+                    f"{made_of} has the shape {part.shape}, config.json says {expected}: weights and config.json do "
+                    "not belong together"
+                )
+            return self.ops.linear_weight(part)
+
+        return Linear(self._prepare(made_of, weight))
 
     def load_norm(self, layer: int, norm: str, name: str) -> Tensor:
         """The weight of that name, which is one of a layer's `LayerNorms`, ``norm``."""

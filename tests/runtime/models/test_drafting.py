@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from support.engine.dense_oracle import DictWeights, dense_rank, on_ranks
 from support.reference import CLOSE, answers
 from support.tiny_checkpoints import TINY_CONFIGS
 
+from headwise.cache_controller.planner import plan_head_groups
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.models.base import ModelConfig
-from headwise.runtime.models.registry import drafting_config, model_config
+from headwise.runtime.models.base import ModelConfig, Shard
+from headwise.runtime.models.registry import build_model, drafting_config, model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.ops.select import make_ops
@@ -96,6 +98,32 @@ def test_a_checkpoint_without_such_a_layer_has_none() -> None:
 
 
 def test_a_projection_of_another_shape_is_refused_by_name() -> None:
-    weights = DictWeights({**drafting_weights("glm4-moe"), "model.layers.3.eh_proj.weight": np.zeros((64, 64))})
-    with pytest.raises(ModelError, match=r"model\.layers\.3\.eh_proj\.weight has the shape \(64, 64\)"):
-        dense_rank(parsed("glm4-moe", weights), weights, SingleRank(), make_ops("numpy"))
+    every = drafting_weights("glm4-moe")
+    for shape in ((64, 64), (32, 128)):
+        weights = DictWeights({**every, "model.layers.3.eh_proj.weight": np.zeros(shape, np.float32)})
+        with pytest.raises(ModelError, match=r"model\.layers\.3\.eh_proj\.weight\[:, \d+:\d+\] has the shape"):
+            dense_rank(parsed("glm4-moe", weights), weights, SingleRank(), make_ops("numpy"))
+
+
+class NoJoins(DictWeights):
+    """The projection into the layer may not be read."""
+
+    def tensor(self, name: str) -> np.ndarray:
+        assert not name.endswith((".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight"))
+        return super().tensor(name)
+
+    def columns(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self.tensor(name)[:, start:stop]
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "mimo", "qwen3.5"])
+def test_where_it_was_packed_before_the_projection_into_the_layer_is_not_read(name: str) -> None:
+    kept, ops = dict[str, Any](), make_ops("numba")
+
+    def prepare(made_of: str, make: Callable[[], Any]) -> Any:
+        return kept[made_of] if made_of in kept else kept.setdefault(made_of, make())
+
+    for weights in (DictWeights(drafting_weights(name)), NoJoins(drafting_weights(name))):
+        config = parsed(name, weights)
+        shard = Shard.of(config, plan_head_groups(config.policies, 1), 0)
+        build_model(config, weights, ops, SingleRank(), shard, prepare)
