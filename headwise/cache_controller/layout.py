@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -35,11 +35,13 @@ class BlockLayout:
     """The bytes of one block: ``slots`` members, ordered by layer, each with its roles one after the other.
 
         block  = | slot 0            | slot 1            | ... | tail_bytes      slot_bytes each
-        slot   = | role 0 [block_size, *shape] | role 1 ... |       each role starts on ``alignment``
+        slot   = | role 0 [own_tokens, *shape] | role 1 ... |       each role starts on ``alignment``
 
     The layout is the same on the device, on the host, in storage and on the wire. Where members of a model differ in
     size, blocks of each have a layout, all of ``block_size`` tokens and equal ``block_bytes``: what slots do not fill
     of them is left empty (``tail_bytes``).
+
+    parts: of so many ranks each keeps the tokens of its `TokenShare` alone, ``block_size / parts`` of a block
     """
 
     block_size: int
@@ -47,10 +49,21 @@ class BlockLayout:
     roles: tuple[Role, ...]
     alignment: int = 64
     tail_bytes: int = 0
+    parts: int = 1
 
     def __hash__(self) -> int:
         """Of numbers alone, for roles take a while: every layer of a step looks something up by its layout."""
-        return hash((self.block_size, self.slots, self.alignment, self.tail_bytes))
+        return hash((self.block_size, self.slots, self.alignment, self.tail_bytes, self.parts))
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a block that a rank keeps."""
+        return self.block_size // self.parts
+
+    @cached_property
+    def own(self) -> BlockLayout:
+        """The same bytes as blocks of the rank's own tokens: what kernels are told."""
+        return self if self.parts == 1 else replace(self, block_size=self.own_tokens, parts=1)
 
     @cached_property
     def role_offsets(self) -> dict[str, int]:
@@ -58,12 +71,12 @@ class BlockLayout:
         offsets, at = {}, 0
         for role in self.roles:
             offsets[role.name] = at
-            at += self._aligned(role.bytes_of(self.block_size))
+            at += self._aligned(role.bytes_of(self.own_tokens))
         return offsets
 
     @cached_property
     def slot_bytes(self) -> int:
-        return sum(self._aligned(role.bytes_of(self.block_size)) for role in self.roles)
+        return sum(self._aligned(role.bytes_of(self.own_tokens)) for role in self.roles)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -73,12 +86,16 @@ class BlockLayout:
     def identity(self) -> str:
         """A string that differs whenever the bytes of a block would be read differently."""
         tail = f"/t{self.tail_bytes}" if self.tail_bytes else ""
-        return f"v1/b{self.block_size}/s{self.slots}/a{self.alignment}{tail}/{self._roles_text}"
+        return f"v1/b{self.block_size}{self._parts_text}/s{self.slots}/a{self.alignment}{tail}/{self._roles_text}"
 
     @property
     def slot_identity(self) -> str:
         """The same of one slot, however many a block has."""
-        return f"v1/b{self.block_size}/a{self.alignment}/{self._roles_text}"
+        return f"v1/b{self.block_size}{self._parts_text}/a{self.alignment}/{self._roles_text}"
+
+    @property
+    def _parts_text(self) -> str:
+        return f"/p{self.parts}" if self.parts > 1 else ""
 
     @property
     def _roles_text(self) -> str:

@@ -18,7 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
+from headwise.kernels.token_ranks import TokenRanks
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,50 @@ class RotatingLatentKernels(LatentKernels, Protocol):
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
         """Rotate the last numbers of ``query [tokens, q_heads, plain + rotated]`` in place, and store latents
         ``[compressed [tokens, rank] | shared [tokens, rotated]]``, the second part of which is rotated.
 
         ``cosines``, ``sines``: float32 ``[tokens, 1, rotated / 2]``, as for `RotatingKernels.write_kv_rope`. ``shared``
-        is left as it is. The rest is as for `write_latent`.
+        is left as it is. The rest is as for `write_latent`, or of another ``share`` than all tokens as for
+        `SharedLatentKernels.write_own`.
         """
+
+
+@runtime_checkable
+class SharedLatentKernels(LatentKernels, Protocol):
+    """Kernels for ranks that keep latents together, each those of its own tokens.
+
+    ``layout`` is that of blocks of a rank's own tokens (`BlockLayout.own`); all else is of the whole sequence: lengths
+    and positions of a batch, and its block tables, which are the same on all ranks. A token at position ``p`` lies in
+    column ``p // (parts * layout.block_size)`` at place ``p // parts % layout.block_size``. Groups are full: a query
+    sees all tokens up to its own. Kernels that rotate what they write (`RotatingLatentKernels`) take ``share`` there.
+    """
+
+    def write_own(
+        self,
+        latent: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare,
+    ) -> None:
+        """`write_latent` of those of the step's ``latent [tokens, width]`` that are of ``share``."""
+
+    def attend_shared(
+        self,
+        query: Array,
+        up: UpProjections,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """`attend_latent` over what all ``ranks`` keep: they call it together, each with its own heads' queries, of
+        equally many heads, of the same batch. Which form is taken must hang on what all of them know alike."""

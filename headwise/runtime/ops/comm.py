@@ -35,6 +35,12 @@ class Communicator(Protocol):
     def gather(self, x: NDArray[np.float32]) -> NDArray[np.float32] | None:
         """Concatenate ``x`` of all ranks along the last axis on rank 0; ``None`` elsewhere."""
 
+    def all_gather(self, x: NDArray[Any], ranks: range) -> NDArray[Any]:
+        """``x`` of each of ``ranks``, of which this is one: ``[len(ranks), *x.shape]``. Others call it for theirs."""
+
+    def exchange(self, x: NDArray[Any], ranks: range) -> NDArray[Any]:
+        """Of ``x [len(ranks), ...]`` each goes to its rank; ``[len(ranks), ...]`` of what each had for this one."""
+
     def broadcast(self, x: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Rank 0's ``x``, of ``shape``, on every rank; the others may give None."""
 
@@ -68,6 +74,14 @@ class Collectives(Protocol):
         The number of columns may differ between ranks. If one rank has as many as in an earlier call, so must all.
         """
 
+    def all_gather(self, x: KernelArray, ranks: range) -> KernelArray:
+        """``x`` of each of ``ranks``, of which this is one: ``[len(ranks), *x.shape]``, of its dtype. Ranks outside of
+        them call it at the same time for as many others."""
+
+    def exchange(self, x: KernelArray, ranks: range) -> KernelArray:
+        """Of ``x [len(ranks), ...]`` each goes to its rank; ``[len(ranks), ...]`` of what each had for this one.
+        Otherwise as `all_gather`."""
+
     def share(self, sampled: Sampled | None, count: int) -> Sampled:
         """The ``count`` tokens that rank 0 sampled, on every rank; the others give None."""
 
@@ -88,6 +102,12 @@ class SingleRank:
         return None
 
     def gather(self, x: Any) -> Any:
+        return x
+
+    def all_gather(self, x: Any, ranks: range) -> Any:
+        return x[None]
+
+    def exchange(self, x: Any, ranks: range) -> Any:
         return x
 
     def share(self, sampled: Sampled | None, count: int) -> Sampled:
@@ -121,6 +141,12 @@ class HostCollectives:
     def gather(self, x: Tensor) -> Tensor | None:
         whole = self._comm.gather(self._ops.numpy(x))
         return None if whole is None else self._ops.tensor(whole)
+
+    def all_gather(self, x: KernelArray, ranks: range) -> KernelArray:
+        return self._ops.upload(self._comm.all_gather(self._ops.host(x), ranks))
+
+    def exchange(self, x: KernelArray, ranks: range) -> KernelArray:
+        return self._ops.upload(self._comm.exchange(self._ops.host(x), ranks))
 
     def share(self, sampled: Sampled | None, count: int) -> Sampled:
         known = None if sampled is None else np.stack([self._ops.host(array).view(np.int32) for array in sampled])

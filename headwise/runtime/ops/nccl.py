@@ -121,6 +121,32 @@ class NcclCollectives:
             start += part.shape[1]
         return whole
 
+    def all_gather(self, x: Any, ranks: range) -> Any:
+        x = cupy.ascontiguousarray(x)
+        whole = cupy.empty((len(ranks), *x.shape), x.dtype)
+        self._send_and_receive([x] * len(ranks), whole, ranks)
+        return whole
+
+    def exchange(self, x: Any, ranks: range) -> Any:
+        x = cupy.ascontiguousarray(x)
+        whole = cupy.empty(x.shape, x.dtype)
+        self._send_and_receive(x, whole, ranks)
+        return whole
+
+    def _send_and_receive(self, parts: Any, whole: Any, ranks: range) -> None:
+        """Send each of ``ranks`` its part, and receive its own for this one into ``whole [len(ranks), ...]``."""
+        stream = _stream()
+        with self._checked(), self._at_once():
+            for index, rank in enumerate(ranks):
+                if rank == self._comm.rank:
+                    continue
+                sent, received = parts[index], whole[index]
+                code = self._codes[received.dtype.name]
+                self._communicator.send(address_of(sent), sent.size, code, rank, stream)
+                self._communicator.recv(address_of(received), received.size, code, rank, stream)
+        own = ranks.index(self._comm.rank)
+        whole[own] = parts[own]
+
     def share(self, sampled: Sampled | None, count: int) -> Sampled:
         tokens, best = sampled or (cupy.empty(count, np.int32), cupy.empty(count, np.float32))
         stream = _stream()

@@ -16,7 +16,7 @@ from headwise.errors import ConfigError, first_line
 from headwise.kernels.cuda.all_reduce import MOST_RANKS, SOURCE, CudaAllReduce, RankSums, memory_bytes
 from headwise.kernels.cuda.launch import address_of
 from headwise.kernels.cuda.programs import Programs
-from headwise.runtime.ops.base import Tensor, TensorOps
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, Sampled
 from headwise.transfer.connectors.cuda_ipc import HANDLE_BYTES, DeviceSharing
 
@@ -63,6 +63,12 @@ class OneShotCollectives:
 
     def gather(self, x: Tensor) -> Tensor | None:
         return self._large.gather(x)
+
+    def all_gather(self, x: KernelArray, ranks: range) -> KernelArray:
+        return self._large.all_gather(x, ranks)
+
+    def exchange(self, x: KernelArray, ranks: range) -> KernelArray:
+        return self._large.exchange(x, ranks)
 
     def share(self, sampled: Sampled | None, count: int) -> Sampled:
         return self._large.share(sampled, count)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,18 @@ class NetworkComm:
         self._answer(b"")
         count = math.prod(rows)
         return np.concatenate([mine, *(part.reshape(*rows, part.size // max(1, count)) for part in parts)], axis=-1)
+
+    def all_gather(self, x: NDArray[Any], ranks: range) -> NDArray[Any]:
+        """``x`` of each of ``ranks`` as a new array, whatever its dtype: all of them come by way of rank 0."""
+        mine = np.ascontiguousarray(x).tobytes()
+        whole = self._ask(mine) if self.rank else b"".join((mine, *self._parts()))
+        if self.rank == 0:
+            self._answer(whole)
+        return np.frombuffer(whole, x.dtype).reshape(self.size, *x.shape)[ranks.start : ranks.stop].copy()
+
+    def exchange(self, x: NDArray[Any], ranks: range) -> NDArray[Any]:
+        """What each of ``ranks`` had for this one, as a new array; ``x [len(ranks), ...]`` of any dtype."""
+        return self.all_gather(x, ranks)[:, ranks.index(self.rank)]
 
     def broadcast(self, x: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Rank 0's ``x`` on every rank, as a new array; ``x`` of the other ranks is ignored."""

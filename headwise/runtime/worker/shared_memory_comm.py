@@ -115,6 +115,27 @@ class SharedMemoryComm:
                     whole[part, start + span.start : start + span.stop] = view.reshape(count, -1)
         return None if whole is None else whole.reshape(*x.shape[:-1], sum(widths))
 
+    def all_gather(self, x: NDArray[Any], ranks: range) -> NDArray[Any]:
+        """``x`` of each of ``ranks`` as a new array, whatever its dtype."""
+        flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        whole = np.empty((len(ranks), len(flat)), np.uint8)
+        for part in _pieces(len(flat), self._capacity):
+            views = self._exchange(flat[part])
+            for index, rank in enumerate(ranks):
+                whole[index, part] = views[rank]
+        return whole.view(x.dtype).reshape(len(ranks), *x.shape)
+
+    def exchange(self, x: NDArray[Any], ranks: range) -> NDArray[Any]:
+        """What each of ``ranks`` had for this one, as a new array; ``x [len(ranks), ...]`` of any dtype."""
+        flat = np.ascontiguousarray(x).reshape(len(ranks), -1).view(np.uint8)
+        whole, mine = np.empty_like(flat), ranks.index(self.rank)
+        for part in _pieces(flat.shape[1], self._capacity // len(ranks)):
+            count = part.stop - part.start
+            views = self._exchange(np.ascontiguousarray(flat[:, part]).reshape(-1))
+            for index, rank in enumerate(ranks):
+                whole[index, part] = views[rank][mine * count : (mine + 1) * count]
+        return whole.view(x.dtype).reshape(x.shape)
+
     def _tiles(self, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
         """Cut ``[rows, columns]`` into parts that fit in a buffer: whole rows where they do."""
         most = self._capacity // 4
