@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The tokens at positions that are ``part`` modulo ``parts``; a sequence's position ``p`` is ``p // parts`` here."""
+    """The tokens at positions that are ``part`` modulo ``parts``; position ``p`` of all is ``p // parts`` of these."""
 
     part: int = 0
     parts: int = 1

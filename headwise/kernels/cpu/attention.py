@@ -143,10 +143,13 @@ class NumbaKernels:
         softcap: float,
         out: NDArray[np.float32],
         sink_logits: NDArray[np.float32] | None = None,
+        lse: NDArray[np.float32] | None = None,
     ) -> None:
         """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible.
 
-        A sequence's results do not depend on the batch that it is part of, nor on the number of threads.
+        A sequence's results do not depend on the batch that it is part of, nor on the number of threads. ``lse``, if
+        given, C-contiguous float32 ``[tokens, q_heads]``, takes the logarithm, to base 2, of each softmax's sum without
+        a sink's share; ``-inf`` where nothing is seen.
         """
         rows, q_heads, dim = query.shape
         kv_heads = len(heads.group)
@@ -154,6 +157,8 @@ class NumbaKernels:
             raise ValueError(f"query {query.shape}, out {out.shape} and {kv_heads} KV heads do not fit each other")
         if sink_logits is not None and sink_logits.shape != (q_heads,):
             raise ValueError(f"sink_logits {sink_logits.shape} do not fit {q_heads} query heads")
+        if lse is not None and lse.shape != (rows, q_heads):
+            raise ValueError(f"lse {lse.shape} does not fit {rows} rows of {q_heads} query heads")
         kernels, share = self._kernels_of(layout), q_heads // kv_heads
         _check(rows, kv_heads, dim, kernels, batch, heads)
         known = self._heads.of(heads, sink_logits)
@@ -165,7 +170,7 @@ class NumbaKernels:
             arena, batch, rows=rows, q_heads=q_heads, kv_heads=kv_heads, dim=dim, **_rows("query", query),
             out=address_of(out, np.float32), plans=place_of(plans.table), partials=place_of(partials),
             partial_rows=plan.partial_rows, scratch=place_of(scratch), scratch_floats=scratch.shape[1],
-            factor=score_factor(scale, softcap), softcap=softcap,
+            lse=0 if lse is None else address_of(lse, np.float32), factor=score_factor(scale, softcap), softcap=softcap,
         )  # fmt: skip
         call = records.filled(
             records.CALL, function=kernels.attend.address, own=place_of(own), layer=known.layer_at,

@@ -252,6 +252,11 @@ def _store(step, item, softmax, first):
                     total += exp2(min(sink, LARGEST_POWER))
                 inverse = np.float32(1.0) / total
             place = item.token + token
+            if step.lse != 0:
+                lse = np.float32(-np.inf)
+                if inverse != 0.0:
+                    lse = softmax.top[row] + np.float32(np.log2(softmax.total[row]))
+                floats_from(step.lse + (place * (step.out_row // dim) + head + h) * 4)[0] = lse
             if step.out_words > 0:
                 row_times(softmax.acc, row * dim, softmax.acc, row * dim, dim, inverse)
                 seen, out = behind(softmax.acc, row * dim), floats_from(step.out)
@@ -357,8 +362,8 @@ def _step_of(kv, codes, own, layer):
         own.query, own.query_row, own.query_head, own.out, own.q_heads * dim, layer.out_words, own.rows, kv, codes,
         floats_from(own.cache.arena), own.cache, ints_from(own.tables), own.table_columns, own.groups,
         ints_from(heads[HEAD_GROUP, 0]), ints_from(heads[HEAD_SLOT, 0]), ints_from(heads[HEAD_WINDOW, 0]),
-        ints_from(heads[HEAD_SINK, 0]), floats_from(layer.sink_logits[0]), layer.sink_logits[1] > 0, own.factor,
-        own.softcap, own.q_heads // own.kv_heads, dim,
+        ints_from(heads[HEAD_SINK, 0]), floats_from(layer.sink_logits[0]), layer.sink_logits[1] > 0, own.lse,
+        own.factor, own.softcap, own.q_heads // own.kv_heads, dim,
     )  # fmt: skip
 
 

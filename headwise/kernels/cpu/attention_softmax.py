@@ -59,6 +59,7 @@ class Step(NamedTuple):
     tables:  pointer to ``int32 [batch * groups, table_columns]``
     head_...: pointers to ``int32 [kv_heads]``
     sink_logits: pointer to ``float32 [q_heads]``, if there are any
+    lse:     address of ``float32 [tokens, q_heads]``, or 0; see `records.PASS`
     factor:  of queries
     share:   query heads per KV head
     """
@@ -83,6 +84,7 @@ class Step(NamedTuple):
     head_sink: Any
     sink_logits: Any
     has_sink_logits: Any
+    lse: Any
     factor: Any
     softcap: Any
     share: Any

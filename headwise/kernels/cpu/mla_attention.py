@@ -15,14 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP
 from headwise.kernels.cpu.sharing import share_out
 from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.latest import OfEach
 from headwise.kernels.mla import Index, has_scales, load_latents, store_latents
 from headwise.kernels.mla_base import UpProjections, saves_arithmetic
 from headwise.kernels.mla_quantised import compressed_of, stretch_queries
+from headwise.kernels.token_ranks import TokenRanks, in_order, merged, own_rows, rows_over_share
 
 EXPANDED_QUERIES = 32
 """Queries of a sequence that are worth expanding its latents for, whatever the arithmetic says."""
@@ -35,6 +38,10 @@ EXPANSION_COST = 2
 
 EXPANDED_BYTES = 64 << 20
 """Of keys and values that are expanded at a time, unless those of one head are more."""
+
+SHARED_BYTES = 64 << 20
+"""Of all ranks' absorbed queries that go over what ranks keep together at a time, and as many of what comes of them,
+unless those of one row are more."""
 
 THREAD_WORK = 1 << 20
 """Multiplications that are worth waking a thread for."""
@@ -59,6 +66,7 @@ class NumbaLatentKernels:
         self._threads = threads
         self._latents = NumbaKernels(threads, kv_dtype=None)
         self._expanded = NumbaKernels(threads)
+        self._own_rows = OfEach(own_rows, most=1)  # the same for all layers of a step
 
     def write_latent(
         self, latent: Floats, arena: NDArray[np.uint8], layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
@@ -71,6 +79,20 @@ class NumbaLatentKernels:
             return
         rows = latent[:, None]
         self._latents.write_kv(rows, rows, arena, layout, batch, heads)
+
+    def write_own(
+        self,
+        latent: Floats,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare,
+    ) -> None:
+        """See `SharedLatentKernels.write_own`."""
+        rows, own = self._own_rows(batch, share)
+        if len(rows):
+            self.write_latent(latent[rows], arena, layout, own, heads)
 
     def attend_latent(
         self,
@@ -93,7 +115,8 @@ class NumbaLatentKernels:
         spans = [_Span.of(batch, index, heads, layout.block_size) for index in range(len(batch.seq_lens))]
         expanded = [span for span in spans if span.is_worth_expanding(up)]
         for span in expanded:
-            latents = span.latents(arena, layout, heads, query.shape[2] - up.key.shape[1] + up.key.shape[2])
+            width = query.shape[2] - up.key.shape[1] + up.key.shape[2]
+            latents = span.latents(arena, layout, heads, width, span.context)
             self._attend_expanded(query[span.rows], up, latents, scale, out[span.rows])
         if not expanded:
             self._attend_absorbed(query, up, arena, layout, batch, heads, scale, out)
@@ -105,6 +128,69 @@ class NumbaLatentKernels:
             where = arena, layout, _batch_of(batch, others), heads
             self._attend_absorbed(query[rows], up, *where, scale, part)
             out[rows] = part
+
+    def attend_shared(
+        self,
+        query: Floats,
+        up: UpProjections,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: Floats,
+    ) -> None:
+        """See `SharedLatentKernels.attend_shared`. Of sequences that are worth expanding all latents are sent to all
+        ranks, of others queries are, and what is seen by them."""
+        _check(query, up, out)
+        parts, width = ranks.share.parts, query.shape[2] - up.key.shape[1] + up.key.shape[2]
+        spans = [_Span.of(batch, index, heads, layout.block_size * parts) for index in range(len(batch.seq_lens))]
+        expanded = [span for span in spans if span.is_worth_expanding(up)]
+        for span in expanded:
+            own = span.latents(arena, layout, heads, width, -(-span.context // parts))
+            latents = in_order(ranks.all_gather(own), span.context)
+            self._attend_expanded(query[span.rows], up, latents, scale, out[span.rows])
+        rows = np.arange(int(batch.cu_seqlens_q[-1]))
+        for span in expanded:
+            rows = rows[(rows < span.rows.start) | (rows >= span.rows.stop)]
+        each = max(1, SHARED_BYTES // (4 * parts * query.shape[1] * width))
+        for first in range(0, len(rows), each):
+            some = rows[first : first + each]
+            seen = self._seen_by_all(query[some], up, arena, layout, batch, heads, ranks, some, scale)
+            part = np.empty_like(out, shape=(len(some), *out.shape[1:]))
+            self._multiply(seen, up.value, part)
+            out[some] = part
+
+    def _seen_by_all(
+        self,
+        query: Floats,
+        up: UpProjections,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        rows: NDArray[np.int64],
+        scale: float,
+    ) -> Floats:
+        """Means of what all ranks keep by the weights of this rank's queries of ``rows``, ``[rows, q_heads, rank]``."""
+        (count, q_heads, _), parts, rank = query.shape, ranks.share.parts, up.key.shape[2]
+        absorbed = ranks.all_gather(self._absorbed(query, up, layout))
+        every = absorbed.swapaxes(0, 1).reshape(count, parts * q_heads, -1)
+        seeing, own = rows_over_share(batch, ranks.share, rows)
+        means = np.zeros((parts, count, q_heads, rank), np.float32)
+        sums = np.full((parts, count, q_heads), -np.inf, np.float32)
+        if len(seeing):
+            every = every[seeing]
+            mixed, lse = np.empty_like(every), np.empty(every.shape[:2], np.float32)
+            where = arena, layout, own, heads
+            self._latents.attend(every, *where, scale=scale, softcap=0.0, out=mixed, lse=lse)
+            compressed = _compressed(mixed, query.shape[2] - up.key.shape[1], layout)
+            means[:, seeing] = compressed.reshape(len(seeing), parts, q_heads, rank).swapaxes(0, 1)
+            sums[:, seeing] = lse.reshape(len(seeing), parts, q_heads).swapaxes(0, 1)
+        return merged(ranks.exchange(means), ranks.exchange(sums))
 
     def _attend_absorbed(
         self,
@@ -118,19 +204,19 @@ class NumbaLatentKernels:
         out: Floats,
     ) -> None:
         tokens = int(batch.cu_seqlens_q[-1])
-        _, plain, rank = up.key.shape
-        rotated = query[:tokens, :, plain:]
-        absorbed = np.empty((*query.shape[:2], rank + rotated.shape[2]), np.float32)
-        absorbed[:tokens, :, rank:] = rotated
-        self._multiply(query[:tokens, :, :plain], up.key, absorbed[:tokens, :, :rank])
-        dtype = layout.roles[0].dtype
-        if has_scales(layout):
-            absorbed = stretch_queries(absorbed, rotated.shape[2], dtype)
+        absorbed = self._absorbed(query[:tokens], up, layout)
         mixed = np.empty_like(absorbed)
         self._latents.attend(absorbed, arena, layout, batch, heads, scale=scale, softcap=0.0, out=mixed)
-        seen = mixed[:tokens]
-        compressed = compressed_of(seen, rotated.shape[2], dtype) if has_scales(layout) else seen[..., :rank]
-        self._multiply(compressed, up.value, out[:tokens])
+        self._multiply(_compressed(mixed, query.shape[2] - up.key.shape[1], layout), up.value, out[:tokens])
+
+    def _absorbed(self, query: Floats, up: UpProjections, layout: BlockLayout) -> Floats:
+        """What of ``query [tokens, q_heads, plain + rotated]`` is multiplied with latents as they are stored."""
+        _, plain, rank = up.key.shape
+        rotated = query[:, :, plain:]
+        absorbed = np.empty((*query.shape[:2], rank + rotated.shape[2]), np.float32)
+        absorbed[:, :, rank:] = rotated
+        self._multiply(query[:, :, :plain], up.key, absorbed[:, :, :rank])
+        return stretch_queries(absorbed, rotated.shape[2], layout.roles[0].dtype) if has_scales(layout) else absorbed
 
     def _multiply(self, x: Floats, weights: Floats, out: Floats) -> None:
         """``x [tokens, heads, inputs]`` times each head's ``weights [heads, inputs, outputs]``."""
@@ -213,10 +299,19 @@ class _Span:
             return False
         return saves_arithmetic(up, self.queries, self.context, EXPANSION_COST)
 
-    def latents(self, arena: NDArray[np.uint8], layout: BlockLayout, heads: HeadTable, width: int) -> Floats:
-        """All of the sequence's, ``[context, width]``."""
+    def latents(
+        self, arena: NDArray[np.uint8], layout: BlockLayout, heads: HeadTable, width: int, tokens: int
+    ) -> Floats:
+        """The first ``tokens`` of the sequence's that its blocks hold here, ``[tokens, width]``."""
         at = (self.blocks, heads.slot[0], slice(None))
-        return load_latents(arena, layout, at, width).reshape(-1, width)[: self.context]
+        return load_latents(arena, layout, at, width).reshape(-1, width)[:tokens]
+
+
+def _compressed(mixed: Floats, rotated: int, layout: BlockLayout) -> Floats:
+    """Of means of latents as they are stored the part that values are made of, ``[tokens, q_heads, rank]``."""
+    if has_scales(layout):
+        return compressed_of(mixed, rotated, layout.roles[0].dtype)
+    return mixed[..., : mixed.shape[2] - rotated]
 
 
 def places_of(batch: AttentionBatch, heads: HeadTable, block_size: int) -> tuple[Index, NDArray[np.bool_]]:

@@ -100,7 +100,7 @@ PASS = np.dtype(
         *numbers(
             "rows q_heads kv_heads dim query query_row query_head key key_row key_head value value_row value_head out"
             " cosines sines half cu_seqlens seq_lens sequences follows tables table_columns groups plans partials"
-            " partial_rows scratch scratch_floats"
+            " partial_rows scratch scratch_floats lse"
         ),
         ("factor", np.float32),
         ("softcap", np.float32),
@@ -115,6 +115,7 @@ cu_seqlens ...:    of an `AttentionBatch`
 plans:             `PLAN` records
 partials:          maxima, sums and weighted values of parts, float32 ``[partial_rows * (2 + dim)]``
 scratch:           ``scratch_floats`` for each thread
+lse:               float32 ``[rows, q_heads]``, for the logarithms, to base 2, of softmaxes' sums; 0: nobody asks
 factor, softcap:   of queries; of scores, 0 for none
 
 Of states ``query`` are `DeltaProjected.numbers`, `SsmProjected.numbers` or `KdaProjected.numbers`, ``query_row`` of a

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headwise.cache_controller.planner import MAX_STATE_PADDING, Policies, plan_head_groups
-from headwise.runtime.config.engine_config import FEWEST_TOKENS, EngineConfig
+from headwise.runtime.config.engine_config import EngineConfig, fewest_tokens
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
 
-MORE_TOKENS = 2 * FEWEST_TOKENS
-"""The other choice; yet more would make prefixes coarse."""
+MORE = 2
+"""The other choice has so many times the fewest tokens; yet more would make prefixes coarse."""
 
 MOST_RANKS = 8
 """Numbers of ranks that are looked at."""
 
 MUCH_LESS = 2 / 3
-"""Of what is padded in blocks of `FEWEST_TOKENS`, at most so much must be in longer ones that are chosen for it."""
+"""Of what is padded in blocks of the fewest tokens, at most so much must be in longer ones that are chosen for it."""
 
 
 MANY_GROUPS = 256
@@ -33,12 +33,14 @@ class BlockSize:
     """What ``auto`` is for a model, and why.
 
     tokens:  of a block
-    fewest:  the largest share of tokens or states that any number of ranks pads in blocks of `FEWEST_TOKENS`
-    more:    the same in blocks of `MORE_TOKENS`; None: they were not looked at, since the fewest pad little
-    groups:  head groups that there would be with `FEWEST_TOKENS`, on one rank, where those decided it; else 0
+    shortest: the fewest tokens that were looked at
+    fewest:  the largest share of tokens or states that any number of ranks pads in blocks of the fewest tokens
+    more:    the same in blocks of `MORE` times as many; None: they were not looked at, since the fewest pad little
+    groups:  head groups that there would be with the fewest tokens, on one rank, where those decided it; else 0
     """
 
     tokens: int
+    shortest: int
     fewest: float
     more: float | None = None
     groups: int = 0
@@ -49,40 +51,44 @@ class BlockSize:
         ranks = f"on 1 to {MOST_RANKS} ranks"
         if self.more is None:
             return f"auto chose {self.tokens}: it pads at most {self.fewest:.1%} {ranks}"
-        padded = f"{FEWEST_TOKENS} pads up to {self.fewest:.1%}, {MORE_TOKENS} up to {self.more:.1%}"
-        counted = f", and {FEWEST_TOKENS} would have {self.groups} groups" if self.groups else ""
+        padded = f"{self.shortest} pads up to {self.fewest:.1%}, {MORE * self.shortest} up to {self.more:.1%}"
+        counted = f", and {self.shortest} would have {self.groups} groups" if self.groups else ""
         return f"auto chose {self.tokens}: {ranks} {padded}{counted}"
 
 
 def resolve_block_size(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens of a block: those that are configured, or what ``auto`` is."""
-    return choose_block_size(model, config.kv_dtype_name).tokens if config.block_size == "auto" else config.block_size
+    if config.block_size != "auto":
+        return config.block_size
+    return choose_block_size(model, config.kv_dtype_name, config.context_parallel_size).tokens
 
 
-def choose_block_size(model: ModelConfig, kv_dtype: str) -> BlockSize:
-    """`MORE_TOKENS` where blocks of `FEWEST_TOKENS` pad more than `MAX_STATE_PADDING`, and those not or much less, or
-    no more and there would be more than `MANY_GROUPS`.
+def choose_block_size(model: ModelConfig, kv_dtype: str, parts: int = 1) -> BlockSize:
+    """`MORE` tokens where blocks of the fewest pad more than `MAX_STATE_PADDING`, and those not or much less, or no
+    more and there would be more than `MANY_GROUPS`. Each of so many ``parts`` is a rank that keeps a part of a block.
 
     Only states make a difference: what is kept for every token takes as many times more bytes as a block has tokens.
     """
+    shortest = fewest_tokens(parts)
     if not any(policy.is_state for row in model.policies for policy in row):
-        return BlockSize(FEWEST_TOKENS, 0.0)
-    fewest, groups = _looked_at(model, kv_dtype, FEWEST_TOKENS)
+        return BlockSize(shortest, shortest, 0.0)
+    fewest, groups = _looked_at(model, kv_dtype, shortest, parts)
     if fewest <= MAX_STATE_PADDING:
-        return BlockSize(FEWEST_TOKENS, fewest)
-    more, _ = _looked_at(model, kv_dtype, MORE_TOKENS)
+        return BlockSize(shortest, shortest, fewest)
+    more, _ = _looked_at(model, kv_dtype, MORE * shortest, parts)
     is_better = more <= max(MAX_STATE_PADDING, MUCH_LESS * fewest)
     if not is_better and more <= fewest and groups > MANY_GROUPS:
-        return BlockSize(MORE_TOKENS, fewest, more, groups)
-    return BlockSize(MORE_TOKENS if is_better else FEWEST_TOKENS, fewest, more)
+        return BlockSize(MORE * shortest, shortest, fewest, more, groups)
+    return BlockSize(MORE * shortest if is_better else shortest, shortest, fewest, more)
 
 
-def _looked_at(model: ModelConfig, kv_dtype: str, block_size: int) -> tuple[float, int]:
-    """The largest share of tokens or of states that any number of ranks pads, and the head groups on one."""
+def _looked_at(model: ModelConfig, kv_dtype: str, block_size: int, parts: int) -> tuple[float, int]:
+    """The largest share of tokens or of states that any number of ranks pads, and the head groups on the fewest."""
     attention, layers = attention_of(model), range(model.num_layers)
-    sizes = tuple(attention.layout(block_size, 1, kv_dtype, layer).slot_bytes for layer in layers)
+    of_one = (attention.layout(block_size, 1, kv_dtype, layer).kept_by(parts) for layer in layers)
+    sizes = tuple(layout.slot_bytes for layout in of_one)
     policies = tuple(map(tuple, model.policies))
-    ranks = tuple(size for size in valid_tp_sizes(model) if size <= MOST_RANKS)
+    ranks = tuple(size for size in valid_tp_sizes(model) if size <= max(MOST_RANKS, parts) and not size % parts)
     return _padding_and_groups(policies, sizes, ranks, attention.is_replicated)
 
 

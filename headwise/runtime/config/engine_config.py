@@ -23,6 +23,15 @@ CPU_KV_CACHE = "512MiB"
 FEWEST_TOKENS = 64
 """That a cache block has where ``block_size`` is ``auto``; which models need more, `choose_block_size` says."""
 
+FEWEST_OWN_TOKENS = 16
+"""The same that a rank has of it, where ranks keep tokens together: kernels read neighbours side by side."""
+
+
+def fewest_tokens(parts: int) -> int:
+    """That a block has where ``block_size`` is ``auto`` and so many ranks keep its tokens together."""
+    return -(-max(FEWEST_TOKENS, FEWEST_OWN_TOKENS * parts) // parts) * parts
+
+
 _CPU_CHOICES = {
     "tensor_ops": ("numba", "paddle", "numpy"),
     "kernels": ("numba", "reference"),
@@ -179,6 +188,14 @@ class EngineConfig:
         1,
         1024,
     )
+    context_parallel_size: int = _option(
+        1,
+        "Neighbouring ranks that keep latents (MLA) together, each those of every so many-th token, where otherwise "
+        "all ranks keep all of them: so many times the context fits, and ranks exchange queries in each layer. Divides "
+        "tp_size.",
+        1,
+        64,
+    )
     prefill_tp_size: int = _option(0, "The same, of engines that only compute prompts; 0: tp_size.", 0, 1024)
     decode_tp_size: int = _option(0, "The same, of engines that only decode; 0: tp_size.", 0, 1024)
     engine_cpus: float = _option(
@@ -267,7 +284,8 @@ class EngineConfig:
     block_size: int | Literal["auto"] = _option(
         "auto",
         "Tokens per cache block; auto is 64, or 128 for models whose recurrent states fit badly beside blocks of 64 "
-        "tokens: by the model and kv_dtype alone, so that engines of any number of ranks agree.",
+        "tokens: by the model and kv_dtype alone, so that engines of any number of ranks agree. With "
+        "context_parallel_size it is at least 16 times that, and a multiple of it.",
         1,
         4096,
     )
@@ -456,6 +474,7 @@ class EngineConfig:
         self._check_scaling()
         self._check_device()
         self._check_placement()
+        self._check_context()
         if self.peer_transports not in ("auto", "none"):
             from headwise.transfer.connectors.names import check_plain  # not for `--help`
 
@@ -527,6 +546,21 @@ class EngineConfig:
             raise ConfigError(
                 f"tensor_ops {self.tensor_ops} computes in float32 only, and {name} is {getattr(self, name)}: choose "
                 f"tensor_ops numba, or {name} float32"
+            )
+
+    def _check_context(self) -> None:
+        parts = self.context_parallel_size
+        if parts > 1 and len(self.tp_sizes) > 1:
+            raise ConfigError(
+                f"context_parallel_size {parts} needs engines of equally many ranks, got {self.tp_sizes}: leave out "
+                "prefill_tp_size and decode_tp_size"
+            )
+        if self.tp_size % parts:
+            raise ConfigError(f"context_parallel_size {parts} does not divide tp_size {self.tp_size}")
+        if self.block_size != "auto" and self.block_size % parts:
+            raise ConfigError(
+                f"block_size {self.block_size} is no multiple of context_parallel_size {parts}: ranks keep equally "
+                f"many tokens of a block; choose {-(-self.block_size // parts) * parts}, or auto"
             )
 
     @property
@@ -664,7 +698,7 @@ class EngineConfig:
     @property
     def fewest_block_tokens(self) -> int:
         """Those of a cache block; where the model is to tell, it may be more."""
-        return FEWEST_TOKENS if self.block_size == "auto" else self.block_size
+        return fewest_tokens(self.context_parallel_size) if self.block_size == "auto" else self.block_size
 
     @property
     def host_cache_bytes(self) -> int:

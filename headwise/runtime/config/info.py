@@ -58,7 +58,9 @@ def describe(
     if config.prefix_caching:
         yield "smallest reusable prefix", f"{layout.block_size} tokens"
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)
-    if plan.copies > 1:
+    if card.token_parts > 1:
+        yield "context parallel", f"a token's latents are on one of {card.token_parts} ranks, in turn"
+    if plan.copies > card.token_parts:
         yield "kept by several ranks", _copies(card)
     yield "over pages of one layer", _over_unified_pages(config, card)
     if card.has_states:
@@ -152,9 +154,10 @@ def _copies(card: ModelCard) -> str:
     """What it costs that ranks keep the same members, and share the query heads that use them."""
     of_ranks = (zip(card.plan.sharing(rank), card.config.policies, strict=True) for rank in range(card.plan.tp_size))
     layers = (layer for rank in of_ranks for layer in rank)
-    counts = sorted({sharing.ranks for sharing, row in layers if row and not row[0].is_state})
+    counts = sorted({sharing.ranks // card.token_parts for sharing, row in layers if row and not row[0].is_state})
     every = f"each member by {' or '.join(map(str, counts))} of {card.plan.tp_size}"
-    return f"{every}; a token takes {card.plan.copies:.3g} times the bytes that it would on one rank"
+    times = card.plan.copies / card.token_parts
+    return f"{every}; a token takes {times:.3g} times the bytes that it would on one rank"
 
 
 def _bytes_of_states(config: EngineConfig, card: ModelCard) -> str:
@@ -175,7 +178,7 @@ def _padding_beside_states(config: EngineConfig, card: ModelCard) -> str:
     of_tokens, of_states = shares(card.plan)
     text = f"{of_tokens:.1%} of tokens, {of_states:.1%} of states"
     if config.block_size == "auto":
-        return f"{text}; {choose_block_size(card.config, config.kv_dtype_name).reason}"
+        return f"{text}; {choose_block_size(card.config, config.kv_dtype_name, card.token_parts).reason}"
     if max(of_tokens, of_states) <= MAX_STATE_PADDING:
         return text
     for block_size in (2 * config.block_size, 4 * config.block_size):
@@ -210,7 +213,7 @@ def _usual_lengths(longest: int) -> list[int]:
 def _group(group: HeadGroup, card: ModelCard, attention: AttentionVariant) -> str:
     members = {member for rank in group.members for member in rank}  # of each, one of its ranks' copies
     size = sum(card.plan.sizes[member.layer] for member in members)
-    kept = f"{format_bytes(size / card.layout.block_size)} a token"
+    kept = f"{format_bytes(size * card.token_parts / card.layout.block_size)} a token"
     if group.policy.is_state:
         kept = f"{format_bytes(size)} a sequence"
     return f"{policy_name(group.policy)}, {attention.members(len(members), group.policy)}, {kept}"

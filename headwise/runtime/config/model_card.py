@@ -102,6 +102,11 @@ class ModelCard:
         return self.layouts[0]
 
     @property
+    def token_parts(self) -> int:
+        """Ranks that keep tokens together, each a part of them."""
+        return max(layout.parts for layout in self.layouts)
+
+    @property
     def layout_identity(self) -> str:
         """A string that differs whenever the bytes of a block would be read differently."""
         return "+".join(dict.fromkeys(layout.identity for layout in self.layouts))
@@ -179,7 +184,7 @@ def read_model_card(
     attention = attention_of(model)
     chosen = config.device, config.kernels, config.kv_dtype_name, config.tensor_ops
     for tp_size in config.tp_sizes:
-        attention.check(Serving(config.model, tp_size, *chosen))
+        attention.check(Serving(config.model, tp_size, *chosen, config.context_parallel_size))
     plan, layouts = _plan(config, model, attention, resolve_block_size(config, model))
     spec = _cache_spec(config, layouts[0], asked)
     adapters = [AdapterFile(name, path) for name, path in config.adapter_paths.items()]
@@ -270,7 +275,8 @@ def _plan(
     config: EngineConfig, model: ModelConfig, attention: AttentionVariant, block_size: int
 ) -> tuple[HeadGroupPlan, tuple[BlockLayout, ...]]:
     """The head groups, and the layout of each layer's blocks: one object for layers whose members are alike."""
-    of_one = [attention.layout(block_size, 1, config.kv_dtype_name, layer) for layer in range(model.num_layers)]
+    of_whole = (attention.layout(block_size, 1, config.kv_dtype_name, layer) for layer in range(model.num_layers))
+    of_one = [layout.kept_by(config.context_parallel_size) for layout in of_whole]
     sizes, replicated = [layout.slot_bytes for layout in of_one], attention.is_replicated
 
     def plan_of(policies: Policies, tp_size: int) -> HeadGroupPlan:

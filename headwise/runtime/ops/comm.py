@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.token_share import TokenShare
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 Sampled = tuple[KernelArray, KernelArray]
@@ -152,6 +153,21 @@ class HostCollectives:
         known = None if sampled is None else np.stack([self._ops.host(array).view(np.int32) for array in sampled])
         tokens, best = self._comm.broadcast(known, (2, count))
         return self._ops.upload(tokens), self._ops.upload(best.view(np.float32))
+
+
+class CollectiveRanks:
+    """The `TokenRanks` of rank ``rank``, of which each ``parts`` neighbours keep tokens together."""
+
+    def __init__(self, collectives: Collectives, rank: int, parts: int) -> None:
+        self.share = TokenShare.of_rank(rank, parts)
+        self._collectives, first = collectives, rank - self.share.part
+        self._ranks = range(first, first + parts)
+
+    def all_gather(self, x: KernelArray) -> KernelArray:
+        return self._collectives.all_gather(x, self._ranks)
+
+    def exchange(self, x: KernelArray) -> KernelArray:
+        return self._collectives.exchange(x, self._ranks)
 
 
 def host_collectives(ops: TensorOps, comm: Communicator) -> Collectives:

@@ -168,8 +168,9 @@ class ModelRunner:
         return self._attention(cache, *projected)
 
     def paged_cache(self, step: AttentionBatch) -> PagedCache | None:
-        """The cache, for models with kernels of their own over it: where others were asked for, there is none."""
-        if self._kernels.name != "numba":
+        """The cache, for models with kernels of their own over it: where others were asked for, or ranks keep tokens
+        together, there is none."""
+        if self._kernels.name != "numba" or self._card.token_parts > 1:
             return None
         wait = self._loads.wait if self._loads.is_loading() else None
         return PagedCache(self.cache.arena, self._card.layouts, step, self._heads, wait)

@@ -21,10 +21,11 @@ from headwise.runtime.config.model_card import ModelCard, read_model_card, with_
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.grammar import Vocabulary
 from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.models.attention.base import CachedAttention
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
-from headwise.runtime.ops.comm import Collectives, Communicator
+from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
 from headwise.runtime.protocol.batch import (
     RESET_STORAGE,
     SLEEP,
@@ -145,9 +146,9 @@ class ModelWorker:
         self._ops = self._device.ops
         self._device.check(self.card, model_dir)
         self._kernels = self._device.kernels
-        self._attention = attention_of(self.card.config).over_cache(self._ops, self._kernels)
         with self._device.current():
             self._collectives = self._device.collectives(comm)
+            self._attention = self._over_cache()
             self._model = self._load_model()
         self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
         self._prefill: PrefillGraphs | None = None
@@ -156,6 +157,11 @@ class ModelWorker:
         self._before: RunningStep | None = None
         self._ended = 0.0
         self._adapters = AdaptersOfRows([name for name, _ in self.card.adapters], self.card.spec.max_rows)
+
+    def _over_cache(self) -> CachedAttention:
+        parts = self.card.token_parts
+        ranks = CollectiveRanks(self._collectives, self.rank, parts) if parts > 1 else None
+        return attention_of(self.card.config).over_cache(self._ops, self._kernels, ranks)
 
     def _load_model(self) -> Model:
         shard = Shard.of(self.card.config, self.card.plan, self.rank)
@@ -186,7 +192,7 @@ class ModelWorker:
             f"kernels={self._kernels.name} "
             f"dtype={self._config.dtype_name} weights_dtype={self._config.weights_dtype_name} "
             f"kv_dtype={self._config.kv_dtype_name} collectives={self._collectives.name} "
-            f"groups={len(plan.groups)} slots={plan.slots_text} "
+            f"groups={len(plan.groups)} slots={plan.slots_text} context_parallel={self.card.token_parts} "
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'} "
             f"peers={'none' if self._copies is None else self._copies.transports} "

@@ -221,6 +221,12 @@ class ThreadComm:
         everyone = self._exchange(x)
         return np.concatenate(everyone, axis=-1) if self.rank == 0 else None
 
+    def all_gather(self, x: np.ndarray, ranks: range) -> np.ndarray:
+        return np.stack(self._exchange(x)[ranks.start : ranks.stop])
+
+    def exchange(self, x: np.ndarray, ranks: range) -> np.ndarray:
+        return self.all_gather(x, ranks)[:, ranks.index(self.rank)]
+
     def broadcast(self, x: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
         return self._exchange(np.empty(shape, np.int32) if x is None else x)[0]
 

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 
@@ -70,6 +72,7 @@ class Serving:
     """What a variant must know of a deployment to say whether it can be served so, as it is configured.
 
     model: its name, for errors
+    context_parallel_size: ranks that keep each token's members together
     """
 
     model: str
@@ -78,13 +81,23 @@ class Serving:
     kernels: str
     kv_dtype: str
     tensor_ops: str = "auto"
+    context_parallel_size: int = 1
+
+    def check_context_alone(self, what: str) -> None:
+        """Raise ConfigError where ranks are to keep tokens together that cannot, of a model that has ``what``."""
+        if self.context_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size {self.context_parallel_size} is for models whose latents (MLA) would be on all "
+                f"ranks, and {self.model} has {what}: leave it out"
+            )
 
 
 class AttentionVariant(Protocol):
     """A model's attention.
 
-    is_replicated: every rank keeps all members but states, and query heads alone are dealt to the ranks; else ranks are
-                   dealt members, with the query heads that use them. States are always dealt
+    is_replicated: every rank keeps all members but states, or its part of all tokens of these, and query heads alone
+                   are dealt to the ranks; else ranks are dealt members, with the query heads that use them. States are
+                   always dealt
     """
 
     @property
@@ -109,8 +122,11 @@ class AttentionVariant(Protocol):
             ConfigError: they do not serve this model, or not on this card.
         """
 
-    def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
-        """Attention by ``kernels`` that a device has for this variant, for tensors of ``ops``."""
+    def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
+        """Attention by ``kernels`` that a device has for this variant, for tensors of ``ops``.
+
+        ranks: that keep tokens together; None: each keeps all of its members'
+        """
 
     def weight_elements(self, layer: int = 0) -> int:
         """Numbers in the matrices of a layer's attention, over all ranks."""

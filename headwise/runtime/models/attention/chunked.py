@@ -17,6 +17,7 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, ChunkingKernels, HeadTable
 from headwise.kernels.latest import MOST_TABLES, OfEach
+from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention, GroupedQueryOverCache
 from headwise.runtime.ops.base import TensorOps
@@ -34,7 +35,7 @@ class ChunkedAttention(GroupedQueryAttention):
             )
         return super().layout(block_size, slots, kv_dtype, layer)
 
-    def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
+    def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
         return ChunkedOverCache(ops, kernels, self.config.attention_scale, self.config.chunk)
 
     def members(self, count: int, policy: HeadPolicy) -> str:

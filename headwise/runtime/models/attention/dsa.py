@@ -21,6 +21,7 @@ from headwise.kernels.dsa import indexed_layout
 from headwise.kernels.dsa_base import IndexedKernels, IndexKeys, IndexQueries, RotatingIndexedKernels
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
+from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import LayerCache, Serving
 from headwise.runtime.models.attention.mla import LatentAttention, LatentOverCache, heads_of_ranks
 from headwise.runtime.models.attention.wanted import wanted_rows
@@ -44,6 +45,7 @@ class IndexedLatentAttention(LatentAttention):
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
         super().check(serving)
+        serving.check_context_alone("an indexer (DSA)")
         dim = self.indexer.head_dim
         if serving.device != "cuda" and serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
             raise ConfigError(
@@ -65,7 +67,7 @@ class IndexedLatentAttention(LatentAttention):
         kernels.prepare_index(layouts[0], self.indexer.heads, dtype)
         return kernels
 
-    def over_cache(self, ops: TensorOps, kernels: Any) -> IndexedLatentOverCache:
+    def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> IndexedLatentOverCache:
         return IndexedLatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
 
     def weight_elements(self, layer: int = 0) -> int:

@@ -16,6 +16,7 @@ from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.gqa import QUANTISED, gqa_layout
 from headwise.kernels.select import make_kernels
+from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.wanted import of_wanted
 from headwise.runtime.models.base import ModelConfig, Rotation, fitting_sizes
@@ -38,6 +39,7 @@ class GroupedQueryAttention:
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`: ranks may not fit the heads, or kernels have no quantised cache of them."""
         check_heads_dealt(self.config, serving.tp_size)
+        serving.check_context_alone("KV heads")
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
         dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
@@ -79,7 +81,7 @@ class GroupedQueryAttention:
             chunked=c.chunk > 0,
         )
 
-    def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
+    def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
         return GroupedQueryOverCache(ops, kernels, self.config.attention_scale, self.config.attention_softcap)
 
     def weight_elements(self, layer: int = 0) -> int:

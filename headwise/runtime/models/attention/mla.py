@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA): a layer's one member is a latent per token, which all query heads share.
 
-Tensor parallel: the latent is on every rank, and query heads are dealt out. Latents could be split by layers instead,
-but then ranks would have to send each other, in each layer, either the latents of the context or all queries and
-results; what every rank keeps is a sixteenth of what as many KV heads would be (DeepSeek-V2-Lite).
+Tensor parallel: query heads are dealt out, and the latent is on every rank, or, where ranks keep tokens together
+(context parallelism), on one of them. Then they send each other, in each layer, queries and what these see, or, of
+prompts, the latents of the context: see `headwise.kernels.token_ranks`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.cache_controller.token_share import ALL_TOKENS
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.latents import check_groups
 from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla import latent_layout, latent_width
-from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpProjections
+from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, SharedLatentKernels, UpProjections
 from headwise.kernels.nibbles import INT4
 from headwise.kernels.select import make_latent_kernels
+from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.wanted import of_wanted
 from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
@@ -55,6 +57,11 @@ class LatentAttention:
             raise ConfigError(
                 f"tp_size {serving.tp_size} is more than the {heads} query heads of {serving.model}: choose up to that"
             )
+        if serving.context_parallel_size > 1 and heads % serving.tp_size:
+            raise ConfigError(
+                f"context_parallel_size {serving.context_parallel_size} needs ranks of equally many query heads: "
+                f"tp_size {serving.tp_size} does not divide the {heads} of {serving.model}"
+            )
         if serving.device != "cuda" and serving.kernels != "reference" and width % CPU_WIDTH_MULTIPLE:
             raise ConfigError(
                 f"the kernels of a CPU take latents of a multiple of {CPU_WIDTH_MULTIPLE} numbers, those of "
@@ -67,15 +74,21 @@ class LatentAttention:
     def gpu_kernels(
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> CudaLatentKernels:
-        kernels, mla = CudaLatentKernels(parts), self.mla
+        kernels, mla, keeping = CudaLatentKernels(parts), self.mla, layouts[0].parts
+        if keeping > 1:
+            of_mla = mla.rank, mla.rotated, mla.plain, mla.value_dim
+            kernels.prepare_shared(layouts[0].own, self.config.num_heads // tp_size, keeping, *of_mla, dtype)
+            return kernels
         for heads in heads_of_ranks(self.config, tp_size):
             sizes = layouts[0], heads, mla.rank, mla.rotated
             kernels.prepare(*sizes, dtype)
             kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
         return kernels
 
-    def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
-        return LatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
+    def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
+        if ranks is None:
+            return LatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
+        return SharedLatentOverCache(ops, kernels, self.mla, self.config.attention_scale, ranks)
 
     def weight_elements(self, layer: int = 0) -> int:
         m, hidden, heads = self.mla, self.config.hidden_size, self.config.num_heads
@@ -100,7 +113,12 @@ def heads_of_ranks(config: ModelConfig, tp_size: int) -> list[int]:
 
 
 class LatentOverCache:
-    """`CachedAttention` of queries and latents that are not rotated yet, with a layer's up-projections."""
+    """`CachedAttention` of queries and latents that are not rotated yet, with a layer's up-projections.
+
+    share: tokens whose latents this rank keeps
+    """
+
+    share = ALL_TOKENS
 
     def __init__(self, ops: TensorOps, kernels: LatentKernels, mla: MlaConfig, scale: float) -> None:
         self._ops, self._kernels, self._mla, self._scale = ops, kernels, mla, scale
@@ -126,9 +144,13 @@ class LatentOverCache:
         cache, queries = of_wanted(cache, queries, self._ops)
         seen = self.result_for(queries) if cache.out is None else cache.out
         if queries.shape[0]:
-            where = cache.arena, cache.layout, cache.batch, cache.heads
-            self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=seen)
+            self.attend(cache, queries, up, seen)
         return self._ops.from_kernel_array(seen)
+
+    def attend(self, cache: LayerCache, queries: KernelArray, up: UpProjections, seen: KernelArray) -> None:
+        """What ``queries`` see of the cache, into ``seen``."""
+        where = cache.arena, cache.layout, cache.batch, cache.heads
+        self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=seen)
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""
@@ -141,16 +163,20 @@ class LatentOverCache:
     def written(
         self, cache: LayerCache, query: Tensor, compressed: Tensor, shared: Tensor, rotation: Rotation
     ) -> KernelArray:
-        """Rotated queries; the step's latents are in the cache."""
-        where = cache.arena, cache.layout, cache.batch, cache.heads
+        """Rotated queries; the step's latents are in the cache, or those that this rank keeps of them."""
         if self._rotating is None:
             queries, latents = self._rotated(query, compressed, shared, rotation)
-            self._kernels.write_latent(latents, *where)
+            self.write(cache, latents)
             return queries
         queries, plain, carrying = map(self._ops.kernel_array, (query, compressed, shared))
         cosines, sines = rotation
-        self._rotating.write_latent_rope(queries, plain, carrying, cosines, sines, *where)
+        where = cache.arena, cache.layout.own, cache.batch, cache.heads
+        self._rotating.write_latent_rope(queries, plain, carrying, cosines, sines, *where, share=self.share)
         return queries
+
+    def write(self, cache: LayerCache, latents: KernelArray) -> None:
+        """Store what this rank keeps of the step's ``latents [T, width]``."""
+        self._kernels.write_latent(latents, cache.arena, cache.layout, cache.batch, cache.heads)
 
     def _rotated(
         self, query: Tensor, compressed: Tensor, shared: Tensor, rotation: Rotation
@@ -164,3 +190,22 @@ class LatentOverCache:
         turned = ops.rope(shared.reshape([tokens, 1, mla.rotated]), *rotation)
         latents[:, mla.rank :] = ops.kernel_array(turned)[:, 0]
         return queries, latents
+
+
+class SharedLatentOverCache(LatentOverCache):
+    """The same over latents that ``ranks`` keep together."""
+
+    def __init__(
+        self, ops: TensorOps, kernels: SharedLatentKernels, mla: MlaConfig, scale: float, ranks: TokenRanks
+    ) -> None:
+        super().__init__(ops, kernels, mla, scale)
+        self._sharing, self._ranks = kernels, ranks
+        self.share = ranks.share
+
+    def attend(self, cache: LayerCache, queries: KernelArray, up: UpProjections, seen: KernelArray) -> None:
+        where = cache.arena, cache.layout.own, cache.batch, cache.heads
+        self._sharing.attend_shared(queries, up, *where, self._ranks, scale=self._scale, out=seen)
+
+    def write(self, cache: LayerCache, latents: KernelArray) -> None:
+        where = cache.arena, cache.layout.own, cache.batch, cache.heads
+        self._sharing.write_own(latents, *where, self.share)

@@ -17,6 +17,7 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.state_layout import state_layout
+from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import AttentionVariant, CachedAttention, Kernels, LayerCache, Serving
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
 from headwise.runtime.models.attention.mla import LatentAttention
@@ -100,8 +101,8 @@ class StatesAttention(ABC, Generic[S]):
     def gpu_rule_kernels(self, parts: GpuParts, layout: BlockLayout, tp_size: int, dtype: str) -> Any:
         """Those of the states, of `gpu_kernels`."""
 
-    def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
-        return self.states_over_cache(ops, kernels.states, self._others.over_cache(ops, kernels.attention))
+    def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
+        return self.states_over_cache(ops, kernels.states, self._others.over_cache(ops, kernels.attention, ranks))
 
     @abstractmethod
     def states_over_cache(self, ops: TensorOps, kernels: Any, others: CachedAttention) -> CachedAttention: ...
