@@ -55,10 +55,6 @@ class BlockLayout:
         """Of numbers alone, for roles take a while: every layer of a step looks something up by its layout."""
         return hash((self.block_size, self.slots, self.alignment, self.tail_bytes, self.parts))
 
-    def kept_by(self, parts: int) -> BlockLayout:
-        """The same with its tokens kept by so many ranks together; states stay whole."""
-        return self if any(role.is_state for role in self.roles) else replace(self, parts=parts)
-
     @property
     def own_tokens(self) -> int:
         """Tokens of a block that a rank keeps."""

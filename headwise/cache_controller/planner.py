@@ -139,9 +139,13 @@ class HeadGroupPlan:
     @property
     def copies(self) -> float:
         """Bytes of a token on all ranks, over those of every member once: more than 1 where ranks share KV heads."""
+        return self.copies_beside([1] * self.num_layers)
+
+    def copies_beside(self, parts: Sequence[int]) -> float:
+        """The same where each rank has one of so many parts of a layer's members, ``[num_layers]``."""
         groups = [group for group in self.groups if not group.policy.is_state]
         every = [member for group in groups for rank in group.members for member in rank]
-        once = sum(self.sizes[member.layer] for member in {*every})
+        once = sum(self.sizes[member.layer] * parts[member.layer] for member in {*every})
         return sum(self.sizes[member.layer] for member in every) / once if once else 1.0
 
     @cached_property

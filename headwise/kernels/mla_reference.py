@@ -13,7 +13,8 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.mla import load_latents, store_latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.reference import blocks_of, sequences_of, softmax_attention, visible_to
-from headwise.kernels.token_ranks import TokenRanks, in_order, own_rows
+from headwise.kernels.shared_context import SharedContext, gather_all
+from headwise.kernels.token_ranks import TokenRanks, own_rows
 
 
 class ReferenceLatentKernels:
@@ -58,7 +59,12 @@ class ReferenceLatentKernels:
             seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
             at = (blocks, heads.slot[0], seen % layout.block_size)
             latents = load_latents(arena, layout, at, width, np.float64)
-            out[rows] = _attended(query[rows], up, latents, visible[:, seen], scale)
+            compressed, rotated = np.split(latents, [up.value.shape[1]], axis=1)
+            for head in range(query.shape[1]):
+                key = np.concatenate([compressed @ up.key[head].T.astype(np.float64), rotated], axis=1)
+                value = compressed @ up.value[head].astype(np.float64)
+                one = slice(head, head + 1)
+                out[rows, one] = softmax_attention(query[rows, one], key, value, visible[:, seen], scale, softcap=0.0)
 
     def write_own(
         self,
@@ -87,28 +93,9 @@ class ReferenceLatentKernels:
         out: NDArray[Any],
     ) -> None:
         """See `SharedLatentKernels.attend_shared`: each rank has all latents that its queries see sent to it."""
-        share, width = ranks.share, up.key.shape[2] + query.shape[2] - up.key.shape[1]
-        for sequence, rows, positions in sequences_of(batch):
-            context = int(positions[-1]) + 1
-            own = np.arange(-(-context // share.parts))  # of the longest part: all ranks send as many
-            blocks = blocks_of(batch, sequence, heads.group[0], own, layout.block_size)
-            latents = np.zeros((len(own), width))
-            at = (blocks[blocks >= 0], heads.slot[0], own[blocks >= 0] % layout.block_size)
-            latents[blocks >= 0] = load_latents(arena, layout, at, width, np.float64)
-            mapped = np.repeat(blocks >= 0, share.parts)[:context]
-            every = in_order(ranks.all_gather(latents), context)[mapped]
-            visible = visible_to(positions, np.arange(context), window=0, sink=0)[:, mapped]
-            out[rows] = _attended(query[rows], up, every, visible, scale)
 
+        def attend(whole: SharedContext) -> None:
+            where = whole.arena, whole.layout, whole.batch, whole.heads
+            self.attend_latent(query[whole.rows], up, *where, scale=scale, out=out[whole.rows])
 
-def _attended(
-    query: NDArray[Any], up: UpProjections, latents: NDArray[np.float64], visible: NDArray[np.bool_], scale: float
-) -> NDArray[np.float64]:
-    """What ``query [tokens, heads, plain + rotated]`` sees of ``latents [context, width]``."""
-    compressed, rotated = np.split(latents, [up.value.shape[1]], axis=1)
-    seen = []
-    for head in range(query.shape[1]):
-        key = np.concatenate([compressed @ up.key[head].T.astype(np.float64), rotated], axis=1)
-        value = compressed @ up.value[head].astype(np.float64)
-        seen.append(softmax_attention(query[:, head : head + 1], key, value, visible, scale, softcap=0.0))
-    return np.concatenate(seen, axis=1)
+        gather_all(ranks, (arena, layout, batch, heads), attend)

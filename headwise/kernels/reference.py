@@ -9,10 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.gqa import QUANTISED, bit_views, kv_dtype_of, kv_views, quantise, scale_views
 from headwise.kernels.nibbles import INT4, pack, unpack
+from headwise.kernels.shared_context import SharedContext, gather_all
+from headwise.kernels.token_ranks import TokenRanks, own_rows
 
 Positions = NDArray[np.int64]
 Index = tuple[NDArray[np.int32], Any, Positions]
@@ -71,6 +74,44 @@ class ReferenceKernels:
                     query[rows, queries], key, value, visible[:, seen], scale, softcap,
                     None if sink_logits is None else sink_logits[queries].astype(np.float64),
                 )  # fmt: skip
+
+    def write_own(
+        self,
+        key: NDArray[Any],
+        value: NDArray[Any],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare,
+    ) -> None:
+        """See `SharedKernels.write_own`."""
+        rows, own = own_rows(batch, share)
+        self.write_kv(key[rows], value[rows], arena, layout, own, heads)
+
+    def attend_shared(
+        self,
+        query: NDArray[Any],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        softcap: float,
+        out: NDArray[Any],
+        sink_logits: NDArray[np.float32] | None = None,
+    ) -> None:
+        """See `SharedKernels.attend_shared`: each rank has all that its queries see sent to it."""
+
+        def attend(whole: SharedContext) -> None:
+            self.attend(
+                query[whole.rows], whole.arena, whole.layout, whole.batch, whole.heads, scale=scale, softcap=softcap,
+                out=out[whole.rows], sink_logits=sink_logits,
+            )  # fmt: skip
+
+        gather_all(ranks, (arena, layout, batch, heads), attend)
 
 
 def sequences_of(batch: AttentionBatch) -> Iterator[tuple[int, slice, Positions]]:

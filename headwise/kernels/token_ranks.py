@@ -7,7 +7,7 @@ become one over all. (Attention of split keys, as in FlashDecoding; vLLM calls i
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,20 +68,22 @@ def rows_ending(batch: AttentionBatch, rows: NDArray[np.int64], lengths: NDArray
     )
 
 
-def merged(means: NDArray[np.float32], sums: NDArray[np.float32]) -> NDArray[np.float32]:
+def merged(
+    means: NDArray[np.float32], sums: NDArray[np.float32], sink_logits: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
     """The mean over all parts, ``[rows, heads, size]``, of ``means [parts, rows, heads, size]`` over each and the
-    logarithms, to base 2, of their softmaxes' ``sums [parts, rows, heads]``; 0 where no part has seen anything."""
-    highest = sums.max(axis=0)
-    weights = np.exp2(sums - np.where(np.isfinite(highest), highest, 0))
-    total = weights.sum(axis=0)
+    logarithms, to base 2, of their softmaxes' ``sums [parts, rows, heads]``; 0 where no part has seen anything.
+
+    sink_logits: ``[heads]``, of one more key whose value is 0
+    """
+    sinks = None if sink_logits is None else sink_logits * np.float32(1 / np.log(2))
+    highest = sums.max(axis=0) if sinks is None else np.maximum(sums.max(axis=0), sinks)
+    highest = np.where(np.isfinite(highest), highest, np.float32(0))
+    weights = np.exp2(sums - highest)
+    total = weights.sum(axis=0) + (0 if sinks is None else np.exp2(sinks - highest))
     weights /= np.where(total > 0, total, 1)
     result: NDArray[np.float32] = np.einsum("prh,prhs->rhs", weights, means)
     return result
-
-
-def in_order(parts: NDArray[Any], tokens: int) -> NDArray[Any]:
-    """The first ``tokens`` rows of a sequence, of which ``parts [parts, own tokens, ...]`` has each rank's."""
-    return parts.swapaxes(0, 1).reshape(-1, *parts.shape[2:])[:tokens]
 
 
 def places_of_rows(batch: AttentionBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""Ranks that keep latents together: tokens stay those of a single one, and each rank has its part of the cache alone."""
+"""Ranks that keep latents together: tokens stay those of a single one, and each has its part of the cache alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def assert_says_the_reference_tokens(name: str, config: EngineConfig, times: int
         engine.resources.speculator = ProposedAlways(drafts, config.most_drafts)
     wanted = [answer.first(TOKENS) for answer in answers(name)]
     for _ in range(times):
-        results = serve(engine, preprocessor, wanted, {each.name: replace(GREEDY, max_tokens=TOKENS) for each in wanted})
+        results = serve(
+            engine, preprocessor, wanted, {each.name: replace(GREEDY, max_tokens=TOKENS) for each in wanted}
+        )
         for answer in wanted:
             assert_same(answer, results[answer.name].token_ids)
     assert times < 2 or engine.stats()["cache"]["hit_tokens"] > 1000
@@ -64,6 +66,14 @@ def assert_says_the_reference_tokens(name: str, config: EngineConfig, times: int
         ("glm4-moe-lite", 2, {"block_size": 2}),
         ("kimi-linear", 2, {"block_size": 32}),
         ("kimi-linear", 4, {}),
+        ("qwen3", 4, {"context_parallel_size": 2}),  # two KV heads, normed queries and keys
+        ("gpt-oss", 4, {"context_parallel_size": 2}),  # of layers without a window alone; learned sinks, biases
+        ("gemma4", 4, {"context_parallel_size": 2, "block_size": 16}),  # heads of two sizes, half of them on two ranks
+        ("nemotron-h", 4, {"context_parallel_size": 2}),  # beside states, which are dealt out
+        pytest.param("granite-hybrid", 4, {"context_parallel_size": 2}, marks=pytest.mark.soak),
+        pytest.param("gemma2", 4, {"context_parallel_size": 2}, marks=pytest.mark.soak),  # softcaps
+        pytest.param("gemma4-shared", 4, {"context_parallel_size": 2}, marks=pytest.mark.soak),
+        pytest.param("minimax-m2", 4, {"context_parallel_size": 2}, marks=pytest.mark.soak),  # norms of all heads
         pytest.param("deepseek-v2", 4, {}, marks=pytest.mark.soak),
         pytest.param("deepseek-v3", 2, {"tensor_ops": "paddle"}, marks=pytest.mark.soak),
     ],

@@ -12,6 +12,7 @@ from support.latent_scene import LatentCase, LatentScene, kept_in
 from support.ranks_in_threads import RankInThread, on_each
 
 from headwise.cache_controller.token_share import TokenShare
+from headwise.kernels import shared_context
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.cpu import mla_attention
 from headwise.kernels.mla import latent_view
@@ -94,8 +95,11 @@ def test_any_batch_matches_dense_attention(kernels: SharedLatentKernels, drawn: 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=cases())
-def test_any_batch_matches_dense_attention_where_latents_are_expanded(drawn: tuple[LatentCase, int]) -> None:
+def test_so_does_it_where_latents_are_gathered_and_expanded(
+    drawn: tuple[LatentCase, int],
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_context, "MANY_QUERIES", 2)
         patch.setattr(mla_attention, "EXPANDED_QUERIES", 2)
         patch.setattr(mla_attention, "EXPANSION_COST", -np.inf)
         assert_right(make_latent_kernels("numba", threads=2), *drawn)
@@ -125,7 +129,7 @@ def test_a_rank_keeps_its_own_tokens_and_nothing_else(kernels: SharedLatentKerne
 
 def test_rows_are_exchanged_piece_by_piece_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, case = make_latent_kernels("numba", threads=1), LatentCase((1, 1, 30), (5, 60, 31), heads=4)
-    monkeypatch.setattr(mla_attention, "SHARED_BYTES", 4 * 4 * 48 * 10)
+    monkeypatch.setattr(shared_context, "EXCHANGED_BYTES", 4 * 4 * 48 * 10)
     scene = SharedScene(case, parts=2)
     scene.write_shared(kernels)
     asked = on_each(2, lambda ranks: (scene.attend_on(ranks, kernels), ranks.asked)[1])
@@ -139,7 +143,8 @@ def test_tokens_of_a_sequence_that_follow_each_other_are_said_to() -> None:
     )
     _, own = rows_over_share(batch, TokenShare(1, 2), np.arange(5))
     assert own.seq_lens.tolist() == [3, 3, 4, 4, 1]  # of positions 5 to 8, and 2
-    assert own.follows is not None and own.follows.tolist() == [0, 0, 1, 0, 0]
+    assert own.follows is not None
+    assert own.follows.tolist() == [0, 0, 1, 0, 0]
     seeing, own = rows_over_share(batch, TokenShare(3, 4), np.array([3, 4]))
     assert seeing.tolist() == [0]  # the other one sees three tokens, none of which is the fourth
     assert own.seq_lens.tolist() == [2]

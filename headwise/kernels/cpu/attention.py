@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu import attention_calls_jit, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
@@ -16,12 +17,16 @@ from headwise.kernels.cpu.pool import check_threads, pool_of_this_process
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.latest import OfEach
+from headwise.kernels.shared_context import SharedContext, attend_shared, seen_by_all
+from headwise.kernels.token_ranks import TokenRanks, own_rows
 
 THREAD_TOKENS = 32
 """Tokens to be written that are worth waking a thread for."""
 
 MOST_LAYOUTS = 8
 """That are remembered; a model has one for each size of its heads."""
+
+Floats = NDArray[np.float32]
 
 _FLOAT_BYTES = 4
 
@@ -51,6 +56,7 @@ class NumbaKernels:
     def __init__(self, threads: int, kv_dtype: str | None = "float32") -> None:
         self._kernels_of = OfEach(self._compile, MOST_LAYOUTS)
         self._heads = KnownHeads()
+        self._own_rows = OfEach(own_rows, most=1)  # the same for all layers of a step
         self.set_threads(threads)
         if kv_dtype is not None:
             self.prepare(kv_dtype)
@@ -177,6 +183,55 @@ class NumbaKernels:
             counters=place_of(counters),
         )  # fmt: skip
         pool_of_this_process().run(attention_calls_jit.attend().address, workers, place_of(call))
+
+    def write_own(
+        self,
+        key: NDArray[np.float32],
+        value: NDArray[np.float32],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare,
+    ) -> None:
+        """See `SharedKernels.write_own`."""
+        rows, own = self._own_rows(batch, share)
+        if len(rows):
+            self.write_kv(key[rows], value[rows], arena, layout, own, heads)
+
+    def attend_shared(
+        self,
+        query: NDArray[np.float32],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        softcap: float,
+        out: NDArray[np.float32],
+        sink_logits: NDArray[np.float32] | None = None,
+    ) -> None:
+        """See `SharedKernels.attend_shared`."""
+        q_heads, dim = query.shape[1:]
+
+        def attend(whole: SharedContext) -> None:
+            self.attend(
+                query[whole.rows], whole.arena, whole.layout, whole.batch, whole.heads, scale=scale, softcap=softcap,
+                out=out[whole.rows], sink_logits=sink_logits,
+            )  # fmt: skip
+
+        def attend_own(every: Floats, own: AttentionBatch) -> tuple[Floats, Floats]:
+            seen, lse = np.empty_like(every), np.empty(every.shape[:2], np.float32)
+            self.attend(every, arena, layout, own, heads, scale=scale, softcap=softcap, out=seen, lse=lse)
+            return seen, lse
+
+        def attend_rows(rows: NDArray[np.int64]) -> None:
+            out[rows] = seen_by_all(query[rows], dim, batch, rows, ranks, attend_own, sink_logits)
+
+        row_bytes = 4 * ranks.share.parts * q_heads * dim
+        attend_shared(ranks, (arena, layout, batch, heads), row_bytes, attend, attend_rows)
 
 
 class TokenKernels(NumbaKernels):

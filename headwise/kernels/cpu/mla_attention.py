@@ -25,7 +25,8 @@ from headwise.kernels.latest import OfEach
 from headwise.kernels.mla import Index, has_scales, load_latents, store_latents
 from headwise.kernels.mla_base import UpProjections, saves_arithmetic
 from headwise.kernels.mla_quantised import compressed_of, stretch_queries
-from headwise.kernels.token_ranks import TokenRanks, in_order, merged, own_rows, rows_over_share
+from headwise.kernels.shared_context import SharedContext, attend_shared, seen_by_all
+from headwise.kernels.token_ranks import TokenRanks, own_rows
 
 EXPANDED_QUERIES = 32
 """Queries of a sequence that are worth expanding its latents for, whatever the arithmetic says."""
@@ -38,10 +39,6 @@ EXPANSION_COST = 2
 
 EXPANDED_BYTES = 64 << 20
 """Of keys and values that are expanded at a time, unless those of one head are more."""
-
-SHARED_BYTES = 64 << 20
-"""Of all ranks' absorbed queries that go over what ranks keep together at a time, and as many of what comes of them,
-unless those of one row are more."""
 
 THREAD_WORK = 1 << 20
 """Multiplications that are worth waking a thread for."""
@@ -116,7 +113,7 @@ class NumbaLatentKernels:
         expanded = [span for span in spans if span.is_worth_expanding(up)]
         for span in expanded:
             width = query.shape[2] - up.key.shape[1] + up.key.shape[2]
-            latents = span.latents(arena, layout, heads, width, span.context)
+            latents = span.latents(arena, layout, heads, width)
             self._attend_expanded(query[span.rows], up, latents, scale, out[span.rows])
         if not expanded:
             self._attend_absorbed(query, up, arena, layout, batch, heads, scale, out)
@@ -142,26 +139,20 @@ class NumbaLatentKernels:
         scale: float,
         out: Floats,
     ) -> None:
-        """See `SharedLatentKernels.attend_shared`. Of sequences that are worth expanding all latents are sent to all
-        ranks, of others queries are, and what is seen by them."""
+        """See `SharedLatentKernels.attend_shared`."""
         _check(query, up, out)
-        parts, width = ranks.share.parts, query.shape[2] - up.key.shape[1] + up.key.shape[2]
-        spans = [_Span.of(batch, index, heads, layout.block_size * parts) for index in range(len(batch.seq_lens))]
-        expanded = [span for span in spans if span.is_worth_expanding(up)]
-        for span in expanded:
-            own = span.latents(arena, layout, heads, width, -(-span.context // parts))
-            latents = in_order(ranks.all_gather(own), span.context)
-            self._attend_expanded(query[span.rows], up, latents, scale, out[span.rows])
-        rows = np.arange(int(batch.cu_seqlens_q[-1]))
-        for span in expanded:
-            rows = rows[(rows < span.rows.start) | (rows >= span.rows.stop)]
-        each = max(1, SHARED_BYTES // (4 * parts * query.shape[1] * width))
-        for first in range(0, len(rows), each):
-            some = rows[first : first + each]
-            seen = self._seen_by_all(query[some], up, arena, layout, batch, heads, ranks, some, scale)
-            part = np.empty_like(out, shape=(len(some), *out.shape[1:]))
-            self._multiply(seen, up.value, part)
-            out[some] = part
+        where, width = (arena, layout, batch, heads), query.shape[2] - up.key.shape[1] + up.key.shape[2]
+
+        def attend(whole: SharedContext) -> None:
+            own = whole.arena, whole.layout, whole.batch, whole.heads
+            self.attend_latent(query[whole.rows], up, *own, scale=scale, out=out[whole.rows])
+
+        def attend_rows(rows: NDArray[np.int64]) -> None:
+            part = np.empty_like(out, shape=(len(rows), *out.shape[1:]))
+            self._multiply(self._seen_by_all(query[rows], up, *where, ranks, rows, scale), up.value, part)
+            out[rows] = part
+
+        attend_shared(ranks, where, 4 * ranks.share.parts * query.shape[1] * width, attend, attend_rows)
 
     def _seen_by_all(
         self,
@@ -176,21 +167,15 @@ class NumbaLatentKernels:
         scale: float,
     ) -> Floats:
         """Means of what all ranks keep by the weights of this rank's queries of ``rows``, ``[rows, q_heads, rank]``."""
-        (count, q_heads, _), parts, rank = query.shape, ranks.share.parts, up.key.shape[2]
-        absorbed = ranks.all_gather(self._absorbed(query, up, layout))
-        every = absorbed.swapaxes(0, 1).reshape(count, parts * q_heads, -1)
-        seeing, own = rows_over_share(batch, ranks.share, rows)
-        means = np.zeros((parts, count, q_heads, rank), np.float32)
-        sums = np.full((parts, count, q_heads), -np.inf, np.float32)
-        if len(seeing):
-            every = every[seeing]
-            mixed, lse = np.empty_like(every), np.empty(every.shape[:2], np.float32)
+        _, plain, rank = up.key.shape
+
+        def attend(absorbed: Floats, own: AttentionBatch) -> tuple[Floats, Floats]:
+            mixed, lse = np.empty_like(absorbed), np.empty(absorbed.shape[:2], np.float32)
             where = arena, layout, own, heads
-            self._latents.attend(every, *where, scale=scale, softcap=0.0, out=mixed, lse=lse)
-            compressed = _compressed(mixed, query.shape[2] - up.key.shape[1], layout)
-            means[:, seeing] = compressed.reshape(len(seeing), parts, q_heads, rank).swapaxes(0, 1)
-            sums[:, seeing] = lse.reshape(len(seeing), parts, q_heads).swapaxes(0, 1)
-        return merged(ranks.exchange(means), ranks.exchange(sums))
+            self._latents.attend(absorbed, *where, scale=scale, softcap=0.0, out=mixed, lse=lse)
+            return _compressed(mixed, query.shape[2] - plain, layout), lse
+
+        return seen_by_all(self._absorbed(query, up, layout), rank, batch, rows, ranks, attend)
 
     def _attend_absorbed(
         self,
@@ -299,12 +284,10 @@ class _Span:
             return False
         return saves_arithmetic(up, self.queries, self.context, EXPANSION_COST)
 
-    def latents(
-        self, arena: NDArray[np.uint8], layout: BlockLayout, heads: HeadTable, width: int, tokens: int
-    ) -> Floats:
-        """The first ``tokens`` of the sequence's that its blocks hold here, ``[tokens, width]``."""
+    def latents(self, arena: NDArray[np.uint8], layout: BlockLayout, heads: HeadTable, width: int) -> Floats:
+        """All of the sequence's, ``[context, width]``."""
         at = (self.blocks, heads.slot[0], slice(None))
-        return load_latents(arena, layout, at, width).reshape(-1, width)[:tokens]
+        return load_latents(arena, layout, at, width).reshape(-1, width)[: self.context]
 
 
 def _compressed(mixed: Floats, rotated: int, layout: BlockLayout) -> Floats:

@@ -6,7 +6,7 @@ the same number. Therefore it is one that suits all numbers of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from headwise.cache_controller.planner import MAX_STATE_PADDING, Policies, plan_head_groups
@@ -85,16 +85,26 @@ def choose_block_size(model: ModelConfig, kv_dtype: str, parts: int = 1) -> Bloc
 def _looked_at(model: ModelConfig, kv_dtype: str, block_size: int, parts: int) -> tuple[float, int]:
     """The largest share of tokens or of states that any number of ranks pads, and the head groups on the fewest."""
     attention, layers = attention_of(model), range(model.num_layers)
-    of_one = (attention.layout(block_size, 1, kv_dtype, layer).kept_by(parts) for layer in layers)
-    sizes = tuple(layout.slot_bytes for layout in of_one)
+    of_one = [attention.layout(block_size, 1, kv_dtype, layer) for layer in layers]
     policies = tuple(map(tuple, model.policies))
-    ranks = tuple(size for size in valid_tp_sizes(model) if size <= max(MOST_RANKS, parts) and not size % parts)
-    return _padding_and_groups(policies, sizes, ranks, attention.is_replicated)
+    fitting = [size for size in valid_tp_sizes(model) if not size % parts]
+    ranks = [size for size in fitting if size <= MOST_RANKS] or fitting[:1]
+    sizes = tuple(
+        tuple(
+            replace(layout, parts=attention.token_parts(layer, size, parts)).slot_bytes
+            for layer, layout in enumerate(of_one)
+        )
+        for size in ranks
+    )
+    return _padding_and_groups(policies, sizes, tuple(ranks), attention.is_replicated)
 
 
 @lru_cache(maxsize=16)  # a process reads the card of its model more than once
 def _padding_and_groups(
-    policies: Policies, sizes: tuple[int, ...], ranks: tuple[int, ...], is_replicated: bool
+    policies: Policies, sizes: tuple[tuple[int, ...], ...], ranks: tuple[int, ...], is_replicated: bool
 ) -> tuple[float, int]:
-    plans = [plan_head_groups(policies, size, sizes=sizes, is_replicated=is_replicated) for size in ranks]
+    plans = [
+        plan_head_groups(policies, size, sizes=of_layers, is_replicated=is_replicated)
+        for size, of_layers in zip(ranks, sizes, strict=True)
+    ]
     return max(plan.padding_of(states=states) for plan in plans for states in (False, True)), len(plans[0].groups)

@@ -59,9 +59,9 @@ def describe(
         yield "smallest reusable prefix", f"{layout.block_size} tokens"
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)
     if card.token_parts > 1:
-        yield "context parallel", f"a token's latents are on one of {card.token_parts} ranks, in turn"
-    if plan.copies > card.token_parts:
-        yield "kept by several ranks", _copies(card)
+        yield "context parallel", _parts(card)
+    if (times := plan.copies_beside([of_layer.parts for of_layer in card.layouts])) > 1:
+        yield "kept by several ranks", _copies(card, times)
     yield "over pages of one layer", _over_unified_pages(config, card)
     if card.has_states:
         yield "states of a sequence", _bytes_of_states(config, card)
@@ -150,13 +150,24 @@ def _bytes_of_thousand(card: ModelCard) -> str:
     return text if behind == inside else f"{text}; {format_bytes(behind)} once no window reaches them any more"
 
 
-def _copies(card: ModelCard) -> str:
+def _parts(card: ModelCard) -> str:
+    """Which layers' tokens ranks keep together."""
+    kept = [layout.parts for layout, row in zip(card.layouts, card.config.policies, strict=True) if row]
+    shared = sum(parts > 1 for parts in kept)
+    of = "all layers" if shared == len(kept) else f"{shared} of {len(kept)} layers"
+    return f"of {of}, a token of a member is on one of {card.token_parts} ranks, in turn"
+
+
+def _copies(card: ModelCard, times: float) -> str:
     """What it costs that ranks keep the same members, and share the query heads that use them."""
-    of_ranks = (zip(card.plan.sharing(rank), card.config.policies, strict=True) for rank in range(card.plan.tp_size))
-    layers = (layer for rank in of_ranks for layer in rank)
-    counts = sorted({sharing.ranks // card.token_parts for sharing, row in layers if row and not row[0].is_state})
-    every = f"each member by {' or '.join(map(str, counts))} of {card.plan.tp_size}"
-    times = card.plan.copies / card.token_parts
+    of_ranks = [card.plan.sharing(rank) for rank in range(card.plan.tp_size)]
+    counts = {
+        sharing[layer].ranks // card.layouts[layer].parts
+        for sharing in of_ranks
+        for layer, row in enumerate(card.config.policies)
+        if row and not row[0].is_state
+    }
+    every = f"each member by {' or '.join(map(str, sorted(counts)))} of {card.plan.tp_size}"
     return f"{every}; a token takes {times:.3g} times the bytes that it would on one rank"
 
 
@@ -212,8 +223,8 @@ def _usual_lengths(longest: int) -> list[int]:
 
 def _group(group: HeadGroup, card: ModelCard, attention: AttentionVariant) -> str:
     members = {member for rank in group.members for member in rank}  # of each, one of its ranks' copies
-    size = sum(card.plan.sizes[member.layer] for member in members)
-    kept = f"{format_bytes(size * card.token_parts / card.layout.block_size)} a token"
+    size = sum(card.plan.sizes[member.layer] * card.layouts[member.layer].parts for member in members)
+    kept = f"{format_bytes(size / card.layout.block_size)} a token"
     if group.policy.is_state:
         kept = f"{format_bytes(size)} a sequence"
     return f"{policy_name(group.policy)}, {attention.members(len(members), group.policy)}, {kept}"

@@ -275,8 +275,13 @@ def _plan(
     config: EngineConfig, model: ModelConfig, attention: AttentionVariant, block_size: int
 ) -> tuple[HeadGroupPlan, tuple[BlockLayout, ...]]:
     """The head groups, and the layout of each layer's blocks: one object for layers whose members are alike."""
-    of_whole = (attention.layout(block_size, 1, config.kv_dtype_name, layer) for layer in range(model.num_layers))
-    of_one = [layout.kept_by(config.context_parallel_size) for layout in of_whole]
+    of_one = [
+        replace(
+            attention.layout(block_size, 1, config.kv_dtype_name, layer),
+            parts=attention.token_parts(layer, config.tp_size, config.context_parallel_size),
+        )
+        for layer in range(model.num_layers)
+    ]
     sizes, replicated = [layout.slot_bytes for layout in of_one], attention.is_replicated
 
     def plan_of(policies: Policies, tp_size: int) -> HeadGroupPlan:

@@ -83,13 +83,21 @@ class Serving:
     tensor_ops: str = "auto"
     context_parallel_size: int = 1
 
-    def check_context_alone(self, what: str) -> None:
-        """Raise ConfigError where ranks are to keep tokens together that cannot, of a model that has ``what``."""
-        if self.context_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size {self.context_parallel_size} is for models whose latents (MLA) would be on all "
-                f"ranks, and {self.model} has {what}: leave it out"
-            )
+    def check_context(self, variant: AttentionVariant, layers: int) -> None:
+        """Raise ConfigError where ranks are to keep tokens together, and would of no layer."""
+        asked = self.context_parallel_size
+
+        def is_shared(most: int) -> bool:
+            return any(variant.token_parts(layer, self.tp_size, most) > 1 for layer in range(layers))
+
+        if asked == 1 or is_shared(asked):
+            return
+        fitting = [str(most) for most in range(2, self.tp_size + 1) if self.tp_size % most == 0 and is_shared(most)]
+        raise ConfigError(
+            f"context_parallel_size {asked}: of no layer of {self.model} would {asked} of {self.tp_size} ranks have "
+            "copies of the same latents, or of a KV head without a window, and equally many query heads; "
+            + (f"choose {' or '.join(fitting)}" if fitting else "leave it out")
+        )
 
 
 class AttentionVariant(Protocol):
@@ -105,6 +113,9 @@ class AttentionVariant(Protocol):
 
     def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
         """What lies in a block of ``slots`` members of a layer; raises ConfigError if this dtype cannot keep any."""
+
+    def token_parts(self, layer: int, tp_size: int, most: int) -> int:
+        """How many ranks keep tokens of a layer's members together, where ``most`` are asked to: as many, or 1."""
 
     def check(self, serving: Serving) -> None:
         """Raise ConfigError, with the remedy, if there are no kernels for this, or ranks cannot share it."""

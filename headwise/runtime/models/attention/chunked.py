@@ -35,6 +35,10 @@ class ChunkedAttention(GroupedQueryAttention):
             )
         return super().layout(block_size, slots, kv_dtype, layer)
 
+    def token_parts(self, layer: int, tp_size: int, most: int) -> int:
+        """See `AttentionVariant.token_parts`: chunks are cut by the ranks that have all of them."""
+        return 1
+
     def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
         return ChunkedOverCache(ops, kernels, self.config.attention_scale, self.config.chunk)
 

@@ -42,10 +42,13 @@ class IndexedLatentAttention(LatentAttention):
         width, rotated = self.mla.width, self.mla.rotated
         return indexed_layout(block_size, slots, width, self.indexer.head_dim, kv_dtype, rotated)
 
+    def token_parts(self, layer: int, tp_size: int, most: int) -> int:
+        """See `AttentionVariant.token_parts`: tokens are chosen of all."""
+        return 1
+
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
         super().check(serving)
-        serving.check_context_alone("an indexer (DSA)")
         dim = self.indexer.head_dim
         if serving.device != "cuda" and serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
             raise ConfigError(

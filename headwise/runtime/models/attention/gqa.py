@@ -16,6 +16,7 @@ from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.gqa import QUANTISED, gqa_layout
 from headwise.kernels.select import make_kernels
+from headwise.kernels.shared_base import SharedKernels
 from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.wanted import of_wanted
@@ -39,7 +40,7 @@ class GroupedQueryAttention:
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`: ranks may not fit the heads, or kernels have no quantised cache of them."""
         check_heads_dealt(self.config, serving.tp_size)
-        serving.check_context_alone("KV heads")
+        serving.check_context(self, self.config.num_layers)
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
         dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
@@ -49,6 +50,15 @@ class GroupedQueryAttention:
                 f"kv_dtype {serving.kv_dtype} on a CPU takes heads of a multiple of {CPU_QUANTISED_HEAD_MULTIPLE}, "
                 f"those of {serving.model} have {odd}: choose kv_dtype bfloat16"
             )
+
+    def token_parts(self, layer: int, tp_size: int, most: int) -> int:
+        """See `AttentionVariant.token_parts`: where so many ranks have the same head, all of which is kept, and equally
+        many of its queries."""
+        c = self.config
+        heads = c.heads_of(layer)
+        copies, rest = divmod(tp_size, heads.kv_heads)
+        is_whole = all(policy.is_full for policy in c.policies[heads.cache_layer])
+        return most if is_whole and not (rest or copies % most or c.num_heads % tp_size) else 1
 
     def host_kernels(self, name: str, threads: int) -> AttentionKernels:
         return make_kernels(name, threads)
@@ -82,7 +92,10 @@ class GroupedQueryAttention:
         )
 
     def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
-        return GroupedQueryOverCache(ops, kernels, self.config.attention_scale, self.config.attention_softcap)
+        numbers = self.config.attention_scale, self.config.attention_softcap
+        if ranks is None:
+            return GroupedQueryOverCache(ops, kernels, *numbers)
+        return SharedGroupedQueryOverCache(ops, kernels, *numbers, ranks)
 
     def weight_elements(self, layer: int = 0) -> int:
         c, heads = self.config, self.config.heads_of(layer)
@@ -147,31 +160,45 @@ class GroupedQueryOverCache:
         Without keys and values the step's are there: an earlier layer wrote them. ``sink_logits`` are as for
         `AttentionKernels.attend`. ``bias`` is what queries, keys and values still lack, see `BiasingKernels`.
         """
-        ops, where = self._ops, (cache.arena, cache.layout, cache.batch, cache.heads)
+        ops = self._ops
         if key is None or value is None:
             queries = ops.kernel_array(ops.rope(query, *rotation))
-        elif self._rotating is None:
-            queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
-            self._kernels.write_kv(keys, ops.kernel_array(value), *where)
         else:
-            queries, keys, values = ops.kernel_array(query), ops.kernel_array(key), ops.kernel_array(value)
-            cosines, sines = rotation
-            if bias is None:
-                self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
-            else:
-                assert self._biasing is not None, "operations leave no bias to kernels that do not add it"
-                added = ops.kernel_array(bias)
-                self._biasing.write_kv_rope(queries, keys, values, cosines, sines, *where, bias=added)
+            queries = self.written(cache, query, key, value, rotation, bias)
         cache.wait()
         cache, queries = of_wanted(cache, queries, ops)
         seen = ops.empty_like(queries) if cache.out is None else cache.out
-        if not queries.shape[0]:
-            return ops.from_kernel_array(seen)
+        if queries.shape[0]:
+            self.attend(cache, queries, sink_logits, seen)
+        return ops.from_kernel_array(seen)
+
+    def written(
+        self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, bias: Tensor | None
+    ) -> KernelArray:
+        """Rotated queries; the step's keys and values are in the cache."""
+        ops, where = self._ops, (cache.arena, cache.layout, cache.batch, cache.heads)
+        if self._rotating is None:
+            queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
+            self._kernels.write_kv(keys, ops.kernel_array(value), *where)
+            return queries
+        queries, keys, values = ops.kernel_array(query), ops.kernel_array(key), ops.kernel_array(value)
+        cosines, sines = rotation
+        if bias is None:
+            self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
+        else:
+            assert self._biasing is not None, "operations leave no bias to kernels that do not add it"
+            added = ops.kernel_array(bias)
+            self._biasing.write_kv_rope(queries, keys, values, cosines, sines, *where, bias=added)
+        return queries
+
+    def attend(
+        self, cache: LayerCache, queries: KernelArray, sink_logits: KernelArray | None, seen: KernelArray
+    ) -> None:
+        """What ``queries`` see of the cache, into ``seen``."""
         self._kernels.attend(
             queries, cache.arena, cache.layout, *self.seen(cache), scale=self._scale, softcap=self._softcap, out=seen,
             sink_logits=sink_logits,
         )  # fmt: skip
-        return ops.from_kernel_array(seen)
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""
@@ -180,3 +207,32 @@ class GroupedQueryOverCache:
     def seen(self, cache: LayerCache) -> tuple[AttentionBatch, HeadTable]:
         """What the kernels attend to for this layer."""
         return cache.batch, cache.heads
+
+
+class SharedGroupedQueryOverCache(GroupedQueryOverCache):
+    """The same where some layers' KV head is kept by ``ranks`` together."""
+
+    def __init__(self, ops: TensorOps, kernels: SharedKernels, scale: float, softcap: float, ranks: TokenRanks) -> None:
+        super().__init__(ops, kernels, scale, softcap)
+        self._sharing, self._ranks = kernels, ranks
+
+    def written(
+        self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, bias: Tensor | None
+    ) -> KernelArray:
+        if cache.layout.parts == 1:
+            return super().written(cache, query, key, value, rotation, bias)
+        ops, where = self._ops, (cache.arena, cache.layout.own, cache.batch, cache.heads)
+        queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
+        self._sharing.write_own(keys, ops.kernel_array(value), *where, self._ranks.share)
+        return queries
+
+    def attend(
+        self, cache: LayerCache, queries: KernelArray, sink_logits: KernelArray | None, seen: KernelArray
+    ) -> None:
+        if cache.layout.parts == 1:
+            super().attend(cache, queries, sink_logits, seen)
+            return
+        self._sharing.attend_shared(
+            queries, cache.arena, cache.layout.own, cache.batch, cache.heads, self._ranks, scale=self._scale,
+            softcap=self._softcap, out=seen, sink_logits=sink_logits,
+        )  # fmt: skip

@@ -57,16 +57,15 @@ class LatentAttention:
             raise ConfigError(
                 f"tp_size {serving.tp_size} is more than the {heads} query heads of {serving.model}: choose up to that"
             )
-        if serving.context_parallel_size > 1 and heads % serving.tp_size:
-            raise ConfigError(
-                f"context_parallel_size {serving.context_parallel_size} needs ranks of equally many query heads: "
-                f"tp_size {serving.tp_size} does not divide the {heads} of {serving.model}"
-            )
+        serving.check_context(self, self.config.num_layers)
         if serving.device != "cuda" and serving.kernels != "reference" and width % CPU_WIDTH_MULTIPLE:
             raise ConfigError(
                 f"the kernels of a CPU take latents of a multiple of {CPU_WIDTH_MULTIPLE} numbers, those of "
                 f"{serving.model} have {width}: choose kernels reference"
             )
+
+    def token_parts(self, layer: int, tp_size: int, most: int) -> int:
+        return 1 if self.config.num_heads % tp_size else most
 
     def host_kernels(self, name: str, threads: int) -> LatentKernels:
         return make_latent_kernels(name, threads)

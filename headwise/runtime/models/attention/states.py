@@ -68,6 +68,9 @@ class StatesAttention(ABC, Generic[S]):
             return state_layout(block_size, slots, self.states.sizes)
         return self._others.layout(block_size, slots, kv_dtype, layer)
 
+    def token_parts(self, layer: int, tp_size: int, most: int) -> int:
+        return 1 if layer in self.states.layers else self._others.token_parts(layer, tp_size, most)
+
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
         if serving.device == "cuda" and serving.tensor_ops == "paddle":
