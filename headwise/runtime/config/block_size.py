@@ -1,11 +1,13 @@
 """How many tokens a block has where nobody says so: by the model and the dtype of its cache, and by nothing else.
 
 Engines of a deployment with other numbers of ranks exchange blocks, and the index counts them, so that all must have
-the same number. Therefore it is one that suits all numbers of ranks.
+the same number. Therefore it is one that suits all numbers of ranks; where ranks keep tokens together, engines have
+equally many of them, and it is one that suits these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -36,7 +38,8 @@ class BlockSize:
     shortest: the fewest tokens that were looked at
     fewest:  the largest share of tokens or states that any number of ranks pads in blocks of the fewest tokens
     more:    the same in blocks of `MORE` times as many; None: they were not looked at, since the fewest pad little
-    groups:  head groups that there would be with the fewest tokens, on one rank, where those decided it; else 0
+    groups:  head groups that there would be with the fewest tokens, on the fewest ranks, where those decided it; else 0
+    ranks:   that were looked at, in words
     """
 
     tokens: int
@@ -44,11 +47,12 @@ class BlockSize:
     fewest: float
     more: float | None = None
     groups: int = 0
+    ranks: str = f"1 to {MOST_RANKS}"
 
     @property
     def reason(self) -> str:
         """In one short phrase."""
-        ranks = f"on 1 to {MOST_RANKS} ranks"
+        ranks = f"on {self.ranks} ranks"
         if self.more is None:
             return f"auto chose {self.tokens}: it pads at most {self.fewest:.1%} {ranks}"
         padded = f"{self.shortest} pads up to {self.fewest:.1%}, {MORE * self.shortest} up to {self.more:.1%}"
@@ -60,35 +64,41 @@ def resolve_block_size(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens of a block: those that are configured, or what ``auto`` is."""
     if config.block_size != "auto":
         return config.block_size
-    return choose_block_size(model, config.kv_dtype_name, config.context_parallel_size).tokens
+    return choose_block_size(model, config.kv_dtype_name, config.context_parallel_size, config.tp_size).tokens
 
 
-def choose_block_size(model: ModelConfig, kv_dtype: str, parts: int = 1) -> BlockSize:
+def choose_block_size(model: ModelConfig, kv_dtype: str, parts: int = 1, tp_size: int = 1) -> BlockSize:
     """`MORE` tokens where blocks of the fewest pad more than `MAX_STATE_PADDING`, and those not or much less, or no
-    more and there would be more than `MANY_GROUPS`. Each of so many ``parts`` is a rank that keeps a part of a block.
+    more and there would be more than `MANY_GROUPS`.
 
     Only states make a difference: what is kept for every token takes as many times more bytes as a block has tokens.
+
+    parts: that each block is kept in, one by a rank, on engines of ``tp_size`` ranks; 1: of any number
     """
     shortest = fewest_tokens(parts)
+    if parts > 1:
+        ranks, told = [tp_size], str(tp_size)
+    else:
+        ranks, told = [size for size in valid_tp_sizes(model) if size <= MOST_RANKS], BlockSize.ranks
     if not any(policy.is_state for row in model.policies for policy in row):
-        return BlockSize(shortest, shortest, 0.0)
-    fewest, groups = _looked_at(model, kv_dtype, shortest, parts)
+        return BlockSize(shortest, shortest, 0.0, ranks=told)
+    fewest, groups = _looked_at(model, kv_dtype, shortest, parts, ranks)
     if fewest <= MAX_STATE_PADDING:
-        return BlockSize(shortest, shortest, fewest)
-    more, _ = _looked_at(model, kv_dtype, MORE * shortest, parts)
+        return BlockSize(shortest, shortest, fewest, ranks=told)
+    more, _ = _looked_at(model, kv_dtype, MORE * shortest, parts, ranks)
     is_better = more <= max(MAX_STATE_PADDING, MUCH_LESS * fewest)
     if not is_better and more <= fewest and groups > MANY_GROUPS:
-        return BlockSize(MORE * shortest, shortest, fewest, more, groups)
-    return BlockSize(MORE * shortest if is_better else shortest, shortest, fewest, more)
+        return BlockSize(MORE * shortest, shortest, fewest, more, groups, told)
+    return BlockSize(MORE * shortest if is_better else shortest, shortest, fewest, more, ranks=told)
 
 
-def _looked_at(model: ModelConfig, kv_dtype: str, block_size: int, parts: int) -> tuple[float, int]:
+def _looked_at(
+    model: ModelConfig, kv_dtype: str, block_size: int, parts: int, ranks: Sequence[int]
+) -> tuple[float, int]:
     """The largest share of tokens or of states that any number of ranks pads, and the head groups on the fewest."""
     attention, layers = attention_of(model), range(model.num_layers)
     of_one = [attention.layout(block_size, 1, kv_dtype, layer) for layer in layers]
     policies = tuple(map(tuple, model.policies))
-    fitting = [size for size in valid_tp_sizes(model) if not size % parts]
-    ranks = [size for size in fitting if size <= MOST_RANKS] or fitting[:1]
     sizes = tuple(
         tuple(
             replace(layout, parts=attention.token_parts(layer, size, parts)).slot_bytes

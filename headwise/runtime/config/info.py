@@ -189,7 +189,8 @@ def _padding_beside_states(config: EngineConfig, card: ModelCard) -> str:
     of_tokens, of_states = shares(card.plan)
     text = f"{of_tokens:.1%} of tokens, {of_states:.1%} of states"
     if config.block_size == "auto":
-        return f"{text}; {choose_block_size(card.config, config.kv_dtype_name, card.token_parts).reason}"
+        chosen_size = choose_block_size(card.config, config.kv_dtype_name, card.token_parts, config.tp_size)
+        return f"{text}; {chosen_size.reason}"
     if max(of_tokens, of_states) <= MAX_STATE_PADDING:
         return text
     for block_size in (2 * config.block_size, 4 * config.block_size):

@@ -73,6 +73,39 @@ def test_gather_keeps_the_leading_axes() -> None:
     np.testing.assert_array_equal(results[0], np.concatenate([part(r, 2, 3, 4) for r in range(2)], axis=-1))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int64"])
+def test_ranks_gather_among_some_of_them(dtype: str) -> None:
+    """As large as several buffers."""
+
+    def of(rank: int) -> np.ndarray:
+        return (100 * part(rank, 5, 31)).astype(dtype)
+
+    def gather(comm: SharedMemoryComm) -> np.ndarray:
+        first = comm.rank // 2 * 2
+        return comm.all_gather(of(comm.rank), range(first, first + 2))
+
+    for rank, result in enumerate(in_threads(4, gather)):
+        np.testing.assert_array_equal(result, [of(rank // 2 * 2), of(rank // 2 * 2 + 1)])
+        result[:] = 0  # the caller's own
+
+
+@pytest.mark.parametrize("shape", [(1,), (4, 3), (37, 11)])
+def test_ranks_exchange_what_they_have_for_each_other(shape: tuple[int, ...]) -> None:
+    def of(sender: int, receiver: int) -> np.ndarray:
+        return part(10 * sender + receiver, *shape)
+
+    def exchange(comm: SharedMemoryComm) -> tuple[np.ndarray, np.ndarray]:
+        own = range(comm.rank // 2 * 2, comm.rank // 2 * 2 + 2)
+        return tuple(
+            comm.exchange(np.stack([of(comm.rank, to) for to in to_all]), to_all) for to_all in (range(4), own)
+        )
+
+    for rank, (every, some) in enumerate(in_threads(4, exchange)):
+        np.testing.assert_array_equal(every, [of(sender, rank) for sender in range(4)])
+        np.testing.assert_array_equal(some, [of(sender, rank) for sender in (rank // 2 * 2, rank // 2 * 2 + 1)])
+        some[:] = 0
+
+
 def test_broadcast_carries_more_than_the_buffer_holds() -> None:
     tokens = np.arange(1000, dtype=np.int32).reshape(10, 100)
     for result in in_threads(3, lambda comm: comm.broadcast(tokens if comm.rank == 0 else None, (10, 100))):
