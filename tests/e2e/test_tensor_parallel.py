@@ -43,21 +43,23 @@ def serve(client: Client, wanted: list[Answer], tokens: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "tokens"),
+    ("name", "ranks", "parts", "tokens"),
     [
-        pytest.param("smollm2-135m", 3, 24, marks=pytest.mark.model),
-        ("deepseek-v3", 2, 24),
-        ("gemma4-shared", 4, 24),  # two of which keep each head
+        pytest.param("smollm2-135m", 3, 1, 24, marks=pytest.mark.model),
+        ("deepseek-v3", 2, 1, 24),
+        ("deepseek-v3", 2, 2, 24),  # each of which keeps every other latent
+        ("gemma4-shared", 4, 1, 24),  # two of which keep each head
     ],
 )
 def test_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(
-    tmp_path: Path, name: str, ranks: int, tokens: int
+    tmp_path: Path, name: str, ranks: int, parts: int, tokens: int
 ) -> None:
     wanted = [answer for answer in answers(name) if len(answer.prompt_ids) <= 800]
     config = EngineConfig(
         model=name if name == "smollm2-135m" else str(checkpoint(name)),
         port=0,
         tp_size=ranks,
+        context_parallel_size=parts,
         dtype="float32",
         block_size=16,
         kv_cache="64MiB",
