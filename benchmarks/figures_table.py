@@ -168,6 +168,16 @@ ROWS: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
+    "context_parallel": (
+        Row(
+            "Two ranks that keep latents together, over two that keep all of them each: tokens that fit; requests a second "
+            "of conversations whose prefixes fit in the cache of the former alone; a prompt; decodes",
+            lambda f: (
+                f"{f['fit_ratio']:.2f}; {f['requests_ratio']:.1f}; {f['prefill_ratio']:.2f}; "
+                + ", ".join(f"{ratio:.2f} of {count}" for count, ratio in f["decode_ratio"].items())
+            ),
+        ),
+    ),
     "prefix_cache": (
         Row(
             "TTFT with a cached prefix over that without",
@@ -343,7 +353,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "kernels",
         "step_launches",
     ),
-    "The cache": ("prefix_cache", "tiers", "recycle", "capacity", "control_plane", "block_copy"),
+    "The cache": ("prefix_cache", "tiers", "recycle", "capacity", "context_parallel", "control_plane", "block_copy"),
     "Several engines": ("replicas", "elastic_replicas", "pd", "openai_http", "index", "transports"),
     "Simulated clusters": ("routing", "peer_loads", "autoscaling"),
 }

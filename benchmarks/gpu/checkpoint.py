@@ -118,9 +118,9 @@ def _write_weights(path: Path, tensors: Sequence[tuple[str, Shape]]) -> None:
     norm = np.ones(max(shape[0] for _, shape in tensors if len(shape) == 1), np.float32).astype(bfloat16)
     header, at = {}, 0
     for name, shape in tensors:
-        size = 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+        end = at + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     described = json.dumps(header).encode()
     described += b" " * (-len(described) % 8)
     with path.open("wb") as file:

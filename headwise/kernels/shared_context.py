@@ -145,10 +145,12 @@ def seen_by_all(
     (count, heads, _), parts = query.shape, ranks.share.parts
     every = ranks.all_gather(query).swapaxes(0, 1).reshape(count, parts * heads, -1)
     seeing, own = rows_over_share(batch, ranks.share, rows)
-    means = np.zeros((parts, count, heads, size), np.float32)
-    sums = np.full((parts, count, heads), -np.inf, np.float32)
+    found = np.zeros((parts, count, heads, size + 1), np.float32)  # means, and the logarithm: one exchange, not two
+    means, sums = found[..., :size], found[..., size]
+    sums[:] = -np.inf
     if len(seeing):
         mean, lse = attend(every[seeing], own)
         means[:, seeing] = mean.reshape(len(seeing), parts, heads, size).swapaxes(0, 1)
         sums[:, seeing] = lse.reshape(len(seeing), parts, heads).swapaxes(0, 1)
-    return merged(ranks.exchange(means), ranks.exchange(sums), sink_logits)
+    told = ranks.exchange(found)
+    return merged(told[..., :size], told[..., size], sink_logits)

@@ -126,6 +126,14 @@ def test_the_roofline_counts_the_weights_that_a_step_reads_as_they_are_kept(caps
     assert (as_in_file["dtype"], as_in_file["weights_dtype"]) == ("bfloat16", "gguf")
 
 
+@pytest.mark.ray
+def test_ranks_that_keep_latents_together_are_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("context_parallel", capsys, "--smoke", "--ray", cluster)
+    assert found["same_tokens"]
+    assert found["fit_ratio"] == pytest.approx(2, rel=0.05)
+    assert min(found["requests_ratio"], found["prefill_ratio"], *found["decode_ratio"].values()) > 0
+
+
 @pytest.mark.soak
 @pytest.mark.ray
 @pytest.mark.parametrize(
