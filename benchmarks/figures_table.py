@@ -170,8 +170,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "context_parallel": (
         Row(
-            "Two ranks that keep latents together, over two that keep all of them each: tokens that fit; requests a second "
-            "of conversations whose prefixes fit in the cache of the former alone; a prompt; decodes",
+            "Two ranks that keep latents together, over two that keep all of them each: tokens that fit; requests a "
+            "second of conversations whose prefixes fit in the cache of the former alone; a prompt; decodes",
             lambda f: (
                 f"{f['fit_ratio']:.2f}; {f['requests_ratio']:.1f}; {f['prefill_ratio']:.2f}; "
                 + ", ".join(f"{ratio:.2f} of {count}" for count, ratio in f["decode_ratio"].items())

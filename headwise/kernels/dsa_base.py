@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
-from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpProjections
+from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, SharedLatentKernels, UpProjections
+from headwise.kernels.token_ranks import TokenRanks
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class IndexQueries:
     query: Array
     weights: Array
     top: int
+
+    def of_rows(self, rows: Any) -> IndexQueries:
+        """Those of some tokens: a slice, or an array of their numbers."""
+        return IndexQueries(self.query[rows], self.weights[rows], self.top)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,32 @@ class IndexedKernels(LatentKernels, Protocol):
         counts as the higher. Published code computes them in FP8, for which it turns queries and keys by one Hadamard
         matrix: that leaves their products as they are, so it is left out here.
         """
+
+
+@runtime_checkable
+class SharedIndexedKernels(IndexedKernels, SharedLatentKernels, Protocol):
+    """Kernels for ranks that keep latents, and the keys that these are chosen by, together."""
+
+    def write_index_own(
+        self, key: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable, share: TokenShare
+    ) -> None:
+        """`write_index` of those of the step's keys that are of ``share``."""
+
+    def attend_chosen_shared(
+        self,
+        query: Array,
+        up: UpProjections,
+        index: IndexQueries,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """`attend_chosen` of what all ``ranks`` keep: the best of all of it. As `attend_shared`."""
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.dsa import load_keys, store_keys
 from headwise.kernels.dsa_base import IndexQueries
@@ -15,6 +16,8 @@ from headwise.kernels.mla import load_latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.mla_reference import ReferenceLatentKernels
 from headwise.kernels.reference import blocks_of, sequences_of, softmax_attention, visible_to
+from headwise.kernels.shared_context import SharedContext, gather_all
+from headwise.kernels.token_ranks import TokenRanks, own_rows
 
 
 class ReferenceIndexedKernels(ReferenceLatentKernels):
@@ -70,6 +73,42 @@ class ReferenceIndexedKernels(ReferenceLatentKernels):
                 one = slice(head, head + 1)
                 out[rows, one] = softmax_attention(query[rows, one], key, value, chosen, scale, softcap=0.0)
             out[rows][(np.isnan(scores) & is_seen).any(axis=1)] = np.nan  # nothing can be chosen by these
+
+    def write_index_own(
+        self,
+        key: NDArray[Any],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare,
+    ) -> None:
+        """See `SharedIndexedKernels.write_index_own`."""
+        rows, own = own_rows(batch, share)
+        self.write_index(key[rows], arena, layout, own, heads)
+
+    def attend_chosen_shared(
+        self,
+        query: NDArray[Any],
+        up: UpProjections,
+        index: IndexQueries,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: NDArray[Any],
+    ) -> None:
+        """See `SharedIndexedKernels.attend_chosen_shared`: each rank has all that its queries see sent to it."""
+
+        def attend(whole: SharedContext) -> None:
+            where = whole.arena, whole.layout, whole.batch, whole.heads
+            of_rows = index.of_rows(whole.rows)
+            self.attend_chosen(query[whole.rows], up, of_rows, *where, scale=scale, out=out[whole.rows])
+
+        gather_all(ranks, (arena, layout, batch, heads), attend)
 
 
 def best(scores: NDArray[np.float64], visible: NDArray[np.bool_], top: int) -> NDArray[np.bool_]:

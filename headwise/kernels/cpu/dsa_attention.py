@@ -18,18 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu import dsa_jit
 from headwise.kernels.cpu.attention import NumbaKernels, TokenKernels
 from headwise.kernels.cpu.attention_pass import STORED, token_step
 from headwise.kernels.cpu.attention_products import CHUNK
-from headwise.kernels.cpu.mla_attention import THREAD_WORK, NumbaLatentKernels, places_of
+from headwise.kernels.cpu.mla_attention import THREAD_WORK, NumbaLatentKernels, compressed, places_of
 from headwise.kernels.cpu.sharing import share_out
 from headwise.kernels.dsa import INDEXER_SCALE, index_role, store_keys
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.mla import has_scales, latent_scale_view, latent_view
 from headwise.kernels.mla_base import UpProjections
-from headwise.kernels.mla_quantised import compressed_of, stretch_queries
+from headwise.kernels.shared_context import SharedContext, attend_shared, seen_by_all
+from headwise.kernels.token_ranks import TokenRanks, places_of_rows, rows_over_share
 
 SCORES = 1 << 22
 """That are computed at a time, unless those of one query are more."""
@@ -164,6 +166,99 @@ class NumbaIndexedKernels(NumbaLatentKernels):
 
         share_out(score, -(-seen // CHUNK), min(self._threads, query.size * seen // THREAD_WORK))
 
+    def write_index_own(
+        self,
+        key: Floats,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare,
+    ) -> None:
+        """See `SharedIndexedKernels.write_index_own`."""
+        rows, own = self._own_rows(batch, share)
+        if len(rows):
+            self.write_index(key[rows], arena, layout, own, heads)
+
+    def attend_chosen_shared(
+        self,
+        query: Floats,
+        up: UpProjections,
+        index: IndexQueries,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: Floats,
+    ) -> None:
+        """See `SharedIndexedKernels.attend_chosen_shared`."""
+        _check(query, index, arena, layout)
+        where, positions = (arena, layout, batch, heads), places_of_rows(batch)[1]
+
+        def attend(whole: SharedContext) -> None:
+            own = whole.arena, whole.layout, whole.batch, whole.heads
+            of_rows = index.of_rows(whole.rows)
+            self.attend_chosen(query[whole.rows], up, of_rows, *own, scale=scale, out=out[whole.rows])
+
+        def attend_rows(rows: NDArray[np.int64]) -> None:
+            sees_all = positions[rows] < index.top
+            for some in (rows[sees_all], rows[~sees_all]):
+                if not len(some):
+                    continue
+                asking = ranks, some, scale
+                if positions[some[0]] < index.top:
+                    seen = self._seen_by_all(query[some], up, *where, *asking)
+                else:
+                    seen = self._chosen_by_all(query[some], up, index.of_rows(some), *where, *asking)
+                part = np.empty_like(out, shape=(len(some), *out.shape[1:]))
+                self._multiply(seen, up.value, part)
+                out[some] = part
+
+        row_bytes = 4 * ranks.share.parts * (query.shape[1] * layout.roles[0].shape[0] + 2 * index.top)
+        attend_shared(ranks, where, row_bytes, attend, attend_rows)
+
+    def _chosen_by_all(
+        self,
+        query: Floats,
+        up: UpProjections,
+        index: IndexQueries,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        rows: NDArray[np.int64],
+        scale: float,
+    ) -> Floats:
+        """As `_seen_by_all` of the tokens that are chosen of all; NaN where nothing can be. index: of these rows"""
+        seeing, own = rows_over_share(batch, ranks.share, rows)
+        scores = np.full((len(rows), index.top), -np.inf, np.float32)
+        at = np.full(scores.shape, -1, np.int32)
+        tables = own.block_tables[int(heads.group[0]) :: own.groups]
+        for row, table, length in zip(seeing, tables, own.seq_lens, strict=True):
+            every = np.empty((1, int(length)), np.float32)
+            self._score(
+                index.of_rows(slice(row, row + 1)), slice(0, 1), arena, layout, table, heads, int(length), every
+            )
+            best = np.flatnonzero(chosen(every, index.top)[0])
+            at[row, : len(best)], scores[row, : len(best)] = best, every[0, best]
+            if np.isnan(every).any():
+                scores[row, 0] = np.nan
+        is_chosen, is_broken = best_of_all(scores, at, ranks)
+        places = _places_of(np.where(is_chosen, at, -1)[seeing], layout, tables, int(heads.slot[0]))
+
+        def attend(absorbed: Floats, own: AttentionBatch) -> tuple[Floats, Floats]:
+            lse = np.empty(absorbed.shape[:2], np.float32)
+            mixed = self._attend_at(absorbed, places, arena, layout, int(heads.slot[0]), scale, lse)
+            return compressed(mixed, query.shape[2] - up.key.shape[1], layout), lse
+
+        seen = seen_by_all(self._absorbed(query, up, layout), up.key.shape[2], batch, rows, ranks, attend)
+        seen[is_broken] = np.nan
+        return seen
+
     def _attend_places(
         self,
         query: Floats,
@@ -178,16 +273,32 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         """Attention of some queries, each to the tokens at its places."""
         rows = np.concatenate([np.arange(choice.rows.start, choice.rows.stop) for choice in choices])
         places = np.concatenate([choice.places for choice in choices])
-        count, (heads, plain, rank) = len(rows), up.key.shape
-        absorbed = np.empty((count, heads, rank + query.shape[2] - plain), np.float32)
-        absorbed[:, :, rank:] = query[rows, :, plain:]
-        self._multiply(query[rows, :, :plain], up.key, absorbed[:, :, :rank])
+        absorbed = self._absorbed(query[rows], up, layout)
+        mixed = self._attend_at(absorbed, places, arena, layout, int(heads_at.slot[0]), scale)
+        part = np.empty_like(out, shape=(len(rows), *out.shape[1:]))
+        self._multiply(compressed(mixed, query.shape[2] - up.key.shape[1], layout), up.value, part)
+        part[np.concatenate([choice.is_broken for choice in choices])] = np.nan
+        out[rows] = part
+
+    def _attend_at(
+        self,
+        absorbed: Floats,
+        places: Ints,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        slot: int,
+        scale: float,
+        lse: Floats | None = None,
+    ) -> Floats:
+        """Means of latents as they are stored, of each of ``absorbed [queries, heads, width]`` those at its places.
+
+        lse: ``[queries, heads]``, see `NumbaKernels.attend`
+        """
+        count, heads, _ = absorbed.shape
         kernels: NumbaKernels = self._tokens
-        rotated, dtype, is_quantised = query.shape[2] - plain, layout.roles[0].dtype, has_scales(layout)
-        if is_quantised:
-            absorbed = stretch_queries(absorbed, rotated, dtype)
+        if has_scales(layout):
             kernels = self._latents
-            arena, layout, places = _copied(arena, layout, int(heads_at.slot[0]), places)
+            arena, layout, places = _copied(arena, layout, slot, places)
         table = np.full((count, places.shape[1] + heads - 1), -1, np.int32)
         table[:, : places.shape[1]] = places
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(heads)
@@ -195,14 +306,10 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         mixed = np.empty_like(absorbed)
         kernels.attend(
             absorbed.reshape(count * heads, 1, -1), arena, layout, AttentionBatch(ends, lens, table, 1),
-            _ONE_HEAD, scale=scale, softcap=0.0,
-            out=mixed.reshape(count * heads, 1, -1),
+            _ONE_HEAD, scale=scale, softcap=0.0, out=mixed.reshape(count * heads, 1, -1),
+            lse=None if lse is None else lse.reshape(count * heads, 1),
         )  # fmt: skip
-        part = np.empty_like(out, shape=(count, *out.shape[1:]))
-        compressed = compressed_of(mixed, rotated, dtype) if is_quantised else mixed[:, :, :rank]
-        self._multiply(compressed, up.value, part)
-        part[np.concatenate([choice.is_broken for choice in choices])] = np.nan
-        out[rows] = part
+        return mixed
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +337,36 @@ def chosen(scores: Floats, top: int) -> NDArray[np.bool_]:
     room = top - above.sum(axis=1, keepdims=True)
     found: NDArray[np.bool_] = above | (equal & (np.cumsum(equal, axis=1) <= room))
     return found
+
+
+def best_of_all(scores: Floats, at: Ints, ranks: TokenRanks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which of a rank's candidates are among the best of all ranks', ``bool [queries, top]``, and of which queries a
+    score is NaN, ``bool [queries]``.
+
+    scores, at: of each query the rank's own best, ``[queries, top]``, with minus infinity behind them, and their
+                positions among its own tokens
+    """
+    (count, top), share = scores.shape, ranks.share
+    every = ranks.all_gather(scores).swapaxes(0, 1).reshape(count, share.parts * top)
+    positions = ranks.all_gather(at * share.parts + share.part).swapaxes(0, 1).reshape(every.shape)
+    order = np.lexsort((positions, -every), axis=1)[:, :top]
+    is_best = np.zeros(every.shape, np.bool_)
+    np.put_along_axis(is_best, order, True, axis=1)
+    own = slice(share.part * top, (share.part + 1) * top)
+    return (is_best & (every > -np.inf))[:, own], np.isnan(every).any(axis=1)
+
+
+def _places_of(at: Ints, layout: BlockLayout, tables: Ints, slot: int) -> Ints:
+    """`_Choice.places` of tokens of sequences with these ``tables [queries, columns]``, ``at int32 [queries, top]``
+    among those that a rank has; -1 for none."""
+    blocks = np.take_along_axis(tables, np.maximum(at, 0) // layout.block_size, axis=1).astype(np.int64)
+    within = at % layout.block_size
+    if has_scales(layout):
+        places = blocks * layout.block_size + within
+    else:
+        places = blocks * layout.block_bytes + slot * layout.slot_bytes + within * layout.roles[0].token_bytes
+        places //= token_step(layout)
+    return np.where(at < 0, -1, places).astype(np.int32)
 
 
 def _places(is_chosen: NDArray[np.bool_], top: int, layout: BlockLayout, table: Ints, heads: HeadTable) -> Ints:

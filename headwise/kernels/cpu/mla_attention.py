@@ -173,7 +173,7 @@ class NumbaLatentKernels:
             mixed, lse = np.empty_like(absorbed), np.empty(absorbed.shape[:2], np.float32)
             where = arena, layout, own, heads
             self._latents.attend(absorbed, *where, scale=scale, softcap=0.0, out=mixed, lse=lse)
-            return _compressed(mixed, query.shape[2] - plain, layout), lse
+            return compressed(mixed, query.shape[2] - plain, layout), lse
 
         return seen_by_all(self._absorbed(query, up, layout), rank, batch, rows, ranks, attend)
 
@@ -192,7 +192,7 @@ class NumbaLatentKernels:
         absorbed = self._absorbed(query[:tokens], up, layout)
         mixed = np.empty_like(absorbed)
         self._latents.attend(absorbed, arena, layout, batch, heads, scale=scale, softcap=0.0, out=mixed)
-        self._multiply(_compressed(mixed, query.shape[2] - up.key.shape[1], layout), up.value, out[:tokens])
+        self._multiply(compressed(mixed, query.shape[2] - up.key.shape[1], layout), up.value, out[:tokens])
 
     def _absorbed(self, query: Floats, up: UpProjections, layout: BlockLayout) -> Floats:
         """What of ``query [tokens, q_heads, plain + rotated]`` is multiplied with latents as they are stored."""
@@ -290,7 +290,7 @@ class _Span:
         return load_latents(arena, layout, at, width).reshape(-1, width)[: self.context]
 
 
-def _compressed(mixed: Floats, rotated: int, layout: BlockLayout) -> Floats:
+def compressed(mixed: Floats, rotated: int, layout: BlockLayout) -> Floats:
     """Of means of latents as they are stored the part that values are made of, ``[tokens, q_heads, rank]``."""
     if has_scales(layout):
         return compressed_of(mixed, rotated, layout.roles[0].dtype)

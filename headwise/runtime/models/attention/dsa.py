@@ -18,12 +18,23 @@ from headwise.errors import ConfigError
 from headwise.kernels.cuda.dsa_kernels import CudaIndexedKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.dsa import indexed_layout
-from headwise.kernels.dsa_base import IndexedKernels, IndexKeys, IndexQueries, RotatingIndexedKernels
+from headwise.kernels.dsa_base import (
+    IndexedKernels,
+    IndexKeys,
+    IndexQueries,
+    RotatingIndexedKernels,
+    SharedIndexedKernels,
+)
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
 from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import LayerCache, Serving
-from headwise.runtime.models.attention.mla import LatentAttention, LatentOverCache, heads_of_ranks
+from headwise.runtime.models.attention.mla import (
+    LatentAttention,
+    LatentOverCache,
+    SharedLatentOverCache,
+    heads_of_ranks,
+)
 from headwise.runtime.models.attention.wanted import wanted_rows
 from headwise.runtime.models.base import IndexerConfig, MlaConfig, Rotation
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
@@ -42,13 +53,14 @@ class IndexedLatentAttention(LatentAttention):
         width, rotated = self.mla.width, self.mla.rotated
         return indexed_layout(block_size, slots, width, self.indexer.head_dim, kv_dtype, rotated)
 
-    def token_parts(self, layer: int, tp_size: int, most: int) -> int:
-        """See `AttentionVariant.token_parts`: tokens are chosen of all."""
-        return 1
-
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
         super().check(serving)
+        if serving.device == "cuda" and serving.context_parallel_size > 1:
+            raise ConfigError(
+                f"{serving.model} has an indexer (DSA), with which ranks do not keep tokens together on a GPU: leave "
+                "out context_parallel_size"
+            )
         dim = self.indexer.head_dim
         if serving.device != "cuda" and serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
             raise ConfigError(
@@ -71,7 +83,10 @@ class IndexedLatentAttention(LatentAttention):
         return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> IndexedLatentOverCache:
-        return IndexedLatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
+        scale = self.config.attention_scale
+        if ranks is None:
+            return IndexedLatentOverCache(ops, kernels, self.mla, scale)
+        return SharedIndexedLatentOverCache(ops, kernels, self.mla, scale, ranks)
 
     def weight_elements(self, layer: int = 0) -> int:
         indexer, hidden = self.indexer, self.config.hidden_size
@@ -94,7 +109,7 @@ class IndexedLatentOverCache:
 
     def __init__(self, ops: TensorOps, kernels: IndexedKernels, mla: MlaConfig, scale: float) -> None:
         self._ops, self._kernels, self._mla, self._scale = ops, kernels, mla, scale
-        self._latents = LatentOverCache(ops, kernels, mla, scale)
+        self._latents = self._of_latents()
         self._rotating = kernels if isinstance(kernels, RotatingIndexedKernels) else None
 
     def __call__(
@@ -119,18 +134,55 @@ class IndexedLatentOverCache:
             rows = _layer_norm(keys)
             for turned in (index.query, rows[:, None]):
                 _rotate(turned[:, :, : mla.rotated], rotation)
-            self._kernels.write_index(rows, *where)
+            self.write_index(cache, rows)
         else:
             cosines, sines = rotation
             self._rotating.write_index_rope(index, keys, cosines, sines, *where)
         cache.wait()
         seen = self._latents.result_for(queries) if cache.out is None else cache.out
-        self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=seen)
+        self.attend(cache, queries, up, index, seen)
         return self._ops.from_kernel_array(wanted_rows(seen, cache.wanted, self._ops))
+
+    def _of_latents(self) -> LatentOverCache:
+        return LatentOverCache(self._ops, self._kernels, self._mla, self._scale)
+
+    def write_index(self, cache: LayerCache, keys: KernelArray) -> None:
+        """Store what this rank keeps of the step's keys of the indexer."""
+        self._kernels.write_index(keys, cache.arena, cache.layout, cache.batch, cache.heads)
+
+    def attend(
+        self, cache: LayerCache, queries: KernelArray, up: UpProjections, index: IndexQueries, seen: KernelArray
+    ) -> None:
+        """What ``queries`` see of the tokens that are chosen, into ``seen``."""
+        where = cache.arena, cache.layout, cache.batch, cache.heads
+        self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=seen)
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""
         return self._latents.result_of(*projected)
+
+
+class SharedIndexedLatentOverCache(IndexedLatentOverCache):
+    """The same over what ``ranks`` keep together."""
+
+    def __init__(
+        self, ops: TensorOps, kernels: SharedIndexedKernels, mla: MlaConfig, scale: float, ranks: TokenRanks
+    ) -> None:
+        self._sharing, self._ranks = kernels, ranks
+        super().__init__(ops, kernels, mla, scale)
+
+    def _of_latents(self) -> LatentOverCache:
+        return SharedLatentOverCache(self._ops, self._sharing, self._mla, self._scale, self._ranks)
+
+    def write_index(self, cache: LayerCache, keys: KernelArray) -> None:
+        where = cache.arena, cache.layout.own, cache.batch, cache.heads
+        self._sharing.write_index_own(keys, *where, self._ranks.share)
+
+    def attend(
+        self, cache: LayerCache, queries: KernelArray, up: UpProjections, index: IndexQueries, seen: KernelArray
+    ) -> None:
+        where = cache.arena, cache.layout.own, cache.batch, cache.heads
+        self._sharing.attend_chosen_shared(queries, up, index, *where, self._ranks, scale=self._scale, out=seen)
 
 
 def _layer_norm(keys: IndexKeys) -> KernelArray:
