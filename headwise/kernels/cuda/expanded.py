@@ -6,6 +6,7 @@ is taken for the time of a call, within `PIECE_BYTES` for some heads and a piece
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,6 +28,7 @@ from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.tiles import Tile
 from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.token_ranks import TokenRanks
 
 MODULE = "expanded_jit"
 PIECE_TOKENS = 4096
@@ -49,12 +51,16 @@ _ATTEND = (
 
 @dataclass(frozen=True)
 class ExpandedShape:
-    """What the machine code depends on besides the card. plain, value: numbers of a head's keys that are not rotated,
-    and of its values"""
+    """What the machine code depends on besides the card.
+
+    plain, value: numbers of a head's keys that are not rotated, and of its values
+    parts:        of ranks that keep latents together; then ``latents`` has blocks of one's own tokens
+    """
 
     latents: LatentShape
     plain: int
     value: int
+    parts: int = 1
 
 
 def variants_of(shape: ExpandedShape, sm: int) -> tuple[Variant, Variant]:
@@ -92,19 +98,24 @@ class ExpandedLatents:
         *,
         scale: float,
         out: Array,
+        sequences: Iterable[int] | None = None,
+        ranks: TokenRanks | None = None,
     ) -> None:
-        """See `LatentKernels.attend_latent`; of the sequences with more than one query alone."""
+        """See `LatentKernels.attend_latent`; of these sequences, by default all with more than one query.
+
+        ranks: that keep latents together, see `SharedLatentKernels.attend_shared`; they bring each other each piece
+        """
         assert batch.on_host is not None, "who calls this knows the lengths"
         (_, plain, rank), size = up.key.shape, query.shape[2]
         latents = LatentShape.of(layout, query.shape[1], rank, size - plain, query.dtype.name)
-        shape = ExpandedShape(latents, plain, up.value.shape[2])
+        shape = ExpandedShape(latents, plain, up.value.shape[2], 1 if ranks is None else ranks.share.parts)
         given = {**latent_arguments(arena, layout), **batch_arguments(batch, heads)}
         given["score_scale"] = LOG2E * scale
         cu, lens = batch.on_host.cu_seqlens_q, batch.on_host.seq_lens
-        for sequence in np.flatnonzero(np.diff(cu) > 1).tolist():
+        for sequence in np.flatnonzero(np.diff(cu) > 1).tolist() if sequences is None else sequences:
             rows = slice(int(cu[sequence]), int(cu[sequence + 1]))
             given["sequence"] = sequence
-            self._attend_prompt(query[rows], up, int(lens[sequence]), shape, given, out[rows])
+            self._attend_prompt(query[rows], up, int(lens[sequence]), shape, given, ranks, out[rows])
 
     def _attend_prompt(
         self,
@@ -113,10 +124,11 @@ class ExpandedLatents:
         context: int,
         shape: ExpandedShape,
         given: dict[str, Argument],
+        ranks: TokenRanks | None,
         out: Array,
     ) -> None:
         (tokens, heads, _), width = query.shape, shape.latents.rank + shape.latents.rotated
-        piece = min(self.piece, context)
+        piece = -(-min(self.piece, context) // shape.parts) * shape.parts
         of_head = piece * (shape.plain + shape.value) * query.itemsize + tokens * (shape.value + 2) * 4
         each = max(1, min(heads, PIECE_BYTES // of_head))
         empty, itemsize = self.parts.empty, query.itemsize
@@ -125,7 +137,7 @@ class ExpandedLatents:
         )
         state = [empty((tokens, each, *of), np.float32) for of in ((shape.value,), (), ())]
         given = given | {
-            "gathered": address_of(latents), "latents": address_of(latents),
+            "latents": address_of(latents),
             "keys": address_of(keys), "values": address_of(values),
             **{name: address_of(array) for name, array in zip(("mixed", "top", "sums"), state, strict=True)},
             "queries": tokens, "context": context,
@@ -144,10 +156,22 @@ class ExpandedLatents:
                     "first": first, "count": length,
                     "is_first": first == 0, "is_last": first + length == context,
                 }  # fmt: skip
-                self._launch(gather, -(-length // GATHERED), given)
+                self._bring(latents[: -(-length // shape.parts) * shape.parts], gather, given, ranks)
                 made = _side_by_side(keys, length, count), _side_by_side(values, length, count)
                 self._expand(latents[:length, : shape.latents.rank], part, *made)
                 self._launch(attend, -(-tokens // rows) * count, given)
+
+    def _bring(self, latents: Array, gather: Variant, given: dict[str, Argument], ranks: TokenRanks | None) -> None:
+        """``latents [count, width]`` of a sequence from ``first`` on; ``ranks`` bring as many each, in turn."""
+        if ranks is None:
+            self._launch(gather, -(-len(latents) // GATHERED), given | {"gathered": address_of(latents)})
+            return
+        parts, width = ranks.share.parts, latents.shape[1]
+        own = self.parts.empty((len(latents) // parts, width), latents.dtype)
+        first = int(given["first"]) // parts
+        here = given | {"gathered": address_of(own), "first": first, "count": len(own)}
+        self._launch(gather, -(-len(own) // GATHERED), here)
+        latents.reshape(len(own), parts, width)[:] = ranks.all_gather(own).transpose(1, 0, 2)
 
     def _expand(self, compressed: Array, up: UpProjections, keys: Array, values: Array) -> None:
         """``keys`` and ``values [tokens, heads, ...]`` of ``compressed [tokens, rank]``."""
@@ -177,7 +201,7 @@ def _attend(shape: ExpandedShape, sm: int) -> Variant:
     constants = {
         "PLAIN": shape.plain, "BLOCK_K": power_of_two(shape.plain), "ROTATED": latents.rotated,
         "BLOCK_P": power_of_two(latents.rotated), "RANK": latents.rank, "VALUE": shape.value,
-        "BLOCK_V": power_of_two(shape.value), "BLOCK_SIZE": latents.block_size,
+        "BLOCK_V": power_of_two(shape.value), "BLOCK_SIZE": latents.block_size * shape.parts,
         "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
     }  # fmt: skip
     multiples = ("query", "out", "keys", "values", "latents", "mixed", "query_stride", "out_stride")

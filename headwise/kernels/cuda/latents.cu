@@ -95,6 +95,7 @@ __device__ __forceinline__ float store_group(char* codes, unsigned* scales, floa
 // cosines, sines:     [tokens, rotated_dim / 2], or null: nothing is rotated
 // arena, layout:      see BlockLayout; *_at are byte offsets of the roles within a slot
 // batch, tables, ...: see AttentionBatch and HeadTable; table_stride is from row to row of block_tables
+// part, parts:        of the tokens that are stored, see TokenShare; block_size is of these
 // grid:               the tokens; threads: any number of warps
 extern "C" __global__ void write_latents(
     char* query, const char* compressed, const char* shared, const float* cosines, const float* sines,
@@ -102,7 +103,8 @@ extern "C" __global__ void write_latents(
     const int* head_groups, const int* head_slots,
     long long query_stride, long long compressed_stride, long long shared_stride,
     long long block_bytes, long long slot_bytes, long long latent_at, long long scale_at,
-    int batch, int groups, int table_stride, int block_size, int heads, int head_dim, int rank, int rotated_dim)
+    int batch, int groups, int table_stride, int block_size, int heads, int head_dim, int rank, int rotated_dim,
+    int part, int parts)
 {
     const int token = blockIdx.x;
     const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
@@ -113,7 +115,8 @@ extern "C" __global__ void write_latents(
     char* turning = query + token * query_stride + (head_dim - rotated_dim) * NUMBER_BYTES;
     rotate_heads(turning, heads, static_cast<long long>(head_dim) * NUMBER_BYTES, rotated_dim, cosines, sines);
 
-    const int position = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
+    const int of_all = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token, position = of_all / parts;
+    if (of_all % parts != part) return;
     const long long row = static_cast<long long>(sequence) * groups + head_groups[0];
     const int block = block_tables[row * table_stride + position / block_size];
     if (block < 0) return;

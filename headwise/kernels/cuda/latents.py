@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
@@ -55,12 +56,14 @@ class CudaLatentWrite:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
         """Store ``compressed [tokens, rank]`` and ``shared [tokens, rotated]``, the two parts of latents.
 
         angles: cosines and sines, float32 ``[tokens, rotated / 2]`` or ``[tokens, 1, rotated / 2]``, by which
                 ``shared`` is rotated, and in place the last ``rotated`` numbers of ``query [tokens, heads, size]``, in
                 float32, rounded to the dtype; None: nothing is
+        share:  of the tokens that are stored, in blocks of these alone; what is rotated of queries is all tokens'
         """
         (tokens, rank), rotated = compressed.shape, shared.shape[1]
         if not tokens:
@@ -91,7 +94,7 @@ class CudaLatentWrite:
             (tokens, 1, 1),
             (
                 *(address for address, _ in every), *places, *(stride for _, stride in every), *offsets, *sizes, rank,
-                rotated,
+                rotated, share.part, share.parts,
             ),
         )  # fmt: skip
 

@@ -10,6 +10,9 @@ its group counted merges them by their log-sum-exps (FlashDecoding) into one par
 So no program reads more than `GROUP` parts at a time, however many a long sequence has. Groups and sums are by place:
 which split ends last changes nothing. Counters are set back to zero by whoever was last, as the next launch, or the
 next replay of a graph, must find them.
+
+With ``OF_RANKS`` queries are those of all ranks that keep tokens together, ``[ranks, tokens, own_heads]``, and a result
+is a part of another kind: what was seen here of what is seen on all of them, with its log-sum-exp behind it.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -27,6 +30,9 @@ GROUP = tl.constexpr(16)
 MERGED = tl.constexpr(8192)
 """Numbers of parts in registers at once, about: 64 of a thread, of four warps."""
 
+BESIDE = tl.constexpr(4)
+"""Numbers behind a mean, the first of which is its log-sum-exp: rows stay whole vectors of 16 bytes."""
+
 
 @JITFunction
 def with_sink(total, highest, sink_logit):
@@ -43,20 +49,46 @@ def store_mean(out, at, mixed, total, real, SIZE: tl.constexpr, BLOCK: tl.conste
 
 
 @JITFunction
+def log_sum_exp(total, highest):
+    """To base 2, of a softmax's sum by its highest score; -inf where nothing was seen."""
+    return tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
+
+
+@JITFunction
 def store_part(partial, partial_lse, place, mixed, highest, total, real, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The mean over some keys as one part of several: a row's is number ``place``, int64 ``[rows]``."""
     store_mean(partial, place * SIZE, mixed, total, real, SIZE, BLOCK)
-    tl.store(partial_lse + place, tl.where(total == 0.0, float("-inf"), highest + tl.log2(total)), mask=real)
+    tl.store(partial_lse + place, log_sum_exp(total, highest), mask=real)
+
+
+@JITFunction
+def place_of(token, head, tokens, own_heads):
+    """Which of rows ``[ranks, tokens, own_heads]`` is a head's, counted over all ranks; int64."""
+    rank = (head // own_heads).to(tl.int64)
+    return (rank * tokens + token) * own_heads + head % own_heads
+
+
+@JITFunction
+def store_seen(out, place, mixed, highest, total, real, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The mean over a rank's keys and its log-sum-exp, as row ``place`` of ``out [places, SIZE + BESIDE]``."""
+    at = place * (SIZE + BESIDE)
+    store_mean(out, at, mixed, total, real, SIZE, BLOCK)
+    tl.store(out + at + SIZE, log_sum_exp(total, highest), mask=real)
 
 
 @JITFunction
 def store_result(
-    out, sink_logits, mixed, total, highest, row, real, SIZE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr
+    out, sink_logits, mixed, total, highest, row, real, token, first_head, tokens, own_heads,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, OF_RANKS: tl.constexpr,
 ):  # fmt: skip
     """What all parts of each row add up to, and its sink."""
-    if SINKS:
-        total = with_sink(total, highest, tl.load(sink_logits + row, mask=real, other=0.0))
-    store_mean(out, row * SIZE, mixed, total, real, SIZE, BLOCK)
+    if OF_RANKS:
+        place = place_of(token, first_head + row, tokens, own_heads)
+        store_seen(out, place, mixed, highest, total, real, SIZE, BLOCK)
+    else:
+        if SINKS:
+            total = with_sink(total, highest, tl.load(sink_logits + row, mask=real, other=0.0))
+        store_mean(out, row * SIZE, mixed, total, real, SIZE, BLOCK)
 
 
 @JITFunction
@@ -106,13 +138,15 @@ def sum_of_parts(
 @functools.partial(JITFunction, noinline=True)
 def merge_parts(
     counters, partial, partial_lse, apart, split, used, out, sink_logits, rows,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, OF_RANKS: tl.constexpr = False,
+    token=None, first_head=None, tokens=None, own_heads=None,
 ):  # fmt: skip
     """What a program does once its own part is stored: number ``split`` of ``used``, of each of ``rows`` rows.
 
     counters:             those of these parts, ``used``, zero
     partial, partial_lse: where the first row's first part is, that of the next row ``apart`` places on
-    out, sink_logits:     where the first row's result goes, others behind it, and its sink is
+    out, sink_logits:     where the first row's result goes, others behind it, and its sink is; with ``OF_RANKS``, where
+                          all results go, of which these are of ``token``'s heads from ``first_head`` on
     """
     begin = split // GROUP * GROUP
     count = tl.minimum(used - begin, GROUP)
@@ -122,7 +156,10 @@ def merge_parts(
         first = row.to(tl.int64) * apart
         mixed, total, highest = sum_of_parts(partial, partial_lse, first + begin, 1, count, real, ROWS, SIZE, BLOCK)
         if used <= GROUP:
-            store_result(out, sink_logits, mixed, total, highest, row, real, SIZE, BLOCK, SINKS)
+            store_result(
+                out, sink_logits, mixed, total, highest, row, real, token, first_head, tokens, own_heads,
+                SIZE, BLOCK, SINKS, OF_RANKS,
+            )  # fmt: skip
         else:
             tl.debug_barrier()  # every thread has read what is overwritten
             store_part(partial, partial_lse, first + begin, mixed, highest, total, real, SIZE, BLOCK)
@@ -131,4 +168,7 @@ def merge_parts(
                 mixed, total, highest = sum_of_parts(
                     partial, partial_lse, first, GROUP, groups, real, ROWS, SIZE, BLOCK
                 )  # fmt: skip
-                store_result(out, sink_logits, mixed, total, highest, row, real, SIZE, BLOCK, SINKS)
+                store_result(
+                    out, sink_logits, mixed, total, highest, row, real, token, first_head, tokens, own_heads,
+                    SIZE, BLOCK, SINKS, OF_RANKS,
+                )  # fmt: skip

@@ -30,6 +30,8 @@ from headwise.kernels.mla_quantised import FLOAT8, INT8
 from headwise.kernels.nibbles import GROUP, INT4
 
 MODULE = "mla_jit"
+BESIDE = 4
+"""Numbers behind a mean, the first of which is its log-sum-exp: `merge_jit.BESIDE`."""
 QUANTISED = (INT8, FLOAT8)
 """Dtypes of rows with a scale each that the kernels read."""
 MOST_RANK = 512
@@ -135,9 +137,22 @@ class LatentPlan:
         return self.prefill, self.decode
 
 
+@dataclass(frozen=True)
+class RanksPlan:
+    """The kernel for queries of all ranks that keep latents together. heads: of its tile"""
+
+    decode: Variant
+    heads: int
+
+
 def variants_of(shape: LatentShape, sm: int) -> tuple[Variant, ...]:
     """All that attention of ``shape`` launches on a card of compute capability ``sm``."""
     return plan_of(shape, sm, TUNING).variants
+
+
+def variants_of_ranks(shape: LatentShape, sm: int) -> tuple[Variant, ...]:
+    """The same where ``shape`` has the heads of all ranks, and blocks of this one's tokens."""
+    return (plan_of_ranks(shape, sm, TUNING).decode,)
 
 
 @dataclass
@@ -165,13 +180,21 @@ class TritonLatents:
             for variant in self.plan(shape).variants:
                 self.launcher.prepare(variant)
 
+    def prepare_of_ranks(self, shape: LatentShape) -> None:
+        """The same for `attend_of_ranks`: ``shape`` has the heads of all ranks, and blocks of this one's tokens."""
+        self._reserve(shape)
+        self.launcher.prepare(plan_of_ranks(shape, self.launcher.sm, self.tuning).decode)
+
     def plan(self, shape: LatentShape) -> LatentPlan:
         """The kernels of a shape, for which there is memory from now on."""
+        self._reserve(shape)
+        return plan_of(shape, self.launcher.sm, self.tuning)
+
+    def _reserve(self, shape: LatentShape) -> None:
         if shape not in self._prepared:
             check_latents(shape, self.launcher.sm)
             self._workspace.reserve(2 * self.programs * shape.heads, shape.rank)
             self._prepared.add(shape)
-        return plan_of(shape, self.launcher.sm, self.tuning)
 
     @property
     def programs(self) -> int:
@@ -206,9 +229,8 @@ class TritonLatents:
         if query.shape[0] == 0 or sequences == 0:
             return
         plan, count = self.plan(shape), query.shape[1]
-        useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
         pieces = -(-count // plan.decode_heads)
-        units = max(1, min(self.programs // pieces, sequences * useful))
+        units = self._units(pieces, layout, batch)
         arguments = {
             **query_arguments(absorbed, query, out, scale),
             **latent_arguments(arena, layout),
@@ -228,6 +250,44 @@ class TritonLatents:
             launch(plan.prefill, (tiles, 1, 1), fewest_queries=2 if decodes else 1)
         if decodes:
             launch(plan.decode, ((units + sequences) * pieces, 1, 1), fewest_queries=1)
+
+    def attend_of_ranks(
+        self,
+        queries: Array,
+        shape: LatentShape,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """What all ranks' heads see of the latents that one of them keeps.
+
+        queries: ``[ranks, tokens, heads, rank + rotated]``, absorbed, with their rotated part behind
+        batch:   sequences with a query or none; their lengths, and blocks of ``layout``, are of the rank's own tokens
+        out:     float32 ``[ranks, tokens, heads, rank + BESIDE]``: a query's mean of latents, and behind it the
+                 logarithm to base 2 of the sum of its weights; 0 and -inf of one that sees nothing
+        """
+        self._reserve(shape)
+        plan, (ranks, tokens, own_heads, _) = plan_of_ranks(shape, self.launcher.sm, self.tuning), queries.shape
+        count = ranks * own_heads
+        pieces = -(-count // plan.heads)
+        units = self._units(pieces, layout, batch)
+        arguments: dict[str, Argument] = {
+            "absorbed": address_of(queries), "out": address_of(out), "heads": count, "own_heads": own_heads,
+            "tokens_of_step": tokens, "score_scale": LOG2E * scale, "units": units,
+            **latent_arguments(arena, layout), **self.partials(shape), **batch_arguments(batch, heads),
+        }  # fmt: skip
+        grid = ((units + batch.cu_seqlens_q.shape[0] - 1) * pieces, 1, 1)
+        self.launcher.launch(plan.decode, grid, [arguments[name] for name, _ in plan.decode.signature])
+
+    def _units(self, pieces: int, layout: BlockLayout, batch: AttentionBatch) -> int:
+        """Splits that a decode is cut into, of each of so many pieces of its heads."""
+        useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
+        units: int = max(1, min(self.programs // pieces, (batch.cu_seqlens_q.shape[0] - 1) * useful))
+        return units
 
 
 def query_arguments(absorbed: Array, query: Array, out: Array, scale: float) -> dict[str, Argument]:
@@ -289,6 +349,10 @@ ATTEND_SIGNATURE = (
     "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "heads:i32", "head_dim:i32", "score_scale:fp32",
     "units:i32", "fewest_queries:i32",
 )  # fmt: skip
+MORE_OF_RANKS = {"tokens_of_step": "i32", "own_heads": "i32"}
+"""Parameters for queries of all ranks."""
+NOT_OF_RANKS = {"query": 0, "query_stride": 0, "head_dim": 0, "fewest_queries": 1}
+"""Those that there is nothing to tell of then."""
 MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "block_bytes", "slot_bytes")
 
 
@@ -296,23 +360,49 @@ MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "block_bytes", "sl
 def plan_of(shape: LatentShape, sm: int, tuning: Tuning) -> LatentPlan:
     """The kernels that a shape needs, with the tiles of ``tuning`` or those for the card."""
     prefill = tuning.prefill or latent_tile(shape.heads, shape.q_dtype, shape.kv_dtype, sm, is_decode=False)
-    decode = tuning.decode or latent_tile(shape.heads, shape.q_dtype, shape.kv_dtype, sm, is_decode=True)
+    decode, of_decode = _decode(shape, sm, tuning)
     heads = min(shape.heads, prefill.rows)
     tokens = prefill.rows // heads
-    split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
+    alone: dict[str, Any] = {"OF_RANKS": False, **dict.fromkeys(MORE_OF_RANKS, 0)}
+    of_prefill = {"DECODE": False, "BLOCK_N": prefill.keys, "MIN_SPLIT_TILES": 1, "HEADS": heads, "TOKENS": tokens}
+    signature = typed(ATTEND_SIGNATURE, shape)
     return LatentPlan(
-        prefill=_variant(shape, prefill, heads, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
-        decode=_variant(shape, decode, min(shape.heads, decode.rows), 1, DECODE=True, **split),
+        prefill=_variant(shape, prefill, signature, of_prefill | alone),
+        decode=_variant(shape, decode, signature, of_decode | alone),
         tokens=tokens,
         heads=heads,
-        decode_heads=min(shape.heads, decode.rows),
+        decode_heads=of_decode["HEADS"],
     )
 
 
-def _variant(shape: LatentShape, tile: Tile, heads: int, tokens: int, **constants: Any) -> Variant:
-    constants |= {**latent_constants(shape), "HEADS": heads, "TOKENS": tokens, "BLOCK_M": tile.rows}
-    signature = typed(ATTEND_SIGNATURE, shape)
-    return Variant("attend_latents", signature, tuple(constants.items()), MULTIPLES, tile.warps, tile.stages, MODULE)
+@lru_cache
+def plan_of_ranks(shape: LatentShape, sm: int, tuning: Tuning) -> RanksPlan:
+    """The kernel for queries of all ranks, which ``shape`` has the heads of.
+
+    Results are float32: those of several ranks may cancel out when they are merged, but for their rounding errors.
+    """
+    tile, constants = _decode(shape, sm, tuning)
+    given = (pair for pair in typed(ATTEND_SIGNATURE, shape) if pair[0] not in NOT_OF_RANKS)
+    signature = tuple((dict(given) | {"out": "*fp32"} | MORE_OF_RANKS).items())
+    return RanksPlan(
+        _variant(shape, tile, signature, constants | {"OF_RANKS": True} | NOT_OF_RANKS), constants["HEADS"]
+    )
+
+
+def _decode(shape: LatentShape, sm: int, tuning: Tuning) -> tuple[Tile, dict[str, Any]]:
+    """The tile of a decode, and what is compiled in for it."""
+    tile = tuning.decode or latent_tile(shape.heads, shape.q_dtype, shape.kv_dtype, sm, is_decode=True)
+    least = max(1, tuning.min_split_tokens // tile.keys)
+    heads = min(shape.heads, tile.rows)
+    return tile, {"DECODE": True, "BLOCK_N": tile.keys, "MIN_SPLIT_TILES": least, "HEADS": heads, "TOKENS": 1}
+
+
+def _variant(
+    shape: LatentShape, tile: Tile, signature: tuple[tuple[str, str], ...], constants: dict[str, Any]
+) -> Variant:
+    constants = constants | latent_constants(shape) | {"BLOCK_M": tile.rows}
+    multiples = tuple(name for name in MULTIPLES if name in dict(signature))
+    return Variant("attend_latents", signature, tuple(constants.items()), multiples, tile.warps, tile.stages, MODULE)
 
 
 def latent_constants(shape: LatentShape) -> dict[str, Any]:

@@ -16,6 +16,9 @@ In four bits, see `headwise.kernels.mla_nibbles`, latents become float16 (of que
 says. The two parts of a rotated number are added up before, in float32: the coarse one is to be exact.
 
 ``SCALES`` says which of these latents are: how many scales each of them has, none, one, or one for each group of 32.
+
+``OF_RANKS``, of a decode, is for ranks that keep latents together (`headwise.kernels.token_ranks`): queries are those
+of all of them, and results have their log-sum-exps behind them, by which those of several ranks become one.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM102
@@ -24,7 +27,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from headwise.kernels.cuda.cached_jit import UNIT, converted, load_packed
-from headwise.kernels.cuda.merge_jit import merge_parts, store_mean, store_part
+from headwise.kernels.cuda.merge_jit import merge_parts, place_of, store_mean, store_part, store_seen
 from headwise.kernels.cuda.walk_jit import NEVER, find_tile, find_unit, split_of, walk_of, window_of
 
 COARSE = tl.constexpr(16.0)
@@ -148,13 +151,27 @@ def load_queries(
 
 
 @JITFunction
+def load_gathered(
+    gathered, place, real, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """The same of queries of all ranks, ``[places, RANK + ROTATED]``: both parts lie side by side."""
+    dims, turned = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    at = (place * (RANK + ROTATED))[:, None]
+    compressed = tl.load(gathered + (at + dims[None, :]), mask=real[:, None] & (dims < RANK)[None, :], other=0.0)
+    some = real[:, None] & (turned < ROTATED)[None, :]
+    return compressed, tl.load(gathered + RANK + (at + turned[None, :]), mask=some, other=0.0)
+
+
+@JITFunction
 def store_mixed(
     out, counters, partial, partial_lse, accumulator, highest, total, token, first_head, heads, real,
     place, apart, split, used,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    OF_RANKS: tl.constexpr = False, tokens=None, own_heads=None,
 ):  # fmt: skip
     """The weighted mean of latents of each row, to ``out [tokens, heads, RANK]``, or as part ``split`` of ``used``.
 
+    With ``OF_RANKS``, ``out`` is ``[ranks, tokens, own_heads, RANK + BESIDE]``, see `merge_jit.store_seen`.
     ``token`` and ``first_head`` are the first row's, ``place`` that of its first part, those of other heads ``apart``;
     ``counters`` are those of these parts, see `merge_jit.merge_parts`.
     """
@@ -162,14 +179,25 @@ def store_mixed(
     if used > 1:
         at = place + (row % HEADS).to(tl.int64) * apart + split
         store_part(partial, partial_lse, at, accumulator, highest, total, real, RANK, BLOCK_R)
-        merge_parts(
-            counters, partial + place * RANK, partial_lse + place, apart, split, used,
-            out + (token.to(tl.int64) * heads + first_head) * RANK, partial_lse, tl.minimum(heads - first_head, HEADS),
-            BLOCK_M, RANK, BLOCK_R, False,
-        )  # fmt: skip
+        if OF_RANKS:
+            merge_parts(
+                counters, partial + place * RANK, partial_lse + place, apart, split, used, out, partial_lse,
+                tl.minimum(heads - first_head, HEADS), BLOCK_M, RANK, BLOCK_R, False,
+                True, token, first_head, tokens, own_heads,
+            )  # fmt: skip
+        else:
+            merge_parts(
+                counters, partial + place * RANK, partial_lse + place, apart, split, used,
+                out + (token.to(tl.int64) * heads + first_head) * RANK, partial_lse,
+                tl.minimum(heads - first_head, HEADS), BLOCK_M, RANK, BLOCK_R, False,
+            )  # fmt: skip
         return
-    at = ((token + row // HEADS).to(tl.int64) * heads + first_head + row % HEADS) * RANK
-    store_mean(out, at, accumulator, total, real, RANK, BLOCK_R)
+    if OF_RANKS:
+        at = place_of(token, first_head + row % HEADS, tokens, own_heads)
+        store_seen(out, at, accumulator, highest, total, real, RANK, BLOCK_R)
+    else:
+        at = ((token + row // HEADS).to(tl.int64) * heads + first_head + row % HEADS) * RANK
+        store_mean(out, at, accumulator, total, real, RANK, BLOCK_R)
 
 
 @JITFunction
@@ -177,10 +205,11 @@ def attend_latents(
     absorbed, query, out, counters, partial, partial_lse, latent, latent_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, groups, max_blocks, block_bytes, slot_bytes, query_stride, heads, head_dim, score_scale, units,
-    fewest_queries,
+    fewest_queries, tokens_of_step, own_heads,
     WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_SPLIT_TILES: tl.constexpr, LATENT_BYTES: tl.constexpr, DECODE: tl.constexpr, SCALES: tl.constexpr,
+    OF_RANKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over a layer's latents.
 
@@ -188,6 +217,10 @@ def attend_latents(
     ``DECODE`` there are ``units + batch`` of these, for sequences with exactly one query; without, tiles of the batch,
     for those with at least ``fewest_queries``. Splits, ``partial [heads, 2 * units, RANK]``, ``partial_lse`` and
     counters, here for each ``HEADS``, are as of `attention_jit.attend`. ``score_scale`` is ``scale * log2(e)``.
+
+    With ``OF_RANKS``, ``absorbed`` are queries of all ranks, ``[ranks, tokens_of_step, own_heads, RANK + ROTATED]``,
+    whose heads, counted one rank after the other, are ``heads``; ``query`` is none. A sequence may have no token here:
+    its one tile has none that is visible, and no block is read but for the first one's id.
     """
     pieces = (heads + HEADS - 1) // HEADS
     piece, program = tl.program_id(0) % pieces, tl.program_id(0) // pieces
@@ -224,9 +257,14 @@ def attend_latents(
     token = first + row // HEADS
     head = piece * HEADS + row % HEADS
     real = (row < TOKENS * HEADS) & (token < query_count) & (head < heads)
-    compressed_query, rotated_query = load_queries(
-        absorbed, query, query_begin + token, head, real, query_stride, heads, head_dim, RANK, BLOCK_R, ROTATED, BLOCK_P
-    )  # fmt: skip
+    if OF_RANKS:
+        places = place_of(query_begin + token, head, tokens_of_step, own_heads)
+        compressed_query, rotated_query = load_gathered(absorbed, places, real, RANK, BLOCK_R, ROTATED, BLOCK_P)
+    else:
+        compressed_query, rotated_query = load_queries(
+            absorbed, query, query_begin + token, head, real, query_stride, heads, head_dim,
+            RANK, BLOCK_R, ROTATED, BLOCK_P,
+        )  # fmt: skip
     query_scale = 1.0
     if SCALES > 1:
         compressed_query, rotated_query, query_scale = in_units(compressed_query, rotated_query)
@@ -273,5 +311,5 @@ def attend_latents(
         out, counters + piece * (2 * units) + first_unit, partial, partial_lse, accumulator, highest, total,
         query_begin + first, first_head, heads, real,
         first_head.to(tl.int64) * (2 * units) + first_unit, 2 * units, split, used,
-        HEADS, BLOCK_M, RANK, BLOCK_R,
+        HEADS, BLOCK_M, RANK, BLOCK_R, OF_RANKS, tokens_of_step, own_heads,
     )  # fmt: skip

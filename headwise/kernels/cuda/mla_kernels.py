@@ -9,14 +9,17 @@ import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
 from headwise.kernels.cuda.expanded import ExpandedLatents, ExpandedShape
 from headwise.kernels.cuda.latents import CudaLatentWrite
 from headwise.kernels.cuda.launch import Array
 from headwise.kernels.cuda.mla import LatentShape, TritonLatents
+from headwise.kernels.cuda.mla_ranks import RanksLatents
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla import has_scales, latent_width
 from headwise.kernels.mla_base import UpProjections, saves_arithmetic
+from headwise.kernels.token_ranks import TokenRanks
 
 ABSORBED_BYTES = 256 << 20
 """Of absorbed queries at a time, and as many of what comes of them, unless those of one tile's heads are more."""
@@ -29,11 +32,12 @@ ANY_PART = 32
 
 
 class CudaLatentKernels:
-    """`RotatingLatentKernels` on device arrays; all calls only enqueue, on the current stream.
+    """`RotatingLatentKernels` and `SharedLatentKernels` on device arrays.
 
-    Queries, latents and up-projections are of one dtype, float16, bfloat16 or float32, and so is the cache, unless it
-    is quantised. Queries may have gaps between tokens. Prompts are attended to in the expanded form where the host
-    knows their lengths and that is less arithmetic for all of a step's together; all else is in the absorbed one.
+    All calls only enqueue, on the current stream. Queries, latents and up-projections are of one dtype, float16,
+    bfloat16 or float32, and so is the cache, unless it is quantised. Queries may have gaps between tokens. Prompts are
+    attended to in the expanded form where the host knows their lengths and that is less arithmetic for all of a step's
+    together; all else is in the absorbed one.
     """
 
     name = "cuda"
@@ -42,6 +46,7 @@ class CudaLatentKernels:
         self._empty, self._multiply_heads = parts.empty, parts.multiply_heads
         self._latents = TritonLatents(parts.launcher, parts.allocate)
         self._expanded = ExpandedLatents(parts)
+        self._of_ranks = RanksLatents(parts, self._latents, self._expanded)
         self._write = CudaLatentWrite(parts.programs)
 
     def prepare(self, layout: BlockLayout, heads: int, rank: int, rotated: int, dtype: str) -> None:
@@ -61,13 +66,45 @@ class CudaLatentKernels:
         shape = LatentShape.of(layout, heads, rank, rotated, dtype)
         self._expanded.prepare(ExpandedShape(shape, plain, value_dim))
 
+    def prepare_shared(
+        self,
+        layout: BlockLayout,
+        heads: int,
+        parts: int,
+        rank: int,
+        rotated: int,
+        plain: int,
+        value_dim: int,
+        dtype: str,
+    ) -> None:
+        """The same for ranks that keep latents together, ``parts`` of them: all that writes and `attend_shared` need.
+
+        layout: of blocks of a rank's own tokens (`BlockLayout.own`)
+        heads:  of one rank
+        """
+        shape = LatentShape.of(layout, heads, rank, rotated, dtype)
+        self._of_ranks.prepare(ExpandedShape(shape, plain, value_dim, parts))
+        self._write.prepare(layout, numpy_dtype(dtype))
+
     def write_latent(
         self, latent: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
     ) -> None:
-        """See `LatentKernels.write_latent`. In fewer bits what is stored tells how many numbers are rotated."""
+        """See `LatentKernels.write_latent`."""
+        self.write_own(latent, arena, layout, batch, heads, ALL_TOKENS)
+
+    def write_own(
+        self,
+        latent: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare,
+    ) -> None:
+        """See `SharedLatentKernels.write_own`. In fewer bits what is stored tells how many numbers are rotated."""
         width = latent.shape[1]
         rank = 2 * width - latent_width(layout) if has_scales(layout) else width - ANY_PART
-        self._write.write(None, latent[:, :rank], latent[:, rank:], None, arena, layout, batch, heads)
+        self._write.write(None, latent[:, :rank], latent[:, rank:], None, arena, layout, batch, heads, share)
 
     def write_latent_rope(
         self,
@@ -80,9 +117,10 @@ class CudaLatentKernels:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
         """See `RotatingLatentKernels.write_latent_rope`."""
-        self._write.write(query, compressed, shared, (cosines, sines), arena, layout, batch, heads)
+        self._write.write(query, compressed, shared, (cosines, sines), arena, layout, batch, heads, share)
 
     def attend_latent(
         self,
@@ -109,6 +147,23 @@ class CudaLatentKernels:
         self.attend_absorbed(query, up, layout, out, attend, rows)
         if expands:  # behind it, which writes to the rows of prompts between those that decode
             self._expanded.attend(query, up, arena, layout, batch, heads, scale=scale, out=out)
+
+    def attend_shared(
+        self,
+        query: Array,
+        up: UpProjections,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """See `SharedLatentKernels.attend_shared`. A visible token whose block is ``-1`` is treated as not visible."""
+        check_fit(query, up, out)
+        self._of_ranks.attend(query, up, arena, layout, batch, heads, ranks, scale=scale, out=out)
 
     def attend_absorbed(
         self,

@@ -23,10 +23,12 @@ from headwise.kernels.cuda import (
     experts,
     indexer,
     kv_write,
+    latent_ranks,
     latents,
     likeliest,
     logit_edits,
     mla,
+    mla_ranks,
     packed,
     packed_many,
     sampling,
@@ -59,16 +61,19 @@ from headwise.kernels.state_layout import StateSizes
 
 @dataclass(frozen=True)
 class LatentModel:
-    """Latent attention, with an indexer or without. plain, value: numbers of a head, see `ExpandedShape`"""
+    """Latent attention, with an indexer or without. plain, value, parts: see `ExpandedShape`"""
 
     latents: LatentShape
     plain: int = 128
     value: int = 128
     index: IndexShape | None = None
+    parts: int = 1
 
     def variants(self, sm: int) -> tuple[Variant, ...]:
         """The Triton kernels that it launches. Raises ConfigError: the indexer is not supported."""
-        prompts = ExpandedShape(self.latents, self.plain, self.value)
+        prompts = ExpandedShape(self.latents, self.plain, self.value, self.parts)
+        if self.parts > 1:
+            return mla_ranks.variants_of(prompts, sm)
         own = mla.variants_of(self.latents, sm) + expanded.variants_of(prompts, sm)
         if self.index is None:
             return own
@@ -80,6 +85,8 @@ class LatentModel:
         shape = self.latents
         layout = latent_layout(shape.block_size, 1, shape.rank + shape.rotated, shape.kv_dtype, shape.rotated)
         yield latents.SOURCE, latents.variant_of(layout, numpy_dtype(shape.q_dtype))
+        if self.parts > 1:
+            yield latent_ranks.SOURCE, elementwise.variant_of(numpy_dtype(shape.q_dtype))
         if self.index is not None:
             yield indexer.SOURCE, indexer.variant_of(self.index.dtype, self.index.key_dtype)
 
@@ -227,6 +234,12 @@ def _parser() -> argparse.ArgumentParser:
     latent.add_argument("--latent-rotated", type=int, default=64, help="'qk_rope_head_dim' (default: 64)")
     latent.add_argument("--latent-plain", type=int, default=128, help="'qk_nope_head_dim' (default: 128)")
     latent.add_argument("--latent-value", type=int, default=128, help="'v_head_dim' (default: 128)")
+    latent.add_argument(
+        "--latent-parts",
+        type=int,
+        default=1,
+        help="ranks that keep latents together, each a part of every block's tokens (default: 1)",
+    )
     latent.add_argument("--index-heads", type=int, help="'index_n_heads', of a model with an indexer")
     latent.add_argument("--index-dim", type=int, default=128, help="'index_head_dim' (default: 128)")
     mixture = parser.add_argument_group("mixture of experts", "of a model that has one")
@@ -303,11 +316,16 @@ def _shapes(options: argparse.Namespace) -> Iterator[AttentionShape]:
 def _latents(options: argparse.Namespace) -> Iterator[LatentModel]:
     if options.latent_rank is None:
         return
-    dtype, block_size, heads = options.dtype, options.block_size, options.index_heads
-    kept = options.kv_dtype or dtype
+    dtype, block_size, heads, parts = options.dtype, options.block_size, options.index_heads, options.latent_parts
+    if min(block_size, parts) < 1 or block_size % parts or (heads is not None and parts > 1):
+        raise ConfigError(
+            f"{parts} ranks cannot keep latents together in blocks of {block_size} tokens, or with an indexer: give "
+            "--latent-parts that divide --block-size, and no --index-heads"
+        )
+    block_size, kept = block_size // parts, options.kv_dtype or dtype
     shape = LatentShape(options.q_heads, options.latent_rank, options.latent_rotated, block_size, dtype, kept)
     index = None if heads is None else IndexShape(heads, options.index_dim, block_size, dtype, index_dtype(kept))
-    yield LatentModel(shape, options.latent_plain, options.latent_value, index)
+    yield LatentModel(shape, options.latent_plain, options.latent_value, index, parts)
 
 
 def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:

@@ -37,7 +37,10 @@ def unseen_before(position, window, CHUNKED: tl.constexpr):
 
 @JITFunction
 def walk_of(first, last, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr):
-    """(tiles, tiles of the sink span, first tile of the window span) for queries at positions ``first`` to ``last``."""
+    """(tiles, tiles of the sink span, first tile of the window span) for queries at positions ``first`` to ``last``.
+
+    Of a query without a token, at position -1, one tile: quotients are rounded towards 0.
+    """
     window_tile = tl.maximum(unseen_before(first, window, CHUNKED) + 1, 0) // BLOCK_N
     sink_tiles = tl.minimum((sink + BLOCK_N - 1) // BLOCK_N, window_tile)
     return sink_tiles + last // BLOCK_N + 1 - window_tile, sink_tiles, window_tile

@@ -141,6 +141,73 @@ def test_all_ranks_have_the_tokens_that_rank_0_sampled(nccl: HostNccl, module: M
     assert nccl.log[0] == nccl.log[1] == nccl.log[2] == [("eager", "broadcast", 3, 2), ("eager", "broadcast", 3, 7)]
 
 
+GROUPS = [[range(4)], [range(2), range(2, 4)], [range(1), range(1, 4)]]
+"""Of four ranks, that call each other at the same time."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_ranks_of_a_group_have_what_each_of_them_has(
+    nccl: HostNccl, module: ModuleType, groups: list[range], dtype: str
+) -> None:
+    ranks = Ranks(nccl, 4)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    group_of = {rank: group for group in groups for rank in group}
+    wide = [part(rank, 3, 2, 10, dtype=dtype) for rank in range(4)]
+    for gathered in (lambda rank: wide[rank][:, :, 2:7], lambda rank: wide[rank]):  # one with gaps
+        found = ranks.each(lambda rank, gathered=gathered: connected[rank].all_gather(gathered(rank), group_of[rank]))
+        for rank, whole in enumerate(found):
+            np.testing.assert_array_equal(whole, np.stack([gathered(other) for other in group_of[rank]]))
+            assert whole.dtype == numpy_dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_ranks_of_a_group_exchange_what_each_has_for_each(
+    nccl: HostNccl, module: ModuleType, groups: list[range], dtype: str
+) -> None:
+    ranks = Ranks(nccl, 4)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    group_of = {rank: group for group in groups for rank in group}
+    mine = [part(rank, len(group_of[rank]), 2, 5, dtype=dtype) for rank in range(4)]
+    before = [each.copy() for each in mine]
+    for rank, whole in enumerate(ranks.each(lambda rank: connected[rank].exchange(mine[rank], group_of[rank]))):
+        group = group_of[rank]
+        np.testing.assert_array_equal(whole, np.stack([before[other][group.index(rank)] for other in group]))
+        assert not np.shares_memory(whole, mine[rank])
+    np.testing.assert_array_equal(np.concatenate(mine), np.concatenate(before))
+    code = {"float32": 7, "bfloat16": 9}[dtype]
+    others = [other for other in group_of[1] if other != 1]
+    assert sorted(nccl.log[1]) == sorted(
+        ("eager", name, 10, code, other) for other in others for name in ("send", "recv")
+    )  # fmt: skip
+
+
+def test_what_ranks_tell_each_other_is_recorded_and_told_by_a_replay(nccl: HostNccl, module: ModuleType) -> None:
+    ranks = Ranks(nccl, 2)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    mine = [part(rank, 2, 6) for rank in range(2)]
+
+    def work(rank: int, how: str) -> Any:
+        with way(nccl, how):
+            return connected[rank].exchange(connected[rank].all_gather(mine[rank], range(2)), range(2))
+
+    recorded = ranks.each(lambda rank: work(rank, "recorded"))
+    assert np.isnan(recorded[0][1]).all(), "nothing was sent"
+    for rank, found in enumerate(ranks.each(lambda rank: work(rank, "graph"))):
+        np.testing.assert_array_equal(found, np.stack([mine[rank]] * 2), "what both had gathered of this one")
+
+
+def test_ranks_that_send_before_they_receive_would_be_noticed(nccl: HostNccl, module: ModuleType) -> None:
+    """On GPUs they would wait for each other for ever."""
+    ranks, nccl.patience_s = Ranks(nccl, 2), 0.2
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    nccl.groupStart = nccl.groupEnd = lambda: None
+    for future in ranks.tell(lambda rank: connected[rank].all_gather(part(rank, 3), range(2))):
+        with pytest.raises(EngineDiedError, match="what was sent is not received"):
+            future.result()
+
+
 def test_a_rank_that_recorded_nothing_would_be_noticed(nccl: HostNccl, module: ModuleType) -> None:
     ranks = Ranks(nccl, 2)
     connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))

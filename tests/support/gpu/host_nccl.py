@@ -35,14 +35,18 @@ class Thread(threading.local):
     stream: the current one; 0 is the legacy default stream
     way:    how what is enqueued comes to run: by itself, or by a graph that is being recorded or launched
     machine: where the GPU is
-    group:  calls between `groupStart` and `groupEnd`
+    group:  calls between `groupStart` and `groupEnd`, and whether each is a send
+    sent:   what the stream has sent that nobody may have received yet: what is behind it waits for that
     """
 
     gpu = "0000:00:00.0"
     stream = 0
     way = "eager"
     machine = ""
-    group: list[Callable[[], None]] | None = None
+    group: list[tuple[bool, Callable[[], None]]] | None = None
+
+    def __init__(self) -> None:
+        self.sent: list[threading.Event] = []
 
 
 class World:
@@ -60,6 +64,7 @@ class HostNccl(ModuleType):
     """The module `cupy.cuda.nccl`. ``log`` has what was launched, by rank."""
 
     available = True
+    patience_s = PATIENCE_S
     NCCL_SUM, NCCL_INT32, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_BFLOAT16 = 0, 2, 6, 7, 9
 
     def __init__(self) -> None:
@@ -93,15 +98,22 @@ class HostNccl(ModuleType):
     def groupEnd(self) -> None:  # noqa: N802
         calls, self.thread.group = self.thread.group, None
         assert calls is not None
-        for call in calls:
-            call()
+        self._run(calls)
 
-    def launch(self, call: Callable[[], None]) -> None:
+    def launch(self, call: Callable[[], None], sends: bool) -> None:
         """Now, or at the end of the group."""
         if self.thread.group is None:
-            call()
+            self._run([(sends, call)])
         else:
-            self.thread.group.append(call)
+            self.thread.group.append((sends, call))
+
+    def _run(self, calls: list[tuple[bool, Callable[[], None]]]) -> None:
+        """All at once: whom they send to may wait for them. Behind all that the stream has."""
+        sent, self.thread.sent = self.thread.sent, []
+        if calls and not all(event.wait(self.patience_s) for event in sent):
+            raise NcclError("what was sent is not received: a group would do both at once")
+        for _, call in sorted(calls, key=lambda each: not each[0]):
+            call()
 
 
 class Communicator:
@@ -151,7 +163,13 @@ class Communicator:
         mine = self._memory(sendbuf, count, datatype)
         self._check(stream, peer)
         told = ("p2p", count, datatype, self._nccl.thread.way)
-        self._launch(lambda: self._world.mail[self._rank, peer].put((told, mine.copy())), "send", count, datatype, peer)
+
+        def run() -> None:
+            received = threading.Event()
+            self._nccl.thread.sent.append(received)
+            self._world.mail[self._rank, peer].put((told, mine.copy(), received))
+
+        self._launch(run, "send", count, datatype, peer)
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         target = self._memory(recvbuf, count, datatype)
@@ -160,12 +178,13 @@ class Communicator:
 
         def run() -> None:
             try:
-                other, values = self._world.mail[peer, self._rank].get(timeout=PATIENCE_S)
+                other, values, received = self._world.mail[peer, self._rank].get(timeout=self._nccl.patience_s)
             except Empty:
                 raise NcclError(f"rank {peer} sent nothing") from None
             if other != told:
                 raise NcclError(f"ranks differ: {other}, {told}")
             target[:] = values
+            received.set()
 
         self._launch(run, "recv", count, datatype, peer)
 
@@ -173,7 +192,7 @@ class Communicator:
         way = self._nccl.thread.way
         self._nccl.log[self._rank].append((way, *told))
         if way != "recorded":
-            self._nccl.launch(run)
+            self._nccl.launch(run, told[0] == "send")
 
     def _check(self, stream: int, number: int) -> None:
         assert type(number) is type(stream) is int

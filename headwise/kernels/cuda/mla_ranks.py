@@ -1,0 +1,194 @@
+"""Latent attention (MLA) on a GPU over what ranks keep together, each the latents of its own tokens.
+
+Few queries go to where latents are; of prompts, latents come to where queries are.
+
+absorbed  Each rank gets all ranks' absorbed queries, and attends with them to its own tokens. Of its own heads it then
+          gets what was seen on each, in float32 with log-sum-exps, which one kernel merges. A row of a step is a
+          sequence for itself.
+expanded  Each piece of a context is brought by all, a share each, before keys and values are made of it.
+
+Which sequences take which is decided by their lengths and by shapes, which all ranks know alike: they call each other
+in the same order. Decodes hang on shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
+from headwise.kernels.cuda.expanded import ExpandedLatents, ExpandedShape
+from headwise.kernels.cuda.expanded import variants_of as variants_of_expanded
+from headwise.kernels.cuda.latent_ranks import CudaLatentRanks
+from headwise.kernels.cuda.launch import Array, Variant
+from headwise.kernels.cuda.mla import BESIDE, LatentShape, TritonLatents, variants_of_ranks
+from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.token_ranks import TokenRanks
+
+FEW_QUERIES = 8
+"""Of a sequence, which are always rows beside those that decode: a prompt takes some launches for itself."""
+
+BYTE_COST = 600.0
+"""Of a byte that ranks send each other, in products of a head: 400 GB/s beside 500 TFLOPS, about an H100's."""
+
+RANKS_BYTES = 256 << 20
+"""Of results at a time, of all ranks' heads, and as many of what comes back, unless those of one tile are more."""
+
+HEADS_STEP = 32
+"""Heads of all ranks at a time are a multiple of this, about: tiles are filled."""
+
+
+def of_ranks(shape: ExpandedShape) -> LatentShape:
+    """Of latents whose queries are those of all ranks."""
+    return replace(shape.latents, heads=shape.parts * shape.latents.heads)
+
+
+def variants_of(shape: ExpandedShape, sm: int) -> tuple[Variant, ...]:
+    """All that ranks launch which keep latents together; ``shape`` has the heads of one, and blocks of its tokens."""
+    return variants_of_ranks(of_ranks(shape), sm) + variants_of_expanded(shape, sm)
+
+
+class RanksLatents:
+    """`SharedLatentKernels.attend_shared`; all calls only enqueue, on the current stream."""
+
+    def __init__(self, parts: GpuParts, latents: TritonLatents, expanded: ExpandedLatents) -> None:
+        self._empty, self._multiply_heads = parts.empty, parts.multiply_heads
+        self._latents, self._expanded, self._around = latents, expanded, CudaLatentRanks(parts.programs)
+
+    def prepare(self, shape: ExpandedShape) -> None:
+        """Compile or load all that calls with such arguments need.
+
+        Raises:
+            ConfigError: they are not supported.
+        """
+        self._latents.prepare_of_ranks(of_ranks(shape))
+        self._expanded.prepare(shape)
+        self._around.prepare(numpy_dtype(shape.latents.q_dtype))
+
+    def attend(
+        self,
+        query: Array,
+        up: UpProjections,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """See `SharedLatentKernels.attend_shared`.
+
+        Raises:
+            ValueError: the host does not know the lengths of a step whose sequences may have several queries.
+        """
+        where = arena, layout, heads
+        if batch.max_query_len == 1:
+            own = self._empty(batch.seq_lens.shape, np.int32)
+            here = replace(batch, seq_lens=own, on_host=None)
+            runs, lengths = [slice(0, len(query))], (batch.seq_lens, own)
+            self._attend_rows(query, up, *where, here, runs, lengths, ranks, scale, out)
+            return
+        known = batch.on_host
+        if known is None:
+            raise ValueError("ranks that keep latents together must know the lengths of a step's prompts: give on_host")
+        expands = are_expanded(known, query, up, ranks.share.parts)
+        runs = runs_of(known, ~expands)
+        if runs:
+            here = self._cut(batch, runs, ranks, query.dtype)
+            self._attend_rows(query, up, *where, here, runs, None, ranks, scale, out)
+        prompts = np.flatnonzero(expands).tolist()
+        self._expanded.attend(
+            query, up, arena, layout, batch, heads, scale=scale, out=out, sequences=prompts, ranks=ranks
+        )
+
+    def _cut(
+        self, batch: AttentionBatch, runs: Sequence[slice], ranks: TokenRanks, dtype: np.dtype[Any]
+    ) -> AttentionBatch:
+        """The rows of ``runs`` as sequences of one query, of this rank's tokens."""
+        count, columns = sum(run.stop - run.start for run in runs), batch.block_tables.shape[1]
+        begins, lengths, tables = (
+            self._empty(shape, np.int32) for shape in ((count + 1,), (count,), (count * batch.groups, columns))
+        )
+        cut = AttentionBatch(begins, lengths, tables, batch.groups, max_query_len=1)
+        for run, here in side_by_side(runs):
+            self._around.cut(batch, run, here.start, cut, ranks.share, dtype)
+        return cut
+
+    def _attend_rows(
+        self,
+        query: Array,
+        up: UpProjections,
+        arena: Array,
+        layout: BlockLayout,
+        heads: HeadTable,
+        batch: AttentionBatch,
+        runs: Sequence[slice],
+        lengths: tuple[Array, Array] | None,
+        ranks: TokenRanks,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """Of the rows of ``runs``, the queries of ``batch``, in the absorbed form, some heads at a time.
+
+        lengths: see `CudaLatentRanks.pack`; None: those of the batch are this rank's already
+        """
+        (_, own_heads, size), (_, plain, rank), parts = query.shape, up.key.shape, ranks.share.parts
+        width, tokens = rank + size - plain, sum(run.stop - run.start for run in runs)
+        shape = LatentShape.of(layout, parts * own_heads, rank, size - plain, query.dtype.name)
+        step, of_head = max(1, HEADS_STEP // parts), 4 * parts * max(1, tokens) * (rank + BESIDE)
+        each = max(step, RANKS_BYTES // of_head // step * step)
+        for first in range(0, own_heads if tokens else 0, each):
+            some = slice(first, min(first + each, own_heads))
+            count = some.stop - first
+            packed = self._empty((tokens, count, width), query.dtype)
+            for run, here in side_by_side(runs):
+                self._multiply_heads(query[run, some, :plain], up.key[some], packed[here, :, :rank])
+                self._around.pack(query[run, some], rank, packed[here], lengths, ranks.share)
+            seen = self._empty((parts, tokens, count, rank + BESIDE), np.float32)
+            self._latents.attend_of_ranks(
+                ranks.all_gather(packed), shape, arena, layout, batch, heads, scale=scale, out=seen
+            )
+            mixed = self._empty((tokens, count, rank), query.dtype)
+            self._around.merge(ranks.exchange(seen), mixed)
+            for run, here in side_by_side(runs):
+                self._multiply_heads(mixed[here], up.value[some], out[run, some])
+
+
+def are_expanded(lengths: HostLengths, query: Array, up: UpProjections, parts: int) -> NDArray[np.bool_]:
+    """Which sequences take the expanded form: the more queries, the less it is in comparison.
+
+    Counted in a rank's products: those of its heads, as `saves_arithmetic` has them, and what ranks send each other,
+    which is absorbed queries and what they see, or the context's latents.
+    """
+    (_, heads, size), (_, plain, rank), value_dim = query.shape, up.key.shape, up.value.shape[2]
+    queries, contexts = np.diff(lengths.cu_seqlens_q).astype(np.float64), lengths.seq_lens.astype(np.float64)
+    projecting, latent_bytes = rank * (plain + value_dim), (rank + size - plain) * query.itemsize
+    row_bytes = parts * heads * (latent_bytes + 4 * (rank + BESIDE))
+    of_query = heads * (projecting + contexts * (2 * rank - plain - value_dim)) + BYTE_COST * row_bytes
+    of_token = heads * projecting + BYTE_COST * latent_bytes
+    return np.asarray((queries > FEW_QUERIES) & (contexts * of_token < queries * of_query))
+
+
+def runs_of(lengths: HostLengths, chosen: NDArray[np.bool_]) -> list[slice]:
+    """The query rows of the sequences that are chosen, as many side by side as there are."""
+    taken = np.repeat(chosen, np.diff(lengths.cu_seqlens_q))
+    edges = np.flatnonzero(np.diff(taken, prepend=False, append=False))
+    return [slice(begin, end) for begin, end in edges.reshape(-1, 2).tolist()]
+
+
+def side_by_side(runs: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
+    """Each of ``runs``, and where its rows are among those of all."""
+    at = 0
+    for run in runs:
+        count = run.stop - run.start
+        yield run, slice(at, at + count)
+        at += count

@@ -1,0 +1,141 @@
+"""Ranks that keep latents together, as threads: each with an arena of its own tokens, and kernels on NumPy arrays."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from support.gpu.emulated_gpu import poisoned_array
+from support.gpu.interpreted_latents import latent_kernels
+from support.latent_scene import LatentScene
+from support.waiting import PATIENCE_S
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.token_share import TokenShare
+from headwise.kernels.base import AttentionBatch
+from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
+from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.mla_reference import ReferenceLatentKernels
+
+
+class Meeting:
+    """Where ranks tell each other arrays. ``log`` has what was told, by rank."""
+
+    def __init__(self, parts: int) -> None:
+        self._barrier = threading.Barrier(parts, timeout=PATIENCE_S)
+        self._told: list[Any] = [None] * parts
+        self.log: list[list[tuple[Any, ...]]] = [[] for _ in range(parts)]
+
+    def tell(self, part: int, name: str, x: np.ndarray) -> list[np.ndarray]:
+        """What all of them say at the same time, which is of one kind."""
+        kind = name, x.shape, x.dtype
+        self.log[part].append(kind)
+        self._told[part] = kind, x.copy()
+        self._barrier.wait()
+        told = list(self._told)
+        self._barrier.wait()
+        assert [other for other, _ in told] == [kind] * len(told), "ranks are out of step"
+        return [values for _, values in told]
+
+    def leave(self) -> None:
+        """Nobody waits for one that has failed."""
+        self._barrier.abort()
+
+
+@dataclass(frozen=True)
+class ThreadRanks:
+    """`TokenRanks` of one thread."""
+
+    share: TokenShare
+    meeting: Meeting
+
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
+        return _aligned(self.meeting.tell(self.share.part, "all_gather", x))
+
+    def exchange(self, x: np.ndarray) -> np.ndarray:
+        assert len(x) == self.share.parts
+        return _aligned([told[self.share.part] for told in self.meeting.tell(self.share.part, "exchange", x)])
+
+
+def _aligned(parts: list[np.ndarray]) -> np.ndarray:
+    whole = poisoned_array((len(parts), *parts[0].shape), parts[0].dtype)
+    whole[:] = parts
+    return whole
+
+
+class RanksScene:
+    """A scene's latents over ``parts`` ranks; each has as many heads as the scene, whose numbers are its own.
+
+    dtype: of what is computed with
+    """
+
+    def __init__(self, scene: LatentScene, parts: int, dtype: str = "float32", sms: int = 4) -> None:
+        self.scene, self.parts, self.dtype = scene, parts, numpy_dtype(dtype)
+        self.layout = replace(scene.layout, parts=parts).own
+        blocks = len(scene.arena) // scene.layout.block_bytes
+        self.arenas = [np.full(blocks * self.layout.block_bytes, 0xFF, np.uint8) for _ in range(parts)]
+        self.kernels = [latent_kernels(sms=sms) for _ in range(parts)]
+        draw, case = np.random.default_rng(7), scene.case
+
+        def narrow(array: np.ndarray) -> np.ndarray:
+            narrowed = poisoned_array(array.shape, self.dtype)
+            narrowed[:] = array
+            return narrowed
+
+        def numbers(*shape: int) -> np.ndarray:
+            return narrow(draw.standard_normal(shape))
+
+        self.queries = [numbers(*scene.query.shape) for _ in range(parts)]
+        self.ups = [
+            UpProjections(numbers(case.heads, case.plain, case.rank), numbers(case.heads, case.rank, case.value_dim))
+            for _ in range(parts)
+        ]
+        scene.latents = [narrow(latents) for latents in scene.latents]
+
+    def write(self) -> None:
+        """All latents, as prefills of whole sequences: of each rank its own, and all to the scene's cache."""
+        scene = self.scene
+        cu = np.cumsum([0, *scene.case.seq_lens], dtype=np.int32)
+        whole = AttentionBatch(cu, scene.batch.seq_lens, scene.batch.block_tables, 2)
+        for part, (kernels, arena) in enumerate(zip(self.kernels, self.arenas, strict=True)):
+            rows = np.concatenate(scene.latents)
+            kernels.write_own(rows, arena, self.layout, whole, scene.heads, TokenShare(part, self.parts))
+        scene.latents = [latents.astype(np.float32) for latents in scene.latents]
+        scene.write(ReferenceLatentKernels())
+
+    def attend(self, batch: AttentionBatch) -> tuple[list[np.ndarray], Meeting]:
+        """What each rank's heads see, and what they told each other meanwhile."""
+        meeting, case = Meeting(self.parts), self.scene.case
+
+        def of_rank(part: int) -> np.ndarray:
+            out = poisoned_array((len(self.queries[part]), case.heads, case.value_dim), self.dtype)
+            where = self.arenas[part], self.layout, batch, self.scene.heads
+            ranks = ThreadRanks(TokenShare(part, self.parts), meeting)
+            try:
+                self.kernels[part].attend_shared(
+                    self.queries[part], self.ups[part], *where, ranks, scale=self.scene.scale, out=out
+                )
+            except BaseException:
+                meeting.leave()
+                raise
+            return out
+
+        with ThreadPoolExecutor(self.parts) as threads:
+            return list(threads.map(of_rank, range(self.parts))), meeting
+
+    def expected(self) -> list[np.ndarray]:
+        """The same by the reference, in float32, over the cache that nobody shares."""
+        seen, scene = [], self.scene
+        for query, up in zip(self.queries, self.ups, strict=True):
+            scene.query = query.astype(np.float32)
+            scene.up = UpProjections(up.key.astype(np.float32), up.value.astype(np.float32))
+            seen.append(scene.attend(ReferenceLatentKernels()))
+        return seen
+
+    def launched(self, part: int) -> list[tuple[str, Any]]:
+        kernels: CudaLatentKernels = self.kernels[part]
+        launched: list[tuple[str, Any]] = kernels._latents.launcher.launched
+        return launched
