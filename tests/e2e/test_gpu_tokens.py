@@ -104,21 +104,36 @@ def test_ranks_that_share_heads_say_the_reference_tokens(model: str, size: int) 
     executor.close()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_ranks_with_states_beside_latents_that_all_have_say_the_reference_tokens(size: int) -> None:
-    directory, tokens = checkpoint("kimi-linear"), 3
-    config = EngineConfig(
-        model=str(directory), device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256, tp_size=size
-    )
+def assert_ranks_say_the_reference_tokens(model: str, size: int, **options: Any) -> None:
+    directory, tokens = checkpoint(model), 3
+    given = {"kv_cache": "64MiB", "max_model_len": 256, "tp_size": size, **options}
+    config = EngineConfig(model=str(directory), device="cuda", dtype="float32", **given)
     ranks = Ranks(config, directory, device=lambda: EmulatedGpu(LIBRARIES, "float32"))
     preprocessor, executor = Preprocessor.open(config), LocalExecutor(ranks)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
-    wanted = sorted(answers("kimi-linear"), key=lambda answer: len(answer.prompt_ids))[:3]
+    wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:3]
     greedy = replace(GREEDY, max_tokens=tokens)
     results = serve(engine, preprocessor, wanted, {answer.name: greedy for answer in wanted})
     for answer in wanted:
         assert_same(answer.first(tokens), results[answer.name].token_ids)
     executor.close()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_ranks_with_states_beside_latents_that_all_have_say_the_reference_tokens(size: int) -> None:
+    assert_ranks_say_the_reference_tokens("kimi-linear", size)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "parts"),
+    [
+        ("deepseek-v3", 2, 2),
+        pytest.param("deepseek-v2", 4, 2, marks=pytest.mark.soak),
+        pytest.param("kimi-linear", 2, 2, marks=pytest.mark.soak),  # beside states
+    ],
+)
+def test_ranks_that_keep_latents_together_say_the_reference_tokens(model: str, size: int, parts: int) -> None:
+    assert_ranks_say_the_reference_tokens(model, size, context_parallel_size=parts)
 
 
 @pytest.mark.parametrize("model", ["kimi-linear", pytest.param("qwen3.5", marks=pytest.mark.soak)])

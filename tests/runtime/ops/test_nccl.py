@@ -25,6 +25,7 @@ from support.gpu.emulated_gpu import EmulatedGpu, EmulatedOps, SerialPrograms
 from support.gpu.host_ipc import HostGpu, host_sharing
 from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with, way
 from support.gpu.tiny_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
+from support.tiny_checkpoints import checkpoint
 from support.waiting import PATIENCE_S
 
 from headwise import EngineConfig, LocalEngine
@@ -541,6 +542,21 @@ def test_two_ranks_say_what_one_says(
     reduced = [[launched for launched in nccl.log[rank] if launched[1] == "allReduce"] for rank in range(2)]
     assert reduced[0] == reduced[1]
     assert ("eager", "broadcast", 2, nccl.NCCL_INT32) in nccl.log[1], "tokens come to the others without the host"
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_two_ranks_that_keep_latents_together_say_what_one_says(nccl: HostNccl, libraries: Path, graphs: bool) -> None:
+    """Prompts by pieces of graphs with attention between them, decodes by graphs that send what is seen."""
+    config = configuration(checkpoint("deepseek-v3"), device="cuda", dtype="float32", kv_cache="1MiB")
+    alone = answers(LocalEngine(config, EmulatedGpu(libraries, "float32")))
+    shared = replace(config, **FEW_GRAPHS, cuda_graphs=graphs, context_parallel_size=2)
+    engine, _, worker = two_ranks(nccl, libraries, shared)
+    assert "context_parallel=2" in worker.describe()
+    assert answers(engine) == alone
+    assert worker.captured == ([3, 3] if graphs else [0, 0])
+    decoding, layers = "graph" if graphs else "eager", worker.card.config.num_layers
+    sent = [launched for launched in nccl.log[0] if launched[:2] == (decoding, "send")]
+    assert len(sent) >= 2 * layers * (GREEDY.max_tokens - 1), "queries, and what they see"
 
 
 def test_ranks_on_unlike_cards_record_prefill_of_the_same_sizes(
