@@ -151,7 +151,17 @@ def full_blocks(answer: Answer, block_size: int) -> int:
 def test_a_prompt_that_another_engine_computes_or_has_goes_on_with_the_reference_tokens(
     name: str, prefill: int, decode: int
 ) -> None:
-    config = replace(BASE, model=str(checkpoint(name)), block_size=16)
+    assert_goes_on(name, prefill, decode)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("deepseek-v3", 2), ("qwen3", 4)])
+def test_so_it_does_where_ranks_keep_tokens_together(name: str, ranks: int) -> None:
+    """Each rank fetches its own part of each block."""
+    assert_goes_on(name, ranks, ranks, tp_size=ranks, context_parallel_size=2)
+
+
+def assert_goes_on(name: str, prefill: int, decode: int, **options: Any) -> None:
+    config = replace(BASE, model=str(checkpoint(name)), block_size=16, **options)
     answer = long_answer(name)
     depth = full_blocks(answer, 16)
     with two_engines(config, prefill, decode) as (p, d):
