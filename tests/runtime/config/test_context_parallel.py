@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,22 @@ def test_what_a_group_keeps_of_a_token_is_told_of_all_ranks(tmp_path: Path) -> N
         texts.add(dict(describe(config, card, tmp_path, [8192]))["  group 0"])
         assert card.bytes_per_token == 61 * 576 * 2 * 8 / parts
     assert texts == {"full attention, 61 layers' latents, 68.62 KiB a token"}
+
+
+def documented() -> Iterator[list[str]]:
+    """Rows of the table in docs/models.md."""
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text().split("## Context parallelism")[1]
+    rows = [line.strip("| ").split(" | ") for line in text.split("\n## ")[0].splitlines() if line.startswith("| ")]
+    return iter(rows[2:])
+
+
+@pytest.mark.parametrize("row", documented(), ids=lambda row: row[0])
+def test_the_docs_say_what_fits(tmp_path: Path, row: list[str]) -> None:
+    model, parts, *numbers = row
+    name = model.lower().replace(" ", "-")
+    found: list[str] = []
+    for each in (1, int(parts)):
+        config, card = published_card(tmp_path, name, context_parallel_size=each)
+        copies = card.plan.copies_beside([layout.parts for layout in card.layouts])
+        found += [f"{copies:.3g}", str(requests_that_fit(config, card, 131_072)[0])]
+    assert numbers == [found[0], found[2], found[1], found[3]]
