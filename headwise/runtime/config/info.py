@@ -168,7 +168,20 @@ def _copies(card: ModelCard, times: float) -> str:
         if row and not row[0].is_state
     }
     every = f"each member by {' or '.join(map(str, sorted(counts)))} of {card.plan.tp_size}"
-    return f"{every}; a token takes {times:.3g} times the bytes that it would on one rank"
+    text = f"{every}; a token takes {times:.3g} times the bytes that it would on one rank"
+    most = _most_parts(card)
+    return text if most <= card.token_parts else f"{text}, and less with context_parallel_size {most}"
+
+
+def _most_parts(card: ModelCard) -> int:
+    """The most ranks that could keep tokens of some layer together."""
+    attention, tp_size, layers = attention_of(card.config), card.plan.tp_size, range(card.config.num_layers)
+    fitting = (
+        parts
+        for parts in range(tp_size, 1, -1)
+        if tp_size % parts == 0 and any(attention.token_parts(layer, tp_size, parts) > 1 for layer in layers)
+    )
+    return next(fitting, 1)
 
 
 def _bytes_of_states(config: EngineConfig, card: ModelCard) -> str:

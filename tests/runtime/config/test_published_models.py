@@ -272,25 +272,27 @@ def test_info_of_latents(tmp_path: Path, name: str, layers: int, geometry: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "tp_size", "kept"),
+    ("name", "tp_size", "ranks", "times", "most"),
     [
-        ("qwen3-next-80b-a3b", 2, None),
-        ("qwen3-next-80b-a3b", 8, "each member by 4 of 8; a token takes 4 times the bytes that it would on one rank"),
-        ("gemma-4-31b", 8, "each member by 1 or 2 of 8; a token takes 1.09 times the bytes that it would on one rank"),
-        ("qwen2.5-7b", 8, "each member by 2 of 8; a token takes 2 times the bytes that it would on one rank"),
-        ("qwen2.5-0.5b", 5, "each member by 2 or 3 of 5; a token takes 2.5 times the bytes that it would on one rank"),
-        ("deepseek-v3", 4, "each member by 4 of 4; a token takes 4 times the bytes that it would on one rank"),
+        ("qwen3-next-80b-a3b", 2, "", "", 1),
+        ("qwen3-next-80b-a3b", 8, "4 of 8", "4", 4),
+        ("gemma-4-31b", 8, "1 or 2 of 8", "1.09", 2),
+        ("qwen2.5-7b", 8, "2 of 8", "2", 1),  # 28 query heads
+        ("qwen2.5-0.5b", 5, "2 or 3 of 5", "2.5", 1),
+        ("deepseek-v3", 4, "4 of 4", "4", 4),
     ],
 )
 def test_info_says_what_ranks_that_keep_the_same_cost(
-    tmp_path: Path, name: str, tp_size: int, kept: str | None
+    tmp_path: Path, name: str, tp_size: int, ranks: str, times: str, most: int
 ) -> None:
     source = next(path for path in PUBLISHED if path.stem == name)
     (tmp_path / "config.json").write_bytes(source.read_bytes())
     config = EngineConfig(model=str(tmp_path), kv_cache="64GiB", device="cuda", dtype="bfloat16", tp_size=tp_size)
     card = read_model_card(config, tmp_path, identify=False)
     rows = dict(describe(config, card, tmp_path, [8192]))
-    assert rows.get("kept by several ranks") == kept
+    told = f"each member by {ranks}; a token takes {times} times the bytes that it would on one rank"
+    told += f", and less with context_parallel_size {most}" if most > 1 else ""
+    assert rows.get("kept by several ranks") == (told if ranks else None)
     each = format_bytes(1000 * card.bytes_per_token / tp_size)
     assert f" over all ranks, {each} each" in rows["cache of 1,000 tokens"]
 
