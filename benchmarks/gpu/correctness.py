@@ -61,11 +61,28 @@ ROUNDED_DRAWS = 0.05
 """Share of draws that rounding may decide."""
 
 
+RANKS = ((2, "bfloat16"), (4, "bfloat16"), (2, "int8"))
+"""So many ranks that keep latents together, and their cache's dtype, which the section latent_ranks checks."""
+
+MOST_RANKS = 8
+"""That one is timed of."""
+
+
 def _latent_models(sm: int) -> list[LatentModel]:
-    """What the section latents needs: with an indexer, whose model has all that one without it has, by cache."""
+    """What the sections latents and latent_ranks need: with an indexer, whose model has all that one without it has, by
+    cache; and of ranks."""
     sizes, block_size, dtype = FULL.latents, FULL.block_size, "bfloat16"
     kept = [each for each in (dtype, *QUANTISED_DTYPES) if each != E4M3 or sm >= OLDEST_SM_E4M3]
-    return [
+    together = [
+        LatentModel(
+            LatentShape(sizes.heads, sizes.rank, sizes.rotated, block_size // parts, dtype, kv_dtype),
+            sizes.plain,
+            sizes.value_dim,
+            parts=parts,
+        )
+        for parts, kv_dtype in (*RANKS, (MOST_RANKS, dtype))
+    ]
+    return together + [
         LatentModel(
             LatentShape(sizes.heads, sizes.rank, sizes.rotated, block_size, dtype, kv_dtype),
             sizes.plain,

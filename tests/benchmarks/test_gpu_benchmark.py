@@ -241,6 +241,10 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
                 for cache in ("", "_int8", "_float8_e4m3fn", "_int4")
             ),
         },
+        "latent_ranks": {
+            "b2_c48_over_alone",
+            *(f"{name}_{of}_error" for name in ("decodes", "mixed") for of in ("2_bfloat16", "4_bfloat16", "2_int8")),
+        },
         "copies": {"block8_h2d", "block8_d2h", "block8_both", "block8_hidden", "block8_decode", "block16_both"},
         "model": {
             "eager_b1_of_bandwidth",
