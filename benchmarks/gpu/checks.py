@@ -95,7 +95,7 @@ SECTIONS = {
     "kda": Section("gpu.kda", "kda", 25, 12),
     "ssm": Section("gpu.ssm", "ssm", 50, 12),
     "latents": Section("gpu.latents", "latents", 60, 20),
-    "latent_ranks": Section("gpu.latent_ranks", "latent_ranks", 25, 12),
+    "latent_ranks": Section("gpu.latent_ranks", "latent_ranks", 24, 12),
     "copies": Section("gpu.copies", "copies", 60, 25),
     "ipc": Section("gpu.ipc", "ipc", 40),
     "products": Section("gpu.products", "products", 40, 12),
