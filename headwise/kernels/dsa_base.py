@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
-from headwise.cache_controller.token_share import TokenShare
+from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
 from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, SharedLatentKernels, UpProjections
 from headwise.kernels.token_ranks import TokenRanks
@@ -77,7 +77,8 @@ class IndexedKernels(LatentKernels, Protocol):
 
 @runtime_checkable
 class SharedIndexedKernels(IndexedKernels, SharedLatentKernels, Protocol):
-    """Kernels for ranks that keep latents, and the keys that these are chosen by, together."""
+    """Kernels for ranks that keep latents, and the keys that these are chosen by, together. Those that rotate what they
+    write (`RotatingIndexedKernels`) take ``share`` there."""
 
     def write_index_own(
         self, key: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable, share: TokenShare
@@ -115,9 +116,10 @@ class RotatingIndexedKernels(IndexedKernels, RotatingLatentKernels, Protocol):
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
         """Norm ``keys``, rotate their first numbers, and store them; rotate those of ``index.query`` in place.
 
         ``cosines``, ``sines``: float32 ``[tokens, 1, rotated / 2]``. ``keys.rows`` are left as they are. The rest is as
-        for `write_index`.
+        for `write_index`, or of another ``share`` than all tokens as for `SharedIndexedKernels.write_index_own`.
         """

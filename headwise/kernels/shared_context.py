@@ -84,7 +84,7 @@ def gather_context(
     mapped = table >= 0
     slots = arena.reshape(-1, layout.block_bytes)[:, : layout.slots * layout.slot_bytes]
     own = slots.reshape(len(slots), layout.slots, layout.slot_bytes)[table[mapped], heads.slot[0]]
-    whole = _whole(layout, parts)
+    whole = whole_layout(layout, parts)
     first, last = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
     return SharedContext(
         arena=_in_order(ranks.all_gather(own), layout, whole).reshape(-1),
@@ -102,7 +102,7 @@ def gather_context(
 
 
 @lru_cache(maxsize=64)  # kernels know layouts, and tables of heads, by what they are
-def _whole(layout: BlockLayout, parts: int) -> BlockLayout:
+def whole_layout(layout: BlockLayout, parts: int) -> BlockLayout:
     """The layout of blocks of one slot that have all tokens."""
     return replace(layout, block_size=parts * layout.block_size, slots=1, tail_bytes=0)
 

@@ -128,7 +128,9 @@ def test_ranks_with_states_beside_latents_that_all_have_say_the_reference_tokens
     ("model", "size", "parts"),
     [
         ("deepseek-v3", 2, 2),
+        ("deepseek-v3.2", 2, 2),  # with an indexer
         pytest.param("deepseek-v2", 4, 2, marks=pytest.mark.soak),
+        pytest.param("deepseek-v3.2", 4, 4, marks=pytest.mark.soak),
         pytest.param("kimi-linear", 2, 2, marks=pytest.mark.soak),  # beside states
     ],
 )

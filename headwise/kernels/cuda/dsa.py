@@ -9,9 +9,10 @@ from typing import Any
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.attention import ALIGNMENT
+from headwise.kernels.cuda.attention import ALIGNMENT, LOG2E
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.mla import (
     MULTIPLE,
@@ -26,7 +27,7 @@ from headwise.kernels.cuda.mla import (
     typed,
 )
 from headwise.kernels.cuda.parameters import Argument
-from headwise.kernels.cuda.tiles import latent_tile, score_tile
+from headwise.kernels.cuda.tiles import Tile, latent_tile, score_tile
 from headwise.kernels.dsa import INDEXER, INDEXER_SCALE, index_role
 from headwise.kernels.dsa_base import IndexQueries
 
@@ -42,13 +43,17 @@ SCORE_SIGNATURE = (
     "query:q", "weights:q", "scores:*fp32", "key:kv", "key_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32",
     "block_tables:*i32", "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "first:i32",
     "batch:i32", "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32",
-    "weight_stride:i32", "score_stride:i32", "chunks:i32",
+    "weight_stride:i32", "score_stride:i32", "chunks:i32", "part:i32", "parts:i32",
 )  # fmt: skip
 CHOSEN_SIGNATURE = (
     "absorbed:q", "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "latent:kv",
     "latent_scale:scale", "places:*i32", "counts:*i32", "head_slot:*i32", "block_bytes:i64", "slot_bytes:i64",
     "query_stride:i32", "heads:i32", "head_dim:i32", "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
 )  # fmt: skip
+OF_RANKS = {"own_heads": "i32"}
+"""What there is to tell besides of queries of all ranks that keep tokens together."""
+NOT_OF_RANKS = {"query": 0, "query_stride": 0, "head_dim": 0}
+"""Parameters of which there is nothing to tell then."""
 MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "key", "block_bytes", "slot_bytes")
 
 
@@ -109,6 +114,11 @@ def variants_of(shape: LatentShape, index: IndexShape, sm: int) -> tuple[Variant
     return _score(index, sm), _attend(shape, sm)
 
 
+def variants_of_ranks(shape: LatentShape, index: IndexShape, sm: int) -> tuple[Variant, ...]:
+    """The same where ``shape`` has the heads of all ranks that keep tokens together, and blocks of this one's."""
+    return _score(index, sm), _attend_of_ranks(shape, sm)
+
+
 class TritonIndexed:
     """Scores, and attention to what is chosen by them, on a GPU or in the interpreter; nothing is read on the host.
 
@@ -128,6 +138,10 @@ class TritonIndexed:
         for shape in shapes:
             self._launcher.prepare(_attend(shape, self._launcher.sm))
 
+    def prepare_of_ranks(self, shape: LatentShape) -> None:
+        """The same for `attend_of_ranks`: ``shape`` has the heads of all ranks, and blocks of this one's tokens."""
+        self._launcher.prepare(_attend_of_ranks(shape, self._launcher.sm))
+
     def score(
         self,
         index: IndexQueries,
@@ -137,8 +151,12 @@ class TritonIndexed:
         batch: AttentionBatch,
         heads: HeadTable,
         scores: Array,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
-        """``scores [rows, tokens]`` of queries from ``first`` on: float32, of each its own sequence's tokens."""
+        """``scores [rows, tokens]`` of queries from ``first`` on: float32, of each its own sequence's tokens.
+
+        share: of these, whose keys blocks of ``layout`` have
+        """
         shape = IndexShape.of(layout, index.query.shape[1], index.query.dtype.name)
         _check_index_arrays(index, shape)
         variant = _score(shape, self._launcher.sm)
@@ -158,6 +176,8 @@ class TritonIndexed:
             "weight_stride": weights.strides[0] // weights.itemsize,
             "score_stride": scores.strides[0] // scores.itemsize,
             "chunks": chunks,
+            "part": share.part,
+            "parts": share.parts,
         }
         self._launch(variant, (scores.shape[0] * chunks, 1, 1), arguments)
 
@@ -175,20 +195,59 @@ class TritonIndexed:
         out: Array,
     ) -> None:
         """As `TritonLatents.attend`, to the latents that each query has chosen: places and counts, see `indexer.cu`."""
-        (places, counts), (tokens, count, _) = chosen, query.shape
-        self._latents.plan(shape)  # there is memory for partial results from here on
-        variant = _attend(shape, self._launcher.sm)
-        pieces, top = -(-count // dict(variant.constants)["HEADS"]), places.shape[1]
-        useful = -(-top // self._latents.tuning.min_split_tokens)
+        self._latents.reserve(shape)
+        given = query_arguments(absorbed, query, out, scale)
+        variant, (tokens, count, _), top = _attend(shape, self._launcher.sm), query.shape, chosen[0].shape[1]
+        self._attend(variant, given, tokens, count, top, shape, chosen, arena, layout, heads)
+
+    def attend_of_ranks(
+        self,
+        queries: Array,
+        shape: LatentShape,
+        chosen: tuple[Array, Array],
+        arena: Array,
+        layout: BlockLayout,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """As `TritonLatents.attend_of_ranks`, to those of the chosen latents that this rank keeps."""
+        self._latents.reserve(shape)
+        ranks, tokens, own_heads, _ = queries.shape
+        given: dict[str, Argument] = {
+            "absorbed": address_of(queries), "out": address_of(out), "heads": ranks * own_heads,
+            "own_heads": own_heads, "score_scale": LOG2E * scale,
+        }  # fmt: skip
+        variant, about = _attend_of_ranks(shape, self._launcher.sm), -(-chosen[0].shape[1] // ranks)
+        self._attend(variant, given, tokens, ranks * own_heads, about, shape, chosen, arena, layout, heads)
+
+    def _attend(
+        self,
+        variant: Variant,
+        given: dict[str, Argument],
+        tokens: int,
+        count: int,
+        about: int,
+        shape: LatentShape,
+        chosen: tuple[Array, Array],
+        arena: Array,
+        layout: BlockLayout,
+        heads: HeadTable,
+    ) -> None:
+        """Of ``tokens`` with ``count`` heads each, to ``about`` as many latents as were chosen."""
+        places, counts = chosen
+        pieces = -(-count // dict(variant.constants)["HEADS"])
+        useful = -(-about // self._latents.tuning.min_split_tokens)
         splits = max(1, min(self._latents.programs // (pieces * tokens), useful, MOST_SPLITS))
         arguments = {
-            **query_arguments(absorbed, query, out, scale),
+            **given,
             **latent_arguments(arena, layout),
             **self._latents.partials(shape),
             "places": address_of(places),
             "counts": address_of(counts),
             "head_slot": address_of(heads.slot),
-            "top": top,
+            "top": places.shape[1],
             "splits": splits,
             "tokens": tokens,
         }
@@ -207,22 +266,35 @@ def _score(shape: IndexShape, sm: int) -> Variant:
         "KEY_BYTES": numpy_dtype(shape.key_dtype).itemsize, "QUANTISED": shape.is_quantised,
     }  # fmt: skip
     latents = LatentShape(1, MULTIPLE, MULTIPLE, shape.block_size, shape.dtype, shape.key_dtype)
-    return _variant("score_tokens", SCORE_SIGNATURE, latents, constants, tile.warps, tile.stages)
+    return _variant("score_tokens", typed(SCORE_SIGNATURE, latents), constants, tile.warps, tile.stages)
 
 
 @lru_cache
 def _attend(shape: LatentShape, sm: int) -> Variant:
+    tile, constants = _chosen(shape, sm)
+    alone: dict[str, Any] = {"OF_RANKS": False, **dict.fromkeys(OF_RANKS, 0)}
+    return _variant("attend_chosen", typed(CHOSEN_SIGNATURE, shape), constants | alone, tile.warps, tile.stages)
+
+
+@lru_cache
+def _attend_of_ranks(shape: LatentShape, sm: int) -> Variant:
+    """Results are float32, as of `mla.plan_of_ranks`."""
+    tile, constants = _chosen(shape, sm)
+    given = (pair for pair in typed(CHOSEN_SIGNATURE, shape) if pair[0] not in NOT_OF_RANKS)
+    pairs = tuple((dict(given) | {"out": "*fp32"} | OF_RANKS).items())
+    return _variant("attend_chosen", pairs, constants | {"OF_RANKS": True} | NOT_OF_RANKS, tile.warps, tile.stages)
+
+
+def _chosen(shape: LatentShape, sm: int) -> tuple[Tile, dict[str, Any]]:
+    """The tile of attention to chosen tokens, and what is compiled in for it."""
     tile = latent_tile(shape.heads, shape.q_dtype, shape.kv_dtype, sm, is_decode=True)
-    constants = latent_constants(shape) | {
-        "HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
-    }  # fmt: skip
-    return _variant("attend_chosen", CHOSEN_SIGNATURE, shape, constants, tile.warps, tile.stages)
+    of_tile = {"HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+    return tile, latent_constants(shape) | of_tile
 
 
 def _variant(
-    kernel: str, signature: tuple[str, ...], shape: LatentShape, constants: dict[str, Any], warps: int, stages: int
+    kernel: str, pairs: tuple[tuple[str, str], ...], constants: dict[str, Any], warps: int, stages: int
 ) -> Variant:
-    pairs = typed(signature, shape)
     multiples = tuple(name for name, _ in pairs if name in MULTIPLES)
     return Variant(kernel, pairs, tuple(constants.items()), multiples, warps, stages, MODULE)
 

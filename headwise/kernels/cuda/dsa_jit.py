@@ -3,6 +3,9 @@
 A program of scores has one query: its heads are the rows of a tile, whose products with keys are cut off below 0,
 weighed and added up. What is chosen of them is decided in between (`indexer.cu`). A program of attention has some heads
 of one query, for which it reads the chosen latents one by one from where they lie.
+
+``OF_RANKS`` is for ranks that keep tokens together, see `mla_jit`: queries are those of all of them, and each attends
+to those of the chosen tokens that it keeps.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -11,7 +14,8 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from headwise.kernels.cuda.cached_jit import UNIT, converted
-from headwise.kernels.cuda.mla_jit import in_units, latent_step, load_queries, store_mixed
+from headwise.kernels.cuda.merge_jit import place_of
+from headwise.kernels.cuda.mla_jit import in_units, latent_step, load_gathered, load_queries, store_mixed
 from headwise.kernels.cuda.walk_jit import window_of
 
 SEARCHED = tl.constexpr(128)
@@ -36,7 +40,7 @@ def sequence_of(cu_seqlens_q, batch, token):
 def score_tokens(
     query, weights, scores, key, key_scale, cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window,
     head_sink, first, batch, groups, max_blocks, block_bytes, slot_bytes, query_stride, weight_stride, score_stride,
-    chunks,
+    chunks, part, parts,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, INDEX_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, KEY_BYTES: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -44,14 +48,15 @@ def score_tokens(
     """A chunk of ``TILES * BLOCK_N`` scores ``[rows, score_stride]`` of query ``first + row``.
 
     Of tokens that are not seen, minus infinity; those behind the query's own are left out. The grid is rows times
-    ``chunks``.
+    ``chunks``. Tokens are those at positions that are ``part`` modulo ``parts``, and are counted without the others.
     """
     chunk, row = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     token = first + row
     sequence = sequence_of(cu_seqlens_q, batch, token)
     if sequence >= batch:
         return
-    position = tl.load(seq_lens + sequence) - tl.load(cu_seqlens_q + sequence + 1) + token
+    of_all = tl.load(seq_lens + sequence) - tl.load(cu_seqlens_q + sequence + 1) + token
+    position = (of_all + parts - part) // parts - 1  # of the last one up to the query's own; -1: there is none
     begin = chunk * TILES
     tiles = tl.minimum(TILES, (position + BLOCK_N) // BLOCK_N - begin)
     head, dims = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
@@ -86,10 +91,10 @@ def score_tokens(
 @JITFunction
 def attend_chosen(
     absorbed, query, out, counters, partial, partial_lse, latent, latent_scale, places, counts, head_slot, block_bytes,
-    slot_bytes, query_stride, heads, head_dim, score_scale, top, splits, tokens,
+    slot_bytes, query_stride, heads, head_dim, score_scale, top, splits, tokens, own_heads,
     WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LATENT_BYTES: tl.constexpr, SCALES: tl.constexpr,
+    LATENT_BYTES: tl.constexpr, SCALES: tl.constexpr, OF_RANKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of some heads of one query to the latents at its places.
 
@@ -98,20 +103,28 @@ def attend_chosen(
     The grid is tokens times ``splits`` times as many programs as heads take. With several splits each writes
     ``partial [heads, tokens, splits, RANK]`` and ``partial_lse``; ``counters [tokens, programs of a split, splits]``
     are 0, and are again at the end.
+
+    With ``OF_RANKS``, ``absorbed`` is ``[ranks, tokens, own_heads, RANK + ROTATED]`` and ``out`` has ``RANK + BESIDE``
+    numbers a head, as of `mla_jit.attend_latents`.
     """
     pieces = (heads + HEADS - 1) // HEADS
     piece, split = tl.program_id(0) % pieces, tl.program_id(0) // pieces % splits
     token = tl.program_id(0) // pieces // splits
     count = tl.load(counts + token)
-    per_split = ((top + BLOCK_N - 1) // BLOCK_N + splits - 1) // splits
+    tiles = (count + BLOCK_N - 1) // BLOCK_N
+    per_split = (tiles + splits - 1) // splits
     begin = split * per_split
-    end = tl.minimum(begin + per_split, (count + BLOCK_N - 1) // BLOCK_N)
+    end = tl.minimum(begin + per_split, tiles)
     row = tl.arange(0, BLOCK_M)
     head = piece * HEADS + row
     real = (row < HEADS) & (head < heads)
-    compressed_query, rotated_query = load_queries(
-        absorbed, query, token + row * 0, head, real, query_stride, heads, head_dim, RANK, BLOCK_R, ROTATED, BLOCK_P
-    )  # fmt: skip
+    if OF_RANKS:
+        asking = place_of(token, head, tokens, own_heads)
+        compressed_query, rotated_query = load_gathered(absorbed, asking, real, RANK, BLOCK_R, ROTATED, BLOCK_P)
+    else:
+        compressed_query, rotated_query = load_queries(
+            absorbed, query, token + row * 0, head, real, query_stride, heads, head_dim, RANK, BLOCK_R, ROTATED, BLOCK_P
+        )  # fmt: skip
     query_scale = 1.0
     if SCALES > 1:
         compressed_query, rotated_query, query_scale = in_units(compressed_query, rotated_query)
@@ -143,5 +156,5 @@ def attend_chosen(
     store_mixed(
         out, counters + (token * pieces + piece) * splits, partial, partial_lse, accumulator, highest, total,
         token, first_head, heads, real, (first_head.to(tl.int64) * tokens + token) * splits, tokens * splits,
-        split, splits, HEADS, BLOCK_M, RANK, BLOCK_R,
+        split, splits, HEADS, BLOCK_M, RANK, BLOCK_R, OF_RANKS, tokens, own_heads,
     )  # fmt: skip

@@ -6,8 +6,12 @@ import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.choice import TokenChoice
 from headwise.kernels.cuda.dsa import IndexShape, TritonIndexed
+from headwise.kernels.cuda.dsa_ranks import RanksIndexed, whole
+from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.indexer import CHOOSE_THREADS, CudaIndexer
 from headwise.kernels.cuda.launch import Array
 from headwise.kernels.cuda.mla import LatentShape
@@ -15,15 +19,14 @@ from headwise.kernels.cuda.mla_kernels import CudaLatentKernels, check_fit
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
 from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.token_ranks import TokenRanks
 
 SCORE_BYTES = 64 << 20
 """Of scores at a time: as many queries as their contexts leave room for."""
 
-MOST_PLACES = 1 << 31
-
 
 class CudaIndexedKernels(CudaLatentKernels):
-    """`RotatingIndexedKernels` on device arrays; what `CudaLatentKernels` says holds.
+    """`RotatingIndexedKernels` and `SharedIndexedKernels` on device arrays; what `CudaLatentKernels` says holds.
 
     An indexer's queries, weights and keys are of the same dtype as those of attention, and so is the cache, unless it
     is quantised: then keys have scales, too. Scores are summed in float32. Where block tables cannot hold more tokens
@@ -34,27 +37,55 @@ class CudaIndexedKernels(CudaLatentKernels):
         super().__init__(parts)
         self._indexed = TritonIndexed(parts.launcher, self._latents)
         self._indexer = CudaIndexer(parts.programs, threads)
-        self._score_bytes = score_bytes
+        self._choice = TokenChoice(parts.empty, self._indexed, self._indexer, score_bytes)
+        self._indexed_of_ranks = RanksIndexed(parts, self._choice, self._of_ranks, self._expanded)
 
     def prepare(self, layout: BlockLayout, heads: int, rank: int, rotated: int, dtype: str) -> None:
         """See `CudaLatentKernels.prepare`."""
         super().prepare(layout, heads, rank, rotated, dtype)
         self._indexed.prepare_latents([LatentShape.of(layout, heads, rank, rotated, dtype)])
 
-    def prepare_index(self, layout: BlockLayout, index_heads: int, dtype: str) -> None:
+    def prepare_shared(
+        self,
+        layout: BlockLayout,
+        heads: int,
+        parts: int,
+        rank: int,
+        rotated: int,
+        plain: int,
+        value_dim: int,
+        dtype: str,
+    ) -> None:
+        """See `CudaLatentKernels.prepare_shared`: all that writes and `attend_chosen_shared` need, but for scores."""
+        super().prepare_shared(layout, heads, parts, rank, rotated, plain, value_dim, dtype)
+        shape = LatentShape.of(layout, heads, rank, rotated, dtype)
+        self._latents.reserve(whole(shape, parts))
+        self._indexed_of_ranks.prepare(ExpandedShape(shape, plain, value_dim, parts))
+
+    def prepare_index(self, layout: BlockLayout, index_heads: int, dtype: str, parts: int = 1) -> None:
         """Compile or load all that an indexer of such heads needs.
+
+        parts: of ranks that keep tokens together; then ``layout`` is of blocks of a rank's own
 
         Raises:
             ConfigError: they are not supported.
         """
-        self._indexed.prepare(IndexShape.of(layout, index_heads, dtype))
+        shape = IndexShape.of(layout, index_heads, dtype)
+        for each in {shape, whole(shape, parts)}:
+            self._indexed.prepare(each)
         self._indexer.prepare(layout, numpy_dtype(dtype))
 
     def write_index(
         self, key: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
     ) -> None:
         """See `IndexedKernels.write_index`."""
-        self._indexer.write(None, key, None, None, arena, layout, batch, heads)
+        self.write_index_own(key, arena, layout, batch, heads, ALL_TOKENS)
+
+    def write_index_own(
+        self, key: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable, share: TokenShare
+    ) -> None:
+        """See `SharedIndexedKernels.write_index_own`."""
+        self._indexer.write(None, key, None, None, arena, layout, batch, heads, share)
 
     def write_index_rope(
         self,
@@ -66,10 +97,11 @@ class CudaIndexedKernels(CudaLatentKernels):
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
         """See `RotatingIndexedKernels.write_index_rope`."""
         norm = keys.weight, keys.bias, keys.eps
-        self._indexer.write(index.query, keys.rows, norm, (cosines, sines), arena, layout, batch, heads)
+        self._indexer.write(index.query, keys.rows, norm, (cosines, sines), arena, layout, batch, heads, share)
 
     def attend_chosen(
         self,
@@ -91,26 +123,36 @@ class CudaIndexedKernels(CudaLatentKernels):
         check_fit(query, up, out)
         if not query.shape[0]:
             return
-        if arena.nbytes // layout.block_bytes * layout.block_size > MOST_PLACES:
-            raise ValueError(f"an arena of {arena.nbytes} bytes has more than 2**31 tokens: give a smaller kv_cache")
-        chosen = self._choose(index, arena, layout, batch, heads)
+        tokens = len(query)
+        places, counts = self._empty((tokens, index.top), np.int32), self._empty((tokens,), np.int32)
+        self._choice(index, slice(0, tokens), arena, layout, batch, heads, places, counts)
 
         def attend(absorbed: Array, some: Array, shape: LatentShape, mixed: Array) -> None:
+            chosen = places, counts
             self._indexed.attend(absorbed, some, shape, chosen, arena, layout, heads, scale=scale, out=mixed)
 
         self.attend_absorbed(query, up, layout, out, attend)
 
-    def _choose(
-        self, index: IndexQueries, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
-    ) -> tuple[Array, Array]:
-        """Places and counts of the tokens chosen for each query."""
-        tokens, context = index.query.shape[0], batch.block_tables.shape[1] * layout.block_size
-        places, counts = self._empty((tokens, index.top), np.int32), self._empty((tokens,), np.int32)
-        rows = max(1, min(tokens, self._score_bytes // (4 * context)))
-        scores = self._empty((rows, context), np.float32)
-        where = layout, batch, heads
-        for first in range(0, tokens, rows):
-            some = scores[: min(rows, tokens - first)]
-            self._indexed.score(index, first, arena, *where, some)
-            self._indexer.choose(some, first, index.top, index.query.dtype, *where, places, counts)
-        return places, counts
+    def attend_chosen_shared(
+        self,
+        query: Array,
+        up: UpProjections,
+        index: IndexQueries,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """See `SharedIndexedKernels.attend_chosen_shared`."""
+        where = arena, layout, batch, heads
+        if batch.block_tables.shape[1] * ranks.share.parts * layout.block_size <= index.top:
+            self.attend_shared(query, up, *where, ranks, scale=scale, out=out)
+            return
+        check_fit(query, up, out)
+        self._indexed_of_ranks.attend(
+            query, up, index, *where, ranks, scale=scale, out=out, attend_whole=self.attend_chosen
+        )

@@ -1,4 +1,5 @@
-// The indexer of latent attention (DSA): writes its keys, and chooses the tokens of highest score for each query.
+// The indexer of latent attention (DSA): writes its keys, and chooses the tokens of highest score for each query. Where
+// ranks keep tokens together, each chooses of its own, and then of these the ones that are among the best of all ranks'.
 //
 // Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of queries and keys; CACHE, the same, or INT8 or E4M3,
 // which store a byte a number and a scale per key.
@@ -9,6 +10,7 @@
 #include "vectors.cuh"
 #include "rotation.cuh"
 #include "quantised.cuh"
+#include "shares.cuh"
 
 static_assert(QUANTISED || int(CACHE) == int(NUMBER), "only int8 and E4M3 differ from what is given");
 
@@ -47,6 +49,7 @@ __device__ __forceinline__ Floats normed(
 // weight, bias:     of the keys' layer norm, or null: there is none
 // cosines, sines:   [tokens, rotated_dim / 2], or null: nothing is rotated
 // arena, ...:       as of write_latents; key_at and scale_at are the byte offsets of keys and their scales within a slot
+// part, parts:      of the tokens whose keys are stored, see TokenShare; block_size is of these
 // grid:             the tokens; threads: any number of warps
 extern "C" __global__ void write_index(
     char* query, const char* key, const float* weight, const float* bias, const float* cosines, const float* sines,
@@ -54,7 +57,8 @@ extern "C" __global__ void write_index(
     const int* head_groups, const int* head_slots,
     long long query_stride, long long key_stride, long long block_bytes, long long slot_bytes,
     long long key_at, long long scale_at,
-    int batch, int groups, int table_stride, int block_size, int heads, int dim, int rotated_dim, float eps)
+    int batch, int groups, int table_stride, int block_size, int heads, int dim, int rotated_dim, float eps,
+    int part, int parts)
 {
     const int token = blockIdx.x;
     const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
@@ -65,7 +69,8 @@ extern "C" __global__ void write_index(
         const long long head_bytes = static_cast<long long>(dim) * NUMBER_BYTES;
         rotate_heads(query + token * query_stride, heads, head_bytes, rotated_dim, cosines, sines);
     }
-    if (threadIdx.x >= WARP) return;  // the first warp has the key
+    const int of_all = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token, position = of_all / parts;
+    if (threadIdx.x >= WARP || of_all % parts != part) return;  // the first warp has the key
 
     const int at = threadIdx.x, vectors = dim / ELEMENTS, half_vectors = half / ELEMENTS;
     const bool here = at < vectors;
@@ -88,7 +93,6 @@ extern "C" __global__ void write_index(
             }
         }
     }
-    const int position = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
     const long long row = static_cast<long long>(sequence) * groups + head_groups[0];
     const int block = block_tables[row * table_stride + position / block_size];
     float scale = 1.0f;
@@ -108,14 +112,15 @@ extern "C" __global__ void write_index(
 
 constexpr int BINS = 2048, LANE_BINS = BINS / WARP;
 constexpr unsigned NAN_KEY = 0xffffffffu, MINUS_INFINITY_KEY = 0x007fffffu;  // whose tokens are not seen
+constexpr unsigned MINUS_INFINITY = 0xff800000u;
 constexpr int BROKEN = -2;
 
-// In the order of scores, NaN above all; there is one zero.
-__device__ __forceinline__ unsigned key_of(float score)
+// In the order of scores, by their bits, NaN above all; there is one zero.
+__device__ __forceinline__ unsigned key_of(unsigned score)
 {
-    if (score != score) return NAN_KEY;
-    const unsigned bits = __float_as_uint(score + 0.0f);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
+    if ((score & 0x7fffffffu) > 0x7f800000u) return NAN_KEY;
+    if (score == 0x80000000u) return score;
+    return score >> 31 ? ~score : score | 0x80000000u;
 }
 
 __device__ __forceinline__ int smaller(int left, int right) { return left < right ? left : right; }
@@ -135,6 +140,14 @@ __device__ __forceinline__ unsigned scanned(unsigned value)
 struct Digit {
     int value;  // -1: there are fewer than `room` in all bins
     int room;   // what is left for those that have it
+    int count;  // those that have it
+};
+
+// What a block's threads tell each other.
+struct Told {
+    int bins[BINS];
+    Digit digit;
+    unsigned of_warps[WARP];
 };
 
 // The bin in which the `room` highest end, found by the first warp.
@@ -146,85 +159,138 @@ __device__ __forceinline__ void find_digit(const int* bins, int room, Digit* fou
     const int upto = scanned(own), all = __shfl_sync(ALL_LANES, upto, WARP - 1);
     int above = upto - own;
     if (all < room) {
-        if (lane == 0) *found = {-1, 0};
+        if (lane == 0) *found = {-1, 0, 0};
         return;
     }
     if (above >= room || upto < room) return;
     int bin = first + LANE_BINS - 1;
     while (above + bins[bin] < room) above += bins[bin--];
-    *found = {bin, room - above};
+    *found = {bin, room - above, bins[bin]};
+}
+
+// The key that the last chosen ones have, of which `room` are chosen of `count` that have it.
+struct Least {
+    unsigned key;
+    int room, count;
+};
+
+// That of the `room` highest of `count` keys, found by its digits from the highest on; all that are seen, where those are
+// fewer. key_at(i) is number i.
+template <class KeyAt>
+__device__ __forceinline__ Least least_of(Told& told, int count, int room, const KeyAt& key_at)
+{
+    Least least = {0, room, 0};
+    for (int shift = 21, bits = 11; shift >= 0; bits = shift == 10 ? 10 : 11, shift -= bits) {
+        for (int i = threadIdx.x; i < BINS; i += blockDim.x) told.bins[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+            const unsigned key = key_at(i);
+            const bool is_among = shift == 21 ? key != MINUS_INFINITY_KEY : key >> (shift + bits) == least.key;
+            if (is_among) atomicAdd(&told.bins[key >> shift & ((1u << bits) - 1)], 1);
+        }
+        __syncthreads();
+        if (threadIdx.x < WARP) find_digit(told.bins, least.room, &told.digit);
+        __syncthreads();
+        const Digit digit = told.digit;
+        __syncthreads();
+        if (digit.value < 0) return {MINUS_INFINITY_KEY, 0, 0};  // which the first digit tells
+        least = {least.key << bits | static_cast<unsigned>(digit.value), digit.room, digit.count};
+    }
+    return least;
+}
+
+// Calls take(at, i, key) for each of `count` keys that is chosen, of equal ones for the first; `at` counts them, in their
+// order. Returns how many are.
+template <class KeyAt, class Take>
+__device__ __forceinline__ int list_chosen(
+    Told& told, int count, const Least& least, const KeyAt& key_at, const Take& take)
+{
+    int above_before = 0, equal_before = 0;
+    for (int begin = 0; begin < count; begin += blockDim.x) {
+        const int i = begin + threadIdx.x;
+        const unsigned key = i < count ? key_at(i) : MINUS_INFINITY_KEY;
+        const bool is_above = key > least.key, is_equal = key == least.key;
+        const unsigned own = is_above | is_equal << 16, upto = scanned(own);
+        if (threadIdx.x % WARP == WARP - 1) told.of_warps[threadIdx.x / WARP] = upto;
+        __syncthreads();
+        unsigned before = upto - own, all = 0;
+        for (int warp = 0; warp < blockDim.x / WARP; warp++) {
+            if (warp < threadIdx.x / WARP) before += told.of_warps[warp];
+            all += told.of_warps[warp];
+        }
+        __syncthreads();
+        const int equal = equal_before + (before >> 16);
+        if (is_above || (is_equal && equal < least.room))
+            take(above_before + (before & 0xffff) + smaller(equal, least.room), i, key);
+        above_before += all & 0xffff, equal_before += all >> 16;
+    }
+    return above_before + smaller(equal_before, least.room);
 }
 
 // The `top` tokens of highest score for a query each, of equal ones the first, in their order: where their latents lie,
 // in tokens of the arena; BROKEN for a score of NaN.
 //
-// scores:  [rows of this launch], score_stride numbers apart; of tokens that are not seen, minus infinity
-// places:  [tokens, top]; counts: [tokens]. Of padding, 0 are chosen
+// scores:  bits of [rows], score_stride numbers apart; of tokens that are not seen, minus infinity
+// places:  [rows, top]; counts: [rows]. Of padding, 0 are chosen
+// best:    [rows, 2, top], or null: bits of the scores that are chosen, minus infinity behind them, and positions
 // first:   the first row's query. Its last token is the last one that is looked at
+// part, parts: of the tokens that there are scores of, see TokenShare; block_size is of these
 // grid:    the rows; threads: any number of warps
 extern "C" __global__ void choose_tokens(
-    const float* scores, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables, const int* head_groups,
-    int* places, int* counts, long long score_stride,
-    int first, int batch, int groups, int table_stride, int block_size, int top)
+    const unsigned* scores, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
+    const int* head_groups, int* places, int* counts, unsigned* best, long long score_stride,
+    int first, int batch, int groups, int table_stride, int block_size, int top, int part, int parts)
 {
-    __shared__ int bins[BINS];
-    __shared__ Digit found;
-    __shared__ unsigned of_warps[WARP];
+    __shared__ Told told;
     const int token = first + blockIdx.x;
     const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
-    if (sequence == batch) {
-        if (threadIdx.x == 0) counts[token] = 0;
-        return;
-    }
-    const int seen = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token + 1;
-    const float* row = scores + blockIdx.x * score_stride;
-
-    // The key that the last chosen ones have, by its digits from the highest on; and how many of its tokens are chosen.
-    unsigned least = 0;
-    int room = top;
-    for (int shift = 21, bits = 11; shift >= 0; bits = shift == 10 ? 10 : 11, shift -= bits) {
-        for (int i = threadIdx.x; i < BINS; i += blockDim.x) bins[i] = 0;
-        __syncthreads();
-        for (int i = threadIdx.x; i < seen; i += blockDim.x) {
-            const unsigned key = key_of(row[i]);
-            const bool is_among = shift == 21 ? key != MINUS_INFINITY_KEY : key >> (shift + bits) == least;
-            if (is_among) atomicAdd(&bins[key >> shift & ((1u << bits) - 1)], 1);
-        }
-        __syncthreads();
-        if (threadIdx.x < WARP) find_digit(bins, room, &found);
-        __syncthreads();
-        const Digit digit = found;
-        __syncthreads();
-        if (digit.value < 0) {  // all that are seen, which the first digit tells
-            least = MINUS_INFINITY_KEY, room = 0;
-            break;
-        }
-        least = least << bits | static_cast<unsigned>(digit.value);
-        room = digit.room;
-    }
+    const bool is_padding = sequence == batch;
+    const int position = is_padding ? -1 : seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
+    const unsigned* row = scores + blockIdx.x * score_stride;
+    const auto key_at = [&](int i) { return key_of(row[i]); };
+    const int seen = is_padding ? 0 : count_of(position + 1, part, parts);
+    const Least least = least_of(told, seen, top, key_at);
 
     const int* table = block_tables + (static_cast<long long>(sequence) * groups + head_groups[0]) * table_stride;
-    int* chosen = places + static_cast<long long>(token) * top;
-    int above_before = 0, equal_before = 0;
-    for (int begin = 0; begin < seen; begin += blockDim.x) {
-        const int i = begin + threadIdx.x;
-        const unsigned key = i < seen ? key_of(row[i]) : MINUS_INFINITY_KEY;
-        const bool is_above = key > least, is_equal = key == least;
-        const unsigned own = is_above | is_equal << 16, upto = scanned(own);
-        if (threadIdx.x % WARP == WARP - 1) of_warps[threadIdx.x / WARP] = upto;
-        __syncthreads();
-        unsigned before = upto - own, all = 0;
-        for (int warp = 0; warp < blockDim.x / WARP; warp++) {
-            if (warp < threadIdx.x / WARP) before += of_warps[warp];
-            all += of_warps[warp];
-        }
-        __syncthreads();
-        const int equal = equal_before + (before >> 16);
-        if (is_above || (is_equal && equal < room)) {
-            const int at = above_before + (before & 0xffff) + smaller(equal, room);
-            chosen[at] = key == NAN_KEY ? BROKEN : table[i / block_size] * block_size + i % block_size;
-        }
-        above_before += all & 0xffff, equal_before += all >> 16;
-    }
-    if (threadIdx.x == 0) counts[token] = above_before + smaller(equal_before, room);
+    int* chosen = places + static_cast<long long>(blockIdx.x) * top;
+    if (best) best += 2LL * blockIdx.x * top;
+    const int count = list_chosen(told, seen, least, key_at, [&](int at, int i, unsigned key) {
+        chosen[at] = key == NAN_KEY ? BROKEN : table[i / block_size] * block_size + i % block_size;
+        if (best) best[at] = row[i], best[top + at] = i * parts + part;
+    });
+    if (threadIdx.x == 0) counts[blockIdx.x] = count;
+    for (int i = count + threadIdx.x; best && i < top; i += blockDim.x) best[i] = MINUS_INFINITY;
+}
+
+// Of what choose_tokens chose on one of the ranks, what is among the `top` best of all of them, of equal scores the
+// earlier tokens.
+//
+// best:    [parts, rows, 2, top], of all ranks
+// found:   [rows, top], the places of this one's; its part of what was found is `part`
+// places:  [rows, top]; counts: [rows]
+// grid:    the rows; threads: any number of warps
+extern "C" __global__ void choose_of_all(
+    const unsigned* best, const int* found, int* places, int* counts, int top, int part, int parts)
+{
+    __shared__ Told told;
+    const long long row = blockIdx.x, apart = 2LL * gridDim.x * top;
+    best += 2 * row * top, found += row * top, places += row * top;
+    const auto number = [&](int i) { return best + i / top * apart + i % top; };
+    const auto key_at = [&](int i) { return key_of(*number(i)); };
+    const Least least = least_of(told, parts * top, top, key_at);
+
+    // Of those that have the least key, the ones with the highest complement of their position.
+    const auto earliness = [&](int i) { return key_at(i) == least.key ? ~number(i)[top] : MINUS_INFINITY_KEY; };
+    Least last = {0, 0, 0};
+    if (least.room < least.count) last = least_of(told, parts * top, least.room, earliness);
+
+    const auto chosen_at = [&](int i) {
+        const int own = part * top + i;
+        const unsigned key = key_at(own);
+        const bool is_last = key == least.key && least.room && earliness(own) >= last.key;
+        return key > least.key || is_last ? NAN_KEY : MINUS_INFINITY_KEY;
+    };
+    const int count = list_chosen(
+        told, top, {MINUS_INFINITY_KEY, 0, 0}, chosen_at, [&](int at, int i, unsigned) { places[at] = found[i]; });
+    if (threadIdx.x == 0) counts[row] = count;
 }

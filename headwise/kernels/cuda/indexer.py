@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
@@ -31,6 +32,7 @@ Norm = tuple[Array, Array, float]
 class _Kernels:
     write: Kernel
     choose: Kernel
+    choose_of_all: Kernel
 
 
 class CudaIndexer:
@@ -52,7 +54,9 @@ class CudaIndexer:
         if kinds not in self._kernels:
             program = self._programs(SOURCE, variant_of(*kinds))
             self._kernels[kinds] = _Kernels(
-                program.kernel("write_index", WRITE_THREADS), program.kernel("choose_tokens", self._threads)
+                program.kernel("write_index", WRITE_THREADS),
+                program.kernel("choose_tokens", self._threads),
+                program.kernel("choose_of_all", self._threads),
             )
         return self._kernels[kinds]
 
@@ -66,12 +70,14 @@ class CudaIndexer:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
         """Store ``key [tokens, index_dim]``, of the cache's dtype unless that is quantised.
 
         norm:   weight, bias and epsilon of a layer norm that keys go through
         angles: by which the first numbers of keys are rotated, and in place of ``query [tokens, heads, index_dim]``;
                 as for `CudaLatentWrite.write`
+        share:  likewise
         """
         (tokens, dim), role = key.shape, index_role(layout)
         if not tokens:
@@ -100,6 +106,7 @@ class CudaIndexer:
             (
                 *(address for address, _ in rows), *addresses_of(*given, arena, *_where(batch, heads), heads.slot),
                 *(stride for _, stride in rows), *offsets, *_batch_sizes(batch), *sizes, eps,
+                share.part, share.parts,
             ),
         )  # fmt: skip
 
@@ -107,21 +114,34 @@ class CudaIndexer:
         self,
         scores: Array,
         first: int,
-        top: int,
         dtype: np.dtype[Any],
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
         places: Array,
         counts: Array,
+        best: Array | None = None,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
         """For queries from ``first`` on, of which ``scores [rows, tokens]`` are, the ``top`` tokens each.
 
-        places: int32 ``[tokens, top]``; counts: int32 ``[tokens]``; see `indexer.cu`. ``dtype`` is that of queries
+        places: int32 ``[rows, top]``; counts: int32 ``[rows]``; see `indexer.cu`. ``dtype`` is that of queries
+        best:   int32 ``[rows, 2, top]``, where ranks keep tokens together: what `choose_of_all` is told by all of them
+        share:  the tokens that there are scores of
         """
-        given = addresses_of(scores, *_where(batch, heads), places, counts)
-        sizes = (scores.strides[0] // scores.itemsize, first, *_batch_sizes(batch), layout.block_size, top)
-        self.prepare(layout, dtype).choose((scores.shape[0], 1, 1), (*given, *sizes))
+        given = addresses_of(scores, *_where(batch, heads), places, counts, best)
+        sizes = scores.strides[0] // scores.itemsize, first, *_batch_sizes(batch), layout.block_size, places.shape[1]
+        self.prepare(layout, dtype).choose((len(scores), 1, 1), (*given, *sizes, share.part, share.parts))
+
+    def choose_of_all(
+        self, best: Array, found: Array, dtype: np.dtype[Any], layout: BlockLayout, share: TokenShare, places: Array,
+        counts: Array,
+    ) -> None:  # fmt: skip
+        """Of the tokens ``found [rows, top]`` by `choose` on this rank, those that are among the ``top`` best of all
+        ranks', of whom ``best [parts, rows, 2, top]`` is."""
+        rows, top = found.shape
+        given = addresses_of(best, found, places, counts)
+        self.prepare(layout, dtype).choose_of_all((rows, 1, 1), (*given, top, share.part, share.parts))
 
 
 def variant_of(dtype: str, kept: str) -> Defines:

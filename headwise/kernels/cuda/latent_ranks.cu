@@ -6,12 +6,10 @@
 #include "numbers.cuh"
 #include "sequences.cuh"
 #include "vectors.cuh"
+#include "shares.cuh"
 
 constexpr int NUMBER_BYTES = 4 / WORD_ELEMENTS;
 constexpr float LOWEST = -3.0e38f;  // below any logarithm of what was seen, and no infinity, which cannot be subtracted
-
-// How many of a sequence's first `tokens` are a share's: TokenShare.count.
-__device__ __forceinline__ int count_of(int tokens, int part, int parts) { return (tokens + parts - 1 - part) / parts; }
 
 // Puts the rotated part of queries behind the absorbed one, and counts the rank's own tokens of sequences.
 // query:   [tokens, heads, head_dim], `query_stride` bytes from token to token, of whose heads the last `rotated` go

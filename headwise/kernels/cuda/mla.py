@@ -182,15 +182,16 @@ class TritonLatents:
 
     def prepare_of_ranks(self, shape: LatentShape) -> None:
         """The same for `attend_of_ranks`: ``shape`` has the heads of all ranks, and blocks of this one's tokens."""
-        self._reserve(shape)
+        self.reserve(shape)
         self.launcher.prepare(plan_of_ranks(shape, self.launcher.sm, self.tuning).decode)
 
     def plan(self, shape: LatentShape) -> LatentPlan:
         """The kernels of a shape, for which there is memory from now on."""
-        self._reserve(shape)
+        self.reserve(shape)
         return plan_of(shape, self.launcher.sm, self.tuning)
 
-    def _reserve(self, shape: LatentShape) -> None:
+    def reserve(self, shape: LatentShape) -> None:
+        """Have memory for partial results of such a shape. Raises ConfigError: it is not supported."""
         if shape not in self._prepared:
             check_latents(shape, self.launcher.sm)
             self._workspace.reserve(2 * self.programs * shape.heads, shape.rank)
@@ -270,7 +271,7 @@ class TritonLatents:
         out:     float32 ``[ranks, tokens, heads, rank + BESIDE]``: a query's mean of latents, and behind it the
                  logarithm to base 2 of the sum of its weights; 0 and -inf of one that sees nothing
         """
-        self._reserve(shape)
+        self.reserve(shape)
         plan, (ranks, tokens, own_heads, _) = plan_of_ranks(shape, self.launcher.sm, self.tuning), queries.shape
         count = ranks * own_heads
         pieces = -(-count // plan.heads)

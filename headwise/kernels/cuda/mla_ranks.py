@@ -13,7 +13,7 @@ in the same order. Decodes hang on shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,10 @@ RANKS_BYTES = 256 << 20
 
 HEADS_STEP = 32
 """Heads of all ranks at a time are a multiple of this, about: tiles are filled."""
+
+
+AttendRows = Callable[[Array, LatentShape, Array], None]
+"""``attend(queries, shape, seen)``: what all ranks' heads see on this one, as of `TritonLatents.attend_of_ranks`."""
 
 
 def of_ranks(shape: ExpandedShape) -> LatentShape:
@@ -90,25 +94,34 @@ class RanksLatents:
         Raises:
             ValueError: the host does not know the lengths of a step whose sequences may have several queries.
         """
-        where = arena, layout, heads
         if batch.max_query_len == 1:
             own = self._empty(batch.seq_lens.shape, np.int32)
             here = replace(batch, seq_lens=own, on_host=None)
             runs, lengths = [slice(0, len(query))], (batch.seq_lens, own)
-            self._attend_rows(query, up, *where, here, runs, lengths, ranks, scale, out)
+            self.attend_rows(
+                query, up, layout, runs, ranks, out, self._attend(arena, layout, here, heads, scale), lengths
+            )
             return
-        known = batch.on_host
-        if known is None:
-            raise ValueError("ranks that keep latents together must know the lengths of a step's prompts: give on_host")
+        known = lengths_of(batch)
         expands = are_expanded(known, query, up, ranks.share.parts)
         runs = runs_of(known, ~expands)
         if runs:
             here = self._cut(batch, runs, ranks, query.dtype)
-            self._attend_rows(query, up, *where, here, runs, None, ranks, scale, out)
+            self.attend_rows(query, up, layout, runs, ranks, out, self._attend(arena, layout, here, heads, scale))
         prompts = np.flatnonzero(expands).tolist()
         self._expanded.attend(
             query, up, arena, layout, batch, heads, scale=scale, out=out, sequences=prompts, ranks=ranks
         )
+
+    def _attend(
+        self, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable, scale: float
+    ) -> AttendRows:
+        """To all that sequences have here, each of one query."""
+
+        def attend(queries: Array, shape: LatentShape, seen: Array) -> None:
+            self._latents.attend_of_ranks(queries, shape, arena, layout, batch, heads, scale=scale, out=seen)
+
+        return attend
 
     def _cut(
         self, batch: AttentionBatch, runs: Sequence[slice], ranks: TokenRanks, dtype: np.dtype[Any]
@@ -123,23 +136,20 @@ class RanksLatents:
             self._around.cut(batch, run, here.start, cut, ranks.share, dtype)
         return cut
 
-    def _attend_rows(
+    def attend_rows(
         self,
         query: Array,
         up: UpProjections,
-        arena: Array,
         layout: BlockLayout,
-        heads: HeadTable,
-        batch: AttentionBatch,
         runs: Sequence[slice],
-        lengths: tuple[Array, Array] | None,
         ranks: TokenRanks,
-        scale: float,
         out: Array,
+        attend: AttendRows,
+        lengths: tuple[Array, Array] | None = None,
     ) -> None:
-        """Of the rows of ``runs``, the queries of ``batch``, in the absorbed form, some heads at a time.
+        """``out`` of the rows of ``runs`` in the absorbed form, some heads at a time.
 
-        lengths: see `CudaLatentRanks.pack`; None: those of the batch are this rank's already
+        lengths: see `CudaLatentRanks.pack`; None: nobody has to count a rank's tokens
         """
         (_, own_heads, size), (_, plain, rank), parts = query.shape, up.key.shape, ranks.share.parts
         width, tokens = rank + size - plain, sum(run.stop - run.start for run in runs)
@@ -154,13 +164,22 @@ class RanksLatents:
                 self._multiply_heads(query[run, some, :plain], up.key[some], packed[here, :, :rank])
                 self._around.pack(query[run, some], rank, packed[here], lengths, ranks.share)
             seen = self._empty((parts, tokens, count, rank + BESIDE), np.float32)
-            self._latents.attend_of_ranks(
-                ranks.all_gather(packed), shape, arena, layout, batch, heads, scale=scale, out=seen
-            )
+            attend(ranks.all_gather(packed), shape, seen)
             mixed = self._empty((tokens, count, rank), query.dtype)
             self._around.merge(ranks.exchange(seen), mixed)
             for run, here in side_by_side(runs):
                 self._multiply_heads(mixed[here], up.value[some], out[run, some])
+
+
+def lengths_of(batch: AttentionBatch) -> HostLengths:
+    """The lengths of a step whose sequences may have several queries.
+
+    Raises:
+        ValueError: the host does not know them.
+    """
+    if batch.on_host is None:
+        raise ValueError("ranks that keep latents together must know the lengths of a step's prompts: give on_host")
+    return batch.on_host
 
 
 def are_expanded(lengths: HostLengths, query: Array, up: UpProjections, parts: int) -> NDArray[np.bool_]:

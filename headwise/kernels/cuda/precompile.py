@@ -18,9 +18,11 @@ from headwise.kernels.cuda import (
     block_copy,
     block_tables,
     dsa,
+    dsa_ranks,
     elementwise,
     expanded,
     experts,
+    gathered,
     indexer,
     kv_write,
     latent_ranks,
@@ -72,12 +74,14 @@ class LatentModel:
     def variants(self, sm: int) -> tuple[Variant, ...]:
         """The Triton kernels that it launches. Raises ConfigError: the indexer is not supported."""
         prompts = ExpandedShape(self.latents, self.plain, self.value, self.parts)
-        if self.parts > 1:
-            return mla_ranks.variants_of(prompts, sm)
         own = mla.variants_of(self.latents, sm) + expanded.variants_of(prompts, sm)
+        if self.parts > 1:
+            own = mla_ranks.variants_of(prompts, sm)
         if self.index is None:
             return own
         dsa.check_index(self.index)
+        if self.parts > 1:
+            return own + dsa_ranks.variants_of(prompts, self.index, sm)
         return own + dsa.variants_of(self.latents, self.index, sm)
 
     def programs(self) -> Iterator[tuple[str, Defines]]:
@@ -87,6 +91,8 @@ class LatentModel:
         yield latents.SOURCE, latents.variant_of(layout, numpy_dtype(shape.q_dtype))
         if self.parts > 1:
             yield latent_ranks.SOURCE, elementwise.variant_of(numpy_dtype(shape.q_dtype))
+            if self.index is not None:
+                yield gathered.SOURCE, {}
         if self.index is not None:
             yield indexer.SOURCE, indexer.variant_of(self.index.dtype, self.index.key_dtype)
 
@@ -317,10 +323,10 @@ def _latents(options: argparse.Namespace) -> Iterator[LatentModel]:
     if options.latent_rank is None:
         return
     dtype, block_size, heads, parts = options.dtype, options.block_size, options.index_heads, options.latent_parts
-    if min(block_size, parts) < 1 or block_size % parts or (heads is not None and parts > 1):
+    if min(block_size, parts) < 1 or block_size % parts:
         raise ConfigError(
-            f"{parts} ranks cannot keep latents together in blocks of {block_size} tokens, or with an indexer: give "
-            "--latent-parts that divide --block-size, and no --index-heads"
+            f"{parts} ranks cannot keep latents together in blocks of {block_size} tokens: give --latent-parts that "
+            "divide --block-size"
         )
     block_size, kept = block_size // parts, options.kv_dtype or dtype
     shape = LatentShape(options.q_heads, options.latent_rank, options.latent_rotated, block_size, dtype, kept)

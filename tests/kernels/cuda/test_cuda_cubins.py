@@ -23,9 +23,10 @@ from gpu.machine_code import sass_of
 from support.gpu.host_library import HostLibrary
 from support.gpu.machine_code import parameters_of, variant_code
 
-from headwise.kernels.cuda import cubins, mla_ranks, nvrtc, packed, precompile
+from headwise.kernels.cuda import cubins, dsa_ranks, mla_ranks, nvrtc, packed, precompile
 from headwise.kernels.cuda.attention import HEAD_DIMS, AttentionShape, variants_of
 from headwise.kernels.cuda.cubins import Compiled, CubinCache, Target, compile_variant
+from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.launch import OVERLAPS_FROM, CupyLauncher, Variant
 from headwise.kernels.cuda.mla import LatentShape
@@ -420,14 +421,19 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     assert {path.name.split("-sm90")[0] for path in made_of_ranks} - {*sources, *more} == {
         "attend_latents", "latents", "latent_ranks", "gather_latents", "attend_expanded",
     }  # fmt: skip
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *shared, "8", "--index-heads", "64"])
+    made_of_both = {Path(line) for line in capsys.readouterr().out.splitlines()}
+    assert {path.name.split("-sm90")[0] for path in made_of_both - made_of_ranks} - {*sources, *more} == {
+        "score_tokens", "attend_chosen", "indexer", "gathered",
+    }  # fmt: skip
     monkeypatch.setattr(cubins, "compile_variant", None)
     of_rank = ExpandedShape(LatentShape(16, 512, 64, 8, "bfloat16", "bfloat16"), 128, 128, parts=8)
     for variant in mla_ranks.variants_of(of_rank, 90):
         assert CubinCache(tmp_path, Target(90, 12)).get(variant).path.with_suffix(".cubin") in made_of_ranks
+    for variant in dsa_ranks.variants_of(of_rank, IndexShape(64, 128, 8, "bfloat16", "bfloat16"), 90):
+        assert CubinCache(tmp_path, Target(90, 12)).get(variant).path.with_suffix(".cubin") in made_of_both
     with pytest.raises(SystemExit, match="3 ranks cannot keep latents together in blocks of 64 tokens"):
         precompile.main([str(tmp_path), "--sm", "90", *shared, "3"])
-    with pytest.raises(SystemExit, match="or with an indexer"):
-        precompile.main([str(tmp_path), "--sm", "90", *shared, "8", "--index-heads", "64"])
     with pytest.raises(SystemExit, match="give --kv-heads and --head-dim, or --latent-rank"):
         precompile.main([str(tmp_path), "--q-heads", "16"])
     monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)

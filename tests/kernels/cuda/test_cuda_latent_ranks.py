@@ -5,7 +5,6 @@ The kernels run on NumPy arrays, on poisoned arenas, a thread for each rank; wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,14 +19,13 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.token_share import TokenShare
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HostLengths
-from headwise.kernels.mla import has_scales, latent_scale_view, latent_view
+from headwise.kernels.mla import latent_view
 from headwise.kernels.mla_base import SharedLatentKernels, UpProjections
-from headwise.kernels.nibbles import GROUP, INT4
 
 pytest.importorskip("triton")
 
 from support.gpu.interpreted_latents import latent_kernels
-from support.gpu.latent_ranks import RanksScene
+from support.gpu.latent_ranks import RanksScene, assert_dealt, kept_in, knowing, step_of
 
 from headwise.kernels.cuda import elementwise, latent_ranks, merge_jit, mla, mla_ranks
 from headwise.kernels.cuda.cubins import Target
@@ -39,38 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumP
 QUANTISED = ["int8", "float8_e4m3fn", "int4"]
 
 
-def kept_in(dtype: str, case: LatentCase) -> LatentCase:
-    """The case over a cache of that dtype; in int4 with latents whose two parts are whole groups."""
-    if dtype != INT4:
-        return replace(case, dtype=dtype)
-    return replace(case, dtype=dtype, rank=case.rank + -case.rank % GROUP, rotated=GROUP)
-
-
 # ---- writes ----
-
-
-def views(arena: np.ndarray, layout: Any) -> Iterator[np.ndarray]:
-    """All that an arena has of latents, ``[blocks, slots, tokens, ...]``."""
-    yield latent_view(arena, layout)
-    if has_scales(layout):
-        yield latent_scale_view(arena, layout)
-
-
-def assert_dealt(scene: LatentScene, own: np.ndarray, layout: Any, share: TokenShare) -> None:
-    """Whether an arena has a share of what the scene's has, byte for byte, and nothing else."""
-    expected = np.full_like(own, 0xFF)
-    for to, whole in zip(views(expected, layout), views(scene.arena, scene.layout), strict=True):
-        to.view(np.uint8)[:] = np.ascontiguousarray(whole[:, :, share.part :: share.parts]).view(np.uint8)
-    np.testing.assert_array_equal(own, expected)
-    assert (own != 0xFF).any()
-
-
-def step_of(scene: LatentScene, rows: int, dtype: str) -> np.ndarray:
-    """The latents of the scene's step, with as many rows of padding, in memory as a GPU has it."""
-    latents = [rows[len(rows) - count :] for rows, count in zip(scene.latents, scene.case.query_lens, strict=True)]
-    step = poisoned_array((sum(map(len, latents)) + rows, latents[0].shape[1]), numpy_dtype(dtype))
-    step[: len(step) - rows] = np.concatenate(latents)
-    return step
 
 
 @pytest.mark.parametrize(
@@ -81,7 +48,7 @@ def step_of(scene: LatentScene, rows: int, dtype: str) -> np.ndarray:
 def test_each_rank_stores_its_own_tokens_and_nothing_else(given: str, kept: str, parts: int) -> None:
     scene = LatentScene(kept_in(kept, LatentCase((9, 0, 1, 1, 5), (41, 7, 33, 34, 5), rank=64)))
     scene.batch.block_tables[5, 1] = -1
-    kernels, step = latent_kernels(), step_of(scene, 2, given)
+    kernels, step = latent_kernels(), step_of(scene, scene.latents, 2, given)
     kernels.write_latent(step, scene.arena, scene.layout, scene.batch, scene.heads)
     layout = replace(scene.layout, parts=parts).own
     for part in range(parts):
@@ -93,7 +60,7 @@ def test_each_rank_stores_its_own_tokens_and_nothing_else(given: str, kept: str,
 @pytest.mark.parametrize("kept", ["float32", "int8", "int4"])
 def test_queries_of_all_tokens_are_rotated_whoever_stores_them(kept: str) -> None:
     scene, kernels = LatentScene(kept_in(kept, LatentCase((6, 1), (9, 20), rank=32, rotated=16))), latent_kernels()
-    case, step = scene.case, step_of(scene, 0, "float32")
+    case, step = scene.case, step_of(scene, scene.latents, 0, "float32")
     angles = np.random.default_rng(0).uniform(0, 6, (len(step), 1, case.rotated // 2)).astype(np.float32)
     given = step[:, : case.rank], step[:, case.rank :], np.cos(angles), np.sin(angles)
     turned = scene.query.copy()
@@ -215,11 +182,6 @@ def test_padding_is_nobodys_and_what_is_launched_and_told_hangs_on_shapes_alone(
             np.testing.assert_allclose(ours[:tokens], wanted[:tokens], rtol=0, atol=1e-4)
         launched.append((ranks.launched(0), ranks.launched(1), meeting.log))
     assert launched[0] == launched[1]
-
-
-def knowing(batch: AttentionBatch) -> AttentionBatch:
-    """As a step that is no graph."""
-    return replace(batch, on_host=HostLengths(batch.cu_seqlens_q.copy(), batch.seq_lens.copy()))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

@@ -359,7 +359,7 @@ def test_of_equal_scores_the_first_are_chosen(top: int) -> None:
     scores = rng.choice([-np.inf, -3.5, -0.0, 0.0, 1e-30, 2.0, 2.0000002, 1e30], (3, 200)).astype(np.float32)
     places, counts = np.full((3, top), 77, np.int32), np.zeros(3, np.int32)
     where = scene.layout, scene.batch, scene.heads
-    chooser.choose(scores, 0, top, np.dtype(np.float32), *where, places, counts)
+    chooser.choose(scores, 0, np.dtype(np.float32), *where, places, counts)
     for row, seen in enumerate((198, 199, 200)):
         exact = scores[row : row + 1, :seen].astype(np.float64)
         wanted = np.flatnonzero(best(exact, exact > -np.inf, top)[0])

@@ -33,7 +33,6 @@ from headwise.runtime.models.attention.mla import (
     LatentAttention,
     LatentOverCache,
     SharedLatentOverCache,
-    heads_of_ranks,
 )
 from headwise.runtime.models.attention.wanted import wanted_rows
 from headwise.runtime.models.base import IndexerConfig, MlaConfig, Rotation
@@ -56,11 +55,6 @@ class IndexedLatentAttention(LatentAttention):
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
         super().check(serving)
-        if serving.device == "cuda" and serving.context_parallel_size > 1:
-            raise ConfigError(
-                f"{serving.model} has an indexer (DSA), with which ranks do not keep tokens together on a GPU: leave "
-                "out context_parallel_size"
-            )
         dim = self.indexer.head_dim
         if serving.device != "cuda" and serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
             raise ConfigError(
@@ -74,12 +68,9 @@ class IndexedLatentAttention(LatentAttention):
     def gpu_kernels(
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> CudaIndexedKernels:
-        kernels, mla = CudaIndexedKernels(parts), self.mla
-        for heads in heads_of_ranks(self.config, tp_size):
-            sizes = layouts[0], heads, mla.rank, mla.rotated
-            kernels.prepare(*sizes, dtype)
-            kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
-        kernels.prepare_index(layouts[0], self.indexer.heads, dtype)
+        kernels, layout = CudaIndexedKernels(parts), layouts[0]
+        self.prepare(kernels, layout, tp_size, dtype)
+        kernels.prepare_index(layout.own, self.indexer.heads, dtype, layout.parts)
         return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> IndexedLatentOverCache:
@@ -129,7 +120,6 @@ class IndexedLatentOverCache:
         """
         mla = self._mla
         queries = self._latents.written(cache, query, compressed, shared, rotation)
-        where = cache.arena, cache.layout, cache.batch, cache.heads
         if self._rotating is None:
             rows = _layer_norm(keys)
             for turned in (index.query, rows[:, None]):
@@ -137,7 +127,8 @@ class IndexedLatentOverCache:
             self.write_index(cache, rows)
         else:
             cosines, sines = rotation
-            self._rotating.write_index_rope(index, keys, cosines, sines, *where)
+            where = cache.arena, cache.layout.own, cache.batch, cache.heads
+            self._rotating.write_index_rope(index, keys, cosines, sines, *where, share=self._latents.share)
         cache.wait()
         seen = self._latents.result_for(queries) if cache.out is None else cache.out
         self.attend(cache, queries, up, index, seen)

@@ -73,16 +73,21 @@ class LatentAttention:
     def gpu_kernels(
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> CudaLatentKernels:
-        kernels, mla, keeping = CudaLatentKernels(parts), self.mla, layouts[0].parts
+        kernels = CudaLatentKernels(parts)
+        self.prepare(kernels, layouts[0], tp_size, dtype)
+        return kernels
+
+    def prepare(self, kernels: CudaLatentKernels, layout: BlockLayout, tp_size: int, dtype: str) -> None:
+        """Make ready what latents need of the kernels of a GPU."""
+        mla, keeping = self.mla, layout.parts
         if keeping > 1:
             of_mla = mla.rank, mla.rotated, mla.plain, mla.value_dim
-            kernels.prepare_shared(layouts[0].own, self.config.num_heads // tp_size, keeping, *of_mla, dtype)
-            return kernels
+            kernels.prepare_shared(layout.own, self.config.num_heads // tp_size, keeping, *of_mla, dtype)
+            return
         for heads in heads_of_ranks(self.config, tp_size):
-            sizes = layouts[0], heads, mla.rank, mla.rotated
+            sizes = layout, heads, mla.rank, mla.rotated
             kernels.prepare(*sizes, dtype)
             kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
-        return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
         if ranks is None:
