@@ -47,3 +47,25 @@ class SharedKernels(AttentionKernels, Protocol):
     ) -> None:
         """`attend` over what all ``ranks`` keep: they call it together, each with its own heads' queries, of equally
         many heads, of the same batch."""
+
+
+@runtime_checkable
+class SharedRotatingKernels(SharedKernels, Protocol):
+    """Those that can rotate what they write on the way, and add a projection's bias before."""
+
+    def write_own_rope(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cosines: Array,
+        sines: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare,
+        bias: Array | None = None,
+    ) -> None:
+        """`BiasingKernels.write_kv_rope` of the step's tokens that are of ``share``; ``query`` is rotated, and has its
+        bias added, of all."""

@@ -201,6 +201,7 @@ __device__ __forceinline__ void store_packed(char* to, char* scales, const Packe
 // bias:               [query_heads + 2 * kv_heads, HEAD_DIM] of queries, keys, values, or null
 // arena, layout:      see BlockLayout; *_at are byte offsets of the roles within a slot
 // batch, tables, ...: see AttentionBatch and HeadTable; table_stride is from row to row of block_tables
+// part, parts:        of the tokens whose keys and values are stored, see TokenShare; block_size is of these
 // grid:               the tokens, and any number of blocks for each; threads: any number of warps
 extern "C" __global__ void write_kv(
     char* query, const char* key, const char* value, const float* cosines, const float* sines,
@@ -209,19 +210,19 @@ extern "C" __global__ void write_kv(
     long long query_stride, long long key_stride, long long value_stride,
     long long block_bytes, long long slot_bytes,
     long long value_at, long long key_scale_at, long long value_scale_at,
-    int batch, int groups, int table_stride, int block_size, int query_heads, int kv_heads)
+    int batch, int groups, int table_stride, int block_size, int query_heads, int kv_heads, int part, int parts)
 {
     let_next_begin();
     wait_for_earlier();
     const int token = blockIdx.x;
     const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
     if (sequence == batch) return;  // padding
-    const int position = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
+    const int of_all = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token, position = of_all / parts;
     const int* table = block_tables + static_cast<long long>(sequence) * groups * table_stride + position / block_size;
     const int offset = position % block_size;
 
     const int at = threadIdx.x % GROUP;
-    const int rows = query_heads + 2 * kv_heads;
+    const int rows = of_all % parts == part ? query_heads + 2 * kv_heads : query_heads;
     // Lanes without a row go along: a warp's shuffles need all of it.
     for (int first = blockIdx.y * (blockDim.x / GROUP); first < rows; first += gridDim.y * (blockDim.x / GROUP)) {
         const int row = first + threadIdx.x / GROUP;

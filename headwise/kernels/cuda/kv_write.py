@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.attention import HEAD_DIMS
@@ -58,7 +59,8 @@ class CudaKvWrite:
     Inputs are float16, bfloat16 or float32 ``[tokens, heads, head_dim]``, a token's heads side by side (slices of a
     fused projection are fine). The cache has the same dtype, or is quantised. Arrays of the batch are C-contiguous
     but for ``block_tables``, whose rows may have gaps. The grid depends on shapes alone. Tokens beyond
-    ``cu_seqlens_q[-1]`` and sequences without queries are padding.
+    ``cu_seqlens_q[-1]`` and sequences without queries are padding. With a ``share``, tokens are stored that are of it,
+    in blocks of these alone; what is rotated of queries is all tokens'.
 
     Raises:
         ConfigError: a head size, dtype or layout that the kernel does not know, or an array it cannot read.
@@ -91,10 +93,17 @@ class CudaKvWrite:
         return _Variant(input_dtype, head_dim_of(layout), self._kernels[key], places)
 
     def write_kv(
-        self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+        self,
+        key: Array,
+        value: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
-        """See `AttentionKernels.write_kv`."""
-        self._launch(None, key, value, None, None, None, arena, layout, batch, heads)
+        """See `AttentionKernels.write_kv`, and `SharedKernels.write_own`."""
+        self._launch(None, key, value, None, None, None, arena, layout, batch, heads, share)
 
     def write_kv_rope(
         self,
@@ -108,6 +117,7 @@ class CudaKvWrite:
         batch: AttentionBatch,
         heads: HeadTable,
         bias: Array | None = None,
+        share: TokenShare = ALL_TOKENS,
     ) -> None:
         """See `BiasingKernels.write_kv_rope`; what is rotated is rounded to its dtype before it is quantised."""
         tokens, _, head_dim = key.shape
@@ -121,7 +131,7 @@ class CudaKvWrite:
                 f"a bias of {bias.dtype} {list(bias.shape)}: give {key.dtype} {[rows * head_dim]}, aligned to "
                 f"{VECTOR_BYTES} bytes"
             )
-        self._launch(query, key, value, cosines, sines, bias, arena, layout, batch, heads)
+        self._launch(query, key, value, cosines, sines, bias, arena, layout, batch, heads, share)
 
     def _launch(
         self,
@@ -135,6 +145,7 @@ class CudaKvWrite:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
+        share: TokenShare,
     ) -> None:
         tokens = key.shape[0]
         if not tokens:
@@ -153,7 +164,7 @@ class CudaKvWrite:
             (
                 query_at, key_at, value_at, _address(cosines), _address(sines), _address(bias), arena_at, *batch_at,
                 address_of(heads.group), address_of(heads.slot), query_stride, key_stride, value_stride,
-                *variant.places, *batch_sizes, layout.block_size, q_heads, kv_heads,
+                *variant.places, *batch_sizes, layout.block_size, q_heads, kv_heads, share.part, share.parts,
             ),
         )  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_every_kernel_in_cuda_has_the_parameters_that_its_source_says() -> None:
     assert kernels
     for name, text in kernels.items():
         assert set(cuda_parameters(text, name)) <= set("Qqif"), name
-    assert cuda_parameters(kernels["write_kv"], "write_kv") == "Q" * 12 + "q" * 8 + "i" * 6
+    assert cuda_parameters(kernels["write_kv"], "write_kv") == "Q" * 12 + "q" * 8 + "i" * 8
     assert cuda_parameters(kernels["survey"], "survey") == "QQQQQqif"
 
 

@@ -14,6 +14,7 @@ from support.gpu.cuda_shim import ShimPrograms
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.token_share import TokenShare
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.kv_write import CudaKvWrite
@@ -177,6 +178,68 @@ def test_a_bias_is_added_before_anything_else(
     np.testing.assert_array_equal(step.arena, expected)
     given_query[: step.tokens] = query[: step.tokens]
     np.testing.assert_array_equal(bits(step.query), bits(given_query))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(("dtype", "cache", "head_dim"), VARIANTS)
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), has_bias=st.booleans(), backwards=st.booleans())
+def test_a_share_of_tokens_is_stored_and_queries_of_all_are_rotated(
+    shim: ShimPrograms, dtype: str, cache: str, head_dim: int, parts: int, data: st.DataObject, has_bias: bool,
+    backwards: bool,
+) -> None:  # fmt: skip
+    step, rng, write = data.draw(steps(dtype, cache, head_dim)), np.random.default_rng(0), CudaKvWrite(shim)
+    shim.backwards, own = backwards, step.layout
+    whole = replace(own, block_size=parts * own.block_size)
+    bias = rng.standard_normal((step.query.shape[1] + 2 * step.key.shape[1]) * head_dim).astype(step.key.dtype)
+    angles = rng.uniform(0, 2 * np.pi, (len(step.key), head_dim // 2)).astype(np.float32)
+    turning, more = (np.cos(angles), np.sin(angles)), {"bias": bias if has_bias else None}
+    turned, where = step.query.copy(), (step.padded, step.heads)
+    arena = np.full(len(step.arena) // own.block_bytes * whole.block_bytes, 0xFF, np.uint8)
+    write.write_kv_rope(turned, step.key, step.value, *turning, arena, whole, *where, **more)
+    for part in range(parts):
+        query, found = step.query.copy(), np.full_like(step.arena, 0xFF)
+        share = TokenShare(part, parts)
+        write.write_kv_rope(query, step.key, step.value, *turning, found, own, *where, **more, share=share)
+        np.testing.assert_array_equal(bits(query), bits(turned))
+        np.testing.assert_array_equal(found, dealt(arena, whole, own, share))
+
+
+@pytest.mark.parametrize("cache", ["float32", "int8"])
+def test_a_share_is_stored_without_rotation_alike(shim: ShimPrograms, cache: str) -> None:
+    rng, own = np.random.default_rng(1), gqa_layout(4, 1, 64, cache)
+    batch = AttentionBatch(*(np.array(each, np.int32) for each in ([0, 9, 10], [30, 3])), np.arange(8).reshape(2, 4)
+                           .astype(np.int32), 1)  # fmt: skip
+    heads, write, whole = HeadTable(*np.zeros((4, 1), np.int32)), CudaKvWrite(shim), replace(own, block_size=8)
+    key, value = rng.standard_normal((2, 10, 1, 64)).astype(np.float32)
+    arena = np.full(8 * whole.block_bytes, 0xFF, np.uint8)
+    write.write_kv(key, value, arena, whole, batch, heads)
+    for part in range(2):
+        found = np.full(8 * own.block_bytes, 0xFF, np.uint8)
+        write.write_kv(key, value, found, own, batch, heads, TokenShare(part, 2))
+        np.testing.assert_array_equal(found, dealt(arena, whole, own, TokenShare(part, 2)))
+        assert (found != 0xFF).any()
+
+
+def dealt(arena: np.ndarray, whole: BlockLayout, own: BlockLayout, share: TokenShare) -> np.ndarray:
+    """What blocks of ``whole`` have of a share, in blocks of it, byte for byte."""
+    blocks = len(arena) // whole.block_bytes
+    expected = np.full(blocks * own.block_bytes, 0xFF, np.uint8)
+    for to, every in zip(views(expected, own), views(arena, whole), strict=True):
+        to[:] = every[:, :, share.part :: share.parts]
+    return expected
+
+
+def views(arena: np.ndarray, layout: BlockLayout) -> list[np.ndarray]:
+    """Bytes ``[blocks, slots, tokens, any]`` of each role."""
+    slots = arena.reshape(-1, layout.slots, layout.slot_bytes)
+    return [
+        slots[:, :, at : at + layout.block_size * role.token_bytes].reshape(
+            *slots.shape[:2], layout.block_size, role.token_bytes
+        )
+        for role in layout.roles
+        for at in [layout.role_offsets[role.name]]
+    ]
 
 
 def summed(rows: np.ndarray, bias: np.ndarray) -> np.ndarray:
