@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -148,6 +148,12 @@ def variants_of(shape: AttentionShape, sm: int, tma: bool = False) -> tuple[Vari
     return _plan(shape, sm, Tuning(tma=tma)).variants
 
 
+def variant_of_ranks(shape: AttentionShape, sm: int) -> Variant:
+    """What `TritonAttention.attend_of_ranks` launches; ``shape`` has the query heads of all ranks, and blocks of this
+    one's tokens."""
+    return _of_ranks(shape, sm, Tuning())
+
+
 @dataclass
 class TritonAttention:
     """`AttentionKernels.attend` on a GPU, or in the interpreter.
@@ -166,6 +172,7 @@ class TritonAttention:
 
     def __post_init__(self) -> None:
         self._ready: dict[AttentionShape, _Ready] = {}
+        self._of_ranks: dict[AttentionShape, tuple[Variant, Kernel]] = {}
         self._asked: dict[tuple[Any, ...], _Ready] = {}  # by what `AttentionShape.of` was given
         self._batch_arguments = OfLatest(_batch_arguments)
         # Of all KV heads together, two for a unit: see `attention_jit.attend`.
@@ -180,6 +187,14 @@ class TritonAttention:
         """
         for shape in shapes:
             self._prepared(shape)
+
+    def prepare_of_ranks(self, shape: AttentionShape) -> tuple[Variant, Kernel]:
+        """The same for `attend_of_ranks`; ``shape`` is that of `variant_of_ranks`."""
+        if shape not in self._of_ranks:
+            self._reserve(shape)
+            variant = _of_ranks(shape, self.launcher.sm, self.tuning)
+            self._of_ranks[shape] = variant, self.launcher.prepare(variant)
+        return self._of_ranks[shape]
 
     def attend(
         self,
@@ -220,9 +235,7 @@ class TritonAttention:
             raise ValueError(f"sink_logits {sink_logits.shape} {sink_logits.dtype} are not float32 [{q_heads}]")
         query_at, query_stride = _rows("query", query)
         out_at, out_stride = _rows("out", out)
-        useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
-        fewest, most = (max(1, programs // kv_heads) for programs in self._programs(sequences))
-        units = min(most, sequences * useful)
+        of_units = self._units(kv_heads, layout, batch)
         parts = self._workspace.arguments(self._splits * shape.share, shape.head_dim)
         arguments: dict[str, Argument] = {
             "query": query_at,
@@ -235,8 +248,7 @@ class TritonAttention:
             "query_stride": query_stride,
             "out_stride": out_stride,
             **_score_arguments(scale, softcap),
-            "units": units,
-            "fewest_units": min(fewest, units),
+            **of_units,
         }
         longest = 1 if tokens == 1 else batch.max_query_len
         decodes = longest == 1 or sequences > 1
@@ -246,7 +258,52 @@ class TritonAttention:
             ready.prefill((kv_heads * tiles * plan.parts, 1, 1), _in_order(arguments))
         if decodes:
             arguments["fewest_queries"] = 1
-            ready.decode((units + sequences, kv_heads, 1), _in_order(arguments))
+            ready.decode((of_units["units"] + sequences, kv_heads, 1), _in_order(arguments))
+
+    def attend_of_ranks(
+        self,
+        queries: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        softcap: float,
+        out: Array,
+    ) -> None:
+        """What all ranks' heads see of the keys and values that one of them keeps, of their one KV head.
+
+        queries: ``[ranks, tokens, heads, head_dim]``
+        batch:   sequences with a query or none; their lengths, and blocks of ``layout``, are of the rank's own tokens
+        out:     float32 ``[ranks, tokens, heads, head_dim + BESIDE]``: a query's mean of values, and behind it the
+                 logarithm to base 2 of the sum of its weights; 0 and -inf of one that sees nothing
+        """
+        ranks, tokens, own_heads, _ = queries.shape
+        shape = AttentionShape.of(layout, ranks * own_heads, 1, queries.dtype.name, softcap)
+        variant, kernel = self.prepare_of_ranks(shape)
+        arguments: dict[str, Argument] = {
+            "query": address_of(queries),
+            "out": address_of(out),
+            **self._workspace.arguments(self._splits * shape.share, shape.head_dim),
+            **_arena_arguments(arena, layout),
+            **_batch_arguments(batch),
+            **_head_arguments(heads),
+            **_score_arguments(scale, softcap),
+            **self._units(1, layout, batch),
+            "tokens_of_step": tokens,
+            "own_heads": own_heads,
+        }
+        sequences = batch.cu_seqlens_q.shape[0] - 1
+        kernel((arguments["units"] + sequences, 1, 1), [arguments[name] for name, _ in variant.signature])
+
+    def _units(self, kv_heads: int, layout: BlockLayout, batch: AttentionBatch) -> dict[str, int]:
+        """Splits that a decode is cut into, of each KV head: at most, and at least."""
+        sequences = batch.cu_seqlens_q.shape[0] - 1
+        useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
+        fewest, most = (max(1, programs // kv_heads) for programs in self._programs(sequences))
+        units = min(most, sequences * useful)
+        return {"units": units, "fewest_units": min(fewest, units)}
 
     def _programs(self, sequences: int) -> tuple[int, int]:
         """Splits that all which the heads of a rank see of a batch is cut into, about: (at least, at most)."""
@@ -279,12 +336,15 @@ class TritonAttention:
 
     def _prepared(self, shape: AttentionShape) -> _Ready:
         if shape not in self._ready:
-            check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self.launcher.sm, shape.block_size)
-            self._workspace.reserve(self._splits * shape.share, shape.head_dim)
+            self._reserve(shape)
             plan = _plan(shape, self.launcher.sm, self.tuning)
             prepare = self.launcher.prepare
             self._ready[shape] = _Ready(shape, plan, prepare(plan.prefill), prepare(plan.decode))
         return self._ready[shape]
+
+    def _reserve(self, shape: AttentionShape) -> None:
+        check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self.launcher.sm, shape.block_size)
+        self._workspace.reserve(self._splits * shape.share, shape.head_dim)
 
 
 def _rows(name: str, array: Array) -> tuple[int, int]:
@@ -356,6 +416,11 @@ _in_order: Callable[[dict[str, Argument]], tuple[Argument, ...]] = itemgetter(
     *(parameter.partition(":")[0] for parameter in ATTEND_SIGNATURE)
 )
 
+MORE_OF_RANKS = {"tokens_of_step": "i32", "own_heads": "i32"}
+"""Parameters for queries of all ranks."""
+NOT_OF_RANKS = {"sink_logits": 0, "kv_heads": 1, "query_stride": 0, "out_stride": 0, "fewest_queries": 1}
+"""Those that there is nothing to tell of then."""
+
 MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
 PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
 
@@ -365,19 +430,37 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     prefill = tuning.prefill or by_tma or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
-    tile_bytes = 2 * packed_bytes(shape.kv_dtype, decode.keys * shape.head_dim)
-    split = {
-        "BLOCK_N": decode.keys,
-        "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys),
-        "SPLIT_TILES": max(1, tuning.split_bytes // tile_bytes),
-    }
     whole = {"BLOCK_N": prefill.keys, "MIN_SPLIT_TILES": 1, "SPLIT_TILES": 1}
+    alone: dict[str, Any] = {"OF_RANKS": False, **dict.fromkeys(MORE_OF_RANKS, 0)}
     return _Plan(
-        prefill=_attend_variant(shape, prefill, tokens, sm, DECODE=False, **whole),
-        decode=_attend_variant(shape, decode, 1, sm, DECODE=True, **split),
+        prefill=_attend_variant(shape, prefill, tokens, sm, DECODE=False, **whole, **alone),
+        decode=_attend_variant(shape, decode, 1, sm, **_of_splits(shape, decode, tuning), **alone),
         tokens=tokens,
         parts=prefill.parts,
     )
+
+
+def _of_ranks(shape: AttentionShape, sm: int, tuning: Tuning) -> Variant:
+    """The decode for queries of all ranks, which ``shape`` has the heads of.
+
+    Results are float32: those of several ranks may cancel out when they are merged, but for their rounding errors. It
+    does not overlap what comes before, which counts the tokens that it asks for.
+    """
+    tile = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
+    variant = _attend_variant(shape, tile, 1, sm, **_of_splits(shape, tile, tuning), OF_RANKS=True, **NOT_OF_RANKS)
+    given = {name: type_ for name, type_ in variant.signature if name not in NOT_OF_RANKS}
+    return replace(variant, signature=tuple((given | {"out": "*fp32"} | MORE_OF_RANKS).items()))
+
+
+def _of_splits(shape: AttentionShape, tile: Tile, tuning: Tuning) -> dict[str, Any]:
+    """What is compiled into a decode."""
+    tile_bytes = 2 * packed_bytes(shape.kv_dtype, tile.keys * shape.head_dim)
+    return {
+        "DECODE": True,
+        "BLOCK_N": tile.keys,
+        "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // tile.keys),
+        "SPLIT_TILES": max(1, tuning.split_bytes // tile_bytes),
+    }
 
 
 def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, sm: int, **constants: Any) -> Variant:
@@ -399,7 +482,7 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, sm: int, **c
         "BULK": tile.tma,
         "PAIRED": paired,
         "IS_E4M3": paired and shape.kv_dtype == "float8_e4m3fn",
-        OVERLAPS: constants["DECODE"] and sm >= OVERLAPS_FROM,
+        OVERLAPS: constants["DECODE"] and not constants["OF_RANKS"] and sm >= OVERLAPS_FROM,
     }
     signature = _typed(ATTEND_SIGNATURE, shape, paired)
     multiples = PACKED_MULTIPLES if shape.kv_dtype == INT4 else MULTIPLES

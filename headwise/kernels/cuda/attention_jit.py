@@ -13,6 +13,9 @@ rows see whole have a loop of their own, in which nothing is masked.
 
 The softmax is the online one (Milakov and Gimelshein, arXiv 1805.02867), in base 2; splits of one sequence are merged
 by the last of them, see `merge_jit`.
+
+``OF_RANKS``, of a decode, is for ranks that keep a KV head together (`headwise.kernels.token_ranks`): queries are those
+of all of them, and results have their log-sum-exps behind them, by which those of several ranks become one.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM102
@@ -30,7 +33,7 @@ from headwise.kernels.cuda.cached_jit import (
     split_quarters,
     widened,
 )
-from headwise.kernels.cuda.merge_jit import merge_parts, store_mean, store_part, with_sink
+from headwise.kernels.cuda.merge_jit import merge_parts, place_of, store_mean, store_part, store_seen, with_sink
 from headwise.kernels.cuda.overlap_jit import let_next_begin, wait_for_earlier
 from headwise.kernels.cuda.walk_jit import (
     NEVER,
@@ -309,12 +312,13 @@ def attend(
     query, out, counters, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
-    score_scale, cap, units, fewest_units, fewest_queries,
+    score_scale, cap, units, fewest_units, fewest_queries, tokens_of_step, own_heads,
     SHARE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr, BULK: tl.constexpr,
     PAIRED: tl.constexpr, IS_E4M3: tl.constexpr, SPLIT_TILES: tl.constexpr, OVERLAPS: tl.constexpr,
+    OF_RANKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -337,6 +341,11 @@ def attend(
 
     With ``OVERLAPS``, of a decode, it is launched, and has the next kernel launched, as `overlap.cuh` says. What each
     program is to do it finds out before it waits, so while what comes before writes keys and values.
+
+    With ``OF_RANKS`` there is one KV head, and ``query`` is ``[ranks, tokens_of_step, own_heads, HEAD_DIM]``: the
+    ``SHARE`` heads over it are those of one rank after the other. ``out`` is ``[ranks, tokens_of_step, own_heads,
+    HEAD_DIM + BESIDE]``, see `merge_jit.store_seen`. A sequence may have no token here: its one tile has none that is
+    visible, and no block is read but for the first one's id.
     """
     if OVERLAPS:
         let_next_begin()
@@ -390,7 +399,11 @@ def attend(
     dims = tl.arange(0, BLOCK_D)
     real_row = (row < TOKENS * SHARE) & (token < query_count)
     real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
-    at_query = (query_begin + token).to(tl.int64) * query_stride + head * HEAD_DIM
+    if OF_RANKS:
+        at_seen = place_of(query_begin + token, head, tokens_of_step, own_heads)
+        at_query = at_seen * HEAD_DIM
+    else:
+        at_query = (query_begin + token).to(tl.int64) * query_stride + head * HEAD_DIM
     queries = tl.load(query + at_query[:, None] + dims[None, :], mask=real, other=0.0)
     score_scale = tl.full([BLOCK_M], 1.0, tl.float32) * score_scale
     if PACKED:
@@ -500,14 +513,24 @@ def attend(
             store_part(partial, partial_lse, place, accumulator, highest, total, real_row, HEAD_DIM, BLOCK_D)
             first_head = kv_head * SHARE
             first_place = first_head.to(tl.int64) * (2 * units) + unit - split
-            merge_parts(
-                counters + kv_head * (2 * units) + unit - split,
-                partial + first_place * HEAD_DIM, partial_lse + first_place, 2 * units, split, used,
-                out + query_begin.to(tl.int64) * out_stride + first_head * HEAD_DIM, sink_logits + first_head, SHARE,
-                HEADS, HEAD_DIM, BLOCK_D, SINKS,
-            )  # fmt: skip
+            if OF_RANKS:
+                merge_parts(
+                    counters + unit - split, partial + first_place * HEAD_DIM, partial_lse + first_place, 2 * units,
+                    split, used, out, partial_lse, SHARE, HEADS, HEAD_DIM, BLOCK_D, False,
+                    True, query_begin, first_head, tokens_of_step, own_heads,
+                )  # fmt: skip
+            else:
+                merge_parts(
+                    counters + kv_head * (2 * units) + unit - split,
+                    partial + first_place * HEAD_DIM, partial_lse + first_place, 2 * units, split, used,
+                    out + query_begin.to(tl.int64) * out_stride + first_head * HEAD_DIM, sink_logits + first_head,
+                    SHARE, HEADS, HEAD_DIM, BLOCK_D, SINKS,
+                )  # fmt: skip
             return
-    if SINKS:  # once for a sequence: of splits by the last
-        total = with_sink(total, highest, tl.load(sink_logits + head, mask=real_row, other=0.0))
-    at_out = (query_begin + token).to(tl.int64) * out_stride + head * HEAD_DIM
-    store_mean(out, at_out, accumulator, total, real_row, HEAD_DIM, VALUE_D)
+    if OF_RANKS:
+        store_seen(out, at_seen, accumulator, highest, total, real_row, HEAD_DIM, BLOCK_D)
+    else:
+        if SINKS:  # once for a sequence: of splits by the last
+            total = with_sink(total, highest, tl.load(sink_logits + head, mask=real_row, other=0.0))
+        at_out = (query_begin + token).to(tl.int64) * out_stride + head * HEAD_DIM
+        store_mean(out, at_out, accumulator, total, real_row, HEAD_DIM, VALUE_D)

@@ -1,5 +1,5 @@
-// What lies around attention to latents (MLA) that ranks keep together, each those of its own tokens: queries on their way
-// to all ranks, sequences as one rank has them, and what was seen on each rank as one.
+// What lies around attention to latents (MLA), or to a KV head, that ranks keep together, each its own tokens: queries on
+// their way to all ranks, sequences as one rank has them, and what was seen on each rank as one.
 //
 // Macro of a variant: NUMBER, one of F16, BF16, F32, the dtype of queries.
 
@@ -10,10 +10,11 @@
 
 constexpr int NUMBER_BYTES = 4 / WORD_ELEMENTS;
 constexpr float LOWEST = -3.0e38f;  // below any logarithm of what was seen, and no infinity, which cannot be subtracted
+constexpr float LOG2E = 1.4426950408889634f;
 
 // Puts the rotated part of queries behind the absorbed one, and counts the rank's own tokens of sequences.
 // query:   [tokens, heads, head_dim], `query_stride` bytes from token to token, of whose heads the last `rotated` go
-// packed:  [tokens, heads, rank + rotated]
+// packed:  [tokens, heads, rank + rotated]; without a rank, heads that are rotated as a whole, side by side
 // seq_lens, own_lens: [batch]; not read where there are no sequences
 // grid:    the tokens
 extern "C" __global__ void pack_queries(
@@ -55,15 +56,22 @@ extern "C" __global__ void cut_rows(
 }
 
 // The mean over all tokens, of means over each rank's by their shares of the softmax; 0 where nothing was seen on any.
-// seen:  [parts, rows, width], each a mean of `rank` numbers and the logarithm to base 2 of its sum of weights
-// mixed: [rows, rank]
-// grid:  the rows
-extern "C" __global__ void merge_seen(const float* seen, char* mixed, int parts, int width, int rank)
+// seen:  [parts, tokens, heads, width], each a mean of `rank` numbers and the logarithm to base 2 of its sum of weights;
+//        parts are `apart` numbers from each other
+// mixed: [tokens, heads, rank], tokens `step` bytes from each other
+// sink_logits: [heads], of one more key whose value is 0; or null
+// grid:  the tokens' heads
+extern "C" __global__ void merge_seen(
+    const float* seen, char* mixed, const float* sink_logits, long long apart, long long step, int parts, int heads,
+    int width, int rank)
 {
-    const long long apart = static_cast<long long>(gridDim.x) * width;
+    const int token = blockIdx.x / heads, head = blockIdx.x % heads;
     const float* row = seen + static_cast<long long>(blockIdx.x) * width;
+    char* to = mixed + token * step + static_cast<long long>(head) * rank * NUMBER_BYTES;
     float highest = LOWEST, total = 0.0f;
+    if (sink_logits) highest = fmaxf(highest, sink_logits[head] * LOG2E);
     for (int part = 0; part < parts; part++) highest = fmaxf(highest, row[part * apart + rank]);
+    if (sink_logits) total = exp2f(sink_logits[head] * LOG2E - highest);
     for (int part = 0; part < parts; part++) total += exp2f(row[part * apart + rank] - highest);
     const float least = total == 0.0f ? 1.0f : total;  // NaN stays NaN
     for (int i = threadIdx.x; i < rank / ELEMENTS; i += blockDim.x) {
@@ -76,6 +84,6 @@ extern "C" __global__ void merge_seen(const float* seen, char* mixed, int parts,
         }
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) sum.at[e] /= least;
-        store(mixed + (static_cast<long long>(blockIdx.x) * rank + i * ELEMENTS) * NUMBER_BYTES, sum);
+        store(to + i * VECTOR, sum);
     }
 }

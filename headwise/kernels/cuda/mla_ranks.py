@@ -13,9 +13,8 @@ in the same order. Decodes hang on shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +24,12 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
 from headwise.kernels.cuda.expanded import ExpandedLatents, ExpandedShape
 from headwise.kernels.cuda.expanded import variants_of as variants_of_expanded
-from headwise.kernels.cuda.latent_ranks import CudaLatentRanks
+from headwise.kernels.cuda.latent_ranks import FEW_QUERIES, CudaLatentRanks, lengths_of, runs_of, side_by_side
 from headwise.kernels.cuda.launch import Array, Variant
 from headwise.kernels.cuda.mla import BESIDE, LatentShape, TritonLatents, variants_of_ranks
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.token_ranks import TokenRanks
-
-FEW_QUERIES = 8
-"""Of a sequence, which are always rows beside those that decode: a prompt takes some launches for itself."""
 
 BYTE_COST = 600.0
 """Of a byte that ranks send each other, in products of a head: 400 GB/s beside 500 TFLOPS, about an H100's."""
@@ -106,7 +102,7 @@ class RanksLatents:
         expands = are_expanded(known, query, up, ranks.share.parts)
         runs = runs_of(known, ~expands)
         if runs:
-            here = self._cut(batch, runs, ranks, query.dtype)
+            here = self._around.cut_all(batch, runs, ranks.share, query.dtype, self._empty)
             self.attend_rows(query, up, layout, runs, ranks, out, self._attend(arena, layout, here, heads, scale))
         prompts = np.flatnonzero(expands).tolist()
         self._expanded.attend(
@@ -122,19 +118,6 @@ class RanksLatents:
             self._latents.attend_of_ranks(queries, shape, arena, layout, batch, heads, scale=scale, out=seen)
 
         return attend
-
-    def _cut(
-        self, batch: AttentionBatch, runs: Sequence[slice], ranks: TokenRanks, dtype: np.dtype[Any]
-    ) -> AttentionBatch:
-        """The rows of ``runs`` as sequences of one query, of this rank's tokens."""
-        count, columns = sum(run.stop - run.start for run in runs), batch.block_tables.shape[1]
-        begins, lengths, tables = (
-            self._empty(shape, np.int32) for shape in ((count + 1,), (count,), (count * batch.groups, columns))
-        )
-        cut = AttentionBatch(begins, lengths, tables, batch.groups, max_query_len=1)
-        for run, here in side_by_side(runs):
-            self._around.cut(batch, run, here.start, cut, ranks.share, dtype)
-        return cut
 
     def attend_rows(
         self,
@@ -171,17 +154,6 @@ class RanksLatents:
                 self._multiply_heads(mixed[here], up.value[some], out[run, some])
 
 
-def lengths_of(batch: AttentionBatch) -> HostLengths:
-    """The lengths of a step whose sequences may have several queries.
-
-    Raises:
-        ValueError: the host does not know them.
-    """
-    if batch.on_host is None:
-        raise ValueError("ranks that keep latents together must know the lengths of a step's prompts: give on_host")
-    return batch.on_host
-
-
 def are_expanded(lengths: HostLengths, query: Array, up: UpProjections, parts: int) -> NDArray[np.bool_]:
     """Which sequences take the expanded form: the more queries, the less it is in comparison.
 
@@ -195,19 +167,3 @@ def are_expanded(lengths: HostLengths, query: Array, up: UpProjections, parts: i
     of_query = heads * (projecting + contexts * (2 * rank - plain - value_dim)) + BYTE_COST * row_bytes
     of_token = heads * projecting + BYTE_COST * latent_bytes
     return np.asarray((queries > FEW_QUERIES) & (contexts * of_token < queries * of_query))
-
-
-def runs_of(lengths: HostLengths, chosen: NDArray[np.bool_]) -> list[slice]:
-    """The query rows of the sequences that are chosen, as many side by side as there are."""
-    taken = np.repeat(chosen, np.diff(lengths.cu_seqlens_q))
-    edges = np.flatnonzero(np.diff(taken, prepend=False, append=False))
-    return [slice(begin, end) for begin, end in edges.reshape(-1, 2).tolist()]
-
-
-def side_by_side(runs: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
-    """Each of ``runs``, and where its rows are among those of all."""
-    at = 0
-    for run in runs:
-        count = run.stop - run.start
-        yield run, slice(at, at + count)
-        at += count
