@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
-from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.base import Array, AttentionBatch, HeadTable
 from headwise.kernels.latest import MOST_TABLES, OfEach
 from headwise.kernels.token_ranks import TokenRanks, merged, rows_over_share
 
@@ -31,9 +31,9 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SharedContext:
-    """One sequence's blocks in one layer, of which this rank has all tokens, as kernels take them. rows: its queries"""
+    """Sequences' blocks in one layer, of which this rank has all tokens, as kernels take them. rows: their queries"""
 
-    arena: NDArray[np.uint8]
+    arena: Array
     layout: BlockLayout
     batch: AttentionBatch
     heads: HeadTable

@@ -27,19 +27,10 @@ from headwise.kernels.cuda.choice import TokenChoice
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.expanded import ExpandedLatents, ExpandedShape
 from headwise.kernels.cuda.gathered import GatheredContexts
+from headwise.kernels.cuda.latent_ranks import FEW_QUERIES, lengths_of, runs_of, side_by_side
 from headwise.kernels.cuda.launch import Array, Variant
 from headwise.kernels.cuda.mla import BESIDE, LatentShape
-from headwise.kernels.cuda.mla_ranks import (
-    BYTE_COST,
-    FEW_QUERIES,
-    RANKS_BYTES,
-    RanksLatents,
-    are_expanded,
-    lengths_of,
-    of_ranks,
-    runs_of,
-    side_by_side,
-)
+from headwise.kernels.cuda.mla_ranks import BYTE_COST, RANKS_BYTES, RanksLatents, are_expanded, of_ranks
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.mla_base import UpProjections
@@ -124,7 +115,7 @@ class RanksIndexed:
         prompts = np.flatnonzero(expands).tolist()
         self._expanded.attend(query, up, *where, scale=scale, out=out, sequences=prompts, ranks=ranks)
         for sequence in np.flatnonzero(gathers).tolist():
-            context = self._gathered(ranks, *where, sequence)
+            context = self._gathered(ranks, *where, range(sequence, sequence + 1))
             rows, there = context.rows, (context.arena, context.layout, context.batch, context.heads)
             attend_whole(query[rows], up, index.of_rows(rows), *there, scale=scale, out=out[rows])
 

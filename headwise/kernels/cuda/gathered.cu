@@ -7,18 +7,18 @@ struct alignas(16) Vector {
 // One member's slots of a sequence's blocks, one behind the other, and a batch that says so.
 // block_tables: [groups, any], of the sequence
 // own:          [columns, slot_bytes]; of a block that is not mapped, left as it is
-// table:        [columns], -1 of a block that is not mapped
+// table:        [columns], of which the first is block `first`; -1 of a block that is not mapped
 // rows:         [2], where the sequence's queries begin and end
 // grid:         the columns
 extern "C" __global__ void take_slots(
     const char* arena, const int* block_tables, const int* head_groups, const int* head_slots, char* own, int* table,
-    int* rows, long long block_bytes, long long slot_bytes, int table_stride, int queries)
+    int* rows, long long block_bytes, long long slot_bytes, int table_stride, int first, int begin, int end)
 {
     const int column = blockIdx.x;
     const int block = block_tables[static_cast<long long>(head_groups[0]) * table_stride + column];
     if (threadIdx.x == 0) {
-        table[column] = block < 0 ? -1 : column;
-        if (column == 0) rows[0] = 0, rows[1] = queries;
+        table[column] = block < 0 ? -1 : first + column;
+        if (column == 0) rows[0] = begin, rows[1] = end;
     }
     if (block < 0) return;
     const Vector* from = reinterpret_cast<const Vector*>(arena + block * block_bytes + head_slots[0] * slot_bytes);

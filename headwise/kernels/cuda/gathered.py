@@ -1,8 +1,8 @@
 """Contexts that ranks keep together, gathered on each of their GPUs: the host half of `gathered.cu`.
 
-What `headwise.kernels.shared_context` has for host memory. A sequence's blocks in one layer are whole for as long as
-its queries attend to them, in memory of their own: what all its tokens have there twice, as ranks tell it and in their
-order, and a rank's own once. Nothing but its length bounds that: whoever asks knows it.
+What `headwise.kernels.shared_context` has for host memory. Sequences' blocks in one layer are whole for as long as
+their queries attend to them, in memory of their own: what all tokens have there, a rank's own once more, and of what
+ranks tell each other `TOLD_BYTES`. Nothing but their lengths bounds that: whoever asks knows them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
@@ -21,6 +22,8 @@ from headwise.kernels.token_ranks import TokenRanks
 
 SOURCE = "gathered.cu"
 THREADS = 256
+TOLD_BYTES = 64 << 20
+"""By all ranks at a time, unless those of a block are more."""
 WORD_BYTES = 4
 """What a token has of a role is a multiple of this, and so it goes from rank to rank."""
 
@@ -52,9 +55,10 @@ class GatheredContexts:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
-        sequence: int,
+        sequences: range,
     ) -> SharedContext:
-        """A sequence's blocks of a layer's one member, of which each of ``ranks`` gives its tokens; all call together.
+        """These sequences' blocks of a layer's one member, of which each of ``ranks`` gives its tokens; all call
+        together.
 
         layout: of blocks of a rank's own tokens, whichever roles they have
 
@@ -62,23 +66,23 @@ class GatheredContexts:
             ConfigError: what a token has is no whole words.
         """
         assert batch.on_host is not None, "who calls this knows the lengths"
-        cu, lens = batch.on_host.cu_seqlens_q, batch.on_host.seq_lens[sequence : sequence + 1]
-        rows, parts = slice(int(cu[sequence]), int(cu[sequence + 1])), ranks.share.parts
-        whole, columns = whole_layout(layout, parts), -(-int(lens[0]) // (parts * layout.block_size))
-        own, table, ends = self._taken(arena, layout, batch, heads, sequence, columns, rows.stop - rows.start)
+        some, whole = slice(sequences.start, sequences.stop), whole_layout(layout, ranks.share.parts)
+        begins, lens = batch.on_host.cu_seqlens_q[sequences.start : sequences.stop + 1], batch.on_host.seq_lens[some]
+        known = HostLengths(begins - begins[0], lens)
+        own, tables, cu = self._taken(arena, layout, batch, heads, sequences, known, -(-lens // whole.block_size))
         return SharedContext(
-            arena=self._joined(ranks.all_gather(own), layout, whole),
+            arena=self._told(ranks, own, layout, whole),
             layout=whole,
             batch=AttentionBatch(
-                cu_seqlens_q=ends,
-                seq_lens=batch.seq_lens[sequence : sequence + 1],
-                block_tables=table.reshape(1, columns),
+                cu_seqlens_q=cu,
+                seq_lens=batch.seq_lens[some],
+                block_tables=tables,
                 groups=1,
-                max_query_len=rows.stop - rows.start,
-                on_host=HostLengths(np.array([0, rows.stop - rows.start], np.int32), lens),
+                max_query_len=int(np.diff(begins).max()),
+                on_host=known,
             ),
-            heads=replace(heads, group=ends[:1], slot=ends[:1]),  # which is a zero
-            rows=rows,
+            heads=replace(heads, group=cu[:1], slot=cu[:1]),  # which is a zero
+            rows=slice(int(begins[0]), int(begins[-1])),
         )
 
     def _taken(
@@ -87,27 +91,39 @@ class GatheredContexts:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
-        sequence: int,
-        columns: int,
-        queries: int,
+        sequences: range,
+        known: HostLengths,
+        columns: NDArray[np.int32],
     ) -> tuple[Array, Array, Array]:
-        """A rank's own slots, ``int32 [columns, words]``, a table of as many, and ``cu_seqlens_q`` of one sequence."""
-        own = self._empty((columns, layout.slot_bytes // WORD_BYTES), np.int32)
-        table, ends = self._empty((columns,), np.int32), self._empty((2,), np.int32)
-        tables = batch.block_tables[sequence * batch.groups :]
-        given = addresses_of(arena, tables, heads.group, heads.slot, own, table, ends)
-        sizes = layout.block_bytes, layout.slot_bytes, tables.strides[0] // tables.itemsize, queries
-        self.prepare().take((columns, 1, 1), (*given, *sizes))
-        return own, table, ends
+        """A rank's own slots, ``int32 [all columns, words]``, tables of them, and ``cu_seqlens_q``."""
+        firsts = [0, *np.cumsum(columns).tolist()]
+        own = self._empty((firsts[-1], layout.slot_bytes // WORD_BYTES), np.int32)
+        tables = self._empty((len(columns), int(columns.max())), np.int32)
+        cu = self._empty((len(columns) + 1,), np.int32)
+        for at, sequence in enumerate(sequences):
+            of_sequence = batch.block_tables[sequence * batch.groups :]
+            given = arena, of_sequence, heads.group, heads.slot, own[firsts[at] :], tables[at], cu[at:]
+            sizes = layout.block_bytes, layout.slot_bytes, of_sequence.strides[0] // of_sequence.itemsize
+            ends = known.cu_seqlens_q[at : at + 2].tolist()
+            self.prepare().take((int(columns[at]), 1, 1), (*addresses_of(*given), *sizes, firsts[at], *ends))
+        return own, tables, cu
 
-    def _joined(self, every: Array, layout: BlockLayout, whole: BlockLayout) -> Array:
-        """An arena of all tokens, of ``every [parts, blocks, words]`` of each rank's own."""
-        parts, blocks, _ = every.shape
-        arena = self._empty((blocks * whole.block_bytes,), np.uint8)
+    def _told(self, ranks: TokenRanks, own: Array, layout: BlockLayout, whole: BlockLayout) -> Array:
+        """An arena of all tokens, of the slots ``own [blocks, words]`` that each rank has."""
         for role in layout.roles:
             if role.token_bytes % WORD_BYTES:
                 raise ConfigError(f"{role.name} of {role.token_bytes} bytes a token is not in words of {WORD_BYTES}")
+        arena = self._empty((len(own) * whole.block_bytes,), np.uint8)
+        each = max(1, TOLD_BYTES // (ranks.share.parts * layout.slot_bytes))
+        for first in range(0, len(own), each):
+            every = ranks.all_gather(own[first : first + each])
+            self._join(every, arena[first * whole.block_bytes :], layout, whole)
+        return arena
+
+    def _join(self, every: Array, arena: Array, layout: BlockLayout, whole: BlockLayout) -> None:
+        """Put ``every [parts, blocks, words]`` of each rank's own in order."""
+        parts, blocks, _ = every.shape
+        for role in layout.roles:
             places = layout.slot_bytes, whole.block_bytes, layout.role_offsets[role.name], whole.role_offsets[role.name]
             sizes = role.token_bytes, layout.block_size, parts
             self.prepare().join((blocks, 1, 1), (*addresses_of(every, arena), *places, *sizes))
-        return arena

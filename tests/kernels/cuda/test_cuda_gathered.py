@@ -48,8 +48,8 @@ def test_contexts_are_gathered_as_in_host_memory_whatever_blocks_have(layout: Bl
     def gather(ranks: Any) -> None:
         arena = poisoned_array((10 * layout.own.block_bytes,), np.uint8)
         arena[:] = np.random.default_rng(ranks.share.part).integers(0, 256, len(arena))
-        where = ranks, arena, layout.own, batch, HEADS, 1
-        found, wanted = GatheredContexts(gpu_parts())(*where), gather_context(*where)
+        where = ranks, arena, layout.own, batch, HEADS
+        found, wanted = GatheredContexts(gpu_parts())(*where, range(1, 2)), gather_context(*where, 1)
         assert (found.layout, found.rows) == (wanted.layout, slice(1, 4))
         for name in ("cu_seqlens_q", "seq_lens"):
             np.testing.assert_array_equal(getattr(found.batch, name), getattr(wanted.batch, name))
@@ -71,7 +71,7 @@ def test_a_role_that_is_no_whole_words_is_refused() -> None:
     def gather(ranks: Any) -> None:
         arena = poisoned_array((10 * odd.block_bytes,), np.uint8)
         with pytest.raises(ConfigError, match="indexer of 30 bytes a token is not in words of 4"):
-            GatheredContexts(gpu_parts())(ranks, arena, odd, batch_of(9), HEADS, 1)
+            GatheredContexts(gpu_parts())(ranks, arena, odd, batch_of(9), HEADS, range(1, 2))
 
     on_each(1, gather)
 
