@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -63,7 +63,7 @@ class Step:
 
 def kernels_with(rig: Rig, tma: bool) -> AttentionKernels:
     """Those of an engine with ``prefill_tma``, or of one without."""
-    return CudaKernels(rig.parts.launcher, rig.parts.programs, rig.parts.allocate, tma)
+    return CudaKernels(replace(rig.parts, tma=tma))
 
 
 def decode_step(

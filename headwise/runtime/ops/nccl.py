@@ -74,7 +74,7 @@ def connect_gpus(comm: Communicator) -> NcclCollectives | None:
 
 
 class NcclCollectives:
-    """`Collectives` of CuPy arrays: float32, float16 or bfloat16, and tokens.
+    """`Collectives` of CuPy arrays: float32, float16 or bfloat16, and int32: tokens, and words of whatever else.
 
     Raises `EngineDiedError` if NCCL reports a failure: the ranks are then out of step for good.
     """

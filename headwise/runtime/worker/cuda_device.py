@@ -74,7 +74,7 @@ class CudaDevice:
             self.parts = GpuParts(
                 launcher, programs, self.ops.empty_bytes, empty_array, _heads_of(self.ops), config.prefill_tma
             )
-            self.kernels: Any = CudaKernels(launcher, programs, self.ops.empty_bytes, config.prefill_tma)
+            self.kernels: Any = CudaKernels(self.parts)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """See `Device.check`."""

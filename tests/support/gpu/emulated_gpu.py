@@ -197,7 +197,7 @@ class EmulatedGpu:
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
         launcher = InterpreterLauncher(sm=90, sms=1)
         self.parts = GpuParts(launcher, programs, poisoned, poisoned_array, self.ops.multiply_heads)
-        self.kernels: Any = CudaKernels(launcher, programs, poisoned)
+        self.kernels: Any = CudaKernels(self.parts)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         self.kernels = attention_of(card.config).gpu_kernels(self.parts, card.layouts, card.plan.tp_size, self._dtype)

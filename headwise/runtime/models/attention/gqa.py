@@ -12,11 +12,12 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, BiasingKernels, HeadTable, RotatingKernels
 from headwise.kernels.cuda.attention import AttentionShape, check_supported
+from headwise.kernels.cuda.gqa_ranks import RanksShape
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.gqa import QUANTISED, gqa_layout
 from headwise.kernels.select import make_kernels
-from headwise.kernels.shared_base import SharedKernels
+from headwise.kernels.shared_base import SharedKernels, SharedRotatingKernels
 from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.wanted import of_wanted
@@ -66,15 +67,18 @@ class GroupedQueryAttention:
     def gpu_kernels(
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> AttentionKernels:
-        kernels = CudaKernels(parts.launcher, parts.programs, parts.allocate, parts.tma)
+        kernels = CudaKernels(parts)
         shapes = {
-            self._shape(layer, layout, share, tp_size, dtype): layout
+            (self._shape(layer, layout.own, share, tp_size, dtype), layout.parts): layout.own
             for layer, layout in enumerate(layouts)
             for share in query_shares(self.config, layer, tp_size)
         }
-        for shape, layout in shapes.items():
+        for (shape, keeping), layout in shapes.items():
             check_supported(shape.head_dim, dtype, shape.kv_dtype, parts.launcher.sm, shape.block_size)
-            kernels.prepare(layout, shape)
+            if keeping == 1:
+                kernels.prepare(layout, shape)
+            else:
+                kernels.prepare_shared(layout, RanksShape(shape, keeping))
         return kernels
 
     def _shape(self, layer: int, layout: BlockLayout, share: int, tp_size: int, dtype: str) -> AttentionShape:
@@ -215,15 +219,21 @@ class SharedGroupedQueryOverCache(GroupedQueryOverCache):
     def __init__(self, ops: TensorOps, kernels: SharedKernels, scale: float, softcap: float, ranks: TokenRanks) -> None:
         super().__init__(ops, kernels, scale, softcap)
         self._sharing, self._ranks = kernels, ranks
+        self._turning = kernels if isinstance(kernels, SharedRotatingKernels) else None
 
     def written(
         self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, bias: Tensor | None
     ) -> KernelArray:
         if cache.layout.parts == 1:
             return super().written(cache, query, key, value, rotation, bias)
-        ops, where = self._ops, (cache.arena, cache.layout.own, cache.batch, cache.heads)
-        queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
-        self._sharing.write_own(keys, ops.kernel_array(value), *where, self._ranks.share)
+        ops, where = self._ops, (cache.arena, cache.layout.own, cache.batch, cache.heads, self._ranks.share)
+        if self._turning is None:
+            queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
+            self._sharing.write_own(keys, ops.kernel_array(value), *where)
+            return queries
+        queries, keys, values = ops.kernel_array(query), ops.kernel_array(key), ops.kernel_array(value)
+        (cosines, sines), added = rotation, None if bias is None else ops.kernel_array(bias)
+        self._turning.write_own_rope(queries, keys, values, cosines, sines, *where, bias=added)
         return queries
 
     def attend(
