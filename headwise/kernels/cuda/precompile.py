@@ -23,6 +23,7 @@ from headwise.kernels.cuda import (
     expanded,
     experts,
     gathered,
+    gqa_ranks,
     indexer,
     kv_write,
     latent_ranks,
@@ -44,6 +45,7 @@ from headwise.kernels.cuda.delta import variants_of as delta_variants
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.gqa_ranks import RanksShape
 from headwise.kernels.cuda.kda import KdaShape
 from headwise.kernels.cuda.kda import variants_of as kda_variants
 from headwise.kernels.cuda.launch import Variant
@@ -109,6 +111,7 @@ def precompile(
     tma: bool = False,
     ssms: Sequence[SsmShape] = (),
     kdas: Sequence[KdaShape] = (),
+    shared_shapes: Sequence[RanksShape] = (),
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
@@ -120,6 +123,7 @@ def precompile(
     tma:           see `Tuning.tma`
     ssms:          state space models, of models that have them
     kdas:          Kimi Delta Attention, likewise
+    shared_shapes: of layers whose KV heads ranks keep together
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -131,6 +135,14 @@ def precompile(
             for variant in variants_of(shape, target.sm, tma):
                 yield cubins.get(variant).path
             for source, defines in _programs(shape, target.sm):
+                yield cubin_path(directory, source, defines, target.sm, target.cuda)
+        for shared in shared_shapes:
+            own = shared.own
+            gqa_ranks.check_parts(shared)
+            check_supported(own.head_dim, own.q_dtype, own.kv_dtype, target.sm, own.block_size)
+            for variant in gqa_ranks.variants_of_shared(shared, target.sm, tma):
+                yield cubins.get(variant).path
+            for source, defines in (*_programs(own, target.sm), *gqa_ranks.programs_of(shared)):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for model in latent_models:
             mla.check_latents(model.latents, target.sm)
@@ -189,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     targets = [Target(sm, cuda) for sm in options.sm for cuda in options.cuda]
     try:
+        shapes = list(_shapes(options))
         mixed = (
             list(_mixtures(options)),
             list(_deltas(options)),
@@ -198,8 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.tma,
             list(_ssms(options)),
             list(_kdas(options)),
+            [RanksShape(shape, parts) for shape, parts in shapes if parts > 1],
         )
-        for path in precompile(list(_shapes(options)), targets, options.directory, *mixed):
+        alone = [shape for shape, parts in shapes if parts == 1]
+        for path in precompile(alone, targets, options.directory, *mixed):
             print(path, flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
@@ -218,6 +233,12 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-heads", type=_numbers, help="KV heads of a layer; where layers differ, of each kind: 16,4"
     )
     parser.add_argument("--head-dim", type=_numbers, help="size of heads; likewise: 256,512")
+    parser.add_argument(
+        "--kv-parts",
+        type=_numbers,
+        help="ranks that keep a KV head together, each a part of every block's tokens; --q-heads over it are those of "
+        "all of these; likewise: 1,2 (default: 1)",
+    )
     parser.add_argument("--block-size", type=int, default=64, help="tokens per block (default: 64)")
     parser.add_argument("--dtype", default="bfloat16", help="of queries (default: bfloat16)")
     parser.add_argument("--kv-dtype", default=None, help="of cached keys and values (default: that of queries)")
@@ -294,29 +315,40 @@ def add_weight_options(parser: argparse.ArgumentParser) -> None:
     weights.add_argument("--weight-floats", action="store_true", help="numbers of 8 bits are FP8 (E4M3)")
 
 
-def _shapes(options: argparse.Namespace) -> Iterator[AttentionShape]:
+def _shapes(options: argparse.Namespace) -> Iterator[tuple[AttentionShape, int]]:
+    """Each with the ranks that keep a KV head together, of one of which it is."""
     if options.latent_rank is not None:
         return
     if options.kv_heads is None or options.head_dim is None:
         raise ConfigError("give --kv-heads and --head-dim, or --latent-rank of a model with latent attention")
-    if len(options.kv_heads) != len(options.head_dim):
+    every = options.kv_heads, options.head_dim, options.kv_parts or [1] * len(options.kv_heads)
+    if len(set(map(len, every))) > 1:
         raise ConfigError(
-            f"--kv-heads {options.kv_heads} and --head-dim {options.head_dim} do not go together: give "
+            f"--kv-heads {every[0]}, --head-dim {every[1]} and --kv-parts {every[2]} do not go together: give "
             "as many of each, one for each kind of layer"
         )
-    for kv_heads, head_dim in zip(options.kv_heads, options.head_dim, strict=True):
-        if kv_heads < 1 or options.q_heads % kv_heads:
-            raise ConfigError(f"{options.q_heads} query heads cannot share {kv_heads} KV heads evenly: give a multiple")
-        yield AttentionShape(
-            share=options.q_heads // kv_heads,
+    for kv_heads, head_dim, parts in zip(*every, strict=True):
+        if min(kv_heads, parts) < 1 or options.q_heads % (kv_heads * parts):
+            raise ConfigError(
+                f"{options.q_heads} query heads cannot share {kv_heads} KV heads evenly on {parts} ranks: give a "
+                "multiple"
+            )
+        if options.block_size % parts:
+            raise ConfigError(
+                f"{parts} ranks cannot keep KV heads together in blocks of {options.block_size} tokens: give "
+                "--kv-parts that divide --block-size"
+            )
+        shape = AttentionShape(
+            share=options.q_heads // (kv_heads * parts),
             head_dim=head_dim,
-            block_size=options.block_size,
+            block_size=options.block_size // parts,
             q_dtype=options.dtype,
             kv_dtype=options.kv_dtype or options.dtype,
             softcap=options.softcap,
             sink_logits=options.sink_logits,
             chunked=options.chunked,
         )
+        yield shape, parts
 
 
 def _latents(options: argparse.Namespace) -> Iterator[LatentModel]:

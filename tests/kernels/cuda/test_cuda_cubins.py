@@ -23,11 +23,12 @@ from gpu.machine_code import sass_of
 from support.gpu.host_library import HostLibrary
 from support.gpu.machine_code import parameters_of, variant_code
 
-from headwise.kernels.cuda import cubins, dsa_ranks, mla_ranks, nvrtc, packed, precompile
+from headwise.kernels.cuda import cubins, dsa_ranks, gqa_ranks, mla_ranks, nvrtc, packed, precompile
 from headwise.kernels.cuda.attention import HEAD_DIMS, AttentionShape, variants_of
 from headwise.kernels.cuda.cubins import Compiled, CubinCache, Target, compile_variant
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.expanded import ExpandedShape
+from headwise.kernels.cuda.gqa_ranks import RanksShape
 from headwise.kernels.cuda.launch import OVERLAPS_FROM, CupyLauncher, Variant
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, decode_tile, prefill_tile
@@ -441,8 +442,23 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *gemma])
     unlike = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
     assert unlike.count("attend") == 4
-    with pytest.raises(SystemExit, match=r"--kv-heads \[16, 4\] and --head-dim \[256\] do not go together"):
+    with pytest.raises(SystemExit, match=r"--kv-heads \[16, 4\], --head-dim \[256\] .* do not go together"):
         precompile.main([str(tmp_path), "--sm", "90", *gemma, "--head-dim", "256"])
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *gemma, "--kv-parts", "1,2"])
+    together = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    names = [path.name.split("-sm90")[0] for path in together]
+    assert names.count("attend") == 5
+    assert {*names} - {*sources} == {"latent_ranks", "gathered"}
+    of_one = RanksShape(AttentionShape(4, 512, 32, "bfloat16", "bfloat16"), parts=2)
+    for variant in gqa_ranks.variants_of_shared(of_one, 90, EngineConfig().prefill_tma):
+        assert CubinCache(tmp_path, Target(90, 12)).get(variant).path.with_suffix(".cubin") in together
+    for parts, message in (
+        ("1,3", "32 query heads cannot share 4 KV heads evenly on 3 ranks"),
+        ("1,8", "8 ranks cannot keep KV heads together in blocks of 4 tokens"),
+        ("2", r"--kv-parts \[2\] do not go together"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            precompile.main([str(tmp_path), "--sm", "90", *gemma, "--kv-parts", parts, "--block-size", "4"])
     with pytest.raises(SystemExit, match="--experts needs --hidden-size and --expert-size"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *mixture])
     with pytest.raises(SystemExit, match=r"error: KV dtype float8_e4m3fn needs"):
