@@ -21,6 +21,7 @@ from headwise.kernels.cuda.expanded import ExpandedLatents
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.worker.worker import ModelWorker
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -104,18 +105,27 @@ def test_ranks_that_share_heads_say_the_reference_tokens(model: str, size: int) 
     executor.close()
 
 
+def made_ready(worker: ModelWorker) -> list[set[Any]]:
+    """The shapes of grouped-query attention that a rank's kernels are there for."""
+    attention = getattr(worker._device.kernels, "_attention", None)
+    return [] if attention is None else [set(attention._ready), set(attention._of_ranks)]
+
+
 def assert_ranks_say_the_reference_tokens(model: str, size: int, **options: Any) -> None:
+    """By kernels that were made ready at start."""
     directory, tokens = checkpoint(model), 3
     given = {"kv_cache": "64MiB", "max_model_len": 256, "tp_size": size, **options}
     config = EngineConfig(model=str(directory), device="cuda", dtype="float32", **given)
     ranks = Ranks(config, directory, device=lambda: EmulatedGpu(LIBRARIES, "float32"))
     preprocessor, executor = Preprocessor.open(config), LocalExecutor(ranks)
+    ready = list(map(made_ready, ranks.workers))
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:3]
     greedy = replace(GREEDY, max_tokens=tokens)
     results = serve(engine, preprocessor, wanted, {answer.name: greedy for answer in wanted})
     for answer in wanted:
         assert_same(answer.first(tokens), results[answer.name].token_ids)
+    assert list(map(made_ready, ranks.workers)) == ready
     executor.close()
 
 
@@ -132,9 +142,12 @@ def test_ranks_with_states_beside_latents_that_all_have_say_the_reference_tokens
         pytest.param("deepseek-v2", 4, 2, marks=pytest.mark.soak),
         pytest.param("deepseek-v3.2", 4, 4, marks=pytest.mark.soak),
         pytest.param("kimi-linear", 2, 2, marks=pytest.mark.soak),  # beside states
+        ("qwen3", 4, 2),  # two KV heads
+        ("gpt-oss", 4, 2),  # of layers without a window alone; learned sinks, biases
+        pytest.param("gemma4", 4, 2, marks=pytest.mark.soak),  # heads of two sizes, half of them on two ranks
     ],
 )
-def test_ranks_that_keep_latents_together_say_the_reference_tokens(model: str, size: int, parts: int) -> None:
+def test_ranks_that_keep_tokens_together_say_the_reference_tokens(model: str, size: int, parts: int) -> None:
     assert_ranks_say_the_reference_tokens(model, size, context_parallel_size=parts)
 
 

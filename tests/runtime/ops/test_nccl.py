@@ -146,7 +146,7 @@ GROUPS = [[range(4)], [range(2), range(2, 4)], [range(1), range(1, 4)]]
 """Of four ranks, that call each other at the same time."""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_ranks_of_a_group_have_what_each_of_them_has(
     nccl: HostNccl, module: ModuleType, groups: list[range], dtype: str
@@ -545,12 +545,14 @@ def test_two_ranks_say_what_one_says(
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v3.2"])
-def test_two_ranks_that_keep_latents_together_say_what_one_says(
-    nccl: HostNccl, libraries: Path, model: str, graphs: bool
+@pytest.mark.parametrize("kept", ["deepseek-v3", "deepseek-v3.2", "a KV head"])
+def test_two_ranks_that_keep_tokens_together_say_what_one_says(
+    nccl: HostNccl, libraries: Path, tmp_path: Path, graphs: bool, kept: str
 ) -> None:
     """Prompts by pieces of graphs with attention between them, decodes by graphs that send what is seen."""
-    config = configuration(checkpoint(model), device="cuda", dtype="float32", kv_cache="1MiB")
+    one_head = {"num_key_value_heads": 1, "head_wise_swa_ratio": 0.0}
+    model = write_model(tmp_path, **one_head) if kept == "a KV head" else checkpoint(kept)
+    config = configuration(model, device="cuda", dtype="float32", kv_cache="1MiB")
     alone = answers(LocalEngine(config, EmulatedGpu(libraries, "float32")))
     shared = replace(config, **FEW_GRAPHS, cuda_graphs=graphs, context_parallel_size=2)
     engine, _, worker = two_ranks(nccl, libraries, shared)

@@ -41,7 +41,7 @@ def write_model(directory: Path, **config: object) -> Path:
     """``config``: of the model's, besides `TINY`."""
     write_tokenizer_directory(directory, byte_level_tokenizer())
     (directory / "config.json").write_text(json.dumps(TINY | config))
-    weights = random_weights(model_config(TINY))
+    weights = random_weights(model_config(TINY | config))
     named = {name: weights.tensor(name) for name in weights.names if not name.endswith(".bias")}
     save_file(named, directory / "model.safetensors")
     return directory
