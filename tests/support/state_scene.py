@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import FOLLOWS, GUESSED, AttentionBatch, HeadTable
-from headwise.kernels.state_layout import StateSizes, state_layout
+from headwise.kernels.state_layout import StateSizes, state_layout, state_views
 
 SIZES = StateSizes(8, 12, 2, 4)
 
@@ -123,6 +123,11 @@ class StateScene(ABC):
         for sequence, first, out in self.guessed:
             wanted = expected[sequence][first : first + len(out)]
             np.testing.assert_allclose(out.astype(np.float64), wanted, rtol=rtol, atol=atol)
+
+    def assert_same_states(self, other: StateScene, atol: float) -> None:
+        """The live ones and all checkpoints; blocks that nothing was written to are NaN still."""
+        for own, others in zip(*(state_views(scene.arena, self.layout) for scene in (self, other)), strict=True):
+            np.testing.assert_allclose(own, others, rtol=1e-3, atol=atol)
 
     def steps(self) -> list[np.ndarray]:
         """What the layer makes of each sequence's tokens, step by step: ``[tokens, ...]``."""

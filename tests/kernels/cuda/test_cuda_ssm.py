@@ -21,6 +21,7 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.ssm import CudaSsm, SsmShape, variants_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
+from headwise.kernels.select import make_ssm_kernels
 from headwise.kernels.ssm_base import SsmWeights
 from headwise.kernels.state_layout import StateSizes
 
@@ -181,7 +182,7 @@ FOLLOWED = {
 def test_tokens_that_follow_others_are_taken_on_in_turn_and_of_guesses_no_state_is_left(
     case: StateCase, whole: int, spoils: bool
 ) -> None:
-    for seed in range(3):
+    for seed in range(2):
         scene, kernels = SsmScene(replace(case, seed=seed)), OnPoison(padding=2, spoils=spoils)
         wanted = scene.expected()
         for found, expected in zip(scene.run(kernels, 3, whole), wanted, strict=True):
@@ -191,6 +192,9 @@ def test_tokens_that_follow_others_are_taken_on_in_turn_and_of_guesses_no_state_
         launched = {kernel for kernel, _ in kernels.launcher.launched}
         assert "step" not in launched
         assert ("carry" in launched) == (whole < NEVER)
+        reference = SsmScene(replace(case, seed=seed))
+        reference.run(make_ssm_kernels("reference", threads=1), 3, whole)
+        scene.assert_same_states(reference, atol=1e-4)
 
 
 def test_where_none_follows_another_all_is_the_same_to_the_bit() -> None:
