@@ -1,8 +1,11 @@
-"""Gated delta-nets over states in the cache, in Triton: what `headwise.kernels.delta_base` says, by two ways.
+"""Gated delta-nets over states in the cache, in Triton: what `headwise.kernels.delta_base` says, by three ways.
 
 **One token** (`step`): a program has one sequence's key head and the value heads that share it, and does all that the
 layer does between its projections: convolution, lengths, gates, the rule, the norm. Each state is read once and written
 once. States are tiles in registers, in which keys run over the warps and values over the lanes.
+
+**Tokens that follow each other** (`walk`), each a sequence of one, as drafts make them: the same of each in turn, with
+each state in registers through all of them; it is left behind those that are no guesses.
 
 **Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in four launches. `convolve` makes queries,
 keys, values, rates and decays of what was projected. `solve` has the products among a chunk's tokens, for all chunks

@@ -1,7 +1,10 @@
-"""Kimi Delta Attention over states in the cache, in Triton: what `headwise.kernels.kda_base` says, by two ways.
+"""Kimi Delta Attention over states in the cache, in Triton: what `headwise.kernels.kda_base` says, by three ways.
 
 **One token** (`step`): a program has one sequence's head, and does all that the layer does between its projections:
 convolution, lengths, gates, the rule, the norm. The state is read once and written once.
+
+**Tokens that follow each other** (`walk`), each a sequence of one, as drafts make them: the same of each in turn, with
+the state in registers through all of them; it is left behind those that are no guesses.
 
 **Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in five launches. `convolve` makes queries,
 keys, values and rates of what was projected. `pair` has the products among a chunk's tokens, for ``PART`` of them in a

@@ -1,9 +1,12 @@
-"""State space models over states in the cache, in Triton: what `headwise.kernels.ssm_base` says, by two ways.
+"""State space models over states in the cache, in Triton: what `headwise.kernels.ssm_base` says, by three ways.
 
 **One token** (`step`): a program has one sequence's member and does all that the layer does between its projections:
 convolution, steps, the rule, the gate. All of a member's heads are columns of one wide state, of which ``COLUMNS`` are
 a tile in registers at a time, in which keys run over the warps and columns over the lanes: of small heads several. Each
 state is read once and written once.
+
+**Tokens that follow each other** (`walk`), each a sequence of one, as drafts make them: the same of each in turn, with
+each tile in registers through all of them; it is left behind those that are no guesses.
 
 **Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in three launches. `convolve` makes queries,
 keys, values, steps and decays of what was projected. `relate` has the products among a chunk's tokens, for all chunks
