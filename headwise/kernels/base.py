@@ -49,7 +49,7 @@ class HostLengths:
 
 
 FOLLOWS, GUESSED = 1, 2
-"""Values of `AttentionBatch.follows`."""
+"""Values of `AttentionBatch.follows`, where a sequence follows another; else it is 0."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class AttentionBatch:
     follows:      ``[batch]``, on the host: not 0 of a sequence of one query that is the one before it, a token longer,
                   and shares its blocks; kernels may compute such queries together, to the same bits. `GUESSED` where
                   its token, and all behind it, are guesses, of which no state is left. None: there are none
+    follows_on_device: the same where the other arrays are, for kernels that keep states; 0 of padding. None: likewise
     """
 
     cu_seqlens_q: Array
@@ -78,6 +79,7 @@ class AttentionBatch:
     max_query_len: int | None = None
     on_host: HostLengths | None = None
     follows: Array | None = None
+    follows_on_device: Array | None = None
 
 
 class AttentionKernels(Protocol):

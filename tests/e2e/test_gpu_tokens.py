@@ -170,10 +170,19 @@ def test_states_are_resumed_at_checkpoints_that_a_prompt_left(model: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "model", ["gemma4-shared", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gpt-oss", "deepseek-v3"))]
+    "model",
+    [
+        "gemma4-shared",
+        "qwen3-next",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("gpt-oss", "deepseek-v3", "kimi-linear", "nemotron-h", "granite-hybrid-ssm")
+        ),
+    ],
 )
 def test_guesses_change_no_token(model: str) -> None:
-    """Greedy or drawn; also where layers behind the last one that keeps anything compute wanted rows alone."""
+    """Greedy or drawn; also where layers behind the last one that keeps anything compute wanted rows alone, and where
+    layers keep states, which must forget wrong ones."""
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:3]
     drawn = replace(GREEDY, max_tokens=9, temperature=0.8, seed=5)
     sampling = {answer.name: params for answer, params in zip(wanted, (drawn, FEW, FEW), strict=True)}

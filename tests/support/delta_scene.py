@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from support.state_scene import StateCase, StateScene
+from support.state_scene import NEVER, StateCase, StateScene
 
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.delta_base import DeltaInputs, DeltaKernels
@@ -31,10 +31,10 @@ class DeltaScene(StateScene):
         ]
         self.weights = self.random(case.heads, case.sizes.convolution, case.sizes.channels)
 
-    def run(self, kernels: DeltaKernels, guesses: int | None = None) -> list[np.ndarray]:
+    def run(self, kernels: DeltaKernels, guesses: int | None = None, whole: int = NEVER) -> list[np.ndarray]:
         """What each sequence's value heads see, ``[tokens, key_heads, share, value]``."""
         self.kernels = kernels
-        return self.steps() if guesses is None else self.guessed_steps(guesses)
+        return self.steps() if guesses is None else self.guessed_steps(guesses, whole)
 
     def attend(self, parts: list[slice], batch: AttentionBatch) -> np.ndarray:
         mixed, rate, decay = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from support.state_scene import StateCase, StateScene
+from support.state_scene import NEVER, StateCase, StateScene
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.base import AttentionBatch
@@ -37,10 +37,10 @@ class KdaScene(StateScene):
             eps=1e-5,
         )
 
-    def run(self, kernels: KdaKernels, guesses: int | None = None) -> list[np.ndarray]:
+    def run(self, kernels: KdaKernels, guesses: int | None = None, whole: int = NEVER) -> list[np.ndarray]:
         """What comes out of each sequence's tokens, ``[tokens, heads * value]``."""
         self.kernels = kernels
-        return self.steps() if guesses is None else self.guessed_steps(guesses)
+        return self.steps() if guesses is None else self.guessed_steps(guesses, whole)
 
     def attend(self, parts: list[slice], batch: AttentionBatch) -> np.ndarray:
         made = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from support.state_scene import StateCase, StateScene
+from support.state_scene import NEVER, StateCase, StateScene
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.base import AttentionBatch
@@ -34,10 +34,10 @@ class SsmScene(StateScene):
             groups=self.groups,
         )
 
-    def run(self, kernels: SsmKernels, guesses: int | None = None) -> list[np.ndarray]:
+    def run(self, kernels: SsmKernels, guesses: int | None = None, whole: int = NEVER) -> list[np.ndarray]:
         """What comes out of each sequence's tokens, ``[tokens, members * share * value]``."""
         self.kernels = kernels
-        return self.steps() if guesses is None else self.guessed_steps(guesses)
+        return self.steps() if guesses is None else self.guessed_steps(guesses, whole)
 
     def attend(self, parts: list[slice], batch: AttentionBatch) -> np.ndarray:
         numbers = np.concatenate([rows[part] for rows, part in zip(self.numbers, parts, strict=True)])

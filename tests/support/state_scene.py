@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import FOLLOWS, GUESSED, AttentionBatch, HeadTable
-from headwise.kernels.state_layout import StateSizes, state_layout
+from headwise.kernels.state_layout import StateSizes, state_layout, state_views
 
 SIZES = StateSizes(8, 12, 2, 4)
 
@@ -19,6 +20,10 @@ PADDING = 192
 
 NO_BLOCK = 0x7F000000
 """What a column may have that nobody reads."""
+
+
+NEVER = 1 << 30
+"""More tokens than a step has."""
 
 
 @dataclass(frozen=True)
@@ -77,32 +82,52 @@ class StateScene(ABC):
         self._free = self.draw.permutation(num_blocks).tolist()
         # Three groups, of which the first has nothing to do with this layer.
         self.tables = np.full((len(self.lengths), 3, self.columns), -1, np.int32)
+        # What came of guesses: whose they are, and which of its tokens is the first.
+        self.guessed: list[tuple[int, int, np.ndarray]] = []
 
     def random(self, *shape: int) -> np.ndarray:
         return self.draw.standard_normal(shape).astype(np.float32)
 
-    def guessed_steps(self, guesses: int) -> list[np.ndarray]:
+    def guessed_steps(self, guesses: int, whole: int = NEVER) -> list[np.ndarray]:
         """As `steps`, where each token is a sequence that follows the one before it, and up to so many behind those of
-        a step are guesses, within the block of its last one."""
+        a step are guesses, within the block of its last one. Where there are ``whole`` tokens or more, they are one
+        sequence, as a prompt's."""
         done, found = [0] * len(self.lengths), [[] for _ in self.lengths]
         for counts in zip(*self.case.steps, strict=True):
-            parts, rows, follows = [], [], []
+            parts, rows, queries, lens, follows = [], [], [], [], []
             for sequence, count in enumerate(counts):
                 start, end = done[sequence], done[sequence] + count
                 self._make_room(sequence, start, end)
-                room = min(-end % self.case.block_size, self.lengths[sequence] - end, guesses) if count else 0
+                one_by_one = 0 < count < whole
+                room = min(-end % self.case.block_size, self.lengths[sequence] - end, guesses) if one_by_one else 0
                 parts.append(slice(start, end + room))
-                rows += [sequence] * (count + room)
-                follows += [0, *[FOLLOWS] * (count - 1), *[GUESSED] * room][: count + room]
+                own = range(start + 1, end + room + 1) if one_by_one else [end]
+                lens += own
+                rows += [sequence] * len(own)
+                queries += [1] * len(own) if one_by_one else [count]
+                follows += [0, *[FOLLOWS] * (count - 1), *[GUESSED] * room][: len(own)]
                 done[sequence] = end
-            lens = np.array([at + 1 for part in parts for at in range(part.start, part.stop)], np.int32)
             tables = self.tables[rows].reshape(-1, self.columns).copy()
-            cu = np.arange(len(rows) + 1, dtype=np.int32)
-            out = self.attend(parts, AttentionBatch(cu, lens, tables, 3, follows=np.array(follows, np.int32)))
+            cu = np.cumsum([0, *queries], dtype=np.int32)
+            given = AttentionBatch(cu, np.array(lens, np.int32), tables, 3, follows=np.array(follows, np.int32))
+            out = self.attend(parts, given)
             ends = np.cumsum([part.stop - part.start for part in parts])
             for sequence, (of_step, count) in enumerate(zip(np.split(out, ends[:-1]), counts, strict=True)):
                 found[sequence].append(of_step[:count])
+                self.guessed.append((sequence, done[sequence], of_step[count:]))
         return [np.concatenate(outs) for outs in found]
+
+    def assert_guesses(self, expected: Sequence[np.ndarray], rtol: float, atol: float) -> None:
+        """What comes of right guesses is what comes of the tokens."""
+        assert any(len(out) for _, _, out in self.guessed)
+        for sequence, first, out in self.guessed:
+            wanted = expected[sequence][first : first + len(out)]
+            np.testing.assert_allclose(out.astype(np.float64), wanted, rtol=rtol, atol=atol)
+
+    def assert_same_states(self, other: StateScene, atol: float) -> None:
+        """The live ones and all checkpoints; blocks that nothing was written to are NaN still."""
+        for own, others in zip(*(state_views(scene.arena, self.layout) for scene in (self, other)), strict=True):
+            np.testing.assert_allclose(own, others, rtol=1e-3, atol=atol)
 
     def steps(self) -> list[np.ndarray]:
         """What the layer makes of each sequence's tokens, step by step: ``[tokens, ...]``."""
@@ -139,6 +164,28 @@ class StateScene(ABC):
 
     def _take(self, cells: np.ndarray) -> None:
         cells[:] = [self._free.pop(), self._free.pop()]
+
+
+def on_device(batch: AttentionBatch, block_size: int, padding: int = 0, tells: bool = False) -> AttentionBatch:
+    """A batch as kernels on a GPU are given it: what sequences do not reach of their tables names no block, and decodes
+    have so much `padded` behind them. tells: that none follows another, too"""
+    counts = np.diff(batch.cu_seqlens_q)
+    if padding and (counts == 1).all():
+        batch = padded(batch, padding)
+    unread = np.arange(batch.block_tables.shape[1]) >= -(-batch.seq_lens // block_size)[:, None]
+    tables = np.where(np.repeat(unread, batch.groups, axis=0), np.int32(NO_BLOCK), batch.block_tables)
+    told = np.zeros(len(batch.seq_lens), np.int32) if tells or batch.follows is not None else None
+    if told is not None and batch.follows is not None:
+        told[: len(batch.follows)] = batch.follows
+    return replace(batch, block_tables=tables, max_query_len=int(counts.max()), follows_on_device=told)
+
+
+def spoilt(rows: np.ndarray, batch: AttentionBatch) -> np.ndarray:
+    """``rows [T, ...]`` where those of guesses are of other tokens."""
+    firsts = batch.cu_seqlens_q[np.flatnonzero(batch.follows == GUESSED)]
+    rows = rows.copy()
+    rows[firsts] = 1 - rows[firsts]
+    return rows
 
 
 def padded(batch: AttentionBatch, count: int) -> AttentionBatch:

@@ -142,7 +142,8 @@ def compile_variant(variant: Variant, target: Target) -> Compiled:
     order = {name: signature[name] for name in function.arg_names}
     multiples = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(order) if name in variant.multiples}
     described = ASTSource(function, order, dict(variant.constants), multiples)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+    of_programs = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "maxnreg": variant.most_registers}
+    options = {**of_programs, "enable_fp_fusion": True}
     with _compiling, _private_compiler(target) as log:
         try:
             kernel = triton.compile(described, target=GPUTarget("cuda", target.sm, 32), options=options)

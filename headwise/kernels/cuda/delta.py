@@ -38,9 +38,10 @@ from headwise.kernels.delta_base import DeltaWeights
 from headwise.kernels.state_layout import StateSizes, sizes_of
 
 MODULE = "delta_jit"
+_OF_TOKEN = "projected:x out:x arena:*fp32 convolution:*fp32 speed:*fp32 bias:*fp32 norm:*fp32 "
 _SIGNATURES = {
-    "step": "projected:x out:x arena:*fp32 convolution:*fp32 speed:*fp32 bias:*fp32 norm:*fp32 "
-    + IN_CACHE.format("") + " eps:fp32",
+    "step": _OF_TOKEN + IN_CACHE.format("") + " eps:fp32",
+    "walk": _OF_TOKEN + "follows:*i32 " + IN_CACHE.format("batch:i32") + " eps:fp32",
     "convolve": "projected:x query:x key:x value:x rate:*fp32 decay:*fp32 arena:*fp32 convolution:*fp32 speed:*fp32 "
     "bias:*fp32 " + IN_CACHE.format("batch:i32") + " fewest_queries:i32",
     "solve": "query:x key:x rate:*fp32 decay:*fp32 among:x solved:x cu_seqlens_q:*i32 seq_lens:*i32 batch:i32 "
@@ -53,13 +54,14 @@ _OF_ROWS = "SHARE VALUE_DIM CHANNELS EACH ROW"
 _OF_CACHE = f"{_OF_ROWS} KEY_HEADS KEY_DIM WIDTH BLOCK_K BLOCK_SIZE"
 _CONSTANTS = {
     "step": f"{_OF_CACHE} BLOCK_V RECURRENT_AT QUERY_SCALE",
+    "walk": f"{_OF_CACHE} BLOCK_V RECURRENT_AT QUERY_SCALE",
     "convolve": f"{_OF_CACHE} VALUE_HEADS BLOCK_V BLOCK_S TOKENS QUERY_SCALE",
     "solve": "KEY_HEADS VALUE_HEADS SHARE KEY_DIM BLOCK_K CHUNK ROWS LEVELS PRECISION",
     "carry": f"{_OF_CACHE} VALUE_HEADS COLUMNS PIECES RECURRENT_AT CHUNK ROWS PRECISION",
     "finish": f"{_OF_ROWS} VALUE_HEADS BLOCK_V TOKENS",
 }
 """Of each kernel, what is compiled in."""
-_WARPS = {"step": 8, "convolve": 4, "solve": 4, "carry": 4, "finish": 4}
+_WARPS = {"step": 8, "walk": 8, "convolve": 4, "solve": 4, "carry": 4, "finish": 4}
 _WARPS_BELOW_90 = {**_WARPS, "solve": 8, "carry": 8}
 """There accumulators and what is multiplied share a warp's registers."""
 

@@ -1,8 +1,11 @@
-"""Gated delta-nets over states in the cache, in Triton: what `headwise.kernels.delta_base` says, by two ways.
+"""Gated delta-nets over states in the cache, in Triton: what `headwise.kernels.delta_base` says, by three ways.
 
 **One token** (`step`): a program has one sequence's key head and the value heads that share it, and does all that the
 layer does between its projections: convolution, lengths, gates, the rule, the norm. Each state is read once and written
 once. States are tiles in registers, in which keys run over the warps and values over the lanes.
+
+**Tokens that follow each other** (`walk`), each a sequence of one, as drafts make them: the same of each in turn, with
+each state in registers through all of them; it is left behind those that are no guesses.
 
 **Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in four launches. `convolve` makes queries,
 keys, values, rates and decays of what was projected. `solve` has the products among a chunk's tokens, for all chunks
@@ -24,12 +27,15 @@ from triton.runtime.jit import JITFunction
 from headwise.kernels.cuda.states_jit import (
     NEVER,
     convolved,
+    convolved_row,
     convolved_window,
     find_chunk,
     keep_inputs,
     keep_window,
+    left_at,
     member_at,
     product,
+    run_of,
     sigmoid,
     softplus,
     source_of,
@@ -52,6 +58,25 @@ def gated_norm(seen, gates, weight, eps, VALUE_DIM: tl.constexpr):
     """RMS norm over the last axis of ``seen [M, N]``, of which ``VALUE_DIM`` are not 0, times SiLU of the gates."""
     variance = tl.sum(seen * seen, 1) / VALUE_DIM
     return weight * (seen / tl.sqrt(variance + eps)[:, None]) * (gates * sigmoid(gates))
+
+
+@JITFunction
+def controls_of(controls, speed, bias, head, shared, SHARE: tl.constexpr):
+    """The rate of one of a key head's value heads, and how much of its state is kept; ``controls``: of a token."""
+    controls += head * (2 * SHARE) + shared
+    rate = sigmoid(tl.load(controls).to(tl.float32))
+    its_speed, its_bias = tl.load(speed + head * SHARE + shared), tl.load(bias + head * SHARE + shared)
+    return rate, tl.exp(decay_of(tl.load(controls + SHARE).to(tl.float32), its_speed, its_bias))
+
+
+@JITFunction
+def tell(out, seen, gates, norm, dims, eps, VALUE_DIM: tl.constexpr):
+    """What comes of a token and value head that has ``seen [N]``."""
+    here = (dims < VALUE_DIM)[None, :]
+    its_gates = tl.load(gates + dims[None, :], mask=here, other=0.0).to(tl.float32)
+    weight = tl.load(norm + dims, mask=dims < VALUE_DIM, other=0.0)[None, :]
+    gated = gated_norm(seen[None, :], its_gates, weight, eps, VALUE_DIM)
+    tl.store(out + dims[None, :], gated.to(out.dtype.element_ty), mask=here)
 
 
 @JITFunction
@@ -105,10 +130,7 @@ def step(
         of_value = 2 * KEY_DIM + shared * VALUE_DIM + value_dims[None, :]
         window = window_of(inputs, old, begin, known, of_value, in_value[None, :], ROW, WIDTH, CHANNELS)
         value = tl.sum(convolved_window(window, weights, None, of_value, in_value[None, :], WIDTH, CHANNELS), 0)
-        controls = row + KEY_HEADS * EACH + head * (2 * SHARE) + shared
-        rate = sigmoid(tl.load(controls).to(tl.float32))
-        its_speed, its_bias = tl.load(speed + head * SHARE + shared), tl.load(bias + head * SHARE + shared)
-        kept = tl.exp(decay_of(tl.load(controls + SHARE).to(tl.float32), its_speed, its_bias))
+        rate, kept = controls_of(row + KEY_HEADS * EACH, speed, bias, head, shared, SHARE)
 
         state *= kept
         correction = rate * (value - tl.sum(key[:, None] * state, 0))
@@ -117,12 +139,114 @@ def step(
         tl.store(new + at, state + key[:, None] * correction[None, :], mask=written)
         keep_window(new, window, kept_to, of_value, in_value[None, :], WIDTH, CHANNELS)
 
-        gates_at = row + head * EACH + CHANNELS + shared * VALUE_DIM + value_dims[None, :]
-        gates = tl.load(gates_at, mask=in_value[None, :], other=0.0).to(tl.float32)
-        weight = tl.load(norm + value_dims, mask=in_value, other=0.0)[None, :]
-        gated = gated_norm(seen[None, :], gates, weight, eps, VALUE_DIM)
+        gates = row + head * EACH + CHANNELS + shared * VALUE_DIM
         at_out = (begin.to(tl.int64) * KEY_HEADS + head) * (SHARE * VALUE_DIM) + shared * VALUE_DIM
-        tl.store(out + at_out + value_dims[None, :], gated.to(out.dtype.element_ty), mask=in_value[None, :])
+        tell(out + at_out, seen, gates, norm, value_dims, eps, VALUE_DIM)
+
+
+@JITFunction
+def query_and_key(
+    inputs, weights, old, earliest, token, begin, dims,
+    KEY_DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, QUERY_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Those of the ``token``-th row from ``begin`` on, ``[K]``."""
+    channel, here = dims[None, :], (dims < KEY_DIM)[None, :]
+    query = convolved_row(inputs, weights, None, old, earliest, token, begin, channel, here, ROW, WIDTH, CHANNELS)
+    key = convolved_row(
+        inputs, weights, None, old, earliest, token, begin, KEY_DIM + channel, here, ROW, WIDTH, CHANNELS
+    )
+    query, key = tl.sum(query, 0), tl.sum(key, 0)
+    query *= QUERY_SCALE / tl.sqrt(tl.sum(query * query, 0) + NORM_EPS)
+    key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + NORM_EPS)
+    return query, key
+
+
+@JITFunction
+def walk(
+    projected, out, arena, convolution, speed, bias, norm, follows,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, batch, groups, max_blocks, block_bytes, slot_bytes,
+    eps,
+    KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, RECURRENT_AT: tl.constexpr, QUERY_SCALE: tl.constexpr,
+):  # fmt: skip
+    """As `step`, where sequences may follow others: a program takes those that follow its own on, too, with each state
+    in turn; that of one that follows has nothing to do."""
+    sequence, head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    if (count != 1) | (tl.load(follows + sequence) != 0):
+        return
+    tokens, known = run_of(follows, sequence, batch)
+    # The last one's, which has all columns; with their own, sequences have those that they reach.
+    table = table_of(block_tables, head_group, sequence + known - 1, head, groups, max_blocks)
+    source = source_of(table, start, start + known, BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, head, block_bytes, slot_bytes)
+    earliest = tl.where(source >= 0, -NEVER, 0)
+
+    key_dims, value_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_value = (value_dims < VALUE_DIM)[None, :]
+    within = RECURRENT_AT + key_dims[:, None] * VALUE_DIM + value_dims[None, :]
+    rows = tl.where(source >= 0, KEY_DIM, 0)
+    coming = tl.load(old + within, mask=(key_dims < rows)[:, None] & in_value, other=0.0)
+
+    inputs = projected + head * EACH
+    weights = convolution + head * (WIDTH * CHANNELS)
+    first_query, first_key = query_and_key(
+        inputs, weights, old, earliest, 0, begin, key_dims, KEY_DIM, ROW, WIDTH, CHANNELS, QUERY_SCALE
+    )
+    for shared in range(SHARE):
+        state, at = coming, within + shared * (KEY_DIM * VALUE_DIM)
+        more = (key_dims < tl.where(shared + 1 < SHARE, rows, 0))[:, None] & in_value
+        coming = tl.load(old + at + KEY_DIM * VALUE_DIM, mask=more, other=0.0)
+        of_value = 2 * KEY_DIM + shared * VALUE_DIM + value_dims[None, :]
+        query, key = first_query, first_key
+        for token in range(tokens):
+            if token > 0:
+                query, key = query_and_key(
+                    inputs, weights, old, earliest, token, begin, key_dims, KEY_DIM, ROW, WIDTH, CHANNELS, QUERY_SCALE
+                )
+            value = tl.sum(
+                convolved_row(
+                    inputs, weights, None, old, earliest, token, begin, of_value, in_value, ROW, WIDTH, CHANNELS
+                ), 0,
+            )  # fmt: skip
+            row = (begin + token).to(tl.int64)
+            controls = projected + row * ROW + KEY_HEADS * EACH
+            rate, kept = controls_of(controls, speed, bias, head, shared, SHARE)
+
+            state *= kept
+            correction = rate * (value - tl.sum(key[:, None] * state, 0))
+            seen = tl.sum(query[:, None] * state, 0) + tl.sum(query * key, 0) * correction
+            state += key[:, None] * correction[None, :]
+            target = left_at(table, start, token, known, BLOCK_SIZE)
+            new = member_at(arena, target, head_slot, head, block_bytes, slot_bytes)
+            written = (key_dims < tl.where(target >= 0, KEY_DIM, 0))[:, None] & in_value
+            tl.debug_barrier()
+            tl.store(new + at, state, mask=written)
+            gates = inputs + row * ROW + CHANNELS + shared * VALUE_DIM
+            at_out = (row * KEY_HEADS + head) * (SHARE * VALUE_DIM) + shared * VALUE_DIM
+            tell(out + at_out, seen, gates, norm, value_dims, eps, VALUE_DIM)
+    tl.debug_barrier()
+    keep_ends(
+        arena, table, head_slot, head, block_bytes, slot_bytes, old, earliest, inputs, begin, start, start + known,
+        ROW, WIDTH, CHANNELS, BLOCK_SIZE,
+    )  # fmt: skip
+
+
+@JITFunction
+def keep_ends(
+    arena, table, head_slot, head, block_bytes, slot_bytes, old, earliest, inputs, begin, start, end,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The last inputs of a key head, behind all that a sequence leaves states behind from ``start`` to ``end``."""
+    # The last column first: the first one's block may be what was read, which others still need.
+    final = (end - 1) // BLOCK_SIZE
+    for back in range(final - start // BLOCK_SIZE + 1):
+        block = tl.load(table + final - back)
+        new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
+        taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
+        if block >= 0:
+            keep_inputs(new, old, earliest, inputs, begin, taken, 0, CHANNELS, ROW, WIDTH, CHANNELS)
 
 
 @JITFunction
@@ -298,17 +422,10 @@ def carry(
         tl.store(new + within, state, mask=(dims < rows)[:, None] & in_value[None, :])
 
     if (piece == 0) & (value_head % SHARE == 0):
-        # The last column first: the first one's block may be what was read, which others still need.
-        earliest = tl.where(source >= 0, -NEVER, 0)
-        final = (end - 1) // BLOCK_SIZE
-        for back in range(final - start // BLOCK_SIZE + 1):
-            block = tl.load(table + final - back)
-            new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
-            taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
-            if block >= 0:
-                keep_inputs(
-                    new, old, earliest, projected + head * EACH, begin, taken, 0, CHANNELS, ROW, WIDTH, CHANNELS
-                )
+        keep_ends(
+            arena, table, head_slot, head, block_bytes, slot_bytes, old, tl.where(source >= 0, -NEVER, 0),
+            projected + head * EACH, begin, start, end, ROW, WIDTH, CHANNELS, BLOCK_SIZE,
+        )  # fmt: skip
 
 
 @JITFunction

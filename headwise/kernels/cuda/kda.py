@@ -7,7 +7,7 @@ follows from shapes alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -40,10 +40,15 @@ MODULE = "kda_jit"
 PART = 16
 """`kda_jit.PART`"""
 
+WALKED_BY_TWO, REGISTERS_OF_TWO = 128 * 128, 128
+"""Numbers of a state, at most, of which two programs fit a multiprocessor, and a thread's registers so: one reads while
+the other writes. `kda_jit.step` takes as many by itself; on cards from sm_100 on neither does."""
+
 _IN_STEP = "cu_seqlens_q:*i32 seq_lens:*i32 batch:i32 fewest_queries:i32"
+_OF_TOKEN = "projected:x decays:x gates:x out:x arena:*fp32 convolution:*fp32 speed:*fp32 bias:*fp32 norm:*fp32 "
 _SIGNATURES = {
-    "step": "projected:x decays:x gates:x out:x arena:*fp32 convolution:*fp32 speed:*fp32 bias:*fp32 norm:*fp32 "
-    + IN_CACHE.format("") + " eps:fp32",
+    "step": _OF_TOKEN + IN_CACHE.format("") + " eps:fp32",
+    "walk": _OF_TOKEN + "follows:*i32 " + IN_CACHE.format("batch:i32") + " eps:fp32",
     "convolve": "projected:x query:x key:x value:x rate:*fp32 arena:*fp32 convolution:*fp32 "
     + IN_CACHE.format("batch:i32") + " fewest_queries:i32",
     "pair": "decays:x query:x key:x started:x lasting:x totals:*fp32 rate:*fp32 among:x alike:*fp32 speed:*fp32 "
@@ -56,6 +61,7 @@ _SIGNATURES = {
 _OF_CACHE = "HEADS KEY_DIM VALUE_DIM CHANNELS ROW WIDTH BLOCK_SIZE BLOCK_K"
 _CONSTANTS = {
     "step": f"{_OF_CACHE} BLOCK_V RECURRENT_AT QUERY_SCALE",
+    "walk": f"{_OF_CACHE} BLOCK_V RECURRENT_AT QUERY_SCALE",
     "convolve": f"{_OF_CACHE} BLOCK_V TOKENS QUERY_SCALE",
     "pair": "HEADS KEY_DIM BLOCK_K CHUNK ROWS PRECISION",
     "solve": "HEADS CHUNK ROWS LEVELS PRECISION",
@@ -63,7 +69,7 @@ _CONSTANTS = {
     "finish": "HEADS VALUE_DIM BLOCK_V TOKENS",
 }
 """Of each kernel, what is compiled in."""
-_WARPS = {"step": 8, "convolve": 4, "pair": 4, "solve": 4, "carry": 8, "finish": 4}
+_WARPS = {"step": 8, "walk": 8, "convolve": 4, "pair": 4, "solve": 4, "carry": 8, "finish": 4}
 _WARPS_BELOW_90 = {**_WARPS, "pair": 8, "solve": 8}
 """There accumulators and what is multiplied share a warp's registers."""
 
@@ -177,7 +183,10 @@ def variants_of(shape: KdaShape, sm: int) -> dict[str, Variant]:
     """
     check_kda(shape)
     sized, warps = _constants(shape), _WARPS if sm >= 90 else _WARPS_BELOW_90
-    return variants_of_kernels(MODULE, _SIGNATURES, _CONSTANTS, sized, shape.dtype, warps)
+    variants = variants_of_kernels(MODULE, _SIGNATURES, _CONSTANTS, sized, shape.dtype, warps)
+    if sm < 100 and block_of(shape.sizes.key_dim) * block_of(shape.sizes.value_dim) <= WALKED_BY_TWO:
+        variants["walk"] = replace(variants["walk"], most_registers=REGISTERS_OF_TWO)
+    return variants
 
 
 def _constants(shape: KdaShape) -> dict[str, int | float | str]:

@@ -1,7 +1,10 @@
-"""Kimi Delta Attention over states in the cache, in Triton: what `headwise.kernels.kda_base` says, by two ways.
+"""Kimi Delta Attention over states in the cache, in Triton: what `headwise.kernels.kda_base` says, by three ways.
 
 **One token** (`step`): a program has one sequence's head, and does all that the layer does between its projections:
 convolution, lengths, gates, the rule, the norm. The state is read once and written once.
+
+**Tokens that follow each other** (`walk`), each a sequence of one, as drafts make them: the same of each in turn, with
+the state in registers through all of them; it is left behind those that are no guesses.
 
 **Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in five launches. `convolve` makes queries,
 keys, values and rates of what was projected. `pair` has the products among a chunk's tokens, for ``PART`` of them in a
@@ -24,12 +27,15 @@ from headwise.kernels.cuda.delta_jit import NORM_EPS, decay_of
 from headwise.kernels.cuda.states_jit import (
     NEVER,
     convolved,
+    convolved_row,
     convolved_window,
     find_chunk,
     keep_inputs,
     keep_window,
+    left_at,
     member_at,
     product,
+    run_of,
     sigmoid,
     source_of,
     span_of,
@@ -53,6 +59,29 @@ def gated_norm(seen, gates, weight, eps, VALUE_DIM: tl.constexpr):
     """RMS norm over the last axis of ``seen [M, N]``, of which ``VALUE_DIM`` are not 0, times sigmoids of the gates."""
     variance = tl.sum(seen * seen, 1) / VALUE_DIM
     return weight * (seen / tl.sqrt(variance + eps)[:, None]) * sigmoid(gates)
+
+
+@JITFunction
+def controls_of(
+    projected, decays, speed, bias, row, head, dims,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """A head's rate at a row, and how much is kept of each of its state's keys, ``[K]``."""
+    rate = sigmoid(tl.load(projected + row * ROW + HEADS * CHANNELS + head).to(tl.float32))
+    in_key = dims < KEY_DIM
+    told = tl.load(decays + (row * HEADS + head) * KEY_DIM + dims, mask=in_key, other=0.0).to(tl.float32)
+    biases = tl.load(bias + head * KEY_DIM + dims, mask=in_key, other=0.0)
+    return rate, tl.exp(decay_of(told, tl.load(speed + head), biases))
+
+
+@JITFunction
+def tell(out, seen, gates, norm, at, dims, eps, VALUE_DIM: tl.constexpr):
+    """What comes of a token and head that has ``seen [N]``, whose numbers begin ``at``."""
+    here = (dims < VALUE_DIM)[None, :]
+    its_gates = tl.load(gates + at + dims[None, :], mask=here, other=0.0).to(tl.float32)
+    weight = tl.load(norm + dims, mask=dims < VALUE_DIM, other=0.0)[None, :]
+    gated = gated_norm(seen[None, :], its_gates, weight, eps, VALUE_DIM)
+    tl.store(out + at + dims[None, :], gated.to(out.dtype.element_ty), mask=here)
 
 
 @JITFunction
@@ -97,10 +126,8 @@ def step(
     key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + NORM_EPS)
 
     row = begin.to(tl.int64)
-    rate = sigmoid(tl.load(projected + row * ROW + HEADS * CHANNELS + head).to(tl.float32))
-    told = tl.load(decays + (row * HEADS + head) * KEY_DIM + key_dims, mask=in_key, other=0.0).to(tl.float32)
-    biases = tl.load(bias + head * KEY_DIM + key_dims, mask=in_key, other=0.0)
-    state *= tl.exp(decay_of(told, tl.load(speed + head), biases))[:, None]
+    rate, kept = controls_of(projected, decays, speed, bias, row, head, key_dims, HEADS, KEY_DIM, CHANNELS, ROW)
+    state *= kept[:, None]
     correction = rate * (value - tl.sum(key[:, None] * state, 0))
     seen = tl.sum(query[:, None] * state, 0) + tl.sum(query * key, 0) * correction
     tl.debug_barrier()
@@ -109,11 +136,91 @@ def step(
     keep_window(new, key_window, kept_to, of_key, here, WIDTH, CHANNELS)
     keep_window(new, value_window, kept_to, of_value, there, WIDTH, CHANNELS)
 
-    at = (row * HEADS + head) * VALUE_DIM + value_dims[None, :]
-    its_gates = tl.load(gates + at, mask=there, other=0.0).to(tl.float32)
-    weight = tl.load(norm + value_dims, mask=in_value, other=0.0)[None, :]
-    gated = gated_norm(seen[None, :], its_gates, weight, eps, VALUE_DIM)
-    tl.store(out + at, gated.to(out.dtype.element_ty), mask=there)
+    tell(out, seen, gates, norm, (row * HEADS + head) * VALUE_DIM, value_dims, eps, VALUE_DIM)
+
+
+@JITFunction
+def walk(
+    projected, decays, gates, out, arena, convolution, speed, bias, norm, follows,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, batch, groups, max_blocks, block_bytes, slot_bytes,
+    eps,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr, ROW: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    RECURRENT_AT: tl.constexpr, QUERY_SCALE: tl.constexpr,
+):  # fmt: skip
+    """As `step`, where sequences may follow others: a program takes those that follow its own on, too; that of one that
+    follows has nothing to do."""
+    sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    if (count != 1) | (tl.load(follows + sequence) != 0):
+        return
+    tokens, known = run_of(follows, sequence, batch)
+    # The last one's, which has all columns; with their own, sequences have those that they reach.
+    table = table_of(block_tables, head_group, sequence + known - 1, head, groups, max_blocks)
+    source = source_of(table, start, start + known, BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, head, block_bytes, slot_bytes)
+    earliest = tl.where(source >= 0, -NEVER, 0)
+
+    key_dims, value_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    of_key, of_value = key_dims[None, :], 2 * KEY_DIM + value_dims[None, :]
+    in_key, in_value = (key_dims < KEY_DIM)[None, :], (value_dims < VALUE_DIM)[None, :]
+    within = RECURRENT_AT + key_dims[:, None] * VALUE_DIM + value_dims[None, :]
+    read = (key_dims < tl.where(source >= 0, KEY_DIM, 0))[:, None] & in_value
+    state = tl.load(old + within, mask=read, other=0.0)
+
+    queries_at, keys_at, values_at = inputs_of(projected, head, HEADS, KEY_DIM, VALUE_DIM)
+    weights = convolution + head * (WIDTH * CHANNELS)
+    for token in range(tokens):
+        query = convolved_row(
+            queries_at, weights, None, old, earliest, token, begin, of_key, in_key, ROW, WIDTH, CHANNELS
+        )
+        key = convolved_row(
+            keys_at, weights, None, old, earliest, token, begin, KEY_DIM + of_key, in_key, ROW, WIDTH, CHANNELS
+        )
+        value = convolved_row(
+            values_at, weights, None, old, earliest, token, begin, of_value, in_value, ROW, WIDTH, CHANNELS
+        )
+        query, key, value = tl.sum(query, 0), tl.sum(key, 0), tl.sum(value, 0)
+        query *= QUERY_SCALE / tl.sqrt(tl.sum(query * query, 0) + NORM_EPS)
+        key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + NORM_EPS)
+
+        row = (begin + token).to(tl.int64)
+        rate, kept = controls_of(projected, decays, speed, bias, row, head, key_dims, HEADS, KEY_DIM, CHANNELS, ROW)
+        state *= kept[:, None]
+        correction = rate * (value - tl.sum(key[:, None] * state, 0))
+        seen = tl.sum(query[:, None] * state, 0) + tl.sum(query * key, 0) * correction
+        state += key[:, None] * correction[None, :]
+        target = left_at(table, start, token, known, BLOCK_SIZE)
+        new = member_at(arena, target, head_slot, head, block_bytes, slot_bytes)
+        written = (key_dims < tl.where(target >= 0, KEY_DIM, 0))[:, None] & in_value
+        tl.debug_barrier()
+        tl.store(new + within, state, mask=written)
+        tell(out, seen, gates, norm, (row * HEADS + head) * VALUE_DIM, value_dims, eps, VALUE_DIM)
+    tl.debug_barrier()
+    keep_ends(
+        arena, table, head_slot, head, block_bytes, slot_bytes, old, earliest, projected, begin, start, start + known,
+        HEADS, KEY_DIM, VALUE_DIM, ROW, WIDTH, CHANNELS, BLOCK_SIZE,
+    )  # fmt: skip
+
+
+@JITFunction
+def keep_ends(
+    arena, table, head_slot, head, block_bytes, slot_bytes, old, earliest, projected, begin, start, end,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The last inputs of a head, behind all that a sequence leaves states behind from ``start`` to ``end``."""
+    # The last column first: the first one's block may be what was read, which others still need.
+    queries_at, keys_at, values_at = inputs_of(projected, head, HEADS, KEY_DIM, VALUE_DIM)
+    final = (end - 1) // BLOCK_SIZE
+    for back in range(final - start // BLOCK_SIZE + 1):
+        block = tl.load(table + final - back)
+        new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
+        taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
+        if block >= 0:
+            keep_inputs(new, old, earliest, queries_at, begin, taken, 0, KEY_DIM, ROW, WIDTH, CHANNELS)
+            keep_inputs(new, old, earliest, keys_at, begin, taken, KEY_DIM, 2 * KEY_DIM, ROW, WIDTH, CHANNELS)
+            keep_inputs(new, old, earliest, values_at, begin, taken, 2 * KEY_DIM, CHANNELS, ROW, WIDTH, CHANNELS)
 
 
 @JITFunction
@@ -337,18 +444,10 @@ def carry(
         tl.store(new + within, state, mask=(dims < rows)[:, None] & in_value[None, :])
 
     if piece == 0:
-        # The last column first: the first one's block may be what was read, which others still need.
-        queries_at, keys_at, values_at = inputs_of(projected, head, HEADS, KEY_DIM, VALUE_DIM)
-        earliest = tl.where(source >= 0, -NEVER, 0)
-        final = (end - 1) // BLOCK_SIZE
-        for back in range(final - start // BLOCK_SIZE + 1):
-            block = tl.load(table + final - back)
-            new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
-            taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
-            if block >= 0:
-                keep_inputs(new, old, earliest, queries_at, begin, taken, 0, KEY_DIM, ROW, WIDTH, CHANNELS)
-                keep_inputs(new, old, earliest, keys_at, begin, taken, KEY_DIM, 2 * KEY_DIM, ROW, WIDTH, CHANNELS)
-                keep_inputs(new, old, earliest, values_at, begin, taken, 2 * KEY_DIM, CHANNELS, ROW, WIDTH, CHANNELS)
+        keep_ends(
+            arena, table, head_slot, head, block_bytes, slot_bytes, old, tl.where(source >= 0, -NEVER, 0), projected,
+            begin, start, end, HEADS, KEY_DIM, VALUE_DIM, ROW, WIDTH, CHANNELS, BLOCK_SIZE,
+        )  # fmt: skip
 
 
 @JITFunction

@@ -103,6 +103,8 @@ class Variant:
     signature:  (parameter, Triton type) of those passed at launch, e.g. ``("query", "*fp16")``, in their order
     constants:  (parameter, value) of those compiled in
     multiples:  parameters promised to be multiples of 16 (pointers: of 16 bytes)
+    most_registers: of a thread, so that as many programs as there should be fit a multiprocessor; None: what is best
+                    for one alone
     """
 
     kernel: str
@@ -112,6 +114,7 @@ class Variant:
     num_warps: int
     num_stages: int
     module: str = "attention_jit"
+    most_registers: int | None = None
 
     @property
     def waits(self) -> bool:

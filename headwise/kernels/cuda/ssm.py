@@ -44,8 +44,10 @@ COLUMNS, STATE_NUMBERS = 128, 16384
 numbers, which are 64 registers of each thread, and as many on their way. As many values are convolved at a time."""
 
 _WEIGHTS = "convolution:*fp32 convolution_bias:*fp32 speed:*fp32 bias:*fp32"
+_OF_TOKEN = f"projected:x out:x arena:*fp32 {_WEIGHTS} skip:*fp32 group:*i32 "
 _SIGNATURES = {
-    "step": f"projected:x out:x arena:*fp32 {_WEIGHTS} skip:*fp32 group:*i32 " + IN_CACHE.format(""),
+    "step": _OF_TOKEN + IN_CACHE.format(""),
+    "walk": _OF_TOKEN + "follows:*i32 " + IN_CACHE.format("batch:i32"),
     "convolve": f"projected:x query:x key:x value:x rate:*fp32 decay:*fp32 arena:*fp32 {_WEIGHTS} group:*i32 "
     + IN_CACHE.format("batch:i32") + " fewest_queries:i32",
     "relate": "query:x key:x rate:*fp32 decay:*fp32 among:x projected:x arena:*fp32 group:*i32 "
@@ -57,12 +59,13 @@ _OF_ROWS = "MEMBERS GROUPS SHARE KEY_DIM VALUE_DIM ROW BLOCK_SIZE BLOCK_K"
 _OF_INPUTS = f"{_OF_ROWS} CHANNELS WIDTH"
 _CONSTANTS = {
     "step": f"{_OF_INPUTS} COLUMNS RECURRENT_AT",
+    "walk": f"{_OF_INPUTS} COLUMNS RECURRENT_AT",
     "convolve": f"{_OF_INPUTS} BLOCK_S CONVOLVED_COLUMNS TOKENS",
     "relate": f"{_OF_INPUTS} CHUNK ROWS PRECISION",
     "carry": f"{_OF_ROWS} CARRIED PIECES RECURRENT_AT CHUNK ROWS PRECISION",
 }
 """Of each kernel, what is compiled in."""
-_WARPS = {"step": 8, "convolve": 4, "relate": 4, "carry": 4}
+_WARPS = {"step": 8, "walk": 8, "convolve": 4, "relate": 4, "carry": 4}
 _WARPS_BELOW_90 = {**_WARPS, "relate": 8, "carry": 8}
 """There accumulators and what is multiplied share a warp's registers."""
 

@@ -1,9 +1,12 @@
-"""State space models over states in the cache, in Triton: what `headwise.kernels.ssm_base` says, by two ways.
+"""State space models over states in the cache, in Triton: what `headwise.kernels.ssm_base` says, by three ways.
 
 **One token** (`step`): a program has one sequence's member and does all that the layer does between its projections:
 convolution, steps, the rule, the gate. All of a member's heads are columns of one wide state, of which ``COLUMNS`` are
 a tile in registers at a time, in which keys run over the warps and columns over the lanes: of small heads several. Each
 state is read once and written once.
+
+**Tokens that follow each other** (`walk`), each a sequence of one, as drafts make them: the same of each in turn, with
+each tile in registers through all of them; it is left behind those that are no guesses.
 
 **Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in three launches. `convolve` makes queries,
 keys, values, steps and decays of what was projected. `relate` has the products among a chunk's tokens, for all chunks
@@ -21,12 +24,15 @@ from triton.runtime.jit import JITFunction
 from headwise.kernels.cuda.states_jit import (
     NEVER,
     convolved,
+    convolved_row,
     convolved_window,
     find_chunk,
     keep_inputs,
     keep_window,
+    left_at,
     member_at,
     product,
+    run_of,
     sigmoid,
     softplus,
     source_of,
@@ -51,6 +57,21 @@ def places_of(key, column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, RECUR
     """Where a member's state has the number of a key, ``[K, 1]``, in one of all heads' columns, ``[1, N]``."""
     head, value = column // VALUE_DIM, column % VALUE_DIM
     return RECURRENT_AT + head * (KEY_DIM * VALUE_DIM) + key * VALUE_DIM + value
+
+
+@JITFunction
+def steps_of(told, speed, bias, head, here):
+    """How long the steps of columns are, whose numbers of that are ``told``, and how much is kept of their states."""
+    its_step = softplus(tl.load(told, mask=here, other=0.0).to(tl.float32) + tl.load(bias + head, mask=here, other=0.0))
+    return its_step, tl.exp(-tl.load(speed + head, mask=here, other=0.0) * its_step)
+
+
+@JITFunction
+def tell(out, seen, gates, column, here):
+    """What comes of a token and columns that have ``seen [1, N]``."""
+    its_gates = tl.load(gates + column, mask=here, other=0.0).to(tl.float32)
+    made = seen * (its_gates * sigmoid(its_gates))
+    tl.store(out + column, made.to(out.dtype.element_ty), mask=here)
 
 
 @JITFunction
@@ -105,21 +126,98 @@ def step(
         window = window_of(of_member, old, begin, known, channel, here, ROW, WIDTH, CHANNELS)
         value = convolved_window(window, weights, biases, channel, here, WIDTH, CHANNELS)
         of_head = member * SHARE + head
-        its_step = softplus(
-            tl.load(told + head, mask=here, other=0.0).to(tl.float32) + tl.load(bias + of_head, mask=here, other=0.0)
-        )
-        kept = tl.exp(-tl.load(speed + of_head, mask=here, other=0.0) * its_step)
+        its_step, kept = steps_of(told + head, speed, bias, of_head, here)
         state = state * kept + key * (its_step * value)
         seen = tl.sum(query * state, 0)[None, :] + tl.load(skip + of_head, mask=here, other=0.0) * value
-        gates_at = row + GROUPS * 2 * KEY_DIM + (2 * member + 1) * values + column
-        gates = tl.load(gates_at, mask=here, other=0.0).to(tl.float32)
-        made = seen * (gates * sigmoid(gates))
-        at_out = (begin.to(tl.int64) * MEMBERS + member) * values + column
-        tl.store(out + at_out, made.to(out.dtype.element_ty), mask=here)
+        gates = row + GROUPS * 2 * KEY_DIM + (2 * member + 1) * values
+        at_out = (begin.to(tl.int64) * MEMBERS + member) * values
+        tell(out + at_out, seen, gates, column, here)
         tl.debug_barrier()
         place = places_of(key_row, column, KEY_DIM, VALUE_DIM, RECURRENT_AT)
         tl.store(new + place, state, mask=writable & here)
         keep_window(new, window, kept_to, channel, here, WIDTH, CHANNELS)
+
+
+@JITFunction
+def query_and_key(
+    of_group, weights, biases, old, earliest, token, begin, dims,
+    KEY_DIM: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Those of the ``token``-th row from ``begin`` on, ``[K, 1]``; ``dims [1, K]``."""
+    here, of_key = dims < KEY_DIM, KEY_DIM + dims
+    query = convolved_row(of_group, weights, biases, old, earliest, token, begin, dims, here, ROW, WIDTH, CHANNELS)
+    key = convolved_row(of_group, weights, biases, old, earliest, token, begin, of_key, here, ROW, WIDTH, CHANNELS)
+    return tl.sum(query, 0)[:, None], tl.sum(key, 0)[:, None]
+
+
+@JITFunction
+def walk(
+    projected, out, arena, convolution, convolution_bias, speed, bias, skip, group, follows,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, batch, groups, max_blocks, block_bytes, slot_bytes,
+    MEMBERS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr, RECURRENT_AT: tl.constexpr,
+):  # fmt: skip
+    """As `step`, where sequences may follow others: a program takes those that follow its own on, too, with each tile
+    in turn; that of one that follows has nothing to do."""
+    sequence, member = tl.program_id(0) // MEMBERS, tl.program_id(0) % MEMBERS
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    if (count != 1) | (tl.load(follows + sequence) != 0):
+        return
+    tokens, known = run_of(follows, sequence, batch)
+    # The last one's, which has all columns; with their own, sequences have those that they reach.
+    table = table_of(block_tables, head_group, sequence + known - 1, member, groups, max_blocks)
+    source = source_of(table, start, start + known, BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, member, block_bytes, slot_bytes)
+    earliest = tl.where(source >= 0, -NEVER, 0)
+
+    key_dim, columns = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, COLUMNS)[None, :]
+    key_row, values = tl.arange(0, BLOCK_K)[:, None], SHARE * VALUE_DIM
+    readable = key_row < tl.where(source >= 0, KEY_DIM, 0)
+    at = places_of(key_row, columns, KEY_DIM, VALUE_DIM, RECURRENT_AT)
+    coming = tl.load(old + at, mask=readable & (columns < values), other=0.0)
+
+    of_group, of_member = inputs_of(projected, group, member, GROUPS, SHARE, KEY_DIM, VALUE_DIM)
+    weights, biases = convolution + member * (WIDTH * CHANNELS), convolution_bias + member * CHANNELS
+    first_query, first_key = query_and_key(
+        of_group, weights, biases, old, earliest, 0, begin, key_dim, KEY_DIM, ROW, WIDTH, CHANNELS
+    )
+    told = projected + GROUPS * 2 * KEY_DIM + MEMBERS * 2 * values + member * SHARE
+    gates = projected + GROUPS * 2 * KEY_DIM + (2 * member + 1) * values
+    for first in range(0, values, COLUMNS):
+        state, column, after = coming, first + columns, first + COLUMNS + columns
+        here, head, channel = column < values, column // VALUE_DIM, 2 * KEY_DIM + column
+        at_next = places_of(key_row, after, KEY_DIM, VALUE_DIM, RECURRENT_AT)
+        coming = tl.load(old + at_next, mask=readable & (after < values), other=0.0)
+        place, of_head = places_of(key_row, column, KEY_DIM, VALUE_DIM, RECURRENT_AT), member * SHARE + head
+        query, key = first_query, first_key
+        for token in range(tokens):
+            if token > 0:
+                query, key = query_and_key(
+                    of_group, weights, biases, old, earliest, token, begin, key_dim, KEY_DIM, ROW, WIDTH, CHANNELS
+                )
+            value = convolved_row(
+                of_member, weights, biases, old, earliest, token, begin, channel, here, ROW, WIDTH, CHANNELS
+            )
+            row = (begin + token).to(tl.int64)
+            its_step, kept = steps_of(told + row * ROW + head, speed, bias, of_head, here)
+            state = state * kept + key * (its_step * value)
+            seen = tl.sum(query * state, 0)[None, :] + tl.load(skip + of_head, mask=here, other=0.0) * value
+            tell(out + (row * MEMBERS + member) * values, seen, gates + row * ROW, column, here)
+            target = left_at(table, start, token, known, BLOCK_SIZE)
+            new = member_at(arena, target, head_slot, member, block_bytes, slot_bytes)
+            tl.debug_barrier()
+            tl.store(new + place, state, mask=(key_row < tl.where(target >= 0, KEY_DIM, 0)) & here)
+    tl.debug_barrier()
+    # The last column first: the first one's block may be what was read, which others still need.
+    end = start + known
+    final = (end - 1) // BLOCK_SIZE
+    for back in range(final - start // BLOCK_SIZE + 1):
+        block = tl.load(table + final - back)
+        new = member_at(arena, block, head_slot, member, block_bytes, slot_bytes)
+        taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
+        if block >= 0:
+            keep_member(new, old, earliest, of_group, of_member, begin, taken, KEY_DIM, ROW, WIDTH, CHANNELS)
 
 
 @JITFunction

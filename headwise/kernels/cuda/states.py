@@ -89,8 +89,9 @@ class StateLaunches(ABC, Generic[Shape]):
     def take_on(
         self, shape: Shape, batch: AttentionBatch, tokens: int, heads: int, arguments: dict[str, np.generic]
     ) -> None:
-        """Take states of so many ``heads`` on by a step's tokens: those of decodes by a launch of ``step``, behind the
-        others, which may write whatever is in the rows of decodes."""
+        """Take states of so many ``heads`` on by a step's tokens: those of decodes by a launch of ``step``, or of
+        ``walk`` where they may follow each other, behind the others, which may write whatever is in the rows of
+        decodes."""
         sequences = batch.cu_seqlens_q.shape[0] - 1
         longest = 1 if tokens == 1 else batch.max_query_len
         decodes = longest == 1 or sequences > 1
@@ -98,7 +99,8 @@ class StateLaunches(ABC, Generic[Shape]):
             fewest = np.int32(2 if decodes else 1)
             self.chunks(shape, tokens, sequences, arguments | {"fewest_queries": fewest})
         if decodes:
-            self.launch(shape, "step", (sequences * heads, 1, 1), arguments)
+            decode = "step" if batch.follows_on_device is None else "walk"
+            self.launch(shape, decode, (sequences * heads, 1, 1), arguments)
 
     @abstractmethod
     def chunks(self, shape: Shape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
@@ -222,7 +224,9 @@ def check_rows(projected: Array, out: Array, width: int, values: int) -> None:
 
 def cache_arguments(layout: BlockLayout, batch: AttentionBatch, heads: HeadTable) -> dict[str, np.generic]:
     """Where sequences' tokens and states are."""
+    follows = batch.follows_on_device
     return {
+        **({} if follows is None else pointers(follows=follows)),
         **pointers(cu_seqlens_q=batch.cu_seqlens_q, seq_lens=batch.seq_lens, block_tables=batch.block_tables),
         **pointers(head_group=heads.group, head_slot=heads.slot),
         "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),

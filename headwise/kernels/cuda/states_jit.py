@@ -14,8 +14,11 @@ NEVER = tl.constexpr(1 << 30)
 SEARCHED = tl.constexpr(128)
 """Sequences looked at at once when a program finds its own."""
 
-COPIED = tl.constexpr(128)
+COPIED = tl.constexpr(256)
 """Channels whose last inputs are kept at once."""
+
+FOLLOWS = tl.constexpr(1)
+"""`headwise.kernels.base.FOLLOWS`"""
 
 
 @JITFunction
@@ -36,6 +39,17 @@ def span_of(cu_seqlens_q, seq_lens, sequence):
     begin = tl.load(cu_seqlens_q + sequence)
     count = tl.load(cu_seqlens_q + sequence + 1) - begin
     return begin, count, tl.load(seq_lens + sequence) - count
+
+
+@JITFunction
+def run_of(follows, sequence, batch):
+    """How many sequences there are from ``sequence`` on, of one token each, of which each but the first follows the one
+    before it; and how many of them, the first ones, have tokens that are no guesses."""
+    last, known = sequence, sequence
+    while tl.load(follows + last + 1, mask=last + 1 < batch, other=0) != 0:
+        last += 1
+        known = tl.where(tl.load(follows + last) == FOLLOWS, last, known)
+    return last - sequence + 1, known - sequence + 1
 
 
 @JITFunction
@@ -65,6 +79,14 @@ def source_of(table, start, end, BLOCK_SIZE: tl.constexpr):
     left = tl.load(table + tl.maximum(start - 1, 0) // BLOCK_SIZE)
     moved = tl.load(table + (end - 1) // BLOCK_SIZE)
     return tl.where(start > 0, tl.where(left >= 0, left, moved), -1)
+
+
+@JITFunction
+def left_at(table, start, token, known, BLOCK_SIZE: tl.constexpr):
+    """The block of the state behind the ``token``-th of tokens from position ``start`` on, of which the first ``known``
+    are no guesses; -1: no state is left there."""
+    is_left = (token + 1 == known) | ((token < known) & ((start + token + 1) % BLOCK_SIZE == 0))
+    return tl.load(table + (start + token) // BLOCK_SIZE, mask=is_left, other=-1)
 
 
 @JITFunction
@@ -98,21 +120,34 @@ def convolved(
 
 
 @JITFunction
+def convolved_row(
+    inputs, weights, bias, old, earliest, token, begin, channel, here,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """`convolved` of one token, ``[1, N]``: the ``token``-th of the step's."""
+    tokens = tl.full((1, 1), token, tl.int32)
+    return convolved(inputs, weights, bias, old, earliest, tokens, begin, channel, here, ROW, WIDTH, CHANNELS)
+
+
+@JITFunction
 def keep_inputs(
     new, old, earliest, inputs, begin, taken,
     FIRST: tl.constexpr, BEHIND: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """The last inputs behind ``taken`` of the step's tokens, of the channels from ``FIRST`` to ``BEHIND``. ``new`` may
-    be ``old``: rows are read before they are written, by the thread that has the channel."""
+    be ``old``: all that is written of a channel is read before, by the thread that has it."""
     for first in range(FIRST, BEHIND, COPIED):
         channel = first + tl.arange(0, COPIED)
+        kept = ()
         for row in tl.static_range(WIDTH - 1):
             back = taken - (WIDTH - 1) + row
             at = inputs + (begin + back).to(tl.int64) * ROW + channel
             fresh = tl.load(at, mask=channel < tl.where(back >= 0, BEHIND, 0), other=0.0).to(tl.float32)
             before = channel < tl.where((back < 0) & (back >= earliest), BEHIND, 0)
             fresh += tl.load(old + (back + (WIDTH - 1)) * CHANNELS + channel, mask=before, other=0.0)
-            tl.store(new + row * CHANNELS + channel, fresh, mask=channel < BEHIND)
+            kept = kept + (fresh,)
+        for row in tl.static_range(WIDTH - 1):
+            tl.store(new + row * CHANNELS + channel, kept[row], mask=channel < BEHIND)
 
 
 @JITFunction

@@ -165,11 +165,6 @@ def read_model_card(
         raise ConfigError(f"{config.model} has chunked attention, which no head pattern has: serve it without")
     if config.head_pattern and any(policy.is_state for row in model.policies for policy in row):
         raise ConfigError(f"{config.model} keeps states in some layers, which no head pattern has: serve it without")
-    if config.speculation and config.on_gpu and any(policy.is_state for row in model.policies for policy in row):
-        raise ConfigError(
-            f"{config.model} keeps states in some layers, which on a GPU cannot forget a wrong guess: leave out "
-            "speculation, or use device cpu"
-        )
     if config.head_pattern:
         pattern = load_pattern(config.head_pattern)
         if pattern.identity and pattern.model != config.model:  # only the weights can tell

@@ -33,6 +33,9 @@ LEAST_CHANGES = 16
 """Changes of block tables for which there is room in a graph, and for as many as rows, if that is more: most steps have
 fewer, as most sequences begin no block."""
 
+TABLE_ROWS = 5
+"""Which of the arrays of a step is that."""
+
 MIN_COLUMNS, COLUMNS_FACTOR = 16, 4
 """Of block tables; wider ones are padded to as many times that. What is not reached costs nothing but its place."""
 
@@ -79,6 +82,8 @@ class DecodeGraphs:
     compute:   a step's forward pass
     tables:    the worker's, changed between steps only, on the stream that steps run on
     last:      tokens of the steps before, likewise
+    tells_follows: whether steps say which sequences follow others, as of models that keep states they must; then graphs
+               know it of each step
     all_ranks: whether what it is given is so on every rank. All ranks run the same steps, so all ask it of the same
                graph: NCCL wants its operations recorded, and launched as graphs, by all ranks or by none
     """
@@ -90,14 +95,16 @@ class DecodeGraphs:
         tables: BlockTables,
         last: LastSampled,
         all_ranks: Callable[[bool], bool] = bool,
+        tells_follows: bool = False,
     ) -> None:
         self._ops, self._compute, self._tables, self._last, self._all_ranks = ops, compute, tables, last, all_ranks
+        self._tells_follows = tells_follows
         self._replays: dict[tuple[int, int], Callable[[], Sequence[KernelArray]]] = {}
         # By padded rows and batch: where sequences begin, and changes of the tables that are none.
         self._constants: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         # One for all shapes, none of which it has to grow for: graphs read where it wrote when they were recorded.
         rows = padded_rows(tables.shape.max_rows)
-        self._upload = ops.step_upload(capacity=4 * changes_of(rows) + 5 * rows + 1)
+        self._upload = ops.step_upload(capacity=4 * changes_of(rows) + (5 + tells_follows) * rows + 1)
 
     @property
     def captured(self) -> int:
@@ -112,7 +119,7 @@ class DecodeGraphs:
         log.info("recording decode steps of %d batch sizes and %d widths as CUDA graphs", len(batches), len(widths))
         for rows in reversed(batches):
             for columns in reversed(widths):
-                arrays = self._uploaded(rows, _NO_UPDATE, nobody, nobody, nobody, nobody)
+                arrays = self._uploaded(rows, _NO_UPDATE, nobody, nobody, nobody, nobody, nobody)
                 replay = self._capture(self._work(columns, *arrays))
                 if replay is None:
                     return
@@ -125,9 +132,10 @@ class DecodeGraphs:
         seq_lens: NDArray[np.int32],
         table_rows: NDArray[np.int32],
         updates: NDArray[np.int32] = _NO_UPDATE,
+        follows: NDArray[np.int32] | None = None,
     ) -> Scored:
         """One token of each of ``[batch]`` sequences, whose block tables are at ``table_rows``, once ``updates`` of the
-        tables are applied: as a part of the graph, where that has room for as many.
+        tables are applied: as a part of the graph, where that has room for as many. follows: see `AttentionBatch`
 
         The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
         """
@@ -136,15 +144,17 @@ class DecodeGraphs:
         if len(updates) > changes_of(rows):
             self._tables.apply(updates)
             updates = _NO_UPDATE
-        arrays = self._uploaded(rows, updates, token_ids, positions, seq_lens, table_rows)
+        told = np.zeros_like(table_rows) if follows is None else follows
+        arrays = self._uploaded(rows, updates, token_ids, positions, seq_lens, table_rows, told)
         replay = self._replays.get((rows, columns)) or self._work(columns, *arrays)
-        return Scored.of(replay(), arrays[-1])
+        return Scored.of(replay(), arrays[TABLE_ROWS])
 
     def _width(self, columns: int) -> int:
         return min(padded_columns(columns), max(MIN_COLUMNS, self._tables.shape.max_blocks))
 
-    def _uploaded(self, rows: int, updates: NDArray[np.int32], *arrays: NDArray[np.int32]) -> Sequence[KernelArray]:
-        """What `_work` is given, padded to so many rows."""
+    def _uploaded(self, rows: int, updates: NDArray[np.int32], *each: NDArray[np.int32]) -> Sequence[KernelArray]:
+        """What `_work` is given, padded to so many rows. each: as many numbers as sequences; the last, what follows"""
+        arrays = each if self._tells_follows else each[:-1]
         batch = len(arrays[0])
         constants = self._constants.get((rows, batch))
         if constants is None:
@@ -170,6 +180,7 @@ class DecodeGraphs:
         positions: KernelArray,
         seq_lens: KernelArray,
         table_rows: KernelArray,
+        follows: KernelArray | None = None,
     ) -> Callable[[], Sequence[KernelArray]]:
         """What the step enqueues. Does not hold its graphs: these go, and their memory, with the last other holder."""
         compute, tables, last = self._compute, self._tables, self._last
@@ -178,7 +189,8 @@ class DecodeGraphs:
             tables.enter(changes)
             last.fill(tokens, starts, table_rows)
             gathered = tables.gather(table_rows, seq_lens, columns)  # of padding, nothing: it has no tokens
-            batch = AttentionBatch(starts, seq_lens, gathered, tables.shape.groups, max_query_len=1)
+            shape = gathered, tables.shape.groups
+            batch = AttentionBatch(starts, seq_lens, *shape, max_query_len=1, follows_on_device=follows)
             return compute(tokens, positions, batch).arrays
 
         return work

@@ -86,7 +86,8 @@ class ModelRunner:
     def decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
         """A step that `is_plain_decode`, with its table updates."""
         each = spread(batch)
-        return graphs.step(self.last.inputs(batch), each.starts, each.starts + 1, each.rows, batch.table_updates)
+        tokens, updates = self.last.inputs(batch), batch.table_updates
+        return graphs.step(tokens, each.starts, each.starts + 1, each.rows, updates, each.follows)
 
     def score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         """What a decode step computes; only enqueues."""
@@ -128,11 +129,13 @@ class ModelRunner:
         """These sequences, of ``tokens [T]``, and their block tables. upload: as `TensorOps.step_upload` gives it"""
         seq_lens = each.starts + each.query_lens
         positions, cu_seqlens = each.positions(len(tokens))
-        on_device, places, begins, lengths, rows = upload(tokens, positions, cu_seqlens, seq_lens, each.rows)
+        told = () if each.follows is None or not self._card.has_states else (each.follows,)
+        given = upload(tokens, positions, cu_seqlens, seq_lens, each.rows, *told)
+        on_device, places, begins, lengths, rows, *follows = given
         tables = self.cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         known, longest = HostLengths(cu_seqlens, seq_lens), int(each.query_lens.max())
-        batch = AttentionBatch(begins, lengths, gathered, tables.shape.groups, longest, known, each.follows)
+        batch = AttentionBatch(begins, lengths, gathered, tables.shape.groups, longest, known, each.follows, *follows)
         return DeviceStep(on_device, places, rows, batch)
 
     def _graphs_of(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> StepGraphs | None:

@@ -122,10 +122,20 @@ class StepGraphs:
 
     upload: all sizes use one, with room for the largest
     wanted: rows that come of a step at most, where it has more; 0: all of its tokens'
+    tells_follows: whether steps may say which sequences follow others
     """
 
-    def __init__(self, ops: CapturingOps, tokens: int, sequences: int, wanted: int, upload: StepUpload) -> None:
+    def __init__(
+        self,
+        ops: CapturingOps,
+        tokens: int,
+        sequences: int,
+        wanted: int,
+        upload: StepUpload,
+        tells_follows: bool = False,
+    ) -> None:
         self._ops, self.tokens, self._sequences, self._upload = ops, tokens, sequences, upload
+        self._tells_follows = tells_follows
         self.wanted = wanted if wanted < tokens else 0
         self._asked: list[_Asked] = []
         self._replay: Callable[[Between], Sequence[KernelArray]] | None = None
@@ -133,8 +143,8 @@ class StepGraphs:
     def record(self, model: Model, attention: CachedAttention) -> None:
         """Record the model's pieces."""
         ops, nobody, asked = self._ops, np.zeros(0, np.int32), self._asked
-        tokens, positions, begins, _, _, rows, count = self._padded(
-            nobody, nobody, np.zeros(1, np.int32), nobody, nobody, nobody
+        tokens, positions, begins, _, _, rows, count, *_ = self._padded(
+            nobody, nobody, np.zeros(1, np.int32), nobody, nobody, nobody, nobody
         )
 
         def work(cut: Cut) -> Sequence[KernelArray]:
@@ -152,15 +162,22 @@ class StepGraphs:
         begins: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         rows: NDArray[np.int32],
+        follows: NDArray[np.int32] | None = None,
+        *,
         wanted: NDArray[np.int64] | None = None,
     ) -> tuple[KernelArray, ...]:
-        """The step's arrays on the device, where the pieces read them: two of ``[T]``, and of sequences ``[n + 1]``
-        and twice ``[n]``. What stands behind them is padding. wanted: see `Model.forward`"""
-        of_tokens, of_sequences = len(token_ids), len(rows)
-        some = np.zeros(0, np.int32) if wanted is None or not self.wanted else wanted.astype(np.int32)
-        tokens, places, starts, lengths, tables, _, _ = self._padded(token_ids, positions, begins, seq_lens, rows, some)
+        """The step's arrays on the device, where the pieces read them: two of ``[T]``, and of sequences ``[n + 1]``,
+        twice ``[n]``, and once more, where it is given what ``follows`` (see `AttentionBatch`). What stands behind them
+        is padding. wanted: see `Model.forward`"""
+        of_tokens, of_sequences, nothing = len(token_ids), len(rows), np.zeros(0, np.int32)
+        some = nothing if wanted is None or not self.wanted else wanted.astype(np.int32)
+        told = nothing if follows is None else follows
+        tokens, places, starts, lengths, tables, _, _, *more = self._padded(
+            token_ids, positions, begins, seq_lens, rows, some, told
+        )
         sequences = starts[: of_sequences + 1], lengths[:of_sequences], tables[:of_sequences]
-        return tokens[:of_tokens], places[:of_tokens], *sequences
+        given = () if follows is None else (more[0][:of_sequences],)
+        return tokens[:of_tokens], places[:of_tokens], *sequences, *given
 
     def _padded(
         self,
@@ -170,6 +187,7 @@ class StepGraphs:
         seq_lens: NDArray[np.int32],
         rows: NDArray[np.int32],
         wanted: NDArray[np.int32],
+        follows: NDArray[np.int32],
     ) -> Sequence[KernelArray]:
         tokens, sequences = self.tokens, self._sequences
         return self._upload(
@@ -180,6 +198,7 @@ class StepGraphs:
             padded(rows, sequences),
             padded(wanted, self.wanted),
             np.array([len(wanted)], np.int32),
+            *([padded(follows, sequences)] if self._tells_follows else []),
         )
 
     def forward(
@@ -219,6 +238,8 @@ class StepGraphs:
 class PrefillGraphs:
     """All numbers of tokens up to ``most``, for steps of at most ``sequences``.
 
+    followers: sequences that there may be besides, each of which follows another one, as of models that keep states
+               steps then say
     all_ranks: see `DecodeGraphs`
     gives_all: whether all rows of a step come of it, not those alone that are wanted
     """
@@ -230,8 +251,10 @@ class PrefillGraphs:
         sequences: int,
         all_ranks: Callable[[bool], bool] = bool,
         gives_all: bool = False,
+        followers: int = 0,
     ) -> None:
-        self._ops, self._all_ranks, self._sequences = ops, all_ranks, sequences
+        self._ops, self._all_ranks, self._sequences = ops, all_ranks, sequences + followers
+        self._tells_follows = followers > 0
         self._wanted = 0 if gives_all else padded_tokens(sequences)
         self._most = most
         self._recorded: list[StepGraphs] = []
@@ -243,9 +266,11 @@ class PrefillGraphs:
         sizes = all_sizes(padded_tokens, self._most)
         log.info("recording prefill of %d sizes, up to %d tokens, as CUDA graphs", len(sizes), sizes[-1])
         # One for all: graphs read where it wrote when they were recorded.
-        upload = self._ops.step_upload(capacity=2 * sizes[-1] + 3 * self._sequences + self._wanted + 2)
+        of_sequences = (3 + self._tells_follows) * self._sequences
+        upload = self._ops.step_upload(capacity=2 * sizes[-1] + of_sequences + self._wanted + 2)
         for tokens in reversed(sizes):  # the largest first: see `CapturingOps`
-            graphs, trouble = StepGraphs(self._ops, tokens, self._sequences, self._wanted, upload), ""
+            sizes_of_step = tokens, self._sequences, self._wanted
+            graphs, trouble = StepGraphs(self._ops, *sizes_of_step, upload, self._tells_follows), ""
             try:
                 graphs.record(model, attention)
             except Exception as error:  # CuPy's own kinds

@@ -267,7 +267,14 @@ class ModelWorker:
         """Graphs over this model and arena, where steps can be graphs."""
         if self._without_graphs() or not isinstance(self._ops, CapturingOps):
             return None
-        return DecodeGraphs(self._ops, runner.score, runner.cache.tables, runner.last, self._is_so_on_all_ranks)
+        parts = self._ops, runner.score, runner.cache.tables, runner.last
+        return DecodeGraphs(*parts, self._is_so_on_all_ranks, tells_follows=self._tells_follows)
+
+    @property
+    def _tells_follows(self) -> bool:
+        """Whether kernels are to know of each step which sequences follow others: they keep states, and may get
+        drafts."""
+        return self.card.has_states and self._config.speculation > 0
 
     def _without_graphs(self) -> str:
         return without_graphs(self._config, self._ops, self._collectives, self.card.config.moe is not None)
@@ -287,6 +294,7 @@ class ModelWorker:
             self._config.most_sampled,
             self._is_so_on_all_ranks,
             gives_all=self.card.config.draft_layers > 0,
+            followers=self._config.speculation * self._config.most_seqs if self._tells_follows else 0,
         )
         self._prefill.record(self._model, self._attention)
 

@@ -12,7 +12,7 @@ from support.delta_scene import DeltaScene
 from support.gpu.interpreted_attention import RecordingLauncher
 from support.gpu.machine_code import TARGETS, variant_code
 from support.projected_delta import expected_of, projected, weights_of
-from support.state_scene import StateCase, padded
+from support.state_scene import NEVER, StateCase, on_device, spoilt
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -23,15 +23,21 @@ from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import CudaDelta, DeltaShape, variants_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
 from headwise.kernels.delta_base import DeltaInputs
+from headwise.kernels.select import make_delta_kernels
 from headwise.kernels.state_layout import StateSizes, state_layout
 
 
 @dataclass
 class OfProjected:
-    """`DeltaKernels` that are handed what is projected: of what comes, `expected_of` says the norm."""
+    """`DeltaKernels` that are handed what is projected: of what comes, `expected_of` says the norm.
+
+    padding: of decodes, as graphs have it; tells: also that no sequence follows another; spoils: guesses are `spoilt`
+    """
 
     dtype: str = "float32"
     padding: int = 0
+    tells: bool = False
+    spoils: bool = False
     launcher: RecordingLauncher = field(default_factory=RecordingLauncher)
     name = "cuda"
 
@@ -45,14 +51,12 @@ class OfProjected:
         *,
         out: np.ndarray,
     ) -> None:
-        counts = np.diff(batch.cu_seqlens_q)
-        if self.padding and (counts == 1).all():
-            batch = padded(batch, self.padding)
+        batch = on_device(batch, layout.block_size, self.padding, self.tells)
         numbers = projected(inputs, out.shape[2] * out.shape[3], self.dtype)
+        numbers = spoilt(numbers, batch) if self.spoils else numbers
         numbers = np.concatenate([numbers, np.full((self.padding, numbers.shape[1]), np.nan, numbers.dtype)])
         made = np.full((len(numbers), out[0].size), np.nan, numbers.dtype)
         kernels = CudaDelta(self.launcher, lambda nbytes: np.full(nbytes, 0xFF, np.uint8))
-        batch = replace(batch, max_query_len=int(counts.max()))
         kernels.attend_projected(numbers, weights_of(inputs.weights, out.shape), arena, layout, batch, heads, out=made)
         out[...] = made[: len(out)].reshape(out.shape)
 
@@ -138,6 +142,55 @@ def test_what_is_not_served_is_refused_with_the_remedy() -> None:
         )
 
 
+# ---- sequences that follow others ----
+
+FOLLOWED = {
+    "within blocks, and across their ends": StateCase(((5, 1, 3, 1, 9, 2, 1), (0, 20, 1, 4, 2, 2, 3)), heads=1),
+    "across several blocks, shorter than the convolution": StateCase(
+        ((9, 1, 4, 1),), StateSizes(20, 36, 3, 4), heads=2, block_size=4
+    ),
+    "nothing to convolve with": StateCase(((3, 1, 7, 2),), StateSizes(8, 16, 1, 1), heads=1),
+}
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+@pytest.mark.parametrize("whole", [NEVER, 5])
+@pytest.mark.parametrize("case", list(FOLLOWED.values()), ids=list(FOLLOWED))
+def test_tokens_that_follow_others_are_taken_on_in_turn_and_of_guesses_no_state_is_left(
+    case: StateCase, whole: int, spoils: bool
+) -> None:
+    for seed in range(2):
+        scene, kernels = DeltaScene(replace(case, seed=seed)), OfProjected(padding=2, spoils=spoils)
+        wanted = expected_of(scene)
+        for found, expected in zip(scene.run(kernels, 3, whole), wanted, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
+        if not spoils:
+            scene.assert_guesses(wanted, rtol=0, atol=5e-5)
+        launched = {kernel for kernel, _ in kernels.launcher.launched}
+        assert "step" not in launched
+        assert ("carry" in launched) == (whole < NEVER)
+        reference = DeltaScene(replace(case, seed=seed))
+        reference.run(make_delta_kernels("reference", threads=1), 3, whole)
+        scene.assert_same_states(reference, atol=1e-4)
+
+
+def test_where_none_follows_another_all_is_the_same_to_the_bit() -> None:
+    for case in CASES.values():
+        plain, told = (DeltaScene(case) for _ in range(2))
+        for found, expected in zip(told.run(OfProjected(tells=True)), plain.run(OfProjected()), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(told.arena, plain.arena)
+
+
+def test_followers_without_blocks_write_nothing() -> None:
+    scene, kernels = DeltaScene(StateCase(((4, 1),))), OfProjected()
+    scene._make_room = lambda *arguments: None
+    before, count = scene.arena.copy(), 4
+    found = scene.run(kernels, 1)[0][:count]
+    np.testing.assert_allclose(found, expected_of(scene)[0][:count], rtol=0, atol=5e-5)
+    assert (scene.arena == before).all()
+
+
 # ---- machine code ----
 
 NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
@@ -150,7 +203,7 @@ def every_kernel() -> Iterator[Any]:
     larger = replace(NEXT, sizes=StateSizes(128, 128, 4, 4))  # of Qwen3.5's largest
     for sm in TARGETS:
         for kernel in variants_of(NEXT, sm):
-            is_telling = sm == 90 and kernel in ("step", "carry")
+            is_telling = sm == 90 and kernel in ("step", "walk", "carry")
             yield pytest.param(sm, kernel, NEXT, id=f"sm{sm}-{kernel}", marks=() if is_telling else pytest.mark.soak)
     unequal = replace(NEXT, sizes=StateSizes(64, 128, 2, 4))
     yield pytest.param(90, "convolve", unequal, id="sm90-convolve-unequal")
@@ -164,7 +217,7 @@ def test_states_stay_in_registers_and_loads_are_of_16_bytes(sm: int, kernel: str
     assert compiled.spilled_bytes <= (SPILLED_BELOW_90.get(kernel, 0) if sm < 90 else 0)
     assert not compiled.is_serialised
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
-    if kernel == "step":  # two states of 64 KiB: 256 threads have 16 vectors of each
+    if kernel in ("step", "walk"):  # two states of 64 KiB: 256 threads have 16 vectors of each
         assert compiled.ptx.count("ld.global.v4") >= 32, "16 bytes at once"
     if kernel == "carry":
         assert compiled.ptx.count("cp.async.cg.shared.global") >= 16

@@ -11,7 +11,7 @@ import pytest
 from support.gpu.interpreted_attention import RecordingLauncher
 from support.gpu.machine_code import TARGETS, variant_code
 from support.kda_scene import BEHIND, KdaScene
-from support.state_scene import StateCase, padded
+from support.state_scene import NEVER, StateCase, on_device, spoilt
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -23,14 +23,20 @@ from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.kda import CudaKda, KdaShape, variants_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
 from headwise.kernels.kda_base import KdaProjected
+from headwise.kernels.select import make_kda_kernels
 from headwise.kernels.state_layout import StateSizes
 
 
 @dataclass
 class OnPoison:
-    """`CudaKda` with rooms of NaN, told of a step's longest sequence; decodes as graphs have them, with ``padding``."""
+    """`CudaKda` with rooms of NaN, told of a step's longest sequence; decodes as graphs have them, with ``padding``.
+
+    tells: also that no sequence follows another; spoils: guesses are `spoilt`
+    """
 
     padding: int = 0
+    tells: bool = False
+    spoils: bool = False
     launcher: RecordingLauncher = field(default_factory=RecordingLauncher)
     name = "cuda"
 
@@ -44,23 +50,26 @@ class OnPoison:
         *,
         out: np.ndarray,
     ) -> None:
-        counts = np.diff(batch.cu_seqlens_q)
-        if self.padding and (counts == 1).all():
-            batch = padded(batch, self.padding)
+        batch = on_device(batch, layout.block_size, self.padding, self.tells)
         numbers, decays, gates = (
-            np.concatenate([rows, np.full((self.padding, rows.shape[1]), np.nan, rows.dtype)])
+            np.concatenate(
+                [
+                    spoilt(rows, batch) if self.spoils else rows,
+                    np.full((self.padding, rows.shape[1]), np.nan, rows.dtype),
+                ]
+            )
             for rows in (projected.numbers, projected.decays, projected.gates)
         )
         made = np.full((len(numbers), out.shape[1]), np.nan, out.dtype)
         kernels = CudaKda(self.launcher, lambda nbytes: np.full(nbytes, 0xFF, np.uint8))
-        batch, rows = replace(batch, max_query_len=int(counts.max())), (numbers, decays, gates)
+        rows = numbers, decays, gates
         kernels.attend_kda(KdaProjected(*rows, projected.weights), arena, layout, batch, heads, out=made)
         out[...] = made[: len(out)]
         assert np.isnan(made[len(out) :].astype(np.float32)).all()
 
 
-def assert_right(scene: KdaScene, atol: float = 1e-4, rtol: float = 1e-4, padding: int = 0) -> OnPoison:
-    kernels = OnPoison(padding)
+def assert_right(scene: KdaScene, atol: float = 1e-4, rtol: float = 1e-4, **options: Any) -> OnPoison:
+    kernels = OnPoison(**options)
     for found, expected in zip(scene.run(kernels), scene.expected(), strict=True):
         np.testing.assert_allclose(found.astype(np.float64), expected, rtol=rtol, atol=atol)
     return kernels
@@ -173,6 +182,55 @@ def test_both_halves_agree_on_the_tokens_of_a_part() -> None:
     assert kda_jit.PART.value == kda.PART
 
 
+# ---- sequences that follow others ----
+
+FOLLOWED = {
+    "within blocks, and across their ends": StateCase(((5, 1, 3, 1, 9, 2, 1), (0, 20, 1, 4, 2, 2, 3)), heads=1),
+    "across several blocks, shorter than the convolution": StateCase(
+        ((9, 1, 4, 1),), StateSizes(20, 36, 3, 4), heads=2, block_size=4
+    ),
+    "nothing to convolve with": StateCase(((3, 1, 7, 2),), StateSizes(8, 16, 1, 1), heads=1),
+}
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+@pytest.mark.parametrize("whole", [NEVER, 5])
+@pytest.mark.parametrize("case", list(FOLLOWED.values()), ids=list(FOLLOWED))
+def test_tokens_that_follow_others_are_taken_on_in_turn_and_of_guesses_no_state_is_left(
+    case: StateCase, whole: int, spoils: bool
+) -> None:
+    for seed in range(2):
+        scene, kernels = KdaScene(replace(case, seed=seed)), OnPoison(padding=2, spoils=spoils)
+        wanted = scene.expected()
+        for found, expected in zip(scene.run(kernels, 3, whole), wanted, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        if not spoils:
+            scene.assert_guesses(wanted, rtol=1e-4, atol=1e-4)
+        launched = {kernel for kernel, _ in kernels.launcher.launched}
+        assert "step" not in launched
+        assert ("carry" in launched) == (whole < NEVER)
+        reference = KdaScene(replace(case, seed=seed))
+        reference.run(make_kda_kernels("reference", threads=1), 3, whole)
+        scene.assert_same_states(reference, atol=1e-4)
+
+
+def test_where_none_follows_another_all_is_the_same_to_the_bit() -> None:
+    for case in CASES.values():
+        plain, told = (KdaScene(case) for _ in range(2))
+        for found, expected in zip(told.run(OnPoison(tells=True)), plain.run(OnPoison()), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(told.arena, plain.arena)
+
+
+def test_followers_without_blocks_write_nothing() -> None:
+    scene, kernels = KdaScene(StateCase(((4, 1),))), OnPoison()
+    scene._make_room = lambda *arguments: None
+    before, count = scene.arena.copy(), 4
+    found = scene.run(kernels, 1)[0][:count]
+    np.testing.assert_allclose(found, scene.expected()[0][:count], rtol=1e-4, atol=1e-4)
+    assert (scene.arena == before).all()
+
+
 # ---- machine code ----
 
 
@@ -184,7 +242,7 @@ def every_kernel() -> Iterator[Any]:
     }
     for sm in TARGETS:
         for kernel in variants_of(KIMI, sm):
-            is_telling = sm == 90 and kernel in ("step", "pair", "carry")
+            is_telling = sm == 90 and kernel in ("step", "walk", "pair", "carry")
             yield pytest.param(sm, kernel, KIMI, id=f"sm{sm}-{kernel}", marks=() if is_telling else pytest.mark.soak)
     for name, shape in others.items():
         for kernel in variants_of(shape, 90):
@@ -195,9 +253,10 @@ def every_kernel() -> Iterator[Any]:
 def test_states_stay_in_registers_and_loads_are_of_16_bytes(sm: int, kernel: str, shape: KdaShape) -> None:
     compiled = variant_code(variants_of(shape, sm)[kernel], Target(sm, 12))
     assert compiled.spilled_bytes == 0
+    assert sm >= 100 or kernel not in ("step", "walk") or compiled.registers <= 128, "two programs at once"
     assert not compiled.is_serialised
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
-    if kernel == "step":
+    if kernel in ("step", "walk"):
         tile = dict(variants_of(shape, sm)[kernel].constants)
         vectors = tile["BLOCK_V"] * tile["BLOCK_K"] // 4 // 256  # of a thread
         assert compiled.ptx.count("ld.global.v4") >= vectors, "16 bytes at once"

@@ -18,7 +18,7 @@ from support.gpu.emulated_gpu import FixedUpload
 from support.gpu.host_cublas import HostCublas, aligned
 
 from headwise.cache_controller.block_tables import HostBlockTables, TableShape
-from headwise.kernels.base import AttentionBatch
+from headwise.kernels.base import FOLLOWS, GUESSED, AttentionBatch
 from headwise.kernels.cuda import cublas
 from headwise.runtime.ops import gpu_ops
 from headwise.runtime.worker.decode_graphs import LEAST_CHANGES, DecodeGraphs, Scored, padded_columns, padded_rows
@@ -119,6 +119,23 @@ def test_padding_has_no_queries_no_tokens_and_no_blocks() -> None:
         np.testing.assert_array_equal(tables[at, :, :used], [np.arange(used) + 1000 * row] * GROUPS)
         assert (tables[at, :, used:] == Tables.BEYOND).all()
     assert (tables[3] == Tables.BEYOND).all()
+
+
+def test_graphs_are_told_which_sequences_follow_others_where_they_are_to_know_and_padding_follows_none() -> None:
+    told: list[Any] = []
+
+    class Following(Model):
+        def __call__(self, tokens: np.ndarray, positions: np.ndarray, batch: AttentionBatch) -> Scored:
+            told.append(None if batch.follows_on_device is None else batch.follows_on_device.tolist())
+            return super().__call__(tokens, positions, batch)
+
+    follows = np.array([0, FOLLOWS, GUESSED], np.int32)
+    for tells in (True, False):
+        graphs = graphs_of(Ops(), Following(), lambda is_so: is_so, tells)
+        found = step(graphs, batch=3, columns=5, last_row=40, follows=follows)
+        assert found.table_rows.tolist() == [40, 39, 38, 0]
+        step(graphs, batch=3, columns=5)
+    assert told == [[0, FOLLOWS, GUESSED, 0], [0] * 4, None, None]
 
 
 BATCHES, WIDTHS = (1, 2, 4, *range(8, 65, 8)), (16, 64, 256, 500)

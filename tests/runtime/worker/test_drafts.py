@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headwise.kernels.base import FOLLOWS, GUESSED
 from headwise.runtime.protocol.batch import NO_DRAFTS, BatchRequest
-from headwise.runtime.worker.drafts import SampledRows, check_drafts
+from headwise.runtime.worker.drafts import SampledRows, check_drafts, spread
 from headwise.runtime.worker.last_sampled import NO_TOKEN
 
 SEQUENCES = st.lists(
@@ -63,6 +64,26 @@ def test_a_draft_counts_as_long_as_all_before_it_are_what_was_sampled(
     if count:
         told, right = check_drafts(batch, rows, sampled)
         assert (told.tolist(), right.tolist()) == (tokens, accepted)
+
+
+@given(SEQUENCES)
+def test_what_follows_is_of_one_token_behind_the_one_before_it(sequences: list[tuple[int, int, bool, int]]) -> None:
+    batch = batch_of(sequences, [1] * 40)
+    each = spread(batch)
+    assert int(each.query_lens.sum()) == batch.num_tokens
+    if each.follows is None:
+        assert not len(batch.drafts)
+        return
+    at = 0
+    for row, start, count, drafts in zip(batch.rows, batch.starts, batch.query_lens, batch.drafts, strict=True):
+        own = [1] * count if drafts else [count]
+        part = slice(at, at + len(own))
+        assert each.query_lens[part].tolist() == own
+        assert each.rows[part].tolist() == [row] * len(own)
+        assert each.starts[part].tolist() == list(range(start, start + len(own)))
+        known = [0, *[FOLLOWS] * (count - drafts - 1)]
+        assert each.follows[part].tolist() == ([*known, *[GUESSED] * drafts] if drafts else [0])
+        at += len(own)
 
 
 def test_without_drafts_each_sequence_that_samples_has_one_row() -> None:

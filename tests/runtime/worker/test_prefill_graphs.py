@@ -164,7 +164,23 @@ def test_attention_fills_what_the_next_piece_reads_and_padding_begins_behind_the
 
 def uploaded(graphs: StepGraphs, first: int, wanted: np.ndarray | None) -> tuple[np.ndarray, ...]:
     begins, tokens = np.array([0, 13, 20], np.int32), np.full(20, first, np.int32)
-    return graphs.upload(tokens, tokens + 1, begins, np.array([13, 9], np.int32), np.array([2, 0], np.int32), wanted)
+    lens, rows = np.array([13, 9], np.int32), np.array([2, 0], np.int32)
+    return graphs.upload(tokens, tokens + 1, begins, lens, rows, wanted=wanted)
+
+
+def test_steps_may_say_which_sequences_follow_others_and_then_there_is_room_for_more() -> None:
+    ops = Ops()
+    graphs = recorded(ops, sequences=1, followers=2).of(20)
+    tokens, ends = np.arange(3, dtype=np.int32), np.arange(1, 4, dtype=np.int32)
+    given, follows = (tokens, tokens, np.arange(4, dtype=np.int32), ends, tokens), np.array([0, 1, 2], np.int32)
+    assert [array.tolist() for array in graphs.upload(*given, follows)[2:]] == [
+        [0, 1, 2, 3],
+        [1, 2, 3],
+        [0, 1, 2],
+        [0, 1, 2],
+    ]
+    assert len(graphs.upload(*given)) == 5
+    assert graphs.wanted == 16, "of the others none is"
 
 
 def test_behind_the_last_layer_that_keeps_anything_pieces_are_of_the_rows_that_may_be_wanted() -> None:

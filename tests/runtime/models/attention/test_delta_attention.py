@@ -33,10 +33,6 @@ CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
             {"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"},
             r"recurrent states.*tensor_ops paddle.*choose tensor_ops cupy, or device cpu",
         ),
-        (
-            {"device": "cuda", "dtype": "bfloat16", "speculation": 4},
-            "keeps states in some layers, which on a GPU cannot forget a wrong guess: leave out speculation",
-        ),
         ({"tp_size": 4}, r"tp_size 4 does not divide the 2 key heads of .* delta-nets, .* fit: \[1, 2\]"),
         ({"tp_size": 3}, r"tp_size 3 does not divide the 2 key heads .* sizes that fit: \[1, 2\]"),
         ({"head_grouping": "per_head_index"}, "per_head_index.*choose auto"),
