@@ -321,6 +321,6 @@ class FusedDecoder(Protocol):
                         has attended; None: all
 
         rotations:      cosines and sines of the tokens' positions, ``[rows, head_dim / 2]`` each, of each kind
-        layouts, heads: of all layers; the same objects from call to call
+        layouts, heads: of all layers, and maybe of others behind them; the same objects from call to call
         final_norm:     weight of the RMS norm of what comes out of them, if there is one
         """

@@ -330,7 +330,8 @@ class CpuDecoder:
         kinds: dict[Kind, int] = {}
         plans: dict[tuple[Any, ...], tuple[int, Planner]] = {}
         self._unbounded = np.zeros(max(len(head.window) for head in heads), np.int32)
-        told = zip(self._table, self._layers, heads, layouts, strict=True)
+        count = len(self._layers)
+        told = zip(self._table, self._layers, heads[:count], layouts[:count], strict=True)
         for index, (record, layer, head, layout) in enumerate(told):
             kind = kind_of(layer, layout)
             if not isinstance(kind, StatesKind) and kind.is_chunked:

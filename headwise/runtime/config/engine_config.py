@@ -428,8 +428,8 @@ class EngineConfig:
     speculation: int = _option(
         0,
         "Most draft tokens of a sequence in a step: speculative decoding by prompt lookup, and by a layer of the model "
-        "that drafts (`mtp`). Output that is guessed right takes fewer steps and stays the same; there are drafts "
-        "where they pay, by what was measured. 0: none.",
+        "that drafts (`mtp`), or a head beside it (`draft_model`). Output that is guessed right takes fewer steps and "
+        "stays the same; there are drafts where they pay, by what was measured. 0: none.",
         0,
         32,
     )
@@ -437,6 +437,11 @@ class EngineConfig:
         True,
         "With `speculation`, draft by the layer that a model has for it (multi-token prediction), if it has one: it "
         "takes a layer's memory and cache, and is written in each step.",
+    )
+    draft_model: str = _option(
+        "",
+        "With `speculation`, draft by this EAGLE-3 head, which was made for the model, in place of a layer of its own: "
+        "a directory of config.json and safetensors, on every node, or hf:organisation/name. Empty: none.",
     )
     step_timeout_s: float = _option(
         120.0,
@@ -466,6 +471,11 @@ class EngineConfig:
             parse_bytes(self.kv_cache)
         if self.host_cache != "auto" and parse_bytes(self.host_cache) and not self.prefix_caching:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
+        if self.draft_model and not self.speculation:
+            raise ConfigError(
+                f"draft_model {self.draft_model} drafts for speculation, which is 0: give speculation 3, or leave "
+                "draft_model out"
+            )
         parse_ports(self.engine_ports)
         parse_ports(self.peer_ports, "peer_ports")
         check_advertised(self.advertise_host)

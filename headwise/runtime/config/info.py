@@ -36,7 +36,8 @@ def describe(
     model, plan, layout, spec = card.config, card.plan, card.layout, card.spec
     yield "model", f"{card.model} ({model.architecture})"
     attention = attention_of(model)
-    drafting = ", one more that drafts" if model.draft_layers else ""
+    kind = "" if model.eagle is None else " (EAGLE-3)"
+    drafting = f", one more that drafts{kind}" if model.draft_layers else ""
     yield "geometry", f"{model.decoder_layers} layers{drafting}, {attention.geometry()}"
     yield "longest sequence", f"{card.max_model_len} tokens"
     yield (

@@ -23,12 +23,14 @@ from headwise.runtime.loader.adapters import AdapterFile
 from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.checkpoint import has_weights, parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
+from headwise.runtime.loader.draft_model import DraftModel
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.models.attention.base import AttentionVariant, Serving
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.eagle_config import with_eagle
 from headwise.runtime.models.registry import drafting_config, model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.select import resolve_ops_name
@@ -70,6 +72,7 @@ class ModelCard:
     blocks:        a hash of the weights with a GGUF file's own blocks, where those are computed from; empty otherwise
     tp_sizes:      those of the deployment's engines, where they are not all alike; else empty
     adapters:      names of those that requests may ask for, each with a hash of all that it is
+    drafting:      a hash of the configuration and weights of a head that drafts beside the model; empty: there is none
     """
 
     model: str
@@ -84,6 +87,7 @@ class ModelCard:
     blocks: str = ""
     tp_sizes: tuple[int, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
+    drafting: str = ""
 
     def hash_seed(self, cache_salt: str, adapter: str) -> bytes:
         """What the hashes of a request's blocks start from."""
@@ -146,9 +150,12 @@ def read_model_card(
               `digest_weights`); blocks cannot be hashed without
     """
     raw = read_small_file(directory / "config.json")
-    found, weights, blocks = parse_json(directory / "config.json", raw), "", ""
+    found, weights, blocks, drafting = parse_json(directory / "config.json", raw), "", "", ""
     model = model_config(without_scheme(found))
-    if config.speculation and config.mtp and (identify or has_weights(directory)):
+    head = DraftModel(config.draft_model, config.cache_path, weights=identify) if config.draft_model else None
+    if head is not None:
+        model = with_eagle(model, head.config(model))
+    elif config.speculation and config.mtp and (identify or has_weights(directory)):
         model = drafting_config(model, open_weights(directory).names)
     _check_blocks(config, directory)
     _check_codes(config, found)
@@ -156,6 +163,7 @@ def read_model_card(
     if identify:
         blocks = _blocks(directory, config, progress)  # first, since these are read together with the weights
         weights = _weights(raw, directory, config, progress)
+        drafting = "" if head is None else _draft_weights(head.directory, config, progress)
     if config.head_pattern and model.layer_heads:
         raise ConfigError(
             f"{config.model} has layers of unlike heads or with a shared cache: head patterns, and sparsity, are for "
@@ -170,12 +178,12 @@ def read_model_card(
         if pattern.identity and pattern.model != config.model:  # only the weights can tell
             weights = weights or _weights(raw, directory, config, progress)
         pattern.check_fits((model.decoder_layers, model.num_kv_heads), config.model, weights)
-        given, drafting = model.policies[: model.decoder_layers], model.policies[model.decoder_layers :]
+        given, behind = model.policies[: model.decoder_layers], model.policies[model.decoder_layers :]
         policies = policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, given)
-        model = replace(model, policies=(*policies, *drafting))
+        model = replace(model, policies=(*policies, *behind))
     asked = _asked_length(config, model)
     model = served_up_to(model, asked)
-    identity = _identity(weights + blocks, model, config) if identify else ""
+    identity = _identity(weights + blocks + drafting, model, config) if identify else ""
     attention = attention_of(model)
     chosen = config.device, config.kernels, config.kv_dtype_name, config.tensor_ops
     for tp_size in config.tp_sizes:
@@ -196,6 +204,7 @@ def read_model_card(
         blocks,
         config.tp_sizes if len(config.tp_sizes) > 1 else (),
         tuple((each.name, each.identity if identify else "") for each in adapters),
+        drafting,
     )
     if config.kv_cache_bytes is None:
         return card
@@ -316,6 +325,14 @@ def check_unchanged(card: ModelCard, config: EngineConfig, directory: Path) -> N
         )
 
 
+def check_draft_unchanged(card: ModelCard, config: EngineConfig, directory: Path) -> None:
+    """Raise ModelError unless the head in ``directory`` is still that of the card."""
+    if _draft_weights(directory, config) != card.drafting:
+        raise ModelError(
+            f"the draft model in {directory} is no longer the one that the deployment was started with: start it again"
+        )
+
+
 def _tokens_that_fit(config: EngineConfig, card: ModelCard, spec: CacheSpec) -> int:
     """The longest sequence that the pool holds, in whole blocks: window groups take a fixed part of it."""
     block_size = card.layout.block_size
@@ -355,6 +372,11 @@ def _weights(raw_config: bytes, directory: Path, config: EngineConfig, progress:
     """A hash of the configuration and the weights."""
     weights = digest_weights(directory, config.cache_path, progress)
     return sha256(len(raw_config).to_bytes(8, "little") + raw_config + weights.encode()).hexdigest()[:32]
+
+
+def _draft_weights(directory: Path, config: EngineConfig, progress: Progress | None = None) -> str:
+    """`_weights` of a head that drafts."""
+    return _weights(read_small_file(directory / "config.json"), directory, config, progress)
 
 
 def _blocks(directory: Path, config: EngineConfig, progress: Progress | None = None) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headwise.errors import ModelError, first_line
 from headwise.runtime.loader.aliases import ALIASES, fetch_alias
-from headwise.runtime.loader.checkpoint import INDEX, SINGLE, read_json
+from headwise.runtime.loader.checkpoint import INDEX, SINGLE, has_weights, read_json
 from headwise.runtime.loader.gguf_convert import converted_directory
 from headwise.runtime.loader.progress import Progress, SilentProgress
 from headwise.runtime.loader.quantisation import without_scheme
@@ -56,6 +56,31 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None, 
     raise ModelError(f"{name!r} {what}; a model is {_ALLOWED}")
 
 
+def resolve_draft_model(name: str, cache_dir: Path, progress: Progress | None = None, *, weights: bool = True) -> Path:
+    """The directory of a head that drafts beside a model: ``config.json`` and safetensors. As `resolve_model`.
+
+    name: a directory, or ``hf:organisation/name[@revision]``
+
+    Raises:
+        ModelError: there is no such directory, or it cannot be fetched.
+    """
+    progress = progress or SilentProgress()
+    if name.startswith(_HUB_PREFIX):
+        repository, revision = _hub_name(name)
+        progress.stage(f"fetching {name.removeprefix(_HUB_PREFIX)} from the Hugging Face hub")
+        path = _fetch(repository, revision, [_CONFIG, *(_HUB_WEIGHTS if weights else [])])
+    else:
+        path = Path(name).expanduser().absolute()
+    if not (path / _CONFIG).is_file():
+        raise ModelError(f"{name!r} has no {_CONFIG}: give a head's directory, or hf:organisation/name")
+    if weights and not has_weights(path):
+        raise ModelError(
+            f"{name!r} has neither {SINGLE} nor {INDEX}: save the head's weights as safetensors; pytorch_model.bin is "
+            "not read"
+        )
+    return path
+
+
 def _check_config(path: Path, name: str) -> None:
     if not (path / _CONFIG).is_file():
         found = sorted(path.glob("*.gguf"))
@@ -80,24 +105,30 @@ def _check_weights(path: Path, name: str) -> None:
 
 
 def _from_hub(name: str, weights: bool, progress: Progress) -> Path:
+    repository, branch = _hub_name(name)
+    progress.stage(f"fetching {name.removeprefix(_HUB_PREFIX)} from the Hugging Face hub")
+    path = _fetch(repository, branch, [_CONFIG])
+    _check_config(path, name)
+    if not weights:
+        return path
+    # A snapshot's directory is named after its commit. The rest is fetched from there, even if the branch has moved.
+    revision = path.name if re.fullmatch(r"[0-9a-f]{40}", path.name) else branch
+    path = _fetch(repository, revision, _HUB_TEXTS)
+    _check_tokenizer(path, name)
+    path = _fetch(repository, revision, _HUB_WEIGHTS)
+    _check_weights(path, name)
+    return path
+
+
+def _hub_name(name: str) -> tuple[str, str | None]:
+    """The repository, and the revision if one is given."""
     repository = name.removeprefix(_HUB_PREFIX)
     match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", repository)
     if match is None:
         raise ModelError(
             f"{repository!r} is no Hugging Face repository; write hf:organisation/name or hf:.../name@revision"
         )
-    progress.stage(f"fetching {repository} from the Hugging Face hub")
-    path = _fetch(match[1], match[2], [_CONFIG])
-    _check_config(path, name)
-    if not weights:
-        return path
-    # A snapshot's directory is named after its commit. The rest is fetched from there, even if the branch has moved.
-    revision = path.name if re.fullmatch(r"[0-9a-f]{40}", path.name) else match[2]
-    path = _fetch(match[1], revision, _HUB_TEXTS)
-    _check_tokenizer(path, name)
-    path = _fetch(match[1], revision, _HUB_WEIGHTS)
-    _check_weights(path, name)
-    return path
+    return match[1], match[2]
 
 
 def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:

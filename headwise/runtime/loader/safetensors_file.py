@@ -24,6 +24,7 @@ from headwise.errors import ModelError
 # By the names of safetensors. BF16 is read as its bits: NumPy has no such type.
 FLOATS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 INTEGERS: Mapping[str, np.dtype[Any]] = {"I8": np.dtype("i1"), "U8": np.dtype("u1")}
+FLAGS: Mapping[str, np.dtype[Any]] = {"BOOL": np.dtype("?")}
 WORDS: Mapping[str, np.dtype[Any]] = {"U16": np.dtype("<u2")}
 CODES: Mapping[str, np.dtype[Any]] = {
     **INTEGERS,
@@ -32,7 +33,7 @@ CODES: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype("u1"),
 }
 """What quantised weights are made of; FP8 is read as its bits."""
-_STORED = {**FLOATS, **CODES, **WORDS}
+_STORED = {**FLOATS, **CODES, **FLAGS, **WORDS}
 _NUMPY_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HEADER_ALIGNMENT = 64
 _METADATA = {"format": "pt"}

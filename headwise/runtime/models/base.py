@@ -189,6 +189,22 @@ class LayerHeads:
 
 
 @dataclass(frozen=True)
+class EagleConfig:
+    """A head beside the decoder that drafts (EAGLE-3).
+
+    layer:           its geometry, as that of a decoder of one layer
+    vocab_size:      tokens that it may draft
+    taken:           layers of the decoder before each of which it is given the residual stream, ascending
+    norms_residual:  whether what goes around its attention is normed, too
+    """
+
+    layer: ModelConfig
+    vocab_size: int
+    taken: tuple[int, ...]
+    norms_residual: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model's geometry, read from a Hugging Face ``config.json`` by its architecture's module.
 
@@ -208,6 +224,7 @@ class ModelConfig:
     missing_for_images: what its images need that is not served, in words; empty: nothing
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     draft_layers:    the last ones, 1 or none, which are not the decoder's: see `Model.draft`
+    eagle:           the head that such a layer is of, where it is not of the model's own checkpoint
     """
 
     architecture: str
@@ -242,6 +259,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     missing_for_images: str = ""
     draft_layers: int = 0
+    eagle: EagleConfig | None = None
 
     @property
     def decoder_layers(self) -> int:
@@ -265,6 +283,8 @@ class ModelConfig:
 
     def mlp_size(self, layer: int) -> int:
         """Intermediate size of a layer's dense MLP."""
+        if self.eagle is not None and layer == self.decoder_layers:
+            return self.eagle.layer.intermediate_size
         return self.intermediate_size
 
     @property
@@ -282,10 +302,11 @@ class ModelConfig:
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
         """Intermediate sizes that tensor parallelism splits over the ranks."""
+        heads = () if self.eagle is None else (self.eagle.layer.intermediate_size,)
         if self.moe is None:
-            return (self.intermediate_size,)
+            return (self.intermediate_size, *heads)
         moe = self.moe
-        sizes = (self.intermediate_size, moe.expert_size, moe.shared_expert_size, moe.gated_shared_size)
+        sizes = (self.intermediate_size, moe.expert_size, moe.shared_expert_size, moe.gated_shared_size, *heads)
         return tuple(size for size in sizes if size)
 
 
@@ -456,14 +477,24 @@ class Model(ABC):
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
-        """Hidden states that score the token behind the next one, where `ModelConfig.draft_layers` is 1.
+        """Hidden states that `drafted` scores the token behind the next one by, where `ModelConfig.draft_layers` is 1.
 
-        Of ``hidden [T, hidden]``, as `forward` gave them, or as this did of the tokens before, of tokens at
+        Of ``hidden [T, hidden]``, as `for_drafts` gave them, or as this did of the tokens before, of tokens at
         ``positions``, and of the tokens ``following int32 [T]`` that come next. The layer keeps keys and values of its
         own, in the places of ``positions``. wanted: see `forward`
 
-        Source: multi-token prediction, DeepSeek-V3 (arXiv 2412.19437), section 2.2.
+        Sources: multi-token prediction, DeepSeek-V3 (arXiv 2412.19437), section 2.2; EAGLE-3 (arXiv 2503.01840).
         """
+        raise NotImplementedError("asked of models whose config has such a layer")
+
+    def for_drafts(self, hidden: Tensor) -> Tensor:
+        """What `draft` is to be given of all tokens that `forward` has just given these ``hidden`` states of; asked
+        for once."""
+        return hidden
+
+    def drafted(self, made: Tensor) -> tuple[KernelArray, KernelArray] | None:
+        """The likeliest token by each row of what `draft` made, and its score, as `TensorOps.greedy` has them; ``None``
+        on other ranks than 0, which take part."""
         raise NotImplementedError("asked of models whose config has such a layer")
 
     @abstractmethod

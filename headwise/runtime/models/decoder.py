@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,11 @@ from headwise.runtime.models.base import (
     Shard,
 )
 from headwise.runtime.models.decoder_weights import DecoderWeights
+from headwise.runtime.models.drafting import DraftHead
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear, QkvProjections, Residual
 from headwise.runtime.models.low_rank import Adapter
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
-from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives
 
 
@@ -56,6 +58,7 @@ class Decoder(DecoderWeights):
     ) -> None:
         super().__init__(config, weights, ops, collectives, shard, prepare, adapters)
         self._fused = self._fuse()
+        self.head: DraftHead | None = None
 
     def forward(
         self,
@@ -74,6 +77,7 @@ class Decoder(DecoderWeights):
         residual = Residual(x, x if norms[0] is None else self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
             rows = wanted if index == len(self._layers) - 1 else None
+            self._before(index, residual.x)
             residual = self._through(index, layer, residual, rotations, attention, rows, next_norm)
         return self.rows_of(residual.normed, taken)
 
@@ -85,6 +89,8 @@ class Decoder(DecoderWeights):
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
+        if self.head is not None:
+            return self.head.draft(following, positions, hidden, attention, wanted)
         drafting, index = self._drafting, self.config.decoder_layers
         assert drafting is not None, "asked of models that have it"
         before = self._linear(self.norm(hidden, drafting.hidden_norm), drafting.of_hidden)  # `hidden` is gone then
@@ -99,6 +105,24 @@ class Decoder(DecoderWeights):
         residual = Residual(x, x if norm is None else self.norm(x, norm))
         rotations = self.rotations(positions)
         return self._through(index, drafting.layer, residual, rotations, attention, wanted, drafting.final_norm).normed
+
+    def draft_by(self, make: Callable[[Weight], DraftHead]) -> None:
+        """Have a head draft that is made with this decoder's embedding, if it has none of its own."""
+        self.head = make(self._embedding)
+
+    def _before(self, index: int, x: Tensor) -> None:
+        """Gives the residual stream before a layer to what drafts beside the decoder, if that takes it there."""
+        if self.head is not None and index in self.head.taken:
+            self.head.take(index, x)
+
+    def for_drafts(self, hidden: Tensor) -> Tensor:
+        return hidden if self.head is None else self.head.given()
+
+    def drafted(self, made: Tensor) -> tuple[KernelArray, KernelArray] | None:
+        if self.head is not None:
+            return self.head.drafted(made)
+        scores = self.step_scores(made)
+        return None if scores is None else self.ops.greedy(scores)
 
     def _through(
         self,
@@ -235,16 +259,22 @@ class Decoder(DecoderWeights):
         """Take ``x`` through some layers in place, and through the final norm behind the last. wanted: see
         `FusedDecoder.run`"""
         rotations = fused.rotations(positions, self._frequencies, self._rotation_scales)
-        step = 1 if cache.wait_layer else len(layers)
-        for some in (layers[first : first + step] for first in range(0, len(layers), step)):
+        for some in self._runs(layers, is_each=cache.wait_layer is not None):
             if cache.wait_layer:
                 cache.wait_layer(some.start)
+            self._before(some.start, x)
             fused.run(
                 x, some, rotations, cache.arena, cache.layouts, cache.batch, cache.heads,
                 self._norm_behind(some.stop), besides,
                 sum_over_ranks=self.reduce if self._shard.size > 1 else None,
                 wanted=wanted if some.stop == layers.stop else None,
             )  # fmt: skip
+
+    def _runs(self, layers: range, is_each: bool) -> list[range]:
+        """Those of ``layers`` between which nothing is to be done; is_each: before each one there is."""
+        taken = () if self.head is None else self.head.taken
+        begins = layers if is_each else [layers.start, *(layer for layer in taken if layer in layers[1:])]
+        return [range(*some) for some in pairwise([*begins, layers.stop])]
 
     def _norm_behind(self, layers: int) -> Tensor | None:
         """The norm of what comes out of so many layers, if it goes no further."""

@@ -75,7 +75,7 @@ class DecoderWeights(Model):
         for adapter in self._adapters:
             adapter.check_used()
         self._adapters = []  # they are of the decoder
-        self._drafting = self._load_drafting() if config.draft_layers else None
+        self._drafting = self._load_drafting() if config.draft_layers and config.eagle is None else None
         self.adapted: AdaptedRows | None = None
         of_layers = [(rope, config.heads_of(layer).head_dim) for layer, rope in enumerate(config.ropes)]
         ropes = _distinct(of_layers)

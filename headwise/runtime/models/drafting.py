@@ -1,13 +1,20 @@
-"""The layer behind a decoder's last that predicts the token behind the next one: multi-token prediction."""
+"""The layer behind a decoder's last that predicts the token behind the next one: multi-token prediction.
+
+And what stands in its place where that is no part of the model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from headwise.runtime.models.base import ModelConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.models.base import AttentionLayer, ModelConfig
 from headwise.runtime.models.layers import Layer, Linear
-from headwise.runtime.ops.base import Tensor
+from headwise.runtime.ops.base import KernelArray, Tensor
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,33 @@ class DraftingLayer:
     of_hidden: Linear
     layer: Layer
     final_norm: Tensor
+
+
+class DraftHead(Protocol):
+    """What drafts beside a decoder, of the residual stream between its layers."""
+
+    @property
+    def taken(self) -> Sequence[int]:
+        """Layers before each of which `take` is called in a step, ascending."""
+
+    def take(self, layer: int, x: Tensor) -> None:
+        """``x [T, hidden]`` as it goes into one of those layers; it is the caller's."""
+
+    def given(self) -> Tensor:
+        """See `Model.for_drafts`."""
+
+    def draft(
+        self,
+        following: KernelArray,
+        positions: KernelArray,
+        hidden: Tensor,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """See `Model.draft`."""
+
+    def drafted(self, made: Tensor) -> tuple[KernelArray, KernelArray] | None:
+        """See `Model.drafted`."""
 
 
 def with_draft_layer(config: ModelConfig, names: DraftingNames | None, weights: Sequence[str]) -> ModelConfig:

@@ -41,6 +41,7 @@ from headwise.runtime.models import (
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.drafting import with_draft_layer
+from headwise.runtime.models.eagle import Eagle, StoredWeights
 from headwise.runtime.models.hf_config import HfConfig
 from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.kinds import check_kinds
@@ -155,6 +156,13 @@ def build_model(
     shard: Shard,
     prepare: Prepare = make_anew,
     adapters: Sequence[Adapter] = (),
+    head: StoredWeights | None = None,
 ) -> Model:
-    """One rank's model with its weights loaded; raises ModelError if they, or adapters, do not fit the config."""
-    return _MODELS[config.architecture].model(config, weights, ops, collectives, shard, prepare, adapters)
+    """One rank's model with its weights loaded; raises ModelError if they, or adapters, do not fit the config.
+
+    head: weights of what drafts beside it, where its config has that
+    """
+    model = _MODELS[config.architecture].model(config, weights, ops, collectives, shard, prepare, adapters)
+    if head is not None:
+        model.draft_by(lambda embedding: Eagle(config, head, ops, collectives, shard, prepare, embedding))
+    return model

@@ -47,7 +47,7 @@ class Scored:
     scores:     ``[rows, vocab_size]``, as `Model.scores` says
     likeliest:  of each row, as `TensorOps.greedy` says
     table_rows: int32 ``[rows]``, where the sequences' block tables are, and all else that is kept by row
-    hidden:     what they are scores of, on every rank, where the model has a layer that drafts
+    hidden:     what drafts are made of, on every rank, where the model makes some: see `Model.for_drafts`
     """
 
     scores: Tensor | None

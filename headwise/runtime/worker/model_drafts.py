@@ -1,6 +1,7 @@
-"""Drafts by the layer that a model has for them: behind each step, of what it has sampled.
+"""Drafts by the layer that a model has for them, or a head beside it: behind each step, of what it has sampled.
 
-The layer takes a token's hidden state and the token that comes next, and predicts the one behind that. It keeps keys
+The layer takes a token's hidden state, or what a head makes of several, and the token that comes next, and predicts the
+one behind that. It keeps keys
 and values of its own, in the blocks of the decoder's: so it takes every token that is computed, whether anything is
 drafted or not. What it keeps of a token stands in that token's place, though it is of the next one, too: of a cached
 prefix's last token it may be of the next one of another request, which may cost a draft and never changes a token.
@@ -60,7 +61,7 @@ class ModelDrafts:
     def behind(self, batch: BatchRequest, chosen: Chosen, hidden: Tensor) -> Drafted:
         """Take in a step of which these tokens were chosen, and draft as many tokens as it asks for.
 
-        hidden: of the step's tokens ``[T, hidden]``, maybe with padding behind them
+        hidden: what `Model.for_drafts` gave of the step's tokens, ``[T, hidden]``, maybe with padding behind them
 
         Where the step has drafts itself the host waits for what was sampled, since only that says what the next ones
         come behind; and for each draft that a further one is made of. Otherwise it waits for nothing.
@@ -101,8 +102,7 @@ class ModelDrafts:
         """Draft one token after the other, each out of what the one before was drafted from."""
         passes: list[tuple[NDArray[np.int64], Fetch]] = []
         while len(wanting):
-            scores = self._model.step_scores(made)
-            tokens, _ = self._collectives.share(None if scores is None else self._ops.greedy(scores), len(wanting))
+            tokens, _ = self._collectives.share(self._model.drafted(made), len(wanting))
             passes.append((wanting, self._ops.fetch(tokens)))
             going_on = np.flatnonzero(batch.proposals[wanting] > len(passes))
             if not len(going_on):

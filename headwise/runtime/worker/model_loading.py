@@ -7,8 +7,15 @@ from pathlib import Path
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import NUMERICS_VERSION, ModelCard, check_same, check_unchanged
+from headwise.runtime.config.model_card import (
+    NUMERICS_VERSION,
+    ModelCard,
+    check_draft_unchanged,
+    check_same,
+    check_unchanged,
+)
 from headwise.runtime.loader.adapters import AdapterFile
+from headwise.runtime.loader.draft_model import DraftModel
 from headwise.runtime.loader.packed_cache import DIRECTORY, LIMITS, Limits, PackedKey, PackedWeights
 from headwise.runtime.loader.progress import LogProgress
 from headwise.runtime.loader.quantised_checkpoint import open_weights
@@ -34,10 +41,11 @@ def load_model(
 
     limits: of what is kept on disk, where the configuration wants it
     """
+    keeps = numpy_dtype(config.dtype_name) if config.on_gpu else None  # a CPU packs what it has
     weights = open_weights(
         directory,
         blocks=config.computes_from_blocks,
-        keeps=numpy_dtype(config.dtype_name) if config.on_gpu else None,  # a CPU packs what it has
+        keeps=keeps,
         keeps_codes=config.keeps_codes,
         keeps_fp8=config.keeps_fp8,
     )
@@ -47,9 +55,13 @@ def load_model(
         packed = PackedWeights(place, key, ops, lambda: weights.num_elements // shard.size, limits, LogProgress(log))
     prepare = packed.prepare if packed else make_anew
     adapters = [AdapterFile(name, path) for name, path in config.adapter_paths.items()]
-    model = build_model(card.config, weights, ops, collectives, shard, prepare, adapters)
+    head = DraftModel(config.draft_model, config.cache_path) if config.draft_model else None
+    beside = None if head is None else head.weights(keeps)
+    model = build_model(card.config, weights, ops, collectives, shard, prepare, adapters, beside)
     check_same(card, adapters)
     check_unchanged(card, config, directory)  # blocks of what is cached are named by the card
+    if head is not None:
+        check_draft_unchanged(card, config, head.directory)
     if packed:
         packed.keep()
     return model
@@ -67,4 +79,6 @@ def packed_key(card: ModelCard, config: EngineConfig, ops: PackingOps, shard: Sh
     }
     if card.config.mla is None and any(sharing.ranks > 1 for sharing in shard.sharing):
         settings["sharing"] = shard.sharing  # of latents it is the rank
+    if card.drafting:
+        settings["drafting"] = card.drafting
     return PackedKey(card.weights, settings, shard.rank, shard.size)

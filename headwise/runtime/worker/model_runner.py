@@ -54,6 +54,7 @@ class ModelRunner:
     last:    tokens of the steps before
     graphs:  decode steps, where they are graphs
     prefill: other steps, likewise
+    kept:    of a model that drafts: what `Model.draft` is given of all tokens that `forward` computed last
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ModelRunner:
         self.last = device.last_sampled(card.spec.max_rows)
         self.graphs: DecodeGraphs | None = None
         self.prefill: PrefillGraphs | None = None
+        self.kept: Tensor = None
         self._card, self._ops, self._kernels = card, device.ops, device.kernels
         self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
         self._upload = self._ops.step_upload()
@@ -93,7 +95,8 @@ class ModelRunner:
         """What a decode step computes; only enqueues."""
         hidden = self.model.forward(token_ids, positions, self.attention(step))
         scores = self.model.scores(hidden)
-        kept = self._ops.kernel_array(hidden) if self._card.config.draft_layers else None
+        drafts = self._card.config.draft_layers > 0
+        kept = self._ops.kernel_array(self.model.for_drafts(hidden)) if drafts else None
         return Scored(scores, None if scores is None else self._ops.greedy(scores), hidden=kept)
 
     def forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor | None:
@@ -119,9 +122,13 @@ class ModelRunner:
         step = self.on_device(spread(batch), self.last.inputs(batch), upload)
         self.last.fill(step.tokens, step.batch.cu_seqlens_q, step.rows)
         if graphs is not None:
-            return graphs.forward(self.attend, step.batch, batch.num_tokens, wanted)
+            hidden = graphs.forward(self.attend, step.batch, batch.num_tokens, wanted)
+            self.kept = graphs.kept
+            return hidden
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
-        return self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted)
+        hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted)
+        self.kept = self.model.for_drafts(hidden) if self._card.config.draft_layers else None
+        return hidden
 
     def on_device(
         self, each: Spread, tokens: NDArray[np.int32], upload: Callable[..., Sequence[KernelArray]]

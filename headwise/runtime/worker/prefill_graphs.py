@@ -123,6 +123,7 @@ class StepGraphs:
     upload: all sizes use one, with room for the largest
     wanted: rows that come of a step at most, where it has more; 0: all of its tokens'
     tells_follows: whether steps may say which sequences follow others
+    kept:   of a model that drafts, and of the last step: see `Model.for_drafts`; valid until the next one
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class StepGraphs:
         self._ops, self.tokens, self._sequences, self._upload = ops, tokens, sequences, upload
         self._tells_follows = tells_follows
         self.wanted = wanted if wanted < tokens else 0
+        self.kept: Tensor = None
         self._asked: list[_Asked] = []
         self._replay: Callable[[Between], Sequence[KernelArray]] | None = None
 
@@ -151,7 +153,9 @@ class StepGraphs:
             asked.clear()
             layer = _CuttingAttention(ops, attention, begins[-1:], count, asked, cut)
             wanted = rows if self.wanted else None
-            return [ops.kernel_array(model.forward(tokens, positions, layer, wanted=wanted))]
+            hidden = model.forward(tokens, positions, layer, wanted=wanted)
+            drafts = [model.for_drafts(hidden)] if model.config.draft_layers else []
+            return [ops.kernel_array(rows) for rows in (hidden, *drafts)]
 
         self._replay = ops.capture_pieces(work)
 
@@ -223,6 +227,7 @@ class StepGraphs:
 
         found = self._replay(between)
         if wanted is None:
+            self.kept = found[-1][:tokens]
             return found[0][:tokens]
         if not len(wanted):
             return None

@@ -203,6 +203,7 @@ class ModelWorker:
 
     def _speculation(self) -> str:
         by_model = " with mtp" if self.card.config.draft_layers else ""
+        by_model = " with eagle3" if self.card.config.eagle is not None else by_model
         return f"{self._config.speculation}{by_model}" if self._config.speculation else "none"
 
     def initialize_cache(self) -> None:
@@ -339,7 +340,7 @@ class ModelWorker:
         hidden = self._runner.forward(batch)
         self._model.logits(self._ops.take_rows(hidden, rows))
         if self._drafts is not None:
-            self._drafts.behind(batch, Chosen(), hidden)
+            self._drafts.behind(batch, Chosen(), self._runner.kept)
 
     # ---- sleep ----
 
@@ -483,7 +484,7 @@ class ModelWorker:
             return _Computed()
         if batch.samples_behind_each:
             hidden = runner.forward(batch)
-            return self._completed(batch, hidden, hidden)
+            return self._completed(batch, hidden, runner.kept)
         places = SampledRows.of(batch).places(batch)
         asks_prompt = self._prompts.wants(batch)
         if not asks_prompt and self._drafts is None:
@@ -492,15 +493,17 @@ class ModelWorker:
         hidden = runner.forward(batch)
         prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden) if asks_prompt else ({}, ())
         sampling = self._ops.take_rows(hidden, places) if len(places) else None
-        return replace(self._completed(batch, sampling, hidden), unusable=unusable, prompt_logprobs=prompt_logprobs)
+        return replace(
+            self._completed(batch, sampling, runner.kept), unusable=unusable, prompt_logprobs=prompt_logprobs
+        )
 
-    def _completed(self, batch: BatchRequest, sampling: Tensor | Scored | None, hidden: Tensor = None) -> _Computed:
-        """A step's tokens, which `NextTokens` chooses by ``sampling``; and what the model drafts behind them, of the
-        ``hidden`` states of all of the step's tokens."""
+    def _completed(self, batch: BatchRequest, sampling: Tensor | Scored | None, kept: Tensor = None) -> _Computed:
+        """A step's tokens, which `NextTokens` chooses by ``sampling``; and what the model drafts behind them, of what
+        was ``kept`` for that of all of the step's tokens."""
         chosen = self._tokens.choose(batch, self._model, sampling)
         if self._drafts is None:
             return _Computed(chosen)
-        return _Computed(chosen, self._drafts.behind(batch, chosen, hidden))
+        return _Computed(chosen, self._drafts.behind(batch, chosen, kept))
 
 
 def _trial(tokens: int, updates: NDArray[np.int32]) -> BatchRequest:

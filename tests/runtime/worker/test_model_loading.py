@@ -13,10 +13,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from support.eagle_checkpoints import head_config, head_weights, write_head
 from support.engine.dense_oracle import DenseAttention
 from support.engine.loaded_model import serve
 from support.random_models import CONFIGS, random_weights
 from support.reference import answers
+from support.tiny_checkpoints import checkpoint
 from support.tiny_ggufs import TINY_GGUFS, write_tiny_gguf
 from support.tiny_models import llama_tensors, write_llama_gguf
 
@@ -101,6 +103,41 @@ def test_a_model_comes_from_disk_the_second_time(
     np.testing.assert_array_equal(
         first, load(config_of(tmp_path, model, weights_dtype=weights_dtype, packed_cache=False))
     )
+
+
+def drafted(config: EngineConfig) -> np.ndarray:
+    """What the model's head makes of some tokens, of a model that is loaded as a worker does."""
+    directory = Path(config.model)
+    card = read_model_card(config, directory)
+    shard, ops = Shard.of(card.config, card.plan, 0), make_ops("numba", 1, config.dtype_name, config.weights_dtype_name)
+    model = load_model(card, config, directory, ops, SingleRank(), shard, KEEP_ALL)
+    attention, positions = DenseAttention(model.config, shard, ops), np.arange(len(IDS), dtype=np.int32)
+    given = model.for_drafts(model.forward(IDS, positions, attention))
+    return np.array(ops.numpy(model.draft(IDS, positions, given, attention)))
+
+
+def test_a_head_that_drafts_comes_from_disk_with_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = write_head(tmp_path / "head", head_config("qwen3"), head_weights("qwen3"))
+    given: dict[str, Any] = {"draft_model": str(head), "speculation": 2, "max_model_len": 1024}
+    config = config_of(tmp_path, checkpoint("qwen3"), **given)
+    with caplog.at_level(logging.INFO):
+        first, again = drafted(config), drafted(config)
+    assert "came from" in caplog.text
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first, drafted(replace(config, packed_cache=False)))
+    write_head(head, head_config("qwen3"), {**head_weights("qwen3"), "fc.weight": -head_weights("qwen3")["fc.weight"]})
+    assert not np.array_equal(first, drafted(config))
+    assert len(kept(config)) == 2
+
+
+def test_a_head_that_changes_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", head_config("qwen3"), head_weights("qwen3"))
+    given: dict[str, Any] = {"draft_model": str(head), "speculation": 2, "max_model_len": 1024}
+    config = config_of(tmp_path, model := checkpoint("qwen3"), **given)
+    card, ops = read_model_card(config, model), make_ops("numba", 1, "bfloat16", "bfloat16")
+    write_head(head, {**head_config("qwen3"), "norm_before_residual": False}, head_weights("qwen3"))
+    with pytest.raises(ModelError, match=r"the draft model in .* is no longer the one"):
+        load_model(card, config, model, ops, SingleRank(), Shard.of(card.config, card.plan, 0), KEEP_ALL)
 
 
 def test_a_gguf_file_comes_from_disk_the_second_time(

@@ -185,12 +185,12 @@ def run_rank(
 
 
 def dense_rank(
-    config: ModelConfig, weights: Weights, comm: Communicator, ops: TensorOps
+    config: ModelConfig, weights: Weights, comm: Communicator, ops: TensorOps, **more: Any
 ) -> tuple[Model, AttentionLayer]:
-    """One rank's model, and dense attention."""
+    """One rank's model, and dense attention. more: for `build_model`"""
     plan = plan_head_groups(config.policies, comm.size, is_replicated=attention_of(config).is_replicated)
     shard = Shard.of(config, plan, comm.rank)
-    model = build_model(config, weights, ops, comm, shard)
+    model = build_model(config, weights, ops, comm, shard, **more)
     attention: Any = DenseAttention(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
     return model, attention if config.states is None else DenseMixedAttention(config, ops, attention)
 

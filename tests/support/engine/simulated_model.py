@@ -287,6 +287,10 @@ class TokenModel(Model):
         made = np.where(hidden >= 0, DRAFTED + np.arange(len(hidden), dtype=np.float32)[:, None], np.float32(-1))
         return made if wanted is None else made[wanted]
 
+    def drafted(self, made: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        scores = self.scores(made)
+        return scores.argmax(axis=1).astype(np.int32), scores.max(axis=1)
+
     def scores(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         return np.stack([self._scores(int(index)) for index in hidden[:, 0]])
 
