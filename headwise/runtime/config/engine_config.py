@@ -191,7 +191,7 @@ class EngineConfig:
     context_parallel_size: int = _option(
         1,
         "Neighbouring ranks that keep together what each would have a copy of, latents (MLA) and KV heads that ranks "
-        "share, each every so many-th token: as many times the context fits, and ranks exchange queries in each layer. "
+        "share, token by token in turn: as many times the context fits, and ranks exchange queries in each layer. "
         "Divides tp_size.",
         1,
         64,
