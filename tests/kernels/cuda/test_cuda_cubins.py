@@ -380,17 +380,17 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     delta = ["--delta-key-heads", "16", "--delta-value-heads", "32", "--tp-size"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *delta, "2"])
     nets = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(set(nets) - set(sources)) == ["carry", "convolve", "finish", "solve", "step"]
+    assert sorted(set(nets) - set(sources)) == ["carry", "convolve", "finish", "solve", "step", "walk"]
     ssm = ["--ssm-heads", "64", "--ssm-groups", "8", "--tp-size"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *ssm, "2"])
     files_of_ssm = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(set(files_of_ssm) - set(sources)) == ["carry", "convolve", "relate", "step"]
+    assert sorted(set(files_of_ssm) - set(sources)) == ["carry", "convolve", "relate", "step", "walk"]
     with pytest.raises(SystemExit, match="64 heads in 8 groups are not members of 4 on 3 ranks evenly"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *ssm, "3"])
     kda = ["--kda-heads", "32", "--tp-size"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *kda, "4"])
     files_of_kda = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(set(files_of_kda) - set(sources)) == ["carry", "convolve", "finish", "pair", "solve", "step"]
+    assert sorted(set(files_of_kda) - set(sources)) == ["carry", "convolve", "finish", "pair", "solve", "step", "walk"]
     with pytest.raises(SystemExit, match="32 heads of Kimi Delta Attention cannot be dealt to 3 ranks evenly"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *kda, "3"])
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, "--tp-size", "4", "--hidden-size", "4096"])

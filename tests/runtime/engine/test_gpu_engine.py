@@ -112,7 +112,7 @@ def watch(graphs: StepGraphs, found: list[tuple[int, list[int]]]) -> None:
 
     def upload(*arrays: np.ndarray, wanted: np.ndarray | None) -> tuple[np.ndarray, ...]:
         found.append((graphs.tokens, np.diff(arrays[2]).tolist()))
-        return real(*arrays, wanted)
+        return real(*arrays, wanted=wanted)
 
     graphs.upload = upload
 
