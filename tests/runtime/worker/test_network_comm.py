@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -25,14 +27,20 @@ CLIENT = ClientKeys(public_key(SECRET), "ours")
 
 def in_threads(size: int, body: Callable[[NetworkComm], Any], *, is_encrypted: bool = False) -> list[Any]:
     """Run ``body`` on every rank; their results by rank. Raises what a rank raised."""
-    opened = context.num_open()
+    opened, ended = context.num_open(), threading.Barrier(size)
     hub = NetworkComm.listen("127.0.0.1", size, PATIENCE_S, SERVER if is_encrypted else None)
 
     def rank_main(rank: int) -> Any:
         keys = CLIENT if is_encrypted else None
         comm = NetworkComm.connect(hub.endpoint, rank, size, PATIENCE_S, keys) if rank else hub
         try:
-            return body(comm)
+            result = body(comm)
+            with suppress(threading.BrokenBarrierError):
+                ended.wait(PATIENCE_S)  # what rank 0 has answered last would be gone with its socket
+            return result
+        except BaseException:
+            ended.abort()
+            raise
         finally:
             comm.close()
 
