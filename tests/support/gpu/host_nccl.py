@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from queue import Empty, Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -57,7 +58,8 @@ class World:
         self.gpus: dict[int, tuple[str, Any]] = {}
         self.calls: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
-        self.mail: dict[tuple[int, int], Queue[Any]] = defaultdict(Queue)
+        # All made here: of two threads that ask for one that is not there, each would make its own.
+        self.mail: dict[tuple[int, int], Queue[Any]] = {way: Queue() for way in product(range(size), repeat=2)}
 
 
 class HostNccl(ModuleType):
