@@ -21,8 +21,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from gpu.checkpoint import Shape, write_checkpoint
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
 from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.protocol.request import GenerationResult
 
 PARTS = (1, 2)
 VOCABULARY = 4096
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def ratios(found: Sequence[dict[int, Seen]]) -> dict[str, Any]:
     """Medians over the rounds, of ranks that keep latents together over the others'."""
 
-    def over(of: Any) -> float:
+    def over(of: Callable[[Seen], float]) -> float:
         return statistics.median(of(each[PARTS[1]]) / of(each[PARTS[0]]) for each in found)
 
     counts = list(found[0][PARTS[0]].decode)
@@ -110,9 +112,13 @@ def ratios(found: Sequence[dict[int, Seen]]) -> dict[str, Any]:
         "fit_ratio": over(lambda seen: seen.fit),
         "requests_ratio": over(lambda seen: seen.requests),
         "prefill_ratio": over(lambda seen: seen.prefill),
-        "decode_ratio": {str(count): over(lambda seen, count=count: seen.decode[count]) for count in counts},
+        "decode_ratio": {str(count): over(partial(_decode_of, count)) for count in counts},
         "same_tokens": all(each[PARTS[0]].said == each[PARTS[1]].said for each in found),
     }
+
+
+def _decode_of(count: int, seen: Seen) -> float:
+    return seen.decode[count]
 
 
 def measured(model: Path, size: Size, parts: int, ray: str | None) -> Seen:
@@ -152,17 +158,24 @@ def measured(model: Path, size: Size, parts: int, ray: str | None) -> Seen:
 
 
 def ids(draw: np.random.Generator, count: int) -> list[int]:
-    return draw.integers(1, VOCABULARY, count).tolist()
+    drawn: list[int] = draw.integers(1, VOCABULARY, count).tolist()
+    return drawn
 
 
 def ask(client: Client, prompts: list[list[int]], answer: int) -> list[list[int]]:
-    return [result.token_ids for result in client.generate(prompts, GREEDY, max_tokens=answer)]
+    return [result.token_ids for result in generate(client, prompts, answer)]
+
+
+def generate(client: Client, prompts: list[list[int]], answer: int) -> list[GenerationResult]:
+    results = client.generate(prompts, GREEDY, max_tokens=answer)
+    assert isinstance(results, list), "of several prompts"
+    return results
 
 
 def decode(client: Client, prompts: list[list[int]], answer: int, seen: Seen) -> float:
     """Tokens a second of all requests behind their first tokens."""
     ask(client, prompts, 1)  # from now on they are cached: all begin to decode at once
-    results = client.generate(prompts, GREEDY, max_tokens=answer)
+    results = generate(client, prompts, answer)
     seen.said += [result.token_ids for result in results]
     return len(prompts) / statistics.mean(result.timings.tpot_s for result in results)
 

@@ -23,6 +23,7 @@ HALVED = CONVERTED + "; 64 rows, not 128, take nearly twice the instructions for
 WIDE = _ONCE + "128 rows of 256 numbers pass through registers"
 HALVES = _ONCE + "two programs share the results of 512 already"
 TRIANGLE = "products in two parts, sums of both in registers, without wgmma to keep operands in shared memory"
+SCALED = "one instruction a tile; with own blocks of 64 tokens none"
 IN_LOOPS = "2 to 10 instructions a tile; 64 rows of 512 converted numbers, the least rows that wgmma takes"
 
 KNOWN_SPILLS: dict[tuple[object, ...], Spills] = {
@@ -48,6 +49,11 @@ KNOWN_SPILLS: dict[tuple[object, ...], Spills] = {
     (90, 256, "bfloat16", "prefill by TMA"): Spills(80, 0, WIDE),
     (100, 256, "bfloat16", "prefill by TMA"): Spills(48, 0, WIDE),
     (80, "delta-net of 32 heads", "bfloat16", "solve"): Spills(184, 0, TRIANGLE),
-    (80, "delta-net of 32 heads", "bfloat16", "carry"): Spills(32, 4, TRIANGLE + "; 4 instructions a chunk"),
+    (80, "delta-net of 32 heads", "bfloat16", "carry"): Spills(48, 6, TRIANGLE + "; 6 instructions a chunk"),
+    (80, "state space model of 64 heads", "bfloat16", "walk"): Spills(
+        8, 0, _ONCE + "a tile of the state is in registers"
+    ),
+    (90, "latents, 128 heads of ranks", "int8", "decode"): Spills(8, 1, SCALED),
+    (100, "latents, 128 heads of ranks", "int8", "decode"): Spills(8, 1, SCALED),
 }
 """By compute capability, head size or what else, dtype of the cache or of weights, kernel."""

@@ -7,11 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from headwise.kernels.cuda import delta, experts, kda, ssm
-from headwise.kernels.cuda.attention import HEAD_DIMS, OLDEST_SM_E4M3, AttentionShape, variants_of
+from headwise.kernels.cuda.attention import (
+    HEAD_DIMS,
+    OLDEST_SM_E4M3,
+    AttentionShape,
+    variant_of_ranks,
+    variants_of,
+)
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.kda import KdaShape
 from headwise.kernels.cuda.launch import Variant
+from headwise.kernels.cuda.mla import LatentShape, variants_of_ranks
 from headwise.kernels.cuda.packed import form_of
 from headwise.kernels.cuda.ssm import SsmShape
 from headwise.kernels.experts import Routing
@@ -26,6 +33,8 @@ ERNIE_21B = ExpertShape(Routing(64, 6, 1e-12), 2, 2560, 1536, "silu", "bfloat16"
 QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
 NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, True, scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
 """Without gates."""
+DEEPSEEK_V3 = LatentShape(128, 512, 64, 16, "bfloat16", "bfloat16")
+"""Of eight ranks."""
 QWEN3_NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
 KIMI_LINEAR = KdaShape(32, StateSizes(128, 128, 1, 4), 128, "bfloat16", 32 * 385 + 256)
 NEMOTRON_3_NANO_STATES = SsmShape(16, 8, StateSizes(128, 64, 4, 4), 64, "bfloat16")
@@ -57,7 +66,7 @@ def served(cards: Sequence[int]) -> list[Served]:
 
 @cache
 def _of_card(sm: int) -> dict[Served, Variant]:
-    return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm), *_ssms(sm), *_kdas(sm)])
+    return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm), *_ssms(sm), *_kdas(sm), *_together(sm)])
 
 
 def _attention(sm: int) -> Iterator[tuple[Served, Variant]]:
@@ -71,6 +80,17 @@ def _attention(sm: int) -> Iterator[tuple[Served, Variant]]:
             by_tma = variants_of(shape, sm, tma=True)[0]
             if dict(by_tma.constants)["BULK"]:
                 yield Served(sm, head_dim, kv_dtype, TMA), by_tma
+
+
+def _together(sm: int) -> Iterator[tuple[Served, Variant]]:
+    """Decodes over what ranks keep together, of which each has 16 tokens of a block."""
+    for kv_dtype in ("bfloat16", "int8"):
+        latents = replace(DEEPSEEK_V3, kv_dtype=kv_dtype)
+        (decode,) = variants_of_ranks(latents, sm)
+        yield Served(sm, f"latents, {latents.heads} heads of ranks", kv_dtype, KERNELS[1]), decode
+        for head_dim in (64, 128, 256):
+            heads = AttentionShape(8, head_dim, 16, "bfloat16", kv_dtype)
+            yield Served(sm, f"{head_dim}, 8 heads of ranks", kv_dtype, KERNELS[1]), variant_of_ranks(heads, sm)
 
 
 def _experts(sm: int) -> Iterator[tuple[Served, Variant]]:
