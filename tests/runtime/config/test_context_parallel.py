@@ -65,6 +65,13 @@ def test_ranks_that_would_have_no_copies_are_told_what_else_to_choose(
         read_model_card(config, directory, identify=False)
 
 
+def test_gpus_take_powers_of_two_where_blocks_are_brought_together(tmp_path: Path) -> None:
+    options = {"tp_size": 24, "context_parallel_size": 3, "block_size": 48}
+    assert published_card(tmp_path, "glm-4.5", device="cpu", **options)[1].token_parts == 3
+    with pytest.raises(ConfigError, match=r"context_parallel_size 3 .* on a GPU: choose a power of two"):
+        published_card(tmp_path, "glm-4.5", device="cuda", **options)
+
+
 @pytest.mark.parametrize(
     ("name", "parts", "times"),
     [

@@ -100,6 +100,16 @@ class Serving:
         )
 
 
+def check_power_of_two(serving: Serving) -> None:
+    """Raise ConfigError where a GPU's kernels are to take blocks of tokens that ranks keep together, and cannot."""
+    parts = serving.context_parallel_size
+    if serving.device == "cuda" and parts & (parts - 1):
+        raise ConfigError(
+            f"context_parallel_size {parts} of KV heads, or of latents with an indexer, is not supported on a GPU: "
+            "choose a power of two"
+        )
+
+
 class AttentionVariant(Protocol):
     """A model's attention.
 

@@ -28,7 +28,7 @@ from headwise.kernels.dsa_base import (
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
 from headwise.kernels.token_ranks import TokenRanks
-from headwise.runtime.models.attention.base import LayerCache, Serving
+from headwise.runtime.models.attention.base import LayerCache, Serving, check_power_of_two
 from headwise.runtime.models.attention.mla import (
     LatentAttention,
     LatentOverCache,
@@ -55,6 +55,7 @@ class IndexedLatentAttention(LatentAttention):
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
         super().check(serving)
+        check_power_of_two(serving)
         dim = self.indexer.head_dim
         if serving.device != "cuda" and serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
             raise ConfigError(

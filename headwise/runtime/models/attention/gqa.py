@@ -19,7 +19,7 @@ from headwise.kernels.gqa import QUANTISED, gqa_layout
 from headwise.kernels.select import make_kernels
 from headwise.kernels.shared_base import SharedKernels, SharedRotatingKernels
 from headwise.kernels.token_ranks import TokenRanks
-from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
+from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving, check_power_of_two
 from headwise.runtime.models.attention.wanted import of_wanted
 from headwise.runtime.models.base import ModelConfig, Rotation, fitting_sizes
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
@@ -42,6 +42,7 @@ class GroupedQueryAttention:
         """See `AttentionVariant.check`: ranks may not fit the heads, or kernels have no quantised cache of them."""
         check_heads_dealt(self.config, serving.tp_size)
         serving.check_context(self, self.config.num_layers)
+        check_power_of_two(serving)
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
         dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
