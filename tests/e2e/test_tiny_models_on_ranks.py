@@ -119,12 +119,14 @@ def test_ranks_that_share_a_head_have_all_of_it_each() -> None:
 @pytest.mark.soak
 @pytest.mark.model
 def test_four_ranks_that_share_the_one_head_of_a_real_model_say_the_reference_tokens() -> None:
-    """And cut the blocks of its GGUF file."""
+    """And cut the blocks of its GGUF file, whose scales are rounded: where two tokens are about as likely, either comes."""
     config = replace(BASE, model="gemma3-270m", tp_size=4, weights_dtype="gguf", packed_cache=False, cpu_threads=1)
     ranks = Ranks(config, resolve_model(config.model, config.cache_path))
     preprocessor, executor = Preprocessor.open(config), LocalExecutor(ranks)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
-    wanted = [answer.first(16) for answer in answers(config.model) if len(answer.prompt_ids) <= 200]
+    short = (answer.first(16) for answer in answers(config.model) if len(answer.prompt_ids) <= 200)
+    wanted = [answer for answer in short if min(answer.gaps) > 10 * CLOSE]
+    assert len(wanted) > 2
     results = serve(engine, preprocessor, wanted, {answer.name: replace(GREEDY, max_tokens=16) for answer in wanted})
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
