@@ -119,7 +119,7 @@ def test_ranks_that_share_a_head_have_all_of_it_each() -> None:
 @pytest.mark.soak
 @pytest.mark.model
 def test_four_ranks_that_share_the_one_head_of_a_real_model_say_the_reference_tokens() -> None:
-    """And cut the blocks of its GGUF file, whose scales are rounded: where two tokens are about as likely, either comes."""
+    """And cut the blocks of its GGUF file, whose scales are rounded: of two tokens about as likely, either comes."""
     config = replace(BASE, model="gemma3-270m", tp_size=4, weights_dtype="gguf", packed_cache=False, cpu_threads=1)
     ranks = Ranks(config, resolve_model(config.model, config.cache_path))
     preprocessor, executor = Preprocessor.open(config), LocalExecutor(ranks)
