@@ -61,7 +61,7 @@ class HeadExchange:
 
     @property
     def owner_ranks(self) -> int:
-        return self._owner.plan.tp_size
+        return self._owner.plan.ranks
 
     @property
     def owner_block_bytes(self) -> int:
@@ -75,7 +75,7 @@ class HeadExchange:
     def needs(self) -> NDArray[np.bool_]:
         """``[our groups, the owner's groups]``: whether a block of ours takes bytes of that group's, on any rank."""
         found = np.zeros((len(self._ours.plan.groups), len(self._owner.plan.groups)), dtype=np.bool_)
-        for rank in range(self._ours.plan.tp_size):
+        for rank in range(self._ours.plan.ranks):
             pieces = self.pieces(rank)
             found[pieces[:, 0], pieces[:, 1]] = True
         return found

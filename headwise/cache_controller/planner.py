@@ -11,6 +11,9 @@ share its query heads, as equally as these divide:
                                           rank 1: KV head 0, query heads 2 3    rank 3: KV head 1, query heads 6 7
     8 query heads, 2 KV heads, 3 ranks    rank 0: KV head 0, query heads 0 1    rank 2: KV head 1, query heads 4 5 6 7
                                           rank 1: KV head 0, query heads 2 3
+
+In a pipeline each stage has some of the layers, and as many ranks as any other, to which these are dealt likewise. Ranks
+of all stages have the same groups: where one has fewer members than another, its blocks have empty slots.
 """
 
 from __future__ import annotations
@@ -49,6 +52,9 @@ most so much waste is found, the larger share of the two is made as small as it 
 are nearly all, of a short one states are.
 """
 
+_NOBODY = 1 << 30
+"""In place of a member's policy, where a rank has fewer members than another one: tighter than any."""
+
 Policies = Sequence[Sequence[HeadPolicy]]
 """``[num_layers][members of the layer]``; none of a layer that uses another one's"""
 
@@ -80,7 +86,7 @@ class HeadGroup:
     """Members of one size that live and die together.
 
     policy:  the loosest of the members' policies: what the group's blocks must keep. Some members may need less
-    members: ``[tp_size][<= slots]``, ordered by layer, so that a layer is one byte range of a block
+    members: ``[ranks][<= slots]``, ordered by layer, so that a layer is one byte range of a block
     slots:   members that a block has room for
     """
 
@@ -95,16 +101,24 @@ class HeadGroupPlan:
 
     sizes:       ``[num_layers]``, bytes of a slot of each layer's members; 1 each where all are equal and nobody asked
     block_bytes: of every group's blocks, in the unit of ``sizes``
+    tp_size:     ranks of each stage
+    stages:      layers of each; ranks are numbered stage by stage
     """
 
     sizes: tuple[int, ...]
     block_bytes: int
     tp_size: int
     groups: tuple[HeadGroup, ...]
+    stages: tuple[range, ...]
 
     @property
     def num_layers(self) -> int:
         return len(self.sizes)
+
+    @property
+    def ranks(self) -> int:
+        """Of all stages."""
+        return self.tp_size * len(self.stages)
 
     @property
     def policies(self) -> tuple[HeadPolicy, ...]:
@@ -134,7 +148,7 @@ class HeadGroupPlan:
 
     def _padding(self, groups: Sequence[HeadGroup]) -> float:
         filled = sum(self.sizes[member.layer] for group in groups for rank in group.members for member in rank)
-        return (self.block_bytes * len(groups) * self.tp_size - filled) / filled if groups else 0.0
+        return (self.block_bytes * len(groups) * self.ranks - filled) / filled if groups else 0.0
 
     @property
     def copies(self) -> float:
@@ -150,7 +164,7 @@ class HeadGroupPlan:
 
     @cached_property
     def _places(self) -> list[dict[Member, tuple[int, int]]]:
-        places: list[dict[Member, tuple[int, int]]] = [{} for _ in range(self.tp_size)]
+        places: list[dict[Member, tuple[int, int]]] = [{} for _ in range(self.ranks)]
         for index, group in enumerate(self.groups):
             for rank, members in enumerate(group.members):
                 for slot, member in enumerate(members):
@@ -158,7 +172,7 @@ class HeadGroupPlan:
         return places
 
     def kv_heads(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """``[num_layers]`` global KV heads dealt to ``rank``, ascending."""
+        """``[num_layers]`` global KV heads dealt to ``rank``, ascending; none of other stages' layers."""
         heads: list[list[int]] = [[] for _ in range(self.num_layers)]
         for layer, kv_head in sorted(self._places[rank]):
             heads[layer].append(kv_head)
@@ -186,6 +200,7 @@ def plan_head_groups(
     *,
     sizes: Sequence[int] | None = None,
     is_replicated: bool = False,
+    stages: Sequence[range] = (),
 ) -> HeadGroupPlan:
     """Pack the members of a model into groups.
 
@@ -197,6 +212,7 @@ def plan_head_groups(
     is_replicated: every rank keeps all members but states, as of MLA, whose one latent serves all query heads; else
                    each rank has equally many of every layer's, or one, where there are more ranks. States are not
                    shared: each rank has equally many
+    stages:        layers of each stage of a pipeline, in order; none: one has all
 
     Raises ValueError if the members of a layer cannot be so dealt to ``tp_size`` ranks, the policies or sizes are not
     a full table, or ``per_head_index`` is asked of layers that differ.
@@ -205,15 +221,23 @@ def plan_head_groups(
     sizes = tuple(sizes or [1] * len(policies))
     to_deal = [row if _are_states(row) else () for row in policies] if is_replicated else policies
     _check_deals(to_deal, tp_size)
-    dealt = _deal(to_deal, tp_size)
-    if is_replicated:
-        whole = [[] if _are_states(row) else list(range(len(row))) for row in policies]
-        dealt = [[own or every for own, every in zip(layers, whole, strict=True)] for layers in dealt]
+    stages, dealt = tuple(stages) or (range(len(policies)),), []
+    for stage in stages:
+        of_stage = _deal(_of_layers(to_deal, stage), tp_size)
+        if is_replicated:
+            whole = [[] if _are_states(row) else list(range(len(row))) for row in _of_layers(policies, stage)]
+            of_stage = [[own or every for own, every in zip(layers, whole, strict=True)] for layers in of_stage]
+        dealt += of_stage
     if grouping == "per_head_index":
         block_bytes, groups = _group_by_head_index(policies, sizes, dealt)
     else:
         block_bytes, groups = _group_by_policy(policies, sizes, dealt)
-    return HeadGroupPlan(sizes, block_bytes, tp_size, groups)
+    return HeadGroupPlan(sizes, block_bytes, tp_size, groups, stages)
+
+
+def _of_layers(policies: Policies, layers: range) -> Policies:
+    """The same, of no other layer."""
+    return [row if layer in layers else () for layer, row in enumerate(policies)]
 
 
 def agreed_policies(policies: Policies, plans: Callable[[Policies], Sequence[HeadGroupPlan]]) -> Policies:
@@ -326,8 +350,9 @@ class _Line:
     """The members of one size, states or others, of each rank loosest first: to be cut into groups.
 
     members: ``[ranks][members]``
-    kinds:   ``int64 [ranks, members]``, their policies, as positions from loosest to tightest
-    full:    ``bool [ranks, members]``, whether they see everything
+    kinds:   ``int64 [ranks, most members]``, their policies, as positions from loosest to tightest; behind a rank's last
+             member `_NOBODY`
+    full:    ``bool [ranks, most members]``, whether they see everything
     """
 
     size: int
@@ -339,24 +364,34 @@ class _Line:
     @cached_property
     def is_uniform(self) -> bool:
         """Whether all of the members have one policy."""
-        return bool((self.kinds == self.kinds[0, 0]).all())
+        return bool((self.kinds[self.kinds != _NOBODY] == self.kinds.min()).all())
+
+    @cached_property
+    def filled(self) -> int:
+        """Bytes of all members."""
+        return self.size * int(np.count_nonzero(self.kinds != _NOBODY))
+
+    @property
+    def missing(self) -> int:
+        """Bytes that ranks lack of as many members as others have, which stay empty whatever a block's size."""
+        return self.size * int(self.kinds.size) - self.filled
 
     def slots(self, block_bytes: int) -> int:
         return block_bytes // self.size
 
     def groups(self, block_bytes: int) -> int:
-        return -(-len(self.members[0]) // self.slots(block_bytes))
+        return -(-self.kinds.shape[1] // self.slots(block_bytes))
 
     def full_waste(self, block_bytes: int) -> int:
         """Bytes of full groups, over all ranks, that full members do not fill."""
         if self.is_uniform:
-            return self.empty(block_bytes) if self.full[0, 0] else 0
+            return self.empty(block_bytes) if self.full.any() else 0
         groups = int(np.count_nonzero(self.full[:, :: self.slots(block_bytes)].any(axis=0)))
         return groups * block_bytes * len(self.members) - self.size * int(self.full.sum())
 
     def empty(self, block_bytes: int) -> int:
         """Bytes of groups, over all ranks, that nobody fills."""
-        return self.groups(block_bytes) * block_bytes * len(self.members) - self.size * self.kinds.size
+        return self.groups(block_bytes) * block_bytes * len(self.members) - self.filled
 
     def rounded_up(self, block_bytes: int) -> int:
         """Bytes of members in a group that keeps more than they need."""
@@ -364,7 +399,8 @@ class _Line:
             return 0
         slots = self.slots(block_bytes)
         loosest = self.kinds[:, ::slots].min(axis=0)  # lines are in order: the first of each cut is the loosest
-        return self.size * int(np.count_nonzero(self.kinds > np.repeat(loosest, slots)[: self.kinds.shape[1]]))
+        is_looser = self.kinds > np.repeat(loosest, slots)[: self.kinds.shape[1]]
+        return self.size * int(np.count_nonzero(is_looser & (self.kinds != _NOBODY)))
 
 
 def _group_by_policy(
@@ -380,7 +416,7 @@ def _group_by_policy(
     groups = []
     for line in lines:
         slots = line.slots(block_bytes)
-        for first in range(0, len(line.members[0]), slots):
+        for first in range(0, line.kinds.shape[1], slots):
             members = tuple(tuple(sorted(rank[first : first + slots])) for rank in line.members)
             groups.append(_group(policies, members, slots))
     return block_bytes, tuple(sorted(groups, key=lambda group: (not group.policy.is_full, group.policy.is_state)))
@@ -397,7 +433,7 @@ def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]
 
     every = [[Member(layer, head) for layer, heads in enumerate(layers) for head in heads] for layers in dealt]
     lines = []
-    for size, is_state in sorted({line_of(member) for member in every[0]}, reverse=True):
+    for size, is_state in sorted({line_of(member) for rank in every for member in rank}, reverse=True):
         members = [
             sorted(
                 (member for member in rank if line_of(member) == (size, is_state)),
@@ -405,8 +441,11 @@ def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]
             )
             for rank in every
         ]
-        kinds = np.array([[kind(member) for member in rank] for rank in members])
-        full = np.array([[policies[m.layer][m.kv_head].is_full for m in rank] for rank in members])
+        kinds = np.full((len(members), max(map(len, members))), _NOBODY, dtype=np.int64)
+        full = np.zeros(kinds.shape, dtype=np.bool_)
+        for rank, own in enumerate(members):
+            kinds[rank, : len(own)] = [kind(member) for member in own]
+            full[rank, : len(own)] = [policies[m.layer][m.kv_head].is_full for m in own]
         lines.append(_Line(size, members, kinds, full, is_state))
     return lines
 
@@ -417,12 +456,13 @@ def _choose_block_bytes(lines: Sequence[_Line]) -> int:
     See `MAX_PADDING`, `MAX_ROUNDED_UP`, `MAX_FULL_WASTE` and `MAX_STATE_PADDING`. Tried are those that a
     whole number of some size's members fill.
     """
-    filled = sum(line.size * line.kinds.size for line in lines)
+    filled = sum(line.filled for line in lines)
     full = sum(line.size * int(line.full.sum()) for line in lines)
     unavoidable = sum(line.rounded_up(line.size) for line in lines)  # uneven ranks share tables
     full_unavoidable = sum(line.full_waste(line.size) for line in lines)
     states = [line for line in lines if line.is_state]
-    of_states = sum(line.size * line.kinds.size for line in states)
+    of_states = sum(line.filled for line in states)
+    missing, states_missing = sum(line.missing for line in lines), sum(line.missing for line in states)
     most_padding, most_waste = (MAX_STATE_PADDING,) * 2 if states else (MAX_PADDING, MAX_FULL_WASTE)
 
     def cost(block_bytes: int) -> tuple[bool, float, int, int]:
@@ -433,10 +473,10 @@ def _choose_block_bytes(lines: Sequence[_Line]) -> int:
         in_full = sum(line.full_waste(block_bytes) for line in lines)
         in_states = sum(line.empty(block_bytes) for line in states)
         too_much = (
-            empty > most_padding * filled
+            empty - missing > most_padding * filled
             or rounded > allowed
             or in_full > max(most_waste * full, full_unavoidable)
-            or in_states > most_padding * of_states
+            or in_states - states_missing > most_padding * of_states
         )
         wasted = empty + rounded
         if not too_much:
@@ -454,11 +494,13 @@ def _group_by_head_index(
 ) -> tuple[int, tuple[HeadGroup, ...]]:
     if len(set(sizes)) > 1 or len({len(row) for row in policies}) > 1:
         raise ValueError("head_grouping per_head_index takes layers of equally many heads of one size: choose auto")
-    groups = []
-    for index in range(len(dealt[0][0])):
-        members = tuple(tuple(Member(layer, heads[index]) for layer, heads in enumerate(layers)) for layers in dealt)
-        groups.append(_group(policies, members, len(policies)))
-    return sizes[0] * len(policies), tuple(groups)
+    groups, slots = [], max(sum(map(bool, layers)) for layers in dealt)
+    for index in range(max(map(len, dealt[0]))):
+        members = tuple(
+            tuple(Member(layer, heads[index]) for layer, heads in enumerate(layers) if heads) for layers in dealt
+        )
+        groups.append(_group(policies, members, slots))
+    return sizes[0] * slots, tuple(groups)
 
 
 def _group(policies: Policies, members: tuple[tuple[Member, ...], ...], slots: int) -> HeadGroup:

@@ -260,6 +260,6 @@ def test_policies_are_agreed_on_for_all_copies_of_a_member() -> None:
 
     def plans(given) -> list[HeadGroupPlan]:
         groups = (HeadGroup(FULL, (member, ()), 1), HeadGroup(given[0][0], ((), member), 1))
-        return [HeadGroupPlan((1,), 1, 2, groups)]
+        return [HeadGroupPlan((1,), 1, 2, groups, (range(1),))]
 
     assert agreed_policies([[WINDOW]], plans) == ((FULL,),)

@@ -26,7 +26,7 @@ def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
     """
     if not config.storage:
         return None
-    storages = [_open(config, card, rank, may_lend=False) for rank in range(card.plan.tp_size)]
+    storages = [_open(config, card, rank, may_lend=False) for rank in range(card.plan.ranks)]
     return StorageLookup(storages, len(card.plan.groups))
 
 
@@ -96,4 +96,4 @@ def foreign_storage(config: EngineConfig, card: ModelCard) -> str | None:
 def storage_namespace(card: ModelCard, rank: int) -> StorageNamespace:
     """Whose blocks they are: the model's, with these heads in these slots, on this rank."""
     members = sha256(repr([group.members for group in card.plan.groups]).encode()).hexdigest()[:16]
-    return StorageNamespace(card.identity, f"{card.layout_identity}/{members}", rank, card.plan.tp_size)
+    return StorageNamespace(card.identity, f"{card.layout_identity}/{members}", rank, card.plan.ranks)

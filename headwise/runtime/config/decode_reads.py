@@ -63,7 +63,7 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
 def cache_reads(card: ModelCard, tokens: int) -> int:
     """Bytes of the cache that the last of a sequence's ``tokens`` tokens reads on all ranks: of states, all."""
     model, total = card.config, 0
-    on_ranks = [card.plan.kv_heads(rank) for rank in range(card.plan.tp_size)]
+    on_ranks = [card.plan.kv_heads(rank) for rank in range(card.plan.ranks)]
     kept = [
         [row[head] for rank in on_ranks for head in rank[layer]] for layer, row in enumerate(model.policies)
     ]  # a head as often as ranks keep it

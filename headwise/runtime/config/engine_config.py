@@ -196,8 +196,15 @@ class EngineConfig:
         1,
         64,
     )
-    prefill_tp_size: int = _option(0, "The same, of engines that only compute prompts; 0: tp_size.", 0, 1024)
-    decode_tp_size: int = _option(0, "The same, of engines that only decode; 0: tp_size.", 0, 1024)
+    prefill_tp_size: int = _option(0, "tp_size of engines that only compute prompts; 0: tp_size.", 0, 1024)
+    decode_tp_size: int = _option(0, "tp_size of engines that only decode; 0: tp_size.", 0, 1024)
+    pipeline_parallel_size: int = _option(
+        1,
+        "Stages of a pipeline, of tp_size ranks each, among which an engine's layers are dealt: each has a part of the "
+        "weights and of every block, and gives the next one what its layers make of a step, while it begins another.",
+        1,
+        64,
+    )
     engine_cpus: float = _option(
         0.0,
         "CPUs that an engine with its ranks asks Ray for, and shares among its ranks' threads; 0: 0.1 and 0.2 for each "
@@ -617,12 +624,18 @@ class EngineConfig:
         return replace(self, tp_size=tp_size, prefill_tp_size=prefill, decode_tp_size=decode)
 
     @property
+    def ranks(self) -> int:
+        """Workers of an engine."""
+        return self.tp_size * self.pipeline_parallel_size
+
+    @property
     def first_ranks(self) -> int:
         """Workers of the engines that a deployment starts with."""
         prefill, decode = self.prefill_replicas, self.decode_replicas
         mixed = max(1, self.first_replicas) - prefill - decode
         sizes = self.tp_size, self.prefill_tp_size or self.tp_size, self.decode_tp_size or self.tp_size
-        return sum(count * size for count, size in zip((mixed, prefill, decode), sizes, strict=True))
+        engines = sum(count * size for count, size in zip((mixed, prefill, decode), sizes, strict=True))
+        return engines * self.pipeline_parallel_size
 
     @property
     def adapter_paths(self) -> dict[str, Path]:
@@ -740,8 +753,8 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps that may be on their way to the workers at once."""
-        return 2 if self.async_scheduling else 1
+        """Steps that may be on their way to the workers at once: one in each stage, and one that waits for the first."""
+        return self.pipeline_parallel_size + 1 if self.async_scheduling else 1
 
     @property
     def most_seqs(self) -> int:
@@ -755,8 +768,9 @@ class EngineConfig:
 
     @property
     def prefill_chunk(self) -> int:
-        """Most tokens of one sequence in a step: a prompt's chunks in flight are no more than a step's budget."""
-        return -(-self.most_batched_tokens // self.steps_in_flight)
+        """Most tokens of one sequence in a step: a prompt's chunks in a stage, and on their way to it, are no more than a
+        step's budget."""
+        return -(-self.most_batched_tokens // min(2, self.steps_in_flight))
 
     @property
     def tokens_in_flight(self) -> int:

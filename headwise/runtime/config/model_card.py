@@ -129,12 +129,12 @@ class ModelCard:
     def bytes_per_token(self) -> float:
         """Cache bytes a token takes, over all ranks and groups."""
         groups = sum(not policy.is_state for policy in self.plan.policies)
-        return self.layout.block_bytes * groups * self.plan.tp_size / self.layout.block_size
+        return self.layout.block_bytes * groups * self.plan.ranks / self.layout.block_size
 
     @property
     def bytes_per_sequence(self) -> int:
         """Cache bytes of a sequence's states, over all ranks, however long it is; a checkpoint takes as many."""
-        return self.layout.block_bytes * sum(policy.is_state for policy in self.plan.policies) * self.plan.tp_size
+        return self.layout.block_bytes * sum(policy.is_state for policy in self.plan.policies) * self.plan.ranks
 
 
 def kept_policies(plan: HeadGroupPlan, recycling: bool) -> tuple[HeadPolicy, ...]:
@@ -289,9 +289,11 @@ def _plan(
     sizes, replicated = [layout.slot_bytes for layout in of_one], attention.is_replicated
 
     def plan_of(policies: Policies, tp_size: int) -> HeadGroupPlan:
-        return plan_head_groups(policies, tp_size, config.head_grouping, sizes=sizes, is_replicated=replicated)
+        given = policies, tp_size, config.head_grouping
+        return plan_head_groups(*given, sizes=sizes, is_replicated=replicated, stages=stages)
 
     try:
+        stages = model.stages(config.pipeline_parallel_size)
         policies: Policies = model.policies
         if len(config.tp_sizes) > 1:
             policies = agreed_policies(policies, lambda given: [plan_of(given, size) for size in config.tp_sizes])

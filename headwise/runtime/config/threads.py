@@ -11,4 +11,4 @@ def threads_per_worker(config: EngineConfig) -> int:
     cores = usable_cores()
     if config.engine_cpus:
         cores = min(cores, int(config.engine_cpus))
-    return config.cpu_threads or max(1, cores // config.tp_size)
+    return config.cpu_threads or max(1, cores // config.ranks)

@@ -98,6 +98,7 @@ class EngineCore:
             max_rows=card.spec.max_rows,
             max_batched_tokens=config.most_batched_tokens,
             prefill_chunk=config.prefill_chunk,
+            stages=config.pipeline_parallel_size,
             speculator=speculator_of(config, card),
             prefetcher=prefetcher_of(config, self.cache, lookup),
             peer_loads=self._peer_loads,

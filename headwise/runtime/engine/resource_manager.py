@@ -18,7 +18,7 @@ from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
 from headwise.runtime.engine.speculation.asked import asked_of_model
 from headwise.runtime.engine.speculation.speculator import Speculator
-from headwise.runtime.engine.step_budget import left_for, shares
+from headwise.runtime.engine.step_budget import left_for, shares, wanted_of_stage
 from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
@@ -71,6 +71,8 @@ class ResourceManager:
 
     max_batched_tokens: token budget of a step
     prefill_chunk:      most tokens of one sequence in a step
+    stages:             of the workers' pipeline. With several, no step takes a token that is not known yet, as stages
+                        before the last never learn it otherwise; and decodes are shared out over as many steps
     speculator:         whether sequences have drafts; None: they have not
     prefetcher, peer_loads: see `WaitingQueue`
     """
@@ -82,6 +84,7 @@ class ResourceManager:
         max_rows: int,
         max_batched_tokens: int,
         prefill_chunk: int,
+        stages: int = 1,
         speculator: Speculator | None = None,
         prefetcher: Prefetcher | None = None,
         peer_loads: PeerLoads | None = None,
@@ -92,9 +95,10 @@ class ResourceManager:
         self.step_times = StepTimes()
         self._keeps_states = any(policy.is_state for policy in cache.policies)
         lag = speculator.most if speculator is not None and self._keeps_states else 0
-        self.table = SequenceTable(max_rows, lag)
+        self.table = SequenceTable(max_rows, lag, is_known=stages > 1)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
+        self._stages = stages
         self.speculator = speculator
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
@@ -174,12 +178,14 @@ class ResourceManager:
         rows, columns = self._rows_in_order(), self.table
         length = columns.length[rows]
         rows = rows[(length > columns.num_prompt[rows]) & (columns.scheduled[rows] >= length - 1 - columns.lag)]
+        if self._stages > 1:
+            rows = rows[columns.pending[rows] == 0]
         counts, is_worth_waiting = speculator.chosen(columns.of(rows), (columns.pending[rows] == 0).tolist())
         if self._keeps_states:  # what a block of states is of, stays the last known token's
             counts = np.minimum(counts, -columns.length[rows] % self.cache.block_size)
         columns.offered[:] = 0
         columns.offered[rows] = np.where(columns.pending[rows] == 0, counts, 0)
-        return is_worth_waiting
+        return is_worth_waiting and self._stages == 1
 
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.
@@ -213,7 +219,12 @@ class ResourceManager:
 
     def _ask_for_tokens(self) -> _Plan:
         """The tokens that running sequences get, within the budget; decoding ones first."""
-        order, counts = shares(*self._wanted(), self.max_batched_tokens)
+        wanted, decoding = self._wanted()
+        if self._stages > 1:
+            rows = self._rows_in_order()
+            every = int(np.count_nonzero(self.table.length[rows] > self.table.num_prompt[rows]))
+            wanted = wanted_of_stage(wanted, decoding, -(-every // self._stages))
+        order, counts = shares(wanted, decoding, self.max_batched_tokens)
         return _Plan(self._rows_in_order()[order], counts)
 
     def _wanted(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

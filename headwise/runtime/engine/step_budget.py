@@ -26,6 +26,12 @@ def shares(wanted: Tokens, decoding: NDArray[np.bool_], budget: int) -> tuple[ND
     return order[counts > 0], counts[counts > 0]
 
 
+def wanted_of_stage(wanted: Tokens, decoding: NDArray[np.bool_], most: int) -> Tokens:
+    """``wanted`` of one of the steps that are on their way through a pipeline together: of ``most`` of the sequences
+    that decode, the first ones."""
+    return np.where(decoding & (np.cumsum(decoding & (wanted > 0)) > most), 0, wanted)
+
+
 def left_for(place: int, wanted: Tokens, decoding: NDArray[np.bool_], budget: int) -> int:
     """Tokens that `shares` would leave for one more prompt before the sequence at ``place``; 0 or less: none."""
     behind = ~decoding

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, Sharing, can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.cache_controller.stages import deal_layers
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.experts import Routing
 from headwise.kernels.state_layout import StateSizes
@@ -277,6 +278,18 @@ class ModelConfig:
         """The last layer that keeps anything: those behind it attend to what earlier ones keep."""
         return max(layer for layer in range(self.num_layers) if self.heads_of(layer).cache_layer == layer)
 
+    def stages(self, count: int) -> tuple[range, ...]:
+        """The layers of each of so many stages of a pipeline: see `deal_layers`. One that drafts is with the decoder's
+        last one.
+
+        Raises:
+            ValueError: the model cannot have as many.
+        """
+        if count > 1 and self.undivided:
+            raise ValueError(f"pipeline_parallel_size {count}: {self.undivided}; leave it out")
+        used = [self.heads_of(layer).cache_layer for layer in range(self.decoder_layers)]
+        return deal_layers([*used, *[self.decoder_layers - 1] * self.draft_layers], count)
+
     def by_cache_layer(self, kept: Sequence[_Kept]) -> tuple[_Kept, ...]:
         """``[num_layers]``: of each layer, what ``kept [num_layers]`` says of the one whose cache it uses."""
         return tuple(kept[self.heads_of(layer).cache_layer] for layer in range(self.num_layers))
@@ -286,6 +299,11 @@ class ModelConfig:
         if self.eagle is not None and layer == self.decoder_layers:
             return self.eagle.layer.intermediate_size
         return self.intermediate_size
+
+    @property
+    def undivided(self) -> str:
+        """Why its layers cannot be dealt to the stages of a pipeline, in words; empty: they can."""
+        return "" if self.eagle is None else "draft_model drafts by what layers of all stages leave"
 
     @property
     def side_elements(self) -> int:
@@ -364,11 +382,13 @@ def split(total: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One tensor-parallel rank's part of a model.
+    """One rank's part of a model.
 
+    rank, size: among the tensor-parallel ranks that have the same layers
     kv_heads: ``[num_layers]`` tuples of the global KV heads dealt to this rank, in ascending order, of the layer whose
               cache each uses; their query heads go with them, or a part of these where other ranks keep them, too
     sharing:  ``[num_layers]``, which part; empty: all of them are this rank's own
+    stage:    of a pipeline, whose layers these are, those that draft included; None: there is one, of all layers
 
     Ranks may have different numbers of query heads where they share KV heads, but each of its own KV heads has as many.
     """
@@ -377,12 +397,27 @@ class Shard:
     size: int
     kv_heads: tuple[tuple[int, ...], ...]
     sharing: tuple[Sharing, ...] = ()
+    stage: range | None = None
 
     @classmethod
     def of(cls, config: ModelConfig, plan: HeadGroupPlan, rank: int) -> Shard:
-        """What the plan of a model deals to a rank."""
-        heads, sharing = plan.kv_heads(rank), plan.sharing(rank)
-        return cls(rank, plan.tp_size, config.by_cache_layer(heads), config.by_cache_layer(sharing))
+        """What the plan of a model deals to a rank, of all stages' ranks."""
+        heads, sharing = config.by_cache_layer(plan.kv_heads(rank)), config.by_cache_layer(plan.sharing(rank))
+        stage = plan.stages[rank // plan.tp_size] if len(plan.stages) > 1 else None
+        return cls(rank % plan.tp_size, plan.tp_size, heads, sharing, stage)
+
+    def layers(self, config: ModelConfig) -> range:
+        """Layers of the decoder that are this rank's."""
+        every = range(config.decoder_layers)
+        return every if self.stage is None else every[self.stage.start : self.stage.stop]
+
+    def is_first(self, config: ModelConfig) -> bool:
+        """Whether tokens' embeddings enter here, not what an earlier stage made of them."""
+        return self.layers(config).start == 0
+
+    def is_last(self, config: ModelConfig) -> bool:
+        """Whether what comes out of its layers is scored here, and not given to another stage."""
+        return self.layers(config).stop == config.decoder_layers
 
     def query_heads(self, config: ModelConfig, layer: int) -> list[tuple[int, int]]:
         """Ranges of a layer's query heads that are this rank's, in the order of its KV heads."""
@@ -419,7 +454,7 @@ class AttentionLayer(Protocol):
 class PagedCache:
     """The cache that a step's attention is over, for models that read and write it themselves.
 
-    layouts, heads: of every layer; the same objects in all steps
+    layouts, heads: of every layer of the rank's; the same objects in all steps
     wait_layer: to be called before a layer, where its cache is still being loaded; None: all is there
     """
 
@@ -444,7 +479,8 @@ class PagedAttentionLayer(AttentionLayer, Protocol):
 
 
 class Model(ABC):
-    """A decoder. Built with its weights; holds nothing between calls but room for the next one's results."""
+    """A decoder, or a stage of one: some of its layers. Built with its weights; holds nothing between calls but room for
+    the next one's results."""
 
     config: ModelConfig
     adapted: AdaptedRows | None
@@ -458,8 +494,12 @@ class Model(ABC):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         """Hidden states ``[T, hidden]`` after the final norm, the same on every rank, until the next call.
+
+        Of another stage than the last the residual stream behind its layers, of all of the ``T`` in any case; another
+        one than the first begins with that of the stage before, ``stream [T, hidden]``, which it may overwrite.
 
         ``wanted`` are the rows that come of it, ascending, and may be none: once all is written that layers keep,
         nothing is computed for others. With them ``attention`` is a `PagedAttentionLayer`. None: all of the ``T``. In

@@ -44,6 +44,9 @@ class Decoder(DecoderWeights):
 
     Tensor parallel: heads and MLP columns are split over the ranks, whose partial sums meet in two all-reduces a
     layer; the embedding is on every rank, the LM head's vocabulary is split and gathered on rank 0.
+
+    Layers are known by their places in the whole model, also where a stage of a pipeline has some of them. To fused ones,
+    of which all are its own, they are those from its first on.
     """
 
     def __init__(
@@ -67,16 +70,19 @@ class Decoder(DecoderWeights):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
+        wanted = wanted if self._is_last else None
         cache = self.fused_over(attention)
         if cache is not None:
-            return self._run_fused(token_ids, positions, embeds, cache, wanted)
+            return self._run_fused(token_ids, positions, embeds, cache, wanted, stream)
         taken, wanted = self.taken_last(wanted)
-        rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
+        rotations, x = self.rotations(positions), self.embedded(token_ids, embeds) if stream is None else stream
         norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, x if norms[0] is None else self.norm(x, norms[0]))
-        for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
-            rows = wanted if index == len(self._layers) - 1 else None
+        each = zip(self._places, self._layers, [*norms[1:], self._final_norm], strict=True)
+        for index, layer, next_norm in each:
+            rows = wanted if index == self._places[-1] else None
             self._before(index, residual.x)
             residual = self._through(index, layer, residual, rotations, attention, rows, next_norm)
         return self.rows_of(residual.normed, taken)
@@ -99,7 +105,8 @@ class Decoder(DecoderWeights):
         cache = self.fused_over(attention)
         if cache is not None and self._fused is not None:
             besides = self.besides(following, positions, x, cache)
-            self._run_layers(self._fused, range(index, index + 1), x, positions, cache, besides, wanted)
+            own = index - self._places.start
+            self._run_layers(self._fused, range(own, own + 1), x, positions, cache, besides, wanted)
             return x if wanted is None else x[: len(wanted)]
         norm = drafting.layer.norms.before_attention
         residual = Residual(x, x if norm is None else self.norm(x, norm))
@@ -132,7 +139,7 @@ class Decoder(DecoderWeights):
         rotations: Sequence[Rotation],
         attention: AttentionLayer,
         rows: NDArray[np.int64] | None,
-        next_norm: Tensor,
+        next_norm: Tensor | None,
     ) -> Residual:
         """The residual stream behind a layer, of all rows or of these: of none, nothing."""
         attended = self.attend(index, layer, residual.normed, rotations[self.rotation_of[index]], attention, rows)
@@ -170,7 +177,7 @@ class Decoder(DecoderWeights):
         if not isinstance(ops, FusingOps):
             return None
         every = self._layers if self._drafting is None else [*self._layers, self._drafting.layer]
-        found = [self.fusible(index, layer) for index, layer in enumerate(every)]
+        found = [self.fusible(index, layer) for index, layer in enumerate(every, start=self._places.start)]
         layers = [layer for layer in found if layer is not None]
         is_part = self._shard.size > 1
         if len(layers) < len(found) or (is_part and not all(layer.can_be_a_part for layer in layers)):
@@ -224,21 +231,24 @@ class Decoder(DecoderWeights):
         embeds: Embeds | None,
         cache: PagedCache,
         wanted: NDArray[np.int64] | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         """All layers and the final norm in one call; layer by layer if the cache comes so."""
         fused = self._fused
         assert fused is not None, "asked of `fused_over`"
-        x = fused.embedded(self._embedding, token_ids, self.embedding_scale)
-        if embeds is not None:
-            self.ops.put_rows(x, *embeds)
-        x = self.entering(x)
+        x = stream
+        if x is None:
+            x = fused.embedded(self._embedding, token_ids, self.embedding_scale)
+            if embeds is not None:
+                self.ops.put_rows(x, *embeds)
+            x = self.entering(x)
         besides, layers = self.besides(token_ids, positions, x, cache), range(len(self._layers))
-        if self.adapted is not None:
+        if self.adapted is not None and self._is_adapted:
             besides = replace(besides, adapters=self.adapted.adapters)
         if wanted is None:
             self._run_layers(fused, layers, x, positions, cache, besides)
             return x
-        keeping = layers[: self.last_kept + 1]
+        keeping = layers[: self.last_kept + 1 - self._places.start]
         self._run_layers(fused, keeping, x, positions, cache, besides, wanted)
         x, others = x[: len(wanted)], layers[len(keeping) :]
         if others and len(wanted):
@@ -261,7 +271,7 @@ class Decoder(DecoderWeights):
         rotations = fused.rotations(positions, self._frequencies, self._rotation_scales)
         for some in self._runs(layers, is_each=cache.wait_layer is not None):
             if cache.wait_layer:
-                cache.wait_layer(some.start)
+                cache.wait_layer(self._places.start + some.start)
             self._before(some.start, x)
             fused.run(
                 x, some, rotations, cache.arena, cache.layouts, cache.batch, cache.heads,

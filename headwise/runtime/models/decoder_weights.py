@@ -67,15 +67,24 @@ class DecoderWeights(Model):
         self._weights, self._prepare = self.view(weights), prepare
         self.prefix = self._find_prefix(weights)
         self._adapters = [RankAdapter(each, self.prefix, self.view) for each in adapters]
-        self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
-        self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in range(config.decoder_layers)]
-        self._final_norm = self._norm(f"{self.prefix}{self.final_norm_name}.weight", config.logit_scale)
-        self._lm_head = self._load_lm_head()
+        self._places, self._is_last = shard.layers(config), shard.is_last(config)
+        is_embedded = shard.is_first(config) or (self._is_last and (config.tie_embeddings or config.draft_layers))
+        self._embedding: Weight = None
+        if is_embedded:
+            self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
+        self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in self._places]
+        self._final_norm: Tensor | None = None
+        if self._is_last:
+            self._final_norm = self._norm(f"{self.prefix}{self.final_norm_name}.weight", config.logit_scale)
+            self._lm_head = self._load_lm_head()
         self.load_more()
+        elsewhere = [f"layers.{layer}." for layer in range(config.decoder_layers) if layer not in self._places]
         for adapter in self._adapters:
-            adapter.check_used()
+            adapter.check_used(elsewhere)
+        self._is_adapted = any(adapter.is_used for adapter in self._adapters)
         self._adapters = []  # they are of the decoder
-        self._drafting = self._load_drafting() if config.draft_layers and config.eagle is None else None
+        has_drafting = config.draft_layers and config.eagle is None and self._is_last
+        self._drafting = self._load_drafting() if has_drafting else None
         self.adapted: AdaptedRows | None = None
         of_layers = [(rope, config.heads_of(layer).head_dim) for layer, rope in enumerate(config.ropes)]
         ropes = _distinct(of_layers)

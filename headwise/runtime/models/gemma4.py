@@ -204,15 +204,17 @@ class Gemma4(Gemma2):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         self._tokens = tokens_of(attention)  # for the layers of this pass
+        wanted = wanted if self._is_last else None
         cache = self.fused_over(attention)
         if cache is not None:
-            return self._run_fused(token_ids, positions, embeds, cache, wanted)
+            return self._run_fused(token_ids, positions, embeds, cache, wanted, stream)
         taken, wanted = self.taken_last(wanted)
-        rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
+        rotations, x = self.rotations(positions), self.embedded(token_ids, embeds) if stream is None else stream
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
-        for index, layer in enumerate(self._layers):
+        for index, layer in zip(self._places, self._layers, strict=True):
             normed = self.norm(x, layer.norms.before_attention)
             rows = wanted if index == self.last_kept else None
             attended = self.attend(index, layer, normed, rotations[self.rotation_of[index]], attention, rows)
@@ -227,7 +229,7 @@ class Gemma4(Gemma2):
             if sides is not None and layer.side is not None:
                 x = x + self._from_side(layer.side, x, sides[:, index])
             x = x * layer.scalar
-        return self.rows_of(self.norm(x, self._final_norm), taken)
+        return x if self._final_norm is None else self.rows_of(self.norm(x, self._final_norm), taken)
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         dim, kv_heads = self.config.heads_of(index).head_dim, len(self._shard.kv_heads[index])

@@ -70,6 +70,11 @@ class Gemma4Config(ModelConfig):
         return self.intermediate_size * (2 if is_wide else 1)
 
     @property
+    def undivided(self) -> str:
+        """See `ModelConfig.undivided`."""
+        return "each layer has an embedding of every token" if self.side_size else super().undivided
+
+    @property
     def side_elements(self) -> int:
         """See `ModelConfig.side_elements`: of per-layer embeddings, and of MLPs that stand beside experts."""
         beside = 0 if self.moe is None else 3 * self.hidden_size * self.intermediate_size * len(self.moe.layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -184,9 +184,14 @@ class RankAdapter:
         self._check(module, (min(down.shape[1], most), up.shape[0]), (most, outputs))
         return np.concatenate([down[:, start:stop] for start, stop in ranges], axis=1), up
 
-    def check_used(self) -> None:
-        """Raise ModelError if it changes something that was not asked for."""
-        unused = sorted(self._adapter.modules - self._used)
+    @property
+    def is_used(self) -> bool:
+        """Whether it changes anything that was asked for."""
+        return bool(self._used)
+
+    def check_used(self, elsewhere: Collection[str]) -> None:
+        """Raise ModelError if it changes something that was not asked for, but for layers whose names begin so."""
+        unused = [name for name in sorted(self._adapter.modules - self._used) if not name.startswith((*elsewhere,))]
         if unused:
             raise ModelError(
                 f"adapter {self._adapter.name!r} changes {unused[0]}, which this model has not, or is not served with: "

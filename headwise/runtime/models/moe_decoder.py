@@ -124,9 +124,10 @@ class MoeDecoder(Decoder):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         self._tokens = tokens_of(attention)  # for the layers of this pass
-        return super().forward(token_ids, positions, attention, embeds, wanted)
+        return super().forward(token_ids, positions, attention, embeds, wanted, stream)
 
     def draft(
         self,

@@ -47,13 +47,14 @@ class TemperedDecoder(Decoder):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         temper = self.config.temper
         if temper is not None and self.fused_over(attention) is None:
             scales = self._query_scales(positions)
             assert scales is not None, "with a temper there are"
             attention = TemperedAttention(attention, self.ops, scales.reshape(-1, 1, 1), temper.layers)
-        return super().forward(token_ids, positions, attention, embeds, wanted)
+        return super().forward(token_ids, positions, attention, embeds, wanted, stream)
 
     def _query_scales(self, positions: KernelArray) -> KernelArray | None:
         """What tempered queries are multiplied with, float32 ``[T]``; None: nothing."""

@@ -1,4 +1,4 @@
-"""Carries steps from the engine to every tensor-parallel worker, and the results back, over ZeroMQ.
+"""Carries steps from the engine to every worker, and the results back, over ZeroMQ.
 
     engine   ROUTER, bound            worker   DEALER, connected, identity = rank
              <- WorkerReady                    once, after it connected
@@ -81,7 +81,8 @@ class ZmqExecutor:
     Owned by one thread; only `lost` may be called from any thread.
 
     endpoint: to bind: ``ipc://PATH``, or ``tcp://HOST:*``; the attribute `endpoint` is the bound one
-    size:     tensor-parallel ranks
+    size:     ranks
+    sampling: the rank that samples
     step_timeout_s: seconds after which the oldest step in flight counts as lost; see `StepLimits` for shorter limits
     start_timeout_s: the same for a command, which may load the model; None: as for a step
     load_timeout_s: seconds that workers wait for blocks from the host
@@ -98,6 +99,7 @@ class ZmqExecutor:
         start_timeout_s: float | None = None,
         load_timeout_s: float = 0.0,
         keys: ServerKeys | None = None,
+        sampling: int = 0,
     ) -> None:
         import zmq
 
@@ -121,6 +123,7 @@ class ZmqExecutor:
         self._head_since = 0.0
         self._copies = MergedReports(size)
         self._lost: str | None = None
+        self._sampling = sampling
 
     @property
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
@@ -241,22 +244,23 @@ class ZmqExecutor:
         self.lost(f"TP rank {result.rank} answered step {result.step_id}, which is not in flight")
 
     def _merge(self, step: _Step) -> StepResult:
-        """One result of all ranks: rank 0's tokens, the slowest rank's time, copies that every rank has finished."""
+        """One result of all ranks: the sampling rank's tokens, the slowest one's time, copies that all have finished."""
         results = [step.results[rank] for rank in range(len(self._ranks))]
+        sampled = results[self._sampling]
         errors = [r.error if len(results) == 1 else f"TP rank {r.rank}: {r.error}" for r in results if r.error]
         return StepResult(
             step_id=step.step_id,
             rank=0,
-            token_ids=results[0].token_ids,
-            logprobs=results[0].logprobs,
-            broken=results[0].broken,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            broken=sampled.broken,
             copies=self._copies.merge([r.copies for r in results]),
             forgotten=max(r.forgotten for r in results),
             compute_s=max(r.compute_s for r in results),
             error="; ".join(errors) or None,
-            prompt_logprobs=results[0].prompt_logprobs,
-            accepted=results[0].accepted,
-            proposed=results[0].proposed,
+            prompt_logprobs=sampled.prompt_logprobs,
+            accepted=sampled.accepted,
+            proposed=sampled.proposed,
         )
 
 

@@ -31,6 +31,7 @@ from headwise.runtime.ops.comm import Collectives, Communicator, host_collective
 from headwise.runtime.ops.one_shot import connect_one_shot
 from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
+from headwise.runtime.ops.stage_links import HostLink, HostStageLinks, StageLinks
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
@@ -80,7 +81,7 @@ class CudaDevice:
         """See `Device.check`."""
         config, layout = self._config, card.layout
         self.sums = RankSums(config.dtype_name, config.tp_size, card.config.hidden_size)
-        weights = _weight_bytes(config, card, model_dir) // config.tp_size
+        weights = _weight_bytes(config, card, model_dir) // config.ranks
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
         with self.current():
@@ -108,6 +109,9 @@ class CudaDevice:
                 "choose tensor_ops cupy, or tp_placement node"
             )
         return host_collectives(self.ops, comm)
+
+    def stage_links(self, link: HostLink, card: ModelCard) -> StageLinks:
+        return HostStageLinks(self.ops, link, card.config.hidden_size)
 
     def spare_bytes(self) -> int:
         """See `Device.spare_bytes`: all but the share of the card that is to stay free."""

@@ -16,6 +16,7 @@ from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.select import make_ops
+from headwise.runtime.ops.stage_links import HostLink, HostStageLinks, StageLinks
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import HostLastSampled, LastSampled
 from headwise.transfer.base import Stream
@@ -63,6 +64,13 @@ class Device(Protocol):
             DeploymentError: the ranks' devices cannot be connected.
         """
 
+    def stage_links(self, link: HostLink, card: ModelCard) -> StageLinks:
+        """Those over ``link``, whose other ends call this, too, within `current`. card: of the model
+
+        Raises:
+            DeploymentError: the devices cannot be connected.
+        """
+
     def spare_bytes(self) -> int:
         """Device memory that the block pool may take, of what is free now; for devices with memory of their own."""
 
@@ -104,6 +112,9 @@ class CpuDevice:
 
     def collectives(self, comm: Communicator) -> Collectives:
         return host_collectives(self.ops, comm)
+
+    def stage_links(self, link: HostLink, card: ModelCard) -> StageLinks:
+        return HostStageLinks(self.ops, link, card.config.hidden_size)
 
     def spare_bytes(self) -> int:
         raise NotImplementedError("a CPU's pool has a size by default")

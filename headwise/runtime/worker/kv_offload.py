@@ -210,9 +210,9 @@ def check_host_cache(config: EngineConfig, card: ModelCard) -> None:
     To be called before the first rank starts: ranks that check alone would count the same memory.
     """
     try:
-        check_host_memory(config.tp_size * card.spec.num_host_blocks * card.layout.block_bytes)
+        check_host_memory(config.ranks * card.spec.num_host_blocks * card.layout.block_bytes)
     except ValueError as error:
-        raise ConfigError(f"host_cache {config.host_cache} for each of {config.tp_size} workers: {error}") from None
+        raise ConfigError(f"host_cache {config.host_cache} for each of {config.ranks} workers: {error}") from None
 
 
 def layer_ranges(plan: HeadGroupPlan, layouts: Sequence[BlockLayout], rank: int) -> NDArray[np.int64]:

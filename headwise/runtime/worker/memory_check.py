@@ -21,6 +21,6 @@ def check_memory(config: EngineConfig, card: ModelCard) -> None:
     blocks = card.spec.num_blocks + card.spec.num_host_blocks
     what = "block pool and host cache" if card.spec.num_host_blocks else "block pool"
     try:
-        check_host_memory(config.tp_size * blocks * card.layout.block_bytes, what=what)
+        check_host_memory(config.ranks * blocks * card.layout.block_bytes, what=what)
     except ValueError as error:
-        raise ConfigError(f"kv_cache {config.kv_cache} for each of {config.tp_size} workers: {error}") from None
+        raise ConfigError(f"kv_cache {config.kv_cache} for each of {config.ranks} workers: {error}") from None

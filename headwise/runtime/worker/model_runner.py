@@ -17,6 +17,7 @@ from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model, PagedAttentionLayer, PagedCache
 from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.ops.stage_links import StageLinks
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device
@@ -49,8 +50,9 @@ class DeviceStep:
 
 
 class ModelRunner:
-    """Over one arena, whose layers have these ``heads``.
+    """Over one arena, whose ``layers``, those of this rank's stage, have these ``heads``.
 
+    links:   to other stages' ranks; None: there are none
     last:    tokens of the steps before
     graphs:  decode steps, where they are graphs
     prefill: other steps, likewise
@@ -65,8 +67,10 @@ class ModelRunner:
         attention: CachedAttention,
         cache: CacheController,
         heads: Sequence[HeadTable],
+        layers: range,
         adapters: AdaptersOfRows,
         loads: Loads,
+        links: StageLinks | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.last = device.last_sampled(card.spec.max_rows)
@@ -75,6 +79,9 @@ class ModelRunner:
         self.kept: Tensor = None
         self._card, self._ops, self._kernels = card, device.ops, device.kernels
         self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
+        self._layouts, self._first = card.layouts[layers.start : layers.stop], layers.start
+        self._links = links
+        self.is_last = layers.stop == card.config.num_layers
         self._upload = self._ops.step_upload()
 
     # ---- steps ----
@@ -100,7 +107,8 @@ class ModelRunner:
         return Scored(scores, None if scores is None else self._ops.greedy(scores), hidden=kept)
 
     def forward(self, batch: BatchRequest, wanted: NDArray[np.int64] | None = None) -> Tensor | None:
-        """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none."""
+        """Hidden states of the step's tokens, or of the ``wanted`` ones, by place in the step; maybe None for none. Of
+        another stage than the last, which gives the next one what comes of it: None."""
         if self._adapters.are_in(batch):
             return self._forward_adapted(batch, wanted)
         return self._forward_with(batch, wanted, self._graphs_of(batch, wanted))
@@ -126,7 +134,11 @@ class ModelRunner:
             self.kept = graphs.kept
             return hidden
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
-        hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted)
+        stream = self._links.receive(batch.num_tokens) if self._links is not None and self._first else None
+        hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted, stream)
+        if self._links is not None and not self.is_last:
+            self._links.send(hidden)
+            return None
         self.kept = self.model.for_drafts(hidden) if self._card.config.draft_layers else None
         return hidden
 
@@ -168,9 +180,9 @@ class ModelRunner:
         """A layer's attention over the cache, to which it writes what the step adds. out, wanted: see `LayerCache`"""
         cache = LayerCache(
             self.cache.arena,
-            self._card.layouts[layer],
+            self._layouts[layer - self._first],
             step,
-            self._heads[layer],
+            self._heads[layer - self._first],
             lambda: self._loads.wait(layer),
             out,
             wanted,
@@ -183,7 +195,7 @@ class ModelRunner:
         if self._kernels.name != "numba" or self._card.token_parts > 1:
             return None
         wait = self._loads.wait if self._loads.is_loading() else None
-        return PagedCache(self.cache.arena, self._card.layouts, step, self._heads, wait)
+        return PagedCache(self.cache.arena, self._layouts, step, self._heads, wait)
 
     def ending_at(self, step: AttentionBatch, rows: NDArray[np.int64]) -> AttentionBatch:
         """See `PagedAttentionLayer.ending_at`."""

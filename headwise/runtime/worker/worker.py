@@ -1,4 +1,4 @@
-"""One tensor-parallel rank: its weights, its KV shard, and the execution of steps on them."""
+"""One rank: its weights, its KV shard, and the execution of steps on them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
+from headwise.runtime.ops.stage_links import HostLink
 from headwise.runtime.protocol.batch import (
     RESET_STORAGE,
     SLEEP,
@@ -130,10 +131,14 @@ class ModelWorker:
         device: Device | None = None,
         parts: WorkerParts | None = None,
         peers: PeerAccess | None = None,
+        link: HostLink | None = None,
     ) -> None:
         """
+        rank:   of all stages' ranks
+        comm:   of those of this one's stage
         device: the configured one, unless another is given
         peers:  how workers of other engines reach this one; None: there are none
+        link:   to ranks of other stages; None: there are none
         """
         self.rank = rank
         self._config = config
@@ -146,8 +151,10 @@ class ModelWorker:
         self._ops = self._device.ops
         self._device.check(self.card, model_dir)
         self._kernels = self._device.kernels
+        self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
         with self._device.current():
             self._collectives = self._device.collectives(comm)
+            self._links = None if link is None else self._device.stage_links(link, self.card)
             self._attention = self._over_cache()
             self._model = self._load_model()
         self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
@@ -160,7 +167,7 @@ class ModelWorker:
 
     def _over_cache(self) -> CachedAttention:
         parts = self.card.token_parts
-        ranks = CollectiveRanks(self._collectives, self.rank, parts) if parts > 1 else None
+        ranks = CollectiveRanks(self._collectives, self._comm.rank, parts) if parts > 1 else None
         return attention_of(self.card.config).over_cache(self._ops, self._kernels, ranks)
 
     def _load_model(self) -> Model:
@@ -193,6 +200,7 @@ class ModelWorker:
             f"dtype={self._config.dtype_name} weights_dtype={self._config.weights_dtype_name} "
             f"kv_dtype={self._config.kv_dtype_name} collectives={self._collectives.name} "
             f"groups={len(plan.groups)} slots={plan.slots_text} context_parallel={self.card.token_parts} "
+            f"layers={self._layers.start}-{self._layers[-1]} stages={self._stages_text()} "
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'} "
             f"peers={'none' if self._copies is None else self._copies.transports} "
@@ -200,6 +208,10 @@ class ModelWorker:
             f"adapters={','.join(name for name, _ in self.card.adapters) or 'none'} "
             f"graphs={told_graphs(self._runner.graphs, self._prefill) or self._without_graphs()}"
         )
+
+    def _stages_text(self) -> str:
+        count = len(self.card.plan.stages)
+        return str(count) if self._links is None else f"{count} by {self._links.name}"
 
     def _speculation(self) -> str:
         by_model = " with mtp" if self.card.config.draft_layers else ""
@@ -250,14 +262,16 @@ class ModelWorker:
         arena = self._ops.empty_bytes(spec.num_blocks * card.layout.block_bytes)
         shape = TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
         cache = CacheController(card.layout, arena, self._device.block_tables(shape))
-        heads = [self._head_table(layer) for layer in range(card.config.num_layers)]
+        heads = [self._head_table(layer) for layer in self._layers]
         loads = Loads(lambda: self._copies is not None and self._copies.is_loading, self._wait_layer)
-        runner = ModelRunner(card, self._model, self._device, self._attention, cache, heads, self._adapters, loads)
+        own = self._model, self._device, self._attention, cache, heads, self._layers, self._adapters
+        runner = ModelRunner(card, *own, loads, self._links)
         runner.prefill, runner.graphs = self._prefill, self._make_graphs(runner)
         editor = LogitEditor(card.config.vocab_size, self._guides)
         self._tokens = NextTokens(self._ops, self._comm, self._collectives, runner.last, self._device.sampler, editor)
         self._prompts = PromptScorer(self._ops, self._config.most_seqs)
-        self._drafts = ModelDrafts(self._ops, self._collectives, runner) if card.config.draft_layers else None
+        has_drafts = card.config.draft_layers and runner.is_last
+        self._drafts = ModelDrafts(self._ops, self._collectives, runner) if has_drafts else None
         self._runner = runner
 
     def _wait_layer(self, layer: int) -> None:
@@ -303,8 +317,8 @@ class ModelWorker:
         """Most tokens of steps by graphs: those asked for, or an estimate's, which is the least of all ranks'."""
         if self._config.prefill_graphs > 0:
             return self._config.prefill_graphs
-        elements = layer_elements(self.card.config) / self._config.tp_size
-        most = worthwhile_tokens(elements, self.card.config.num_layers, self._device.products_per_s)
+        elements = layer_elements(self.card.config) / self._config.ranks
+        most = worthwhile_tokens(elements, len(self._layers), self._device.products_per_s)
         return self._least_of_ranks(min(most, self._config.most_batched_tokens))
 
     def _least_of_ranks(self, number: int) -> int:
@@ -338,6 +352,8 @@ class ModelWorker:
     def _try(self, batch: BatchRequest, rows: NDArray[np.int64]) -> None:
         """Run a step that nothing comes of, up to logits of these rows."""
         hidden = self._runner.forward(batch)
+        if not self._runner.is_last:
+            return
         self._model.logits(self._ops.take_rows(hidden, rows))
         if self._drafts is not None:
             self._drafts.behind(batch, Chosen(), self._runner.kept)
@@ -473,14 +489,18 @@ class ModelWorker:
         runner = self._runner
         if batch.new_sequences:
             runner.cache.tables.open_rows(new.row for new in batch.new_sequences)
-            self._prompts.open(batch.new_sequences)
             self._adapters.open(batch.new_sequences)
-            self._tokens.open(batch.new_sequences)
+            if runner.is_last:
+                self._prompts.open(batch.new_sequences)
+                self._tokens.open(batch.new_sequences)
         if runner.graphs is not None and runner.is_plain_decode(batch):
             scored = runner.decode(runner.graphs, batch)
             return self._completed(batch, scored, scored.hidden)
         runner.cache.tables.apply(batch.table_updates)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
+            return _Computed()
+        if not runner.is_last:
+            runner.forward(batch)
             return _Computed()
         if batch.samples_behind_each:
             hidden = runner.forward(batch)

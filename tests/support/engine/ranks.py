@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks of a model, each a real worker on a thread of this process."""
+"""Ranks of a model, of one or several stages of a pipeline, each a real worker on a thread of this process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from support.engine.dense_oracle import ThreadComm
+from support.waiting import PATIENCE_S
 
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.engine.local_executor import LocalExecutor
@@ -19,12 +20,13 @@ from headwise.runtime.protocol.copies import MergedReports
 from headwise.runtime.protocol.executor import exports_of_all
 from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.worker.device import Device
+from headwise.runtime.worker.network_link import NetworkLink
 from headwise.runtime.worker.worker import ModelWorker
 from headwise.transfer.connectors.select import PeerAccess
 
 
 class Ranks:
-    """A `Worker` that is ``config.tp_size`` of them; their arenas begin as NaN.
+    """A `Worker` that is ``config.ranks`` of them; their arenas begin as NaN.
 
     peers:  how they reach the host caches of others; None: not at all
     device: makes each one's; as configured if None
@@ -37,13 +39,14 @@ class Ranks:
         peers: PeerAccess | None = None,
         device: Callable[[], Device] | None = None,
     ) -> None:
-        size = config.tp_size
-        shared: list[Any] = [None] * size
-        barrier = Barrier(size)
+        size, stages = config.ranks, config.pipeline_parallel_size
+        comms = [comm for _ in range(stages) for comm in _stage(config.tp_size)]
+        self._links = _links(config.tp_size, stages)
         self._threads = ThreadPoolExecutor(size)
+        self._sampling = size - config.tp_size
         self.workers = [
-            ModelWorker(config, directory, rank, comm, device() if device else None, peers=peers)
-            for rank, comm in enumerate(ThreadComm(rank, size, shared, barrier) for rank in range(size))
+            ModelWorker(config, directory, rank, comm, device() if device else None, peers=peers, link=link)
+            for rank, (comm, link) in enumerate(zip(comms, self._links or [None] * size, strict=True))
         ]
         self._reports = MergedReports(size)
         self._on_all(ModelWorker.initialize_cache)
@@ -57,13 +60,32 @@ class Ranks:
     def begin(self, batch: BatchRequest) -> DoneStep:
         results = self._on_all(lambda worker: worker.execute(batch))
         copies = self._reports.merge([result.copies for result in results])
-        return DoneStep(replace(results[0], copies=copies))
+        return DoneStep(replace(results[self._sampling], rank=0, copies=copies))
 
     def close(self) -> None:
         self._on_all(ModelWorker.close)
+        for link in self._links:
+            link.close()
 
     def _on_all(self, call: Callable[[ModelWorker], Any]) -> list[Any]:
         return list(self._threads.map(call, self.workers, timeout=120))
+
+
+def _stage(size: int) -> list[ThreadComm]:
+    shared: list[Any] = [None] * size
+    barrier = Barrier(size)
+    return [ThreadComm(rank, size, shared, barrier) for rank in range(size)]
+
+
+def _links(size: int, stages: int) -> list[NetworkLink]:
+    """Of the ranks of several stages; none for one stage."""
+    if stages == 1:
+        return []
+    links = [NetworkLink(PATIENCE_S) for _ in range(size * stages)]
+    for before, link in zip(links, links[size:], strict=False):
+        link.listen("tcp://127.0.0.1:*", None)
+        before.connect(link.endpoint, None)
+    return links
 
 
 class RanksExecutor(LocalExecutor):
