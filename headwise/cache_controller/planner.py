@@ -374,13 +374,13 @@ class _Line:
     @property
     def missing(self) -> int:
         """Bytes that ranks lack of as many members as others have, which stay empty whatever a block's size."""
-        return self.size * int(self.kinds.size) - self.filled
+        return self.size * len(self.members) * max(map(len, self.members)) - self.filled
 
     def slots(self, block_bytes: int) -> int:
         return block_bytes // self.size
 
     def groups(self, block_bytes: int) -> int:
-        return -(-self.kinds.shape[1] // self.slots(block_bytes))
+        return -(-max(map(len, self.members)) // self.slots(block_bytes))
 
     def full_waste(self, block_bytes: int) -> int:
         """Bytes of full groups, over all ranks, that full members do not fill."""

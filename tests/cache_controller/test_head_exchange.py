@@ -151,7 +151,9 @@ def test_what_cannot_be_exchanged_says_why() -> None:
 
 def test_slots_are_told_apart_by_all_that_their_bytes_depend_on() -> None:
     layout = BlockLayout(64, 4, (Role("key", (8,), "float32"), Role("value", (8,), "float32")))
-    plan = HeadGroupPlan((layout.slot_bytes,), layout.block_bytes, 1, plan_head_groups([[FULL] * 4]).groups, (range(1),))
+    plan = HeadGroupPlan(
+        (layout.slot_bytes,), layout.block_bytes, 1, plan_head_groups([[FULL] * 4]).groups, (range(1),)
+    )
     assert Arrangement.of(plan, [layout]).slot_bytes == (layout.slot_bytes,)
     assert replace(layout, slots=2, tail_bytes=64).slot_identity == layout.slot_identity
     others = [replace(layout, block_size=32), replace(layout, alignment=128)]

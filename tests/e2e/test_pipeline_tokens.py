@@ -47,6 +47,7 @@ def assert_says_the_reference_tokens(name: str, config: EngineConfig, times: int
             assert_same(answer, results[answer.name].token_ids)
     assert times < 2 or engine.stats()["cache"]["hit_tokens"] > 1000
     executor.close()
+    ranks.close()
     return ranks
 
 

@@ -158,11 +158,11 @@ class PlanTable:
 
     @property
     def most_items(self) -> int:
-        return max(len(plan.items) for plan in self.plans)
+        return max((len(plan.items) for plan in self.plans), default=0)  # of layers with states alone there are none
 
     @property
     def most_partial_rows(self) -> int:
-        return max(plan.partial_rows for plan in self.plans)
+        return max((plan.partial_rows for plan in self.plans), default=0)
 
     def partials(self, dim: int) -> NDArray[np.float32]:
         """Room for the partial results of any of the plans."""

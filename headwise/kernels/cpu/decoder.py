@@ -282,7 +282,7 @@ class CpuDecoder:
     ) -> None:
         """Tell each kind of layers where this step's tokens and their cache are."""
         dims = [own.kind.dim for own in self._passes if not isinstance(own.kind, StatesKind)]
-        partials = self._partials.of(plans.partial_floats(max(dims)))
+        partials = self._partials.of(plans.partial_floats(max(dims, default=0)))
         each = max(own.scratch_floats(plans) for own in self._passes)
         scratch, places = self._scratch.of(workers * each), self._rooms.places
         step = StepCache(rows, arena, batch, chunks, rotations, places, plans, partials, scratch, each)
