@@ -12,8 +12,8 @@ share its query heads, as equally as these divide:
     8 query heads, 2 KV heads, 3 ranks    rank 0: KV head 0, query heads 0 1    rank 2: KV head 1, query heads 4 5 6 7
                                           rank 1: KV head 0, query heads 2 3
 
-In a pipeline each stage has some of the layers, and as many ranks as any other, to which these are dealt likewise. Ranks
-of all stages have the same groups: where one has fewer members than another, its blocks have empty slots.
+In a pipeline each stage has some of the layers, and as many ranks as any other, to which these are dealt likewise.
+Ranks of all stages have the same groups: where one has fewer members than another, its blocks have empty slots.
 """
 
 from __future__ import annotations
@@ -350,8 +350,8 @@ class _Line:
     """The members of one size, states or others, of each rank loosest first: to be cut into groups.
 
     members: ``[ranks][members]``
-    kinds:   ``int64 [ranks, most members]``, their policies, as positions from loosest to tightest; behind a rank's last
-             member `_NOBODY`
+    kinds:   ``int64 [ranks, most members]``, their policies, as positions from loosest to tightest; `_NOBODY` behind a
+             rank's last member
     full:    ``bool [ranks, most members]``, whether they see everything
     """
 

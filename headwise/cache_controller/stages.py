@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def deal_layers(cache_layers: Sequence[int], stages: int) -> tuple[range, ...]:
-    """Neighbouring layers for each of so many stages, in order: equally many, or one more on the first ones, as the last
-    has the LM head. Layers that use the cache of an earlier one stay with it, by which others may have more or fewer.
+    """Neighbouring layers for each of so many stages, in order: equally many, or one more on the first ones, as the
+    last has the LM head. Layers that use the cache of an earlier one stay with it, by which some may have more or fewer.
 
     cache_layers: of each layer, whose cache it uses: its own, or an earlier one's
 
@@ -18,8 +18,8 @@ def deal_layers(cache_layers: Sequence[int], stages: int) -> tuple[range, ...]:
     cuts = [cut for cut in range(1, layers) if min(cache_layers[cut:]) >= cut]
     if stages > len(cuts) + 1:
         raise ValueError(
-            f"pipeline_parallel_size {stages} is too much: {layers} layers can be dealt to {len(cuts) + 1} stages at most "
-            "that share no cache"
+            f"pipeline_parallel_size {stages} is too much: {layers} layers can be dealt to {len(cuts) + 1} stages at "
+            "most that share no cache"
         )
     chosen: list[int] = []
     for stage in range(1, stages):

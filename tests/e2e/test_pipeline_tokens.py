@@ -1,4 +1,4 @@
-"""Stages of a pipeline: tokens stay those of a single rank, and each stage has its layers' part of weights and cache."""
+"""Stages of a pipeline: tokens stay those of a single rank, and each has its layers' part of weights and cache."""
 
 from __future__ import annotations
 

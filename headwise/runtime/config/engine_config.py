@@ -753,7 +753,7 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps that may be on their way to the workers at once: one in each stage, and one that waits for the first."""
+        """Steps that may be on their way to the workers at once: one in each stage, and one that waits for those."""
         return self.pipeline_parallel_size + 1 if self.async_scheduling else 1
 
     @property
@@ -768,8 +768,8 @@ class EngineConfig:
 
     @property
     def prefill_chunk(self) -> int:
-        """Most tokens of one sequence in a step: a prompt's chunks in a stage, and on their way to it, are no more than a
-        step's budget."""
+        """Most tokens of one sequence in a step: a prompt's chunks in a stage, and on their way to it, are no more than
+        a step's budget."""
         return -(-self.most_batched_tokens // min(2, self.steps_in_flight))
 
     @property

@@ -479,8 +479,8 @@ class PagedAttentionLayer(AttentionLayer, Protocol):
 
 
 class Model(ABC):
-    """A decoder, or a stage of one: some of its layers. Built with its weights; holds nothing between calls but room for
-    the next one's results."""
+    """A decoder, or a stage of one: some of its layers. Built with its weights; holds nothing between calls but room
+    for the next one's results."""
 
     config: ModelConfig
     adapted: AdaptedRows | None

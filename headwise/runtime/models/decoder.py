@@ -45,8 +45,8 @@ class Decoder(DecoderWeights):
     Tensor parallel: heads and MLP columns are split over the ranks, whose partial sums meet in two all-reduces a
     layer; the embedding is on every rank, the LM head's vocabulary is split and gathered on rank 0.
 
-    Layers are known by their places in the whole model, also where a stage of a pipeline has some of them. To fused ones,
-    of which all are its own, they are those from its first on.
+    Layers are known by their places in the whole model, also where a stage of a pipeline has some of them. Fused ones
+    are numbered from its first on.
     """
 
     def __init__(

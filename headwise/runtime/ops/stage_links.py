@@ -28,8 +28,8 @@ class HostLink(Protocol):
 
 
 class StageLinks(Protocol):
-    """One rank's, of tensors. Each step is received, if this is not the first stage, and sent, if it is not the last, in
-    the order of steps.
+    """One rank's, of tensors. Each step is received, if this is not the first stage, and sent, if it is not the last,
+    in the order of steps.
 
     name: for logs
     """
@@ -37,8 +37,8 @@ class StageLinks(Protocol):
     name: str
 
     def receive(self, rows: int) -> Tensor:
-        """The residual stream ``[rows, hidden]`` of the stage before. The caller may overwrite it; it is there until the
-        next call."""
+        """The residual stream ``[rows, hidden]`` of the stage before. The caller may overwrite it; it is there until
+        the next call."""
 
     def send(self, stream: Tensor) -> None:
         """Give the next stage this one's residual stream, whatever becomes of it here in later steps."""
