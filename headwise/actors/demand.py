@@ -14,6 +14,10 @@ WORKER_CPUS = 0.2
 """CPU ranks share their machine's cores by threads, not by Ray's count: a two-core machine must hold TP 3."""
 
 
+Places = Literal["node", "stages", "ranks"]
+"""What of an engine is on one node in any case: all of it, each of its stages, or each of its ranks."""
+
+
 @dataclass(frozen=True)
 class NodeHas:
     """What a node has, or has left, by name; and its labels."""
@@ -24,13 +28,14 @@ class NodeHas:
 
 @dataclass(frozen=True)
 class Demand:
-    """All of it on one node, or on several where `spans` says so.
+    """All of it on one node, or on several: see `places`.
 
-    ranks:     tensor-parallel workers, a GPU each if ``on_gpu``
+    ranks:     workers, a GPU each if ``on_gpu``
     cpus:      of all together
     resources: custom ones, by name
     labels:    that each node has
     ranks_on:  `EngineConfig.tp_placement`
+    stages:    of a pipeline, with equally many ranks each
     """
 
     ranks: int
@@ -39,18 +44,25 @@ class Demand:
     resources: Mapping[str, float]
     labels: Mapping[str, str]
     ranks_on: Literal["auto", "node", "any"] = "auto"
+    stages: int = 1
 
     @staticmethod
     def of(config: EngineConfig) -> Demand:
-        cpus = config.engine_cpus or ENGINE_CPUS + WORKER_CPUS * config.tp_size
+        ranks, stages = config.ranks, config.pipeline_parallel_size
+        cpus = config.engine_cpus or ENGINE_CPUS + WORKER_CPUS * ranks
         labels = parse_pairs(config.node_labels, "")
-        return Demand(config.tp_size, config.on_gpu, cpus, config.custom_resources, labels, config.tp_placement)
+        return Demand(ranks, config.on_gpu, cpus, config.custom_resources, labels, config.tp_placement, stages)
 
-    def bundles(self) -> list[dict[str, float]]:
-        """Of its placement group: the first is the engine's, then one for each rank."""
+    def bundles(self, places: Places = "node") -> list[dict[str, float]]:
+        """Of its placement group: the first is the engine's, then one for each rank, or for all of a stage, where it is
+        stages that are on one node."""
         share = self.cpus / (ENGINE_CPUS + WORKER_CPUS * self.ranks)
+        engine = {"CPU": round(ENGINE_CPUS * share, 4), **self.resources}
         worker = {"CPU": round(WORKER_CPUS * share, 4), **({"GPU": 1.0} if self.on_gpu else {})}
-        return [{"CPU": round(ENGINE_CPUS * share, 4), **self.resources}, *[worker] * self.ranks]
+        if places != "stages":
+            return [engine, *[worker] * self.ranks]
+        stage = {name: round(amount * self.ranks / self.stages, 4) for name, amount in worker.items()}
+        return [engine, *[stage] * self.stages]
 
     @property
     def total(self) -> dict[str, float]:
@@ -61,23 +73,32 @@ class Demand:
         """Whether a node with so much left, and with these labels, has room for all of it."""
         return _copies(free, self.total) > 0 and self._suits(labels)
 
-    def spans(self, nodes: Iterable[NodeHas]) -> bool:
-        """Whether its ranks may be on several of a cluster's ``nodes``, of which it is known what they have in all.
+    def places(self, nodes: Iterable[NodeHas]) -> Places:
+        """What of it is to be on one of a cluster's ``nodes``, of which it is known what they have in all.
 
-        Ranks on CPUs share memory. While a cluster has no GPU, those to come may have one for each rank.
+        Ranks of a stage on CPUs share memory. While a cluster has no GPU, nodes to come may have one for each rank of a
+        stage: where they have not, `places` changes as soon as one has come.
         """
-        if not self.on_gpu or self.ranks < 2 or self.ranks_on == "node":
-            return False
-        gpus = [node.amounts.get("GPU", 0.0) for node in nodes if self._suits(node.labels)]
-        return self.ranks_on == "any" or 0 < max(gpus, default=0.0) < self.ranks
+        suited = [node for node in nodes if self._suits(node.labels)]
+        if self.on_gpu and self.ranks > self.stages and self._ranks_may_be_apart(suited):
+            return "ranks"
+        is_apart = self.ranks_on == "any" or not any(self.fits(node.amounts, node.labels) for node in suited)
+        return "stages" if self.stages > 1 and is_apart else "node"
 
-    def fits_together(self, nodes: Sequence[NodeHas]) -> bool:
-        """Whether these nodes, by what they have left, have room for it on several of them."""
-        engine, rank = self.bundles()[:2]
+    def _ranks_may_be_apart(self, nodes: Sequence[NodeHas]) -> bool:
+        """Those of one stage, on GPUs."""
+        if self.ranks_on != "auto":
+            return self.ranks_on == "any"
+        most = max((node.amounts.get("GPU", 0.0) for node in nodes), default=0.0)
+        return 0 < most < self.ranks / self.stages
+
+    def fits_apart(self, nodes: Sequence[NodeHas], places: Places) -> bool:
+        """Whether these nodes, by what they have left, have room for its stages, or its ranks, on several of them."""
+        engine, part, *others = self.bundles(places)
         suited = [node.amounts for node in nodes if self._suits(node.labels)]
-        ranks = [_copies(free, rank) for free in suited]
+        room = [_copies(free, part) for free in suited]
         return any(
-            _copies(free, engine) and sum(ranks) - ranks[at] + _copies(_without(free, engine), rank) >= self.ranks
+            _copies(free, engine) and sum(room) - room[at] + _copies(_without(free, engine), part) > len(others)
             for at, free in enumerate(suited)
         )
 
@@ -94,6 +115,13 @@ class Demand:
 def _copies(free: Mapping[str, float], bundle: Mapping[str, float]) -> int:
     """How often a node with so much left has room for this."""
     return int(min((free.get(name, 0.0) + 1e-6) // amount for name, amount in bundle.items() if amount))
+
+
+def ranks_in(bundles: Sequence[Mapping[str, float]]) -> int:
+    """Of the engine whose placement group has these bundles: see `Demand.bundles`."""
+    engine, *others = bundles
+    a_rank = engine["CPU"] * WORKER_CPUS / ENGINE_CPUS
+    return sum(max(1, round(each.get("GPU", each["CPU"] / a_rank))) for each in others)
 
 
 def _without(free: Mapping[str, float], bundle: Mapping[str, float]) -> dict[str, float]:

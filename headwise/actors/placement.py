@@ -1,5 +1,5 @@
-"""Where an engine's processes run: one placement group per engine, all of it on one node if its ranks may not span
-several."""
+"""Where an engine's processes run: one placement group per engine, all of it on one node if neither its stages nor its
+ranks may be on several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from headwise.actors.addresses import EVERY_INTERFACE
-from headwise.actors.demand import Demand, NodeHas, in_order
+from headwise.actors.demand import Demand, NodeHas, Places, in_order, ranks_in
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
 from headwise.runtime.config.device import resolve_device
@@ -42,8 +42,9 @@ def no_room(config: EngineConfig, waited_s: float) -> DeploymentError:
     """The error of a deployment none of whose engines got a place."""
     demand, free = _least(config), _ray.available_resources()
     left = " and ".join(f"{free.get(name, 0.0):.4g} {name}" for name in demand.total)
-    if demand.spans(_nodes()):
-        where, remedy = "on nodes together", ""
+    places = demand.places(_nodes())
+    if places != "node":
+        where, remedy = "on nodes together" + _with_stages(demand, places), ""
     else:
         where = "on one node" + (", where its ranks share memory" if demand.ranks > 1 and not demand.on_gpu else "")
         remedy = ", or let ranks span nodes by tp_placement any" if demand.ranks > 1 and demand.on_gpu else ""
@@ -51,6 +52,11 @@ def no_room(config: EngineConfig, waited_s: float) -> DeploymentError:
         f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {demand} {where}, "
         f"{left} are free in all (waited {waited_s:g} s); lower replicas or tp_size, or add nodes{remedy}"
     )
+
+
+def _with_stages(demand: Demand, places: Places) -> str:
+    """What is to be said of an engine's stages besides."""
+    return f", each of its {demand.stages} stages on one" if places == "stages" else ""
 
 
 def release(groups: list[PlacementGroup]) -> None:
@@ -94,9 +100,9 @@ def _rooms() -> list[NodeRoom]:
     return [node for node in nodes if node.cpus] or nodes
 
 
-def in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
-    """Actor options: run in this bundle, with all that it has."""
-    resources = dict(group.bundle_specs[index])
+def in_bundle(group: PlacementGroup, index: int, sharers: int = 1) -> dict[str, Any]:
+    """Actor options: run in this bundle, with its part of what that has for so many actors."""
+    resources = {name: amount / sharers for name, amount in group.bundle_specs[index].items()}
     return {
         "num_cpus": resources.pop("CPU"),
         "num_gpus": resources.pop("GPU", 0),
@@ -132,10 +138,11 @@ def nodes_with_room(config: EngineConfig) -> set[str]:
 def has_room(config: EngineConfig) -> bool:
     """Whether one more engine, whatever its ranks, would find a place now: a node, or nodes where it may span some."""
     demand = _most(config)
-    if not demand.spans(_nodes()):
+    places = demand.places(_nodes())
+    if places == "node":
         return bool(_nodes_with_room(demand))
     leaving = draining_nodes()
-    return demand.fits_together([has for node, has in _free().items() if node not in leaving])
+    return demand.fits_apart([has for node, has in _free().items() if node not in leaving], places)
 
 
 def _most(config: EngineConfig) -> Demand:
@@ -153,7 +160,24 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 
 def ranks_of(group: PlacementGroup) -> int:
     """Of the engine that a placement group is for."""
-    return len(group.bundle_specs) - 1
+    return ranks_in(group.bundle_specs)
+
+
+def nodes_of_ranks(config: EngineConfig, group: PlacementGroup) -> list[str]:
+    """Ray's ids of the nodes of an engine's ranks, by rank; empty: some have none."""
+    _, *nodes = nodes_of(group) or [""]
+    return [nodes[_bundle(config, len(nodes), rank)] for rank in range(config.ranks)] if nodes else []
+
+
+def as_rank(config: EngineConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
+    """Actor options: run where this rank of the engine is to be."""
+    bundles = len(group.bundle_specs) - 1
+    return in_bundle(group, 1 + _bundle(config, bundles, rank), config.ranks // bundles)
+
+
+def _bundle(config: EngineConfig, bundles: int, rank: int) -> int:
+    """Which bundle behind the engine's is this rank's: its own, or that of all of its stage."""
+    return rank // (config.ranks // bundles)
 
 
 def address_of(node: str) -> str:
@@ -185,9 +209,15 @@ class EngineSite:
         self.node = self.address = ""
         self._of_ranks: frozenset[str] = frozenset()
         self._demand, self._placement = Demand.of(config), config.placement
-        self._spans = group is not None and placement_group_table(group).get("strategy") == "PACK"
+        self._places: Places = "node" if group is None else self._places_of(group)
         self._others = others
         self.is_placed()
+
+    def _places_of(self, group: PlacementGroup) -> Places:
+        """What was to be on one node when this group was asked for."""
+        if placement_group_table(group).get("strategy") != "PACK":
+            return "node"
+        return "stages" if 1 < self._demand.stages == len(group.bundle_specs) - 1 else "ranks"
 
     def choose(self, life: Life) -> None:
         """Keep the placement group, or ask Ray for one on the node to try next, if any has room."""
@@ -201,9 +231,9 @@ class EngineSite:
         """For a new place, on this node if all of it is to be on one."""
         if self.group is not None:
             release([self.group])
-        self._spans = self._demand.spans(_nodes())
-        self.node, self._of_ranks = "" if self._spans else node, frozenset()
-        self.group = _request(self._demand, self.node, self._name, spans=self._spans)
+        self._places = self._demand.places(_nodes())
+        self.node, self._of_ranks = node if self._places == "node" else "", frozenset()
+        self.group = _request(self._demand, self.node, self._name, self._places)
 
     @property
     def nodes(self) -> frozenset[str]:
@@ -219,7 +249,7 @@ class EngineSite:
             return False
         state = placement_group_table(self.group).get("state")
         is_lost = state == "REMOVED"
-        if is_lost or (state == "PENDING" and self._spans != self._demand.spans(_nodes())):
+        if is_lost or (state == "PENDING" and self._places != self._demand.places(_nodes())):
             self.group = None if is_lost else self.group
             self._ask("")
             return False
@@ -236,7 +266,9 @@ class EngineSite:
         return {**in_bundle(self.group, 0), **_lifetime(bool(self._name))}
 
     def needs(self) -> str:
-        return f"nodes that have {self._demand} together" if self._spans else f"a node with {self._demand}"
+        if self._places == "node":
+            return f"a node with {self._demand}"
+        return f"nodes that have {self._demand} together{_with_stages(self._demand, self._places)}"
 
     def release(self) -> None:
         if self.group is not None:
@@ -322,16 +354,16 @@ def _has_address(node: dict[str, Any], address: str) -> bool:
     return bool(node["NodeManagerAddress"] == address)
 
 
-def _request(demand: Demand, node: str, name: str, *, spans: bool = False) -> PlacementGroup:
+def _request(demand: Demand, node: str, name: str, places: Places) -> PlacementGroup:
     """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is.
 
-    spans: on as few nodes as have room, whichever they are
+    places: what is on one node; where that is not all, it is on as few as have room, whichever they are
     """
-    bundles = demand.bundles()
+    bundles = demand.bundles(places)
     group: PlacementGroup = placement_group(
         bundles,
         name=name,
-        strategy="PACK" if spans else "STRICT_PACK",
+        strategy="STRICT_PACK" if places == "node" else "PACK",
         _soft_target_node_id=node or None,
         bundle_label_selector=[dict(demand.labels)] * len(bundles),
         **_lifetime(bool(name)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwise.actors.demand import Demand, NodeHas, in_order
+from headwise.actors.demand import Demand, NodeHas, Places, in_order, ranks_in
 from headwise.errors import ConfigError
 from headwise.runtime.config.engine_config import EngineConfig
 
@@ -49,25 +49,81 @@ def gpus(*counts: int, zone: str = "a") -> list[NodeHas]:
 
 
 @pytest.mark.parametrize(
-    ("options", "nodes", "spans"),
+    ("options", "nodes", "places"),
     [
-        ({"tp_size": 16}, gpus(8, 8), True),
-        ({"tp_size": 8}, gpus(8, 8), False),
-        ({"tp_size": 8}, gpus(4, 4, 8), False),
-        ({"tp_size": 8}, gpus(4, 4), True),
-        ({"tp_size": 8, "tp_placement": "any"}, gpus(8, 8), True),
-        ({"tp_size": 16, "tp_placement": "node"}, gpus(8, 8), False),
-        ({"tp_size": 16}, [NodeHas({"CPU": 64.0})], False),  # those to come may have 16
-        ({"tp_size": 16, "tp_placement": "any"}, [], True),
-        ({"tp_size": 1, "tp_placement": "any"}, gpus(8, 8), False),
-        ({"tp_size": 8, "node_labels": "zone=b"}, [*gpus(8), *gpus(4, 4, zone="b")], True),
-        ({"tp_size": 4, "device": "cpu"}, [NodeHas({"CPU": 0.5})] * 2, False),
+        ({"tp_size": 16}, gpus(8, 8), "ranks"),
+        ({"tp_size": 8}, gpus(8, 8), "node"),
+        ({"tp_size": 8}, gpus(4, 4, 8), "node"),
+        ({"tp_size": 8}, gpus(4, 4), "ranks"),
+        ({"tp_size": 8, "tp_placement": "any"}, gpus(8, 8), "ranks"),
+        ({"tp_size": 16, "tp_placement": "node"}, gpus(8, 8), "node"),
+        ({"tp_size": 16}, [NodeHas({"CPU": 64.0})], "node"),  # those to come may have 16
+        ({"tp_size": 16, "tp_placement": "any"}, [], "ranks"),
+        ({"tp_size": 1, "tp_placement": "any"}, gpus(8, 8), "node"),
+        ({"tp_size": 8, "node_labels": "zone=b"}, [*gpus(8), *gpus(4, 4, zone="b")], "ranks"),
+        ({"tp_size": 4, "device": "cpu"}, [NodeHas({"CPU": 0.5})] * 2, "node"),
     ],
 )
 def test_ranks_are_on_one_node_unless_none_has_so_many_gpus(
-    options: dict[str, object], nodes: list[NodeHas], spans: bool
+    options: dict[str, object], nodes: list[NodeHas], places: Places
 ) -> None:
-    assert demand(**{"device": "cuda", **options}).spans(nodes) is spans
+    assert demand(**{"device": "cuda", **options}).places(nodes) == places
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "places"),
+    [
+        ({"tp_size": 8}, gpus(8, 8), "stages"),
+        ({"tp_size": 4}, gpus(8, 8), "node"),
+        ({"tp_size": 4}, gpus(4, 4, 8), "node"),
+        ({"tp_size": 4, "node_labels": "zone=b"}, [*gpus(8), *gpus(4, 4, zone="b")], "stages"),
+        ({"tp_size": 8, "tp_placement": "node"}, gpus(8, 8), "stages"),
+        ({"tp_size": 4, "tp_placement": "any"}, gpus(8, 8), "ranks"),
+        ({"tp_size": 1, "tp_placement": "any"}, gpus(8, 8), "stages"),  # a rank each
+        ({"tp_size": 8}, gpus(4, 4, 4, 4), "ranks"),
+        ({"tp_size": 8, "tp_placement": "node"}, gpus(4, 4, 4, 4), "stages"),  # waits for larger ones
+        ({"tp_size": 8}, [], "stages"),
+        ({"tp_size": 8}, [NodeHas({"CPU": 64.0})], "stages"),
+        ({"tp_size": 4, "engine_cpus": 65.0}, gpus(8, 8), "stages"),
+        ({"tp_size": 2, "device": "cpu"}, [NodeHas({"CPU": 0.5})] * 2, "stages"),
+        ({"tp_size": 2, "device": "cpu"}, [NodeHas({"CPU": 0.9})] * 2, "node"),
+        ({"tp_size": 2, "device": "cpu", "engine_resources": "disk=1"}, [NodeHas({"CPU": 0.9})], "stages"),
+    ],
+)
+def test_an_engine_of_two_stages_is_on_one_node_that_has_all_of_it_else_each_stage_is(
+    options: dict[str, object], nodes: list[NodeHas], places: Places
+) -> None:
+    assert demand(**{"device": "cuda", "pipeline_parallel_size": 2, **options}).places(nodes) == places
+
+
+@pytest.mark.parametrize("cpus", [0.0, 7.0, 0.02])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("tp_size", "stages"), [(1, 1), (3, 1), (1, 4), (8, 2), (3, 5)])
+def test_bundles_of_ranks_and_of_stages_ask_for_the_same_and_tell_how_many_ranks_there_are(
+    tp_size: int, stages: int, device: str, cpus: float
+) -> None:
+    asked = demand(tp_size=tp_size, pipeline_parallel_size=stages, device=device, engine_cpus=cpus)
+    of_ranks, of_stages = asked.bundles("ranks"), asked.bundles("stages")
+    assert asked.bundles() == of_ranks
+    assert (len(of_ranks), len(of_stages)) == (1 + tp_size * stages, 1 + stages)
+    for name, amount in asked.total.items():
+        for bundles in (of_ranks, of_stages):
+            assert sum(bundle.get(name, 0.0) for bundle in bundles) == pytest.approx(amount, abs=1e-3)
+    assert ranks_in(of_ranks) == tp_size * stages
+    if cpus != 0.02 or device == "cuda":  # else the shares are too small to tell
+        assert ranks_in(of_stages) == tp_size * stages
+
+
+def test_stages_fit_apart_if_each_finds_a_node_that_has_room_for_all_of_it() -> None:
+    asked = demand(tp_size=8, pipeline_parallel_size=2, device="cuda")
+    assert asked.bundles("stages") == [{"CPU": 0.1}, *[{"CPU": 1.6, "GPU": 8.0}] * 2]
+    assert asked.fits_apart(gpus(8, 8), "stages")
+    assert asked.fits_apart(gpus(8, 4, 8), "stages")
+    assert not asked.fits_apart(gpus(8, 4, 4), "stages")
+    assert asked.fits_apart(gpus(8, 4, 4), "ranks")
+    full = NodeHas({"CPU": 1.6, "GPU": 8.0})
+    assert not asked.fits_apart([full, full], "stages"), "no room for the engine"
+    assert asked.fits_apart([full, full, NodeHas({"CPU": 0.1})], "stages")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +141,7 @@ def test_ranks_are_on_one_node_unless_none_has_so_many_gpus(
 )
 def test_an_engine_fits_on_several_nodes_if_each_rank_finds_one(free: list[NodeHas], fits: bool) -> None:
     asked = demand(tp_size=16, device="cuda", tp_placement="any", node_labels="zone=a")
-    assert asked.fits_together(free) is fits
+    assert asked.fits_apart(free, "ranks") is fits
 
 
 def test_ranks_on_cpus_have_to_be_on_one_node() -> None:

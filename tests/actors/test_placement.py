@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from headwise.actors import placement
+from headwise.actors.demand import Demand, Places
 from headwise.actors.restarts import Life
 from headwise.runtime.config.engine_config import EngineConfig
 
@@ -43,7 +44,7 @@ def test_an_engine_asks_for_the_node_that_its_placement_prefers_among_those_with
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
     monkeypatch.setattr(placement, "draining_nodes", dict)
-    monkeypatch.setattr(placement, "_request", lambda demand, node, name, spans: asked.append(node))
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name, places: asked.append(node))
     site = placement.EngineSite(EngineConfig(placement=way, node_labels="zone=x"), lambda: ["a", "b", "b"])
     site.choose(Life())
     assert asked == [target]
@@ -60,7 +61,7 @@ def test_nodes_of_equal_host_names_are_told_apart(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
     monkeypatch.setattr(placement.state, "get_draining_nodes", lambda: {"id-2": 0})
-    monkeypatch.setattr(placement, "_request", lambda demand, node, name, spans: asked.append(node))
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name, places: asked.append(node))
     assert placement.nodes_with_room(EngineConfig()) == {"id-1", "id-3"}
     site = placement.EngineSite(EngineConfig(), lambda: ["id-1"])
     site.choose(Life())
@@ -147,7 +148,7 @@ def test_a_node_that_comes_back_is_a_new_one_to_an_engine_that_failed_on_it(monk
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
     monkeypatch.setattr(placement, "draining_nodes", dict)
-    monkeypatch.setattr(placement, "_request", lambda demand, node, name, spans: asked.append(node))
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name, places: asked.append(node))
     site, life = placement.EngineSite(EngineConfig()), Life()
     site.choose(life)
     life.created(0.0)
@@ -176,8 +177,8 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ]
     scene: dict[str, Any] = {"nodes": nodes, "asked": [], "next": Group(*"aab"), "released": []}
 
-    def request(demand: Any, node: str, name: str, *, spans: bool) -> Group:
-        scene["asked"].append((node, spans))
+    def request(demand: Any, node: str, name: str, places: Places) -> Group:
+        scene["asked"].append((node, places))
         return scene["next"]
 
     free = {each["NodeID"]: each["Resources"] for each in nodes}
@@ -201,11 +202,11 @@ def test_an_engine_of_more_ranks_than_a_node_has_gpus_takes_several_and_is_dead_
     assert (site.node, site.address, site.nodes) == ("a", "at a", {"a", "b"})
     assert site.is_alive()
     site.choose(life)
-    assert two_nodes["asked"] == [("", True)], "it stays where it is"
+    assert two_nodes["asked"] == [("", "ranks")], "it stays where it is"
     two_nodes["nodes"][1]["Alive"] = False
     assert not site.is_alive()
     site.choose(life)
-    assert two_nodes["asked"] == [("", True)] * 2
+    assert two_nodes["asked"] == [("", "ranks")] * 2
     assert two_nodes["released"] == [two_nodes["next"]]
 
 
@@ -213,7 +214,7 @@ def test_an_engine_that_fits_one_node_gets_one(two_nodes: dict[str, Any]) -> Non
     two_nodes["next"] = Group(*"bbb", strategy="STRICT_PACK")
     site = placement.EngineSite(EngineConfig(device="cuda", tp_size=8), lambda: ["a"])
     site.choose(Life())
-    assert two_nodes["asked"] == [("b", False)]
+    assert two_nodes["asked"] == [("b", "node")]
     assert site.is_placed()
     assert site.nodes == {"b"}
 
@@ -230,16 +231,53 @@ def test_a_place_on_one_node_that_none_can_have_is_given_up_once_nodes_with_gpus
     two_nodes["nodes"] += late
     two_nodes["next"] = Group(*"ba")
     assert not site.is_placed()
-    assert (two_nodes["asked"], two_nodes["released"]) == ([("", False), ("", True)], [first])
+    assert (two_nodes["asked"], two_nodes["released"]) == ([("", "node"), ("", "ranks")], [first])
     assert site.needs() == "nodes that have 3.3 CPUs and 16 GPUs together"
     assert site.is_placed()
     assert site.nodes == {"a", "b"}
+
+
+def test_an_engine_of_stages_that_no_node_has_room_for_takes_a_node_for_each_and_is_dead_with_each_of_them(
+    two_nodes: dict[str, Any],
+) -> None:
+    config = EngineConfig(device="cuda", tp_size=8, pipeline_parallel_size=2)
+    site = placement.EngineSite(config)
+    site.choose(Life())
+    assert two_nodes["asked"] == [("", "stages")]
+    assert site.is_placed()
+    assert site.nodes == {"a", "b"}
+    assert site.needs() == "nodes that have 3.3 CPUs and 16 GPUs together, each of its 2 stages on one"
+    two_nodes["nodes"][1]["Alive"] = False
+    assert not site.is_alive()
+
+
+def test_ranks_are_where_the_bundle_of_their_stage_is_and_share_what_that_has(two_nodes: dict[str, Any]) -> None:
+    config = EngineConfig(device="cuda", tp_size=2, pipeline_parallel_size=2, engine_resources="disk=1")
+    group: Any = Group(*"aab")
+    group.bundle_specs = Demand.of(config).bundles("stages")
+    assert placement.nodes_of_ranks(config, group) == ["a", "a", "b", "b"]
+    assert placement.ranks_of(group) == 4
+    of_ranks = [placement.as_rank(config, group, rank) for rank in range(4)]
+    assert [options["scheduling_strategy"].placement_group_bundle_index for options in of_ranks] == [1, 1, 2, 2]
+    assert all(options["num_gpus"] == 1.0 and options["num_cpus"] == pytest.approx(0.2) for options in of_ranks)
+    assert placement.in_bundle(group, 0)["resources"] == {"disk": 1.0}
+    group.bundle_specs = Demand.of(config).bundles("ranks")
+    group.table["bundles_to_node_id"] = dict(enumerate("aabbb"))
+    assert placement.nodes_of_ranks(config, group) == ["a", "b", "b", "b"]
+    of_ranks = [placement.as_rank(config, group, rank) for rank in range(4)]
+    assert [options["scheduling_strategy"].placement_group_bundle_index for options in of_ranks] == [1, 2, 3, 4]
+    assert all(options["num_gpus"] == 1.0 for options in of_ranks)
+    group.table["state"] = "RESCHEDULING"
+    assert placement.nodes_of_ranks(config, group) == []
 
 
 def test_an_engine_that_was_found_is_where_its_group_is(two_nodes: dict[str, Any]) -> None:
     site = placement.EngineSite(EngineConfig(device="cuda", tp_size=16), group=Group(*"ab"))
     assert site.nodes == {"a", "b"}
     assert site.needs() == "nodes that have 3.3 CPUs and 16 GPUs together"
+    stages = EngineConfig(device="cuda", tp_size=2, pipeline_parallel_size=8)
+    assert placement.EngineSite(stages, group=Group(*"aaaaabbbb")).needs().endswith("each of its 8 stages on one")
+    assert placement.EngineSite(stages, group=Group(*"aaaaaaaaabbbbbbbb")).needs().endswith("together")
 
 
 @pytest.mark.parametrize(
@@ -250,12 +288,18 @@ def test_there_is_room_for_one_more_engine_on_one_node_or_on_several(
 ) -> None:
     monkeypatch.setattr(placement, "draining_nodes", lambda: dict.fromkeys(draining, 0.0))
     assert placement.has_room(EngineConfig(device="cuda", tp_size=ranks)) is has_room
+    stages = EngineConfig(device="cuda", tp_size=ranks // 2, pipeline_parallel_size=2)
+    assert placement.has_room(stages) is (has_room or ranks == 17), "of which 8 are on each node"
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"device": "cuda", "tp_size": 16}, "3.3 CPUs and 16 GPUs on nodes together, .* or add nodes$"),
+        (
+            {"device": "cuda", "tp_size": 8, "pipeline_parallel_size": 2},
+            "16 GPUs on nodes together, each of its 2 stages on one, .* or add nodes$",
+        ),
         ({"device": "cuda", "tp_size": 8}, "8 GPUs on one node, .* or let ranks span nodes by tp_placement any$"),
         ({"device": "cpu", "tp_size": 2}, "0.5 CPUs on one node, where its ranks share memory, .* or add nodes$"),
         ({"device": "cpu"}, "0.3 CPUs on one node, 9 CPU are free in all .* or add nodes$"),
