@@ -76,13 +76,14 @@ def address_towards(host: str) -> str:
         raise DeploymentError(f"no way leads from this node to {host}: {error}; choose another --host") from None
 
 
-def check_reachable_from_others(host: str, node: str) -> None:
+def check_reachable_from_others(host: str, node: str, stages: int = 1) -> None:
     """Raise `DeploymentError` where a deployment's processes on this node, which listen at ``host``, are to be reached
-    from other nodes and are not."""
+    from other nodes and are not. stages: of the engine's pipeline"""
     if is_loopback(host):
+        remedy = f"give fewer than {stages} stages by pipeline_parallel_size" if stages > 1 else "tp_placement to node"
         raise DeploymentError(
             f"the ranks of this engine are on several nodes, and those on others than {node} cannot reach {host}: set "
-            "host to 0.0.0.0, or tp_placement to node"
+            f"host to 0.0.0.0, or {remedy}"
         )
 
 

@@ -209,7 +209,7 @@ class Deployment:
             group = found.groups.get(name)
             tp_size = self.config.tp_size
             if group is not None and len(self.config.tp_sizes) > 1:
-                tp_size = ranks_of(group)
+                tp_size = ranks_of(group) // self.config.pipeline_parallel_size
             role = self._engine_role(name, tp_size, group)
             role.starts = 1  # whatever is made next follows another one
             if name in found.actors:
@@ -267,7 +267,7 @@ class Deployment:
 
         assert self._fleet is not None
         progress.stage("waiting for the cluster's resources")
-        ranks = " or ".join(map(str, self.config.tp_sizes))
+        ranks = " or ".join(str(size * self.config.pipeline_parallel_size) for size in self.config.tp_sizes)
         can_fit = not self._cluster.owned or placement.could_fit(self.config)
         room_timeout_s = self.config.start_timeout_s if can_fit else LOCAL_RESOURCES_TIMEOUT_S
         deadline, is_loading, lines = time.monotonic() + room_timeout_s, False, StartLines(log)

@@ -23,7 +23,7 @@ from headwise.actors.addresses import (
 from headwise.actors.ending import Ending
 from headwise.actors.front import About, Front, Keys
 from headwise.actors.notice import at_its_node
-from headwise.actors.placement import node_address
+from headwise.actors.placement import node_address, nodes_of_ranks, this_node
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
 from headwise.actors.watchdog import Watchdog
@@ -129,7 +129,7 @@ class Engine:
             self._server.follow(self._scheduler_endpoint, front.store_endpoint)
 
     def log_lines(self, since: int) -> tuple[int, list[tuple[int, str]]]:
-        """See `LatestLines.since`; what its first worker logs while it starts is among them."""
+        """See `LatestLines.since`; what its stages' first workers log while it starts is among them."""
         return self._lines.since(since)
 
     def worker_pids(self) -> list[int]:
@@ -201,7 +201,9 @@ class Engine:
         self._preprocessor = Preprocessor.open(self._config)
         check_agrees(f"{self._name} on node {address}", self._preprocessor.namespace, self._front.namespace)
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
-        check_memory(self._config, self._preprocessor.card)
+        assert self._placement is not None, "started in its placement group"
+        ranks_here = nodes_of_ranks(self._config, self._placement).count(this_node())
+        check_memory(self._config, self._preprocessor.card, ranks_here)
         self._lookup = open_lookup(self._config, self._preprocessor.card)
         epoch = time.time_ns()
         lookup, front, keys = self._lookup, self._front, self._keys

@@ -18,9 +18,9 @@ from ray.util.placement_group import PlacementGroup
 from headwise.actors.addresses import check_reachable_from_others, engine_host
 from headwise.actors.calls import cause_of
 from headwise.actors.front import Keys
-from headwise.actors.placement import address_of, in_bundle, node_address, nodes_of
+from headwise.actors.placement import address_of, as_rank, node_address, nodes_of, nodes_of_ranks, this_node
 from headwise.actors.start_lines import StartLines
-from headwise.actors.worker import Worker
+from headwise.actors.worker import Surroundings, Worker
 from headwise.errors import EngineDiedError, HeadwiseError
 from headwise.runtime.config.block_storage import SharedBlocks
 from headwise.runtime.config.engine_config import EngineConfig
@@ -59,43 +59,69 @@ class WorkerGroup:
         """
         self._config, self._placement = config, placement
         self.pids: list[int] = []
-        self._spans = _are_on_several_nodes(config, placement)
-        if self._spans:
-            check_reachable_from_others(config.host, node_address())
+        nodes = _nodes_apart(config, placement)
+        self._is_across = bool(nodes)
+        if nodes:
+            check_reachable_from_others(config.host, node_address(), config.pipeline_parallel_size)
         self._scratch = ScratchDirectory(tempfile.gettempdir(), SOCKETS_PREFIX)
-        steps = (
-            f"tcp://{engine_host(config.host, node_address())}:*" if self._spans else f"ipc://{self._scratch.path}/s"
-        )
+        steps = f"tcp://{engine_host(config.host, node_address())}:*" if nodes else self._ipc("s")
         self.executor = ZmqExecutor(
             steps,
-            config.tp_size,
+            config.ranks,
             config.step_timeout_s,
             start_timeout_s=config.start_timeout_s,
             load_timeout_s=config.load_timeout_s,
-            keys=keys.inner if self._spans else None,
+            keys=keys.inner if nodes else None,
+            sampling=config.ranks - config.tp_size,
         )
-        threads = str(threads_per_worker(config))
+        self._workers = [self._start(rank, model_dir, keys, nodes) for rank in range(config.ranks)]
+        self._serving = self._serve(nodes, blocks)
+
+    def _start(self, rank: int, model_dir: Path, keys: Keys, nodes: Sequence[str]) -> Any:
+        """The actor of a rank; it does nothing yet."""
+        threads = str(threads_per_worker(self._config, nodes.count(nodes[rank]) if nodes else 0))
         # Read by the libraries at import, hence before the worker's process imports anything.
         env = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         worker_class: Any = Worker
-        self._workers = [
-            worker_class.options(**in_bundle(placement, rank + 1), runtime_env={"env_vars": env}).remote(
-                config, model_dir, rank, keys
-            )
-            for rank in range(config.tp_size)
-        ]
-        endpoint = self.executor.endpoint
-        if self._spans:
-            hub = self._workers[0].listen.remote()
-            self._serving = [worker.serve_across.remote(endpoint, hub, blocks) for worker in self._workers]
-        else:
-            name = uuid.uuid4().hex
-            self._serving = [worker.serve.remote(endpoint, name, COMM_BUFFER_BYTES) for worker in self._workers]
+        options = as_rank(self._config, self._placement, rank)
+        return worker_class.options(**options, runtime_env={"env_vars": env}).remote(
+            self._config, model_dir, rank, keys
+        )
+
+    def _serve(self, nodes: Sequence[str], blocks: SharedBlocks) -> list[Any]:
+        """Have all ranks find each other, load and take steps: what tells that they have ended, by rank.
+
+        nodes: of the ranks; none where the engine's has all of them
+        """
+        size, ranks, name = self._config.tp_size, range(self._config.ranks), uuid.uuid4().hex
+        checked = {
+            node: self._workers[nodes.index(node)].check_node.remote(nodes.count(node), blocks)
+            for node in {*nodes} - {this_node()}
+        }
+        links = [""] * len(ranks)  # of each rank, where the one in its place in the stage before reaches it
+        for rank in ranks[size:]:
+            links[rank] = self._workers[rank].listen_to_stage.remote("" if nodes else self._ipc(f"l{rank}"))
+        serving: list[Any] = []
+        for first in ranks[::size]:
+            is_apart = len({*nodes[first : first + size]}) > 1
+            hub = self._workers[first].listen.remote() if is_apart else ""
+            for rank in ranks[first : first + size]:
+                here = nodes.count(nodes[rank]) if nodes else len(ranks)
+                around = Surroundings(
+                    self.executor.endpoint, "" if is_apart else name, COMM_BUFFER_BYTES, bool(nodes), here
+                )
+                others = hub, (links[size:] + [""] * size)[rank], checked.get(nodes[rank]) if nodes else None
+                serving.append(self._workers[rank].serve.remote(around, *others))
+        return serving
+
+    def _ipc(self, name: str) -> str:
+        """An endpoint for the processes of this node."""
+        return f"ipc://{self._scratch.path}/{name}"
 
     def wait_ready(self) -> None:
         """Wait until all ranks are loaded and take steps; raises what the first failing one raised.
 
-        What the first rank logs meanwhile is logged here, too: the others' lines are like its.
+        What the first rank of each stage logs meanwhile is logged here, too: the others' lines are like its.
         """
         pids = [worker.pid.remote() for worker in self._workers]
         lines = StartLines(log, lambda who: "")
@@ -105,8 +131,9 @@ class WorkerGroup:
         def check() -> None:
             nonlocal looked_at
             self.watch(0.0)
-            lines.look("rank 0", self._workers[0])
-            if self._spans and time.monotonic() - looked_at >= _LOOK_S:
+            for rank in range(0, self._config.ranks, self._config.tp_size):
+                lines.look(f"rank {rank}", self._workers[rank])
+            if self._is_across and time.monotonic() - looked_at >= _LOOK_S:
                 looked_at = time.monotonic()
                 if not nodes_of(self._placement):  # its rank would wait for another node
                     raise EngineDiedError(_LOST_NODE)
@@ -129,10 +156,10 @@ class WorkerGroup:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, HeadwiseError):
                 raise error.cause from None
-            raise EngineDiedError(f"the worker of TP rank {rank} failed: {error.cause!r}") from None
+            raise EngineDiedError(f"the worker of rank {rank} failed: {error.cause!r}") from None
         except ray.exceptions.RayError as error:
-            raise EngineDiedError(f"the worker of TP rank {rank} died: {cause_of(error)}") from None
-        raise EngineDiedError(f"the worker of TP rank {rank} stopped serving")
+            raise EngineDiedError(f"the worker of rank {rank} died: {cause_of(error)}") from None
+        raise EngineDiedError(f"the worker of rank {rank} stopped serving")
 
     def close(self) -> None:
         """End the processes and the channel. The executor must not be in use any more."""
@@ -146,18 +173,21 @@ class WorkerGroup:
         self._scratch.close()
 
 
-def _are_on_several_nodes(config: EngineConfig, placement: PlacementGroup) -> bool:
-    """Whether ranks, or they and their engine, are; says where they are. Raises `EngineDiedError` if they are not there
-    any more."""
-    if config.tp_size == 1 or not config.on_gpu or config.tp_placement == "node":
-        return False
-    nodes = nodes_of(placement)
+def _nodes_apart(config: EngineConfig, placement: PlacementGroup) -> list[str]:
+    """The nodes of the ranks, by rank, where these, or they and their engine, are on several; says so. Else empty.
+
+    Raises `EngineDiedError` if they are not there any more.
+    """
+    may_ranks = config.tp_size > 1 and config.on_gpu and config.tp_placement != "node"
+    if not may_ranks and config.pipeline_parallel_size == 1:
+        return []
+    nodes = nodes_of_ranks(config, placement)
     if not nodes:
         raise EngineDiedError(_LOST_NODE)
-    if len(set(nodes)) == 1:
-        return False
-    log.info("ranks are on several nodes: %s", _in_words(nodes[1:]))
-    return True
+    if {*nodes} == {this_node()}:
+        return []
+    log.info("ranks are on several nodes: %s", _in_words(nodes))
+    return nodes
 
 
 def _in_words(nodes: Sequence[str]) -> str:

@@ -36,12 +36,12 @@ class _Query:
 
 
 class StorageLookup:
-    """Finds out, on its own thread and in order of submission, which blocks of a path every TP rank has in storage.
+    """Finds out, on its own thread and in order of submission, which blocks of a path every rank has in storage.
 
     Background queries wait for all others. Any thread may call. If the storage hangs, the present query gets no answer,
     and neither do those queued behind it.
 
-    storages: one per TP rank, of that rank's namespace; `close` closes them
+    storages: one per rank, of that rank's namespace; `close` closes them
     groups:   head groups of a block
     """
 

@@ -183,5 +183,5 @@ def test_a_checkpoint_that_vanished_is_the_engine_s_death(tmp_path: Path) -> Non
         engine.sleep()
         for file in model.glob("*.safetensors"):
             file.unlink()
-        with pytest.raises(EngineDiedError, match=r"TP rank 0 could not wake: .*safetensors"):
+        with pytest.raises(EngineDiedError, match=r"rank 0 could not wake: .*safetensors"):
             engine.wake()

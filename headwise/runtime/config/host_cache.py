@@ -51,7 +51,7 @@ def resolve_host_cache(config: EngineConfig, nodes: Iterable[NodeRoom]) -> Engin
         return config
     if not config.chooses_host_cache:
         return replace(config, host_cache="0")
-    ranks = max(config.tp_sizes)
+    ranks = max(config.tp_sizes) * config.pipeline_parallel_size
     shares = [SHARE * node.memory / node.workers(config, ranks) for node in nodes]
     most = min([float(config.kv_cache_bytes or MOST_BYTES), *shares]) if shares else 0.0
     return replace(config, host_cache=f"{int(most) >> 20}MiB" if most >= LEAST_BYTES else "0")

@@ -141,7 +141,7 @@ class ZmqExecutor:
             self._check()
             if self._clock() > deadline:
                 missing = sorted(set(range(len(self._ranks))) - set(self._ready))
-                raise EngineDiedError(f"TP rank {missing} did not connect to {self.endpoint} within {timeout_s:g} s")
+                raise EngineDiedError(f"rank {missing} did not connect to {self.endpoint} within {timeout_s:g} s")
             self._receive(_SLICE_S)
 
     @property
@@ -164,7 +164,7 @@ class ZmqExecutor:
                 self._socket.send_multipart((identity, data), zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 self._drain()  # it may have said why it went
-                self.lost(f"TP rank {rank} cannot be reached for step {batch.step_id}: {error}")
+                self.lost(f"rank {rank} cannot be reached for step {batch.step_id}: {error}")
                 self._check()
         if not self._steps:
             self._head_since = self._clock()
@@ -206,7 +206,7 @@ class ZmqExecutor:
         if self._lost is None and self._steps and self._clock() - self._head_since > self._steps[0].limit.seconds:
             step = self._steps[0]
             silent = sorted(set(range(len(self._ranks))) - set(step.results))
-            self._lost = f"step {step.step_id} did not end within {step.limit.text} on TP rank {silent}"
+            self._lost = f"step {step.step_id} did not end within {step.limit.text} on rank {silent}"
         if self._lost is not None:
             raise EngineDiedError(self._lost)
 
@@ -227,7 +227,7 @@ class ZmqExecutor:
         message = wire.decode(frames[0], WorkerReady, StepResult, WorkerFailed)
         rank = self._ranks.index(identity) if identity in self._ranks else -1
         if message.rank != rank:
-            self.lost(f"a worker sent a message as TP rank {message.rank} over the connection of {identity!r}")
+            self.lost(f"a worker sent a message as rank {message.rank} over the connection of {identity!r}")
         elif isinstance(message, WorkerReady):
             self._ready[rank] = message
         elif isinstance(message, WorkerFailed):
@@ -241,13 +241,13 @@ class ZmqExecutor:
             if step.step_id == result.step_id:
                 step.results[result.rank] = result
                 return
-        self.lost(f"TP rank {result.rank} answered step {result.step_id}, which is not in flight")
+        self.lost(f"rank {result.rank} answered step {result.step_id}, which is not in flight")
 
     def _merge(self, step: _Step) -> StepResult:
         """One result of all ranks: tokens of the one that samples, the slowest one's time, copies that all have made."""
         results = [step.results[rank] for rank in range(len(self._ranks))]
         sampled = results[self._sampling]
-        errors = [r.error if len(results) == 1 else f"TP rank {r.rank}: {r.error}" for r in results if r.error]
+        errors = [r.error if len(results) == 1 else f"rank {r.rank}: {r.error}" for r in results if r.error]
         return StepResult(
             step_id=step.step_id,
             rank=0,
@@ -304,7 +304,7 @@ def _serve(worker: Worker, socket: zmq.Socket[bytes], rank: int, should_stop: Ca
 
 def failure_of(error: Exception, rank: int) -> WorkerFailed:
     """What to tell of an error that a rank's worker raised, which is not to be given another batch."""
-    log.error("TP rank %d failed", rank, exc_info=error)
+    log.error("rank %d failed", rank, exc_info=error)
     return WorkerFailed(rank, str(death(error)))
 
 

@@ -204,15 +204,15 @@ def transports_of(config: EngineConfig, shares_device: bool) -> list[str]:
     return choose_transports(config.peer_transports, must_encrypt, shares_device=shares_device)
 
 
-def check_host_cache(config: EngineConfig, card: ModelCard) -> None:
-    """Raises `ConfigError` if this machine has not the memory for the arenas of all ranks.
+def check_host_cache(config: EngineConfig, card: ModelCard, ranks: int) -> None:
+    """Raises `ConfigError` if this machine has not the memory for the arenas of so many ranks.
 
     To be called before the first rank starts: ranks that check alone would count the same memory.
     """
     try:
-        check_host_memory(config.ranks * card.spec.num_host_blocks * card.layout.block_bytes)
+        check_host_memory(ranks * card.spec.num_host_blocks * card.layout.block_bytes)
     except ValueError as error:
-        raise ConfigError(f"host_cache {config.host_cache} for each of {config.ranks} workers: {error}") from None
+        raise ConfigError(f"host_cache {config.host_cache} for each of {ranks} workers: {error}") from None
 
 
 def layer_ranges(plan: HeadGroupPlan, layouts: Sequence[BlockLayout], rank: int) -> NDArray[np.int64]:

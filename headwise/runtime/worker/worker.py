@@ -375,7 +375,7 @@ class ModelWorker:
             else:
                 raise ValueError(f"a worker without host_cache has no storage to obey {command!r}")
         except Exception as error:
-            raise EngineDiedError(f"TP rank {self.rank} could not {command}: {error}") from error
+            raise EngineDiedError(f"rank {self.rank} could not {command}: {error}") from error
         return 0
 
     def _sleep(self) -> None:
@@ -431,7 +431,7 @@ class ModelWorker:
             raise
         except Exception as error:
             raise EngineDiedError(
-                f"TP rank {self.rank} failed in step {step_id}: {type(error).__name__}: {first_line(error)}"
+                f"rank {self.rank} failed in step {step_id}: {type(error).__name__}: {first_line(error)}"
             ) from error
 
     def _begin(self, batch: BatchRequest) -> RunningStep:

@@ -1,7 +1,7 @@
 """The contract of a storage backend: cache blocks by key, beyond the life of a process.
 
-    key = namespace (model, layout, TP rank and size)  fixed when the storage is opened
-        + block hash (16 bytes) + group                given with every call, as two parallel sequences
+    key = namespace (model, layout, rank and ranks)    fixed when the storage is opened
+        + block hash (16 bytes) + group               given with every call, as two parallel sequences
 
 Blocks travel between the storage and blocks of a flat host arena. What is stored may be lost at any time: a block that
 is gone, short or corrupt is a miss, and no call raises for it. What is read as a hit is what was written.
@@ -44,7 +44,7 @@ class StorageNamespace:
         if not self.model:
             raise ValueError("blocks are stored for a model whose identity is known")
         if not 0 <= self.tp_rank < self.tp_size:
-            raise ConfigError(f"TP rank {self.tp_rank} of {self.tp_size}: a rank must be at least 0 and below the size")
+            raise ConfigError(f"rank {self.tp_rank} of {self.tp_size}: a rank must be at least 0 and below the size")
 
     @cached_property
     def digest(self) -> bytes:
@@ -57,7 +57,7 @@ class StorageNamespace:
         return digest.digest()[:HASH_BYTES]
 
     def __str__(self) -> str:
-        return f"model {self.model}, layout {self.layout}, TP rank {self.tp_rank} of {self.tp_size}"
+        return f"model {self.model}, layout {self.layout}, rank {self.tp_rank} of {self.tp_size}"
 
 
 @dataclass(frozen=True)

@@ -43,21 +43,21 @@ def test_ranks_with_the_same_model_and_storage_go_on(model: Path, tmp_path: Path
     config = stored_at(model, tmp_path / "storage")
     blocks = shared(config, model)
     assert blocks.volume
-    check_shared("TP rank 1 on node b", config, model, blocks)
-    check_shared("TP rank 1 on node b", replace(config, storage=""), model, replace(blocks, volume=""))
+    check_shared("rank 1 on node b", config, model, blocks)
+    check_shared("rank 1 on node b", replace(config, storage=""), model, replace(blocks, volume=""))
 
 
 def test_a_directory_of_another_node_s_own_is_refused_and_the_remedy_told(model: Path, tmp_path: Path) -> None:
     blocks = shared(stored_at(model, tmp_path / "a"), model)
     with pytest.raises(
-        DeploymentError, match=r"storage file://\S+ of TP rank 1 on node b is another one than its engine's: .* network"
+        DeploymentError, match=r"storage file://\S+ of rank 1 on node b is another one than its engine's: .* network"
     ):
-        check_shared("TP rank 1 on node b", stored_at(model, tmp_path / "b"), model, blocks)
+        check_shared("rank 1 on node b", stored_at(model, tmp_path / "b"), model, blocks)
 
 
 def test_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     config = configuration(model, tp_size=2, cache_dir=str(tmp_path))
     blocks = shared(config, model)
     other = replace(blocks, namespace=replace(blocks.namespace, model="another"))
-    with pytest.raises(DeploymentError, match=r"TP rank 1 on node b has another model than its engine: .* same files"):
-        check_shared("TP rank 1 on node b", config, model, other)
+    with pytest.raises(DeploymentError, match=r"rank 1 on node b has another model than its engine: .* same files"):
+        check_shared("rank 1 on node b", config, model, other)

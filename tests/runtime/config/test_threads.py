@@ -27,3 +27,11 @@ def test_threads_of_a_rank_on_eight_cores(
 ) -> None:
     monkeypatch.setattr(threads, "usable_cores", lambda: 8)
     assert threads_per_worker(EngineConfig(**options)) == expected
+
+
+@pytest.mark.parametrize(("cpus", "expected"), [(0.0, 4), (12.0, 3)])
+def test_ranks_share_the_cores_of_their_own_node(monkeypatch: pytest.MonkeyPatch, cpus: float, expected: int) -> None:
+    monkeypatch.setattr(threads, "usable_cores", lambda: 8)
+    config = EngineConfig(tp_size=2, pipeline_parallel_size=2, engine_cpus=cpus)
+    assert threads_per_worker(config, 2) == expected
+    assert threads_per_worker(config) == 2

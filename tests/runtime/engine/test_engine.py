@@ -239,7 +239,7 @@ def test_a_load_that_outlives_being_given_up_ends_the_worker() -> None:
 def test_what_a_step_raises_while_its_copies_are_under_way_ends_the_worker(error: Exception) -> None:
     engine, executor = late_load(0)
     executor.model.fails = error
-    with pytest.raises(EngineDiedError, match=f"TP rank 0 failed in step .*: {type(error).__name__}"):
+    with pytest.raises(EngineDiedError, match=f"rank 0 failed in step .*: {type(error).__name__}"):
         run(engine)
 
 

@@ -169,7 +169,7 @@ def test_a_wake_that_fails_is_the_engine_s_death() -> None:
     engine, executor = asleep()
     executor.fail_wake = ModelError("the checkpoint is gone")
     engine.operate("wake")
-    with pytest.raises(EngineDiedError, match="TP rank 0 could not wake: the checkpoint is gone"):
+    with pytest.raises(EngineDiedError, match="rank 0 could not wake: the checkpoint is gone"):
         run(engine)
 
 

@@ -211,7 +211,7 @@ def test_an_error_of_any_rank_is_the_step_s_error_and_the_next_step_runs(group: 
     executor.submit(batch(1))
     first, second = executor.poll(PATIENCE_S), executor.poll(PATIENCE_S)
     assert first is not None
-    assert first.error == "TP rank 1: ValueError: row 9 has no table"
+    assert first.error == "rank 1: ValueError: row 9 has no table"
     assert second is not None
     assert second.error is None
 
@@ -298,7 +298,7 @@ def test_a_worker_that_hangs_is_noticed_long_before_step_timeout_s(group: Group)
             pass
 
     try:
-        with pytest.raises(EngineDiedError, match=r"step 5 did not end within 15 s, although .* on TP rank \[0\]"):
+        with pytest.raises(EngineDiedError, match=r"step 5 did not end within 15 s, although .* on rank \[0\]"):
             poll()
     finally:
         release.set()
@@ -332,11 +332,11 @@ def test_a_lost_worker_ends_a_waiting_poll_and_every_later_call(group: Group) ->
 
     executor = group.start([Scripted(stuck)])
     executor.submit(batch(0))
-    threading.Timer(0.1, executor.lost, ("TP rank 0 was killed",)).start()
-    with pytest.raises(EngineDiedError, match="TP rank 0 was killed"):
+    threading.Timer(0.1, executor.lost, ("rank 0 was killed",)).start()
+    with pytest.raises(EngineDiedError, match="rank 0 was killed"):
         executor.poll(None)
     executor.lost("a later reason")
-    with pytest.raises(EngineDiedError, match="TP rank 0 was killed"):
+    with pytest.raises(EngineDiedError, match="rank 0 was killed"):
         executor.submit(batch(1))
     release.set()
 
@@ -350,7 +350,7 @@ def test_a_step_over_its_time_is_a_lost_worker_named_by_rank(group: Group) -> No
 
     executor = group.start([Echo(0), Scripted(stuck)], step_timeout_s=0.3)
     executor.submit(batch(4))
-    with pytest.raises(EngineDiedError, match=r"step 4 did not end within step_timeout_s = 0.3 s on TP rank \[1\]"):
+    with pytest.raises(EngineDiedError, match=r"step 4 did not end within step_timeout_s = 0.3 s on rank \[1\]"):
         executor.poll(None)
     release.set()
 
@@ -374,7 +374,7 @@ def test_workers_have_their_time_also_if_all_were_suspended_in_a_step(group: Gro
 
 def test_workers_that_never_connect_are_named(tmp_path: Path) -> None:
     executor = ZmqExecutor(f"ipc://{tmp_path}/none", 2, 1.0)
-    with pytest.raises(EngineDiedError, match=r"TP rank \[0, 1\] did not connect"):
+    with pytest.raises(EngineDiedError, match=r"rank \[0, 1\] did not connect"):
         executor.wait_ready(0.05)
     executor.close()
 
@@ -390,7 +390,7 @@ def test_a_step_for_a_worker_that_left_is_refused(tmp_path: Path) -> None:
             executor.submit(batch(step_id))
             time.sleep(0.02)
 
-    with pytest.raises(EngineDiedError, match="TP rank 0 cannot be reached"):
+    with pytest.raises(EngineDiedError, match="rank 0 cannot be reached"):
         submit_until_it_is_noticed()
     group.close()
 

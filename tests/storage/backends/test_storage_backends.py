@@ -480,7 +480,7 @@ def test_a_block_without_bytes_is_refused(tmp_path: Path, block_bytes: int) -> N
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_that_is_none_is_refused(rank: int, size: int) -> None:
-    with pytest.raises(ConfigError, match=f"TP rank {rank} of {size}"):
+    with pytest.raises(ConfigError, match=f"rank {rank} of {size}"):
         StorageNamespace("model", "layout", rank, size)
 
 
