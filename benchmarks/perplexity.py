@@ -102,10 +102,11 @@ class Reader(Model):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         if not self.is_reading:
-            return self._model.forward(token_ids, positions, attention, embeds, wanted)
-        hidden = self._model.forward(token_ids, positions, attention, embeds)
+            return self._model.forward(token_ids, positions, attention, embeds, wanted, stream)
+        hidden = self._model.forward(token_ids, positions, attention, embeds, None, stream)
         for first in range(0, len(token_ids), ROWS):
             self._note(hidden[first : first + ROWS], positions[first : first + ROWS] + 1)
         return hidden if wanted is None else hidden[wanted]

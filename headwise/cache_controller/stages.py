@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 def deal_layers(cache_layers: Sequence[int], stages: int) -> tuple[range, ...]:
     """Neighbouring layers for each of so many stages, in order: equally many, or one more on the first ones, as the
-    last has the LM head. Layers that use the cache of an earlier one stay with it, by which some may have more or fewer.
+    last has the LM head. Layers that use the cache of an earlier one stay with it, so some may have more or fewer.
 
     cache_layers: of each layer, whose cache it uses: its own, or an earlier one's
 

@@ -18,7 +18,7 @@ from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
 from headwise.runtime.engine.speculation.asked import asked_of_model
 from headwise.runtime.engine.speculation.speculator import Speculator
-from headwise.runtime.engine.step_budget import left_for, shares, wanted_of_stage
+from headwise.runtime.engine.step_budget import chunk_of_stage, left_for, shares, wanted_of_stage
 from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
@@ -310,7 +310,11 @@ class ResourceManager:
 
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
         computed = match.num_blocks * self.cache.block_size
-        chunk = min(self.prefill_chunk, ASKED_CHUNK) if sequence.is_prompt_asked else self.prefill_chunk
+        chunk = self.prefill_chunk
+        if self._stages > 1:
+            chunk = chunk_of_stage(sequence.num_tokens - computed, self._stages, chunk)
+        if sequence.is_prompt_asked:
+            chunk = min(chunk, ASKED_CHUNK)
         row = self.table.open(sequence, computed, chunk)
         self.cache.adopt(row, match, sequence.num_tokens)
         sequence.phase = Phase.RUNNING

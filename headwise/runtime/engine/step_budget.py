@@ -32,6 +32,16 @@ def wanted_of_stage(wanted: Tokens, decoding: NDArray[np.bool_], most: int) -> T
     return np.where(decoding & (np.cumsum(decoding & (wanted > 0)) > most), 0, wanted)
 
 
+PARTS = 4
+"""Chunks of a prompt for each stage of a pipeline: of the time that it takes, stages then wait for a fifth at most."""
+
+
+def chunk_of_stage(left: int, stages: int, most: int) -> int:
+    """Most tokens of a prompt in a step, of ``left`` to compute: between half of ``most`` and that, so that all stages
+    soon have a part of it. Smaller chunks would take longer for each token."""
+    return min(most, max(-(-most // 2), -(-left // (PARTS * stages))))
+
+
 def left_for(place: int, wanted: Tokens, decoding: NDArray[np.bool_], budget: int) -> int:
     """Tokens that `shares` would leave for one more prompt before the sequence at ``place``; 0 or less: none."""
     behind = ~decoding

@@ -244,7 +244,7 @@ class ZmqExecutor:
         self.lost(f"rank {result.rank} answered step {result.step_id}, which is not in flight")
 
     def _merge(self, step: _Step) -> StepResult:
-        """One result of all ranks: tokens of the one that samples, the slowest one's time, copies that all have made."""
+        """One result: tokens of the rank that samples, the slowest one's time, copies that all ranks have made."""
         results = [step.results[rank] for rank in range(len(self._ranks))]
         sampled = results[self._sampling]
         errors = [r.error if len(results) == 1 else f"rank {r.rank}: {r.error}" for r in results if r.error]

@@ -28,6 +28,7 @@ from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.cache_controller.stored_blocks import AUDIT_S
 from headwise.errors import EngineDiedError
 from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.protocol.batch import LAST_SAMPLED
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest
 
 BROKEN_FAMILY, BREAKS_AT = 3, 12
@@ -484,6 +485,36 @@ class CrowdedMachine(StoredMachine):
         self._step(0)
 
 
+class PipelinedMachine(EngineMachine):
+    """The same, scheduled for workers in three stages: up to four steps are on their way, and each has known tokens
+    alone."""
+
+    host: ClassVar = {"pipeline_parallel_size": 3, "max_batched_tokens": 18}
+
+    @invariant()
+    def steps_have_known_tokens_alone(self) -> None:
+        assert len(self.executor.queue) <= 4
+        assert all((batch.token_ids != LAST_SAMPLED).all() for batch in self.executor.queue)
+
+
+class PipelinedStatesMachine(PipelinedMachine, SpeculatingStatesMachine):
+    """The same, with states beside attention, and guesses."""
+
+    host: ClassVar = {**SpeculatingMachine.host, **PipelinedMachine.host}
+
+
+class PipelinedDraftingMachine(PipelinedMachine, DraftingTieredMachine):
+    """The same with a host tier, and drafts of the model's own."""
+
+    host: ClassVar = {**DraftingTieredMachine.host, **PipelinedMachine.host}
+
+
+class PipelinedStoredMachine(PipelinedMachine, SpeculatingMachine, StoredMachine):
+    """The same with host and storage."""
+
+    host: ClassVar = {**SpeculatingMachine.host, **StoredMachine.host, **PipelinedMachine.host}
+
+
 class MixedMachine(StoredMachine):
     """The same over a model that is drawn: layers with members of any kinds, sizes and policies."""
 
@@ -544,5 +575,9 @@ MACHINES = [
     BestEffortMachine,
     TimeoutMachine,
     CrowdedMachine,
+    PipelinedMachine,
+    PipelinedStatesMachine,
+    PipelinedDraftingMachine,
+    PipelinedStoredMachine,
     MixedMachine,
 ]

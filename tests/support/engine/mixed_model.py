@@ -371,6 +371,7 @@ class MixedTokenModel(TokenModel):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
+        stream: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         """Hidden rows ``[T, 1]``: which sequence each is of."""
         assert embeds is None

@@ -248,6 +248,7 @@ class TokenModel(Model):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
         wanted: NDArray[np.int64] | None = None,
+        stream: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         """Hidden rows ``[T, 1]``: which of the kernels' contexts each is of; -1 for none."""
         if self.fails is not None:
