@@ -77,7 +77,7 @@ def check_shared(who: str, config: EngineConfig, directory: Path, blocks: Shared
     if not is_same:
         raise DeploymentError(
             f"storage {config.storage} of {who} is another one than its engine's: ranks on several nodes need storage "
-            "that all of them share, such as a network file system or mooncake://; or one node with room for all"
+            "that all of them share, such as a network file system or mooncake://; or one node that has room for all"
         )
 
 

@@ -223,8 +223,9 @@ class EngineConfig:
     )
     tp_placement: Literal["auto", "node", "any"] = _option(
         "auto",
-        "Nodes that the ranks of one engine are on: node is one node; any is as few as have room, on GPUs alone, which "
-        "NCCL connects then; auto is any where there are GPUs, and no node has one for each rank, else node.",
+        "Nodes that the ranks of one engine are on, or with pipeline_parallel_size those of one stage: node is one node; "
+        "any is as few as have room, on GPUs alone, which NCCL connects then; auto is any where there are GPUs, and no "
+        "node has one for each rank, else node. Stages are on several nodes with any, and where no node holds them all.",
     )
     rebalance: Literal["auto", "always", "never"] = _option(
         "auto",
@@ -553,10 +554,10 @@ class EngineConfig:
                     f"{name} {getattr(self, name)} does not go with device {self.device}: choose "
                     f"{' or '.join(('auto', *allowed))}"
                 )
-        if self.device == "cpu" and self.tp_placement == "any":
+        if self.device == "cpu" and self.tp_placement == "any" and self.pipeline_parallel_size == 1:
             raise ConfigError(
                 "tp_placement any does not go with device cpu: the ranks of one engine share memory there, so all of "
-                "them have to be on one node; choose node or auto"
+                "them have to be on one node; choose node or auto, or stages by pipeline_parallel_size"
             )
         if self.device == "cpu" and self.tensor_ops in _FLOAT32_OPS and not self.computes_float32:
             name = "dtype" if self.dtype_name != "float32" else "weights_dtype"

@@ -72,7 +72,9 @@ def describe(
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
     if card.adapters:
         yield "adapters", ", ".join(name for name, _ in card.adapters)
-    yield "replicas x TP ranks", _replicas(config)
+    if len(plan.stages) > 1:
+        yield "stages", _stages(card)
+    yield "replicas x ranks", _replicas(config)
     yield "blocks from other engines", f"no, {why_not}" if (why_not := config.without_peer_loads) else "yes"
 
 
@@ -80,17 +82,28 @@ def _most_host_cache(config: EngineConfig) -> str:
     return format_bytes(config.kv_cache_bytes or MOST_BYTES)
 
 
+def _stages(card: ModelCard) -> str:
+    """Which layers each has."""
+    dealt = (f"{stage[0]} to {stage[-1]}" if len(stage) > 1 else str(stage[0]) for stage in card.plan.stages)
+    return f"{len(card.plan.stages)} of {card.plan.tp_size} ranks each: layers {', '.join(dealt)}"
+
+
 def _replicas(config: EngineConfig) -> str:
     """How many engines of how many ranks, and what they are for."""
+    stages = config.pipeline_parallel_size
+    whole, of_prefill, of_decode = (
+        str(size) if stages == 1 else f"{stages * size} ({stages} stages of {size})"
+        for size in (config.tp_size, config.prefill_tp_size or config.tp_size, config.decode_tp_size or config.tp_size)
+    )
     if not config.prefill_replicas:
-        return f"{config.first_replicas} x {config.tp_size}"
+        return f"{config.first_replicas} x {whole}"
     prefill, decode = config.prefill_replicas, config.decode_replicas
     if len(config.tp_sizes) == 1:
-        return f"{config.first_replicas} x {config.tp_size}, {prefill} for prompts and {decode} to decode"
-    parts = f"{prefill} x {config.prefill_tp_size or config.tp_size} for prompts"
-    parts += f", {decode} x {config.decode_tp_size or config.tp_size} to decode" if decode else ""
-    whole = config.first_replicas - prefill - decode
-    return f"{parts}, {whole} x {config.tp_size} for whole requests" if whole else parts
+        return f"{config.first_replicas} x {whole}, {prefill} for prompts and {decode} to decode"
+    parts = f"{prefill} x {of_prefill} for prompts"
+    parts += f", {decode} x {of_decode} to decode" if decode else ""
+    others = config.first_replicas - prefill - decode
+    return f"{parts}, {others} x {whole} for whole requests" if others else parts
 
 
 def head_groups(card: ModelCard) -> Iterator[tuple[str, str]]:
@@ -111,7 +124,7 @@ def _decode_rows(config: EngineConfig, reads: DecodeReads) -> Iterator[tuple[str
     )
     if config.on_gpu:
         return
-    threads = threads_per_worker(config) * config.tp_size
+    threads = threads_per_worker(config) * config.tp_size  # of one stage: they take turns at a step
     rate = read_bandwidth(threads)
     weights_s, thousand_s = reads.weights / rate, reads.thousand / rate
     yield (
@@ -136,7 +149,7 @@ def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
     return (
         f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
         f"dtype={config.dtype_name} weights_dtype={weights} kv_dtype={config.kv_dtype_name} "
-        f"replicas={config.first_replicas} tp_size={'+'.join(map(str, config.tp_sizes))} "
+        f"replicas={config.first_replicas} tp_size={'+'.join(map(str, config.tp_sizes))} stages={len(plan.stages)} "
         f"head_groups={len(plan.groups)}x{slots} block_size={block_size} pool={pool} "
         f"host_cache={config.host_cache}"
     )
@@ -146,7 +159,7 @@ def _bytes_of_thousand(card: ModelCard) -> str:
     policies = [policy for policy in card.plan.policies if not policy.is_state]
     inside = 1000 * card.bytes_per_token
     behind = inside * sum(policy.is_full for policy in policies) / max(1, len(policies))
-    ranks = card.plan.tp_size
+    ranks = card.plan.ranks
     text = f"{format_bytes(inside)} over all ranks" + (f", {format_bytes(inside / ranks)} each" if ranks > 1 else "")
     return text if behind == inside else f"{text}; {format_bytes(behind)} once no window reaches them any more"
 
@@ -161,12 +174,11 @@ def _parts(card: ModelCard) -> str:
 
 def _copies(card: ModelCard, times: float) -> str:
     """What it costs that ranks keep the same members, and share the query heads that use them."""
-    of_ranks = [card.plan.sharing(rank) for rank in range(card.plan.tp_size)]
     counts = {
-        sharing[layer].ranks // card.layouts[layer].parts
-        for sharing in of_ranks
-        for layer, row in enumerate(card.config.policies)
-        if row and not row[0].is_state
+        card.plan.sharing(rank)[layer].ranks // card.layouts[layer].parts
+        for rank in range(card.plan.ranks)
+        for layer in card.plan.stages[rank // card.plan.tp_size]
+        if (row := card.config.policies[layer]) and not row[0].is_state
     }
     every = f"each member by {' or '.join(map(str, sorted(counts)))} of {card.plan.tp_size}"
     text = f"{every}; a token takes {times:.3g} times the bytes that it would on one rank"
