@@ -91,10 +91,13 @@ class Worker:
 
     # ---- steps ----
 
-    def serve(self, around: Surroundings, hub: str, following: str, checked: None) -> None:
+    def serve(self, around: Surroundings, hub: str, before: str, following: str, checked: None) -> None:
         """Load, warm up, and execute steps until `stop`. Raises what goes wrong.
 
+        What is only waited for is an argument, too: calls of an actor may overtake each other.
+
         hub:       what `listen` of its stage's first rank returned; empty: ranks of a stage share memory
+        before:    what its own `listen_to_stage` returned; empty: it is of the first stage
         following: what `listen_to_stage` of the rank in its place in the next stage returned; empty: there is none
         checked:   what `check_node` of a rank on its node returned
         """

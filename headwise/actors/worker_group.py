@@ -110,8 +110,8 @@ class WorkerGroup:
                 around = Surroundings(
                     self.executor.endpoint, "" if is_apart else name, COMM_BUFFER_BYTES, bool(nodes), here
                 )
-                others = hub, (links[size:] + [""] * size)[rank], checked.get(nodes[rank]) if nodes else None
-                serving.append(self._workers[rank].serve.remote(around, *others))
+                others = links[rank], (links[size:] + [""] * size)[rank], checked.get(nodes[rank]) if nodes else None
+                serving.append(self._workers[rank].serve.remote(around, hub, *others))
         return serving
 
     def _ipc(self, name: str) -> str:

@@ -154,6 +154,7 @@ class ModelWorker:
         self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
         with self._device.current():
             self._collectives = self._device.collectives(comm)
+            assert (link is None) == (len(self.card.plan.stages) == 1), "stages are linked"
             self._links = None if link is None else self._device.stage_links(link, self.card)
             self._attention = self._over_cache()
             self._model = self._load_model()
