@@ -29,14 +29,13 @@ from typing import Any
 
 import numpy as np
 from gpu.checkpoint import Shape, write_checkpoint
+from timed_requests import VOCABULARY, ask, decode, ids, prefill
 
-from headwise import Client, EngineConfig, SamplingParams
+from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
 from headwise.runtime.config.model_card import read_model_card
-from headwise.runtime.protocol.request import GenerationResult
 
 PARTS = (1, 2)
-VOCABULARY = 4096
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,6 @@ class Size:
 FULL = Size()
 QUICK = replace(FULL, questions=2, answer=16)
 SMOKE = Size(2, 64, 4, "2MiB", conversations=2, prefix=300, questions=1, prompt=300, context=60, answer=8)
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-
 
 @dataclass
 class Seen:
@@ -140,12 +137,9 @@ def measured(model: Path, size: Size, parts: int, ray: str | None) -> Seen:
         card = read_model_card(config, model, identify=False)
         seen.fit = card.spec.num_blocks // len(card.plan.groups) * card.layout.block_size
         ask(client, [ids(draw, 100)], 4)  # the kernels' first calls
-        prompt = ids(draw, size.prompt)
-        began = time.perf_counter()
-        seen.said += ask(client, [prompt], 1)
-        seen.prefill = size.prompt / (time.perf_counter() - began)
+        seen.prefill = prefill(client, ids(draw, size.prompt), seen.said)
         for count in size.decoded:
-            seen.decode[count] = decode(client, [ids(draw, size.context) for _ in range(count)], size.answer, seen)
+            seen.decode[count] = decode(client, [ids(draw, size.context) for _ in range(count)], size.answer, seen.said)
         prefixes = [ids(draw, size.prefix) for _ in range(size.conversations)]
         for prefix in prefixes:
             seen.said += ask(client, [prefix], 1)
@@ -155,29 +149,6 @@ def measured(model: Path, size: Size, parts: int, ray: str | None) -> Seen:
                 seen.said += ask(client, [[*prefix, *ids(draw, 16)]], 4)
         seen.requests = size.questions * size.conversations / (time.perf_counter() - began)
     return seen
-
-
-def ids(draw: np.random.Generator, count: int) -> list[int]:
-    drawn: list[int] = draw.integers(1, VOCABULARY, count).tolist()
-    return drawn
-
-
-def ask(client: Client, prompts: list[list[int]], answer: int) -> list[list[int]]:
-    return [result.token_ids for result in generate(client, prompts, answer)]
-
-
-def generate(client: Client, prompts: list[list[int]], answer: int) -> list[GenerationResult]:
-    results = client.generate(prompts, GREEDY, max_tokens=answer)
-    assert isinstance(results, list), "of several prompts"
-    return results
-
-
-def decode(client: Client, prompts: list[list[int]], answer: int, seen: Seen) -> float:
-    """Tokens a second of all requests behind their first tokens."""
-    ask(client, prompts, 1)  # from now on they are cached: all begin to decode at once
-    results = generate(client, prompts, answer)
-    seen.said += [result.token_ids for result in results]
-    return len(prompts) / statistics.mean(result.timings.tpot_s for result in results)
 
 
 # ---- a model with latents ----

@@ -1,0 +1,165 @@
+"""Two stages of a pipeline (`pipeline_parallel_size: 2`), against one rank and against two tensor-parallel ranks.
+
+    python benchmarks/pipeline.py [--quick | --smoke] [--rounds 3] [--ray HOST:PORT]
+
+Each rank has one thread, and the same memory for the cache. The same requests go to all three, of a model of random
+weights in Llama's architecture. In each round all are started, in turn:
+
+fit      tokens that the cache holds
+prefill  tokens a second of a prompt, which is computed in chunks
+decode   tokens a second of decodes, by how many requests are decoded at once
+
+``over_one`` and ``over_tensors`` are ratios of the stages to one rank and to two tensor-parallel ones, the medians over
+the rounds. `same_tokens` says whether all requests got the same tokens. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu.checkpoint import write_checkpoint
+from timed_requests import VOCABULARY, ask, decode, ids, prefill
+
+from headwise import Client, EngineConfig
+from headwise.actors.deployment import Deployment
+from headwise.runtime.config.model_card import read_model_card
+
+ONE, TENSORS, STAGES = "one rank", "two TP ranks", "two stages"
+RANKS = {
+    ONE: {},
+    TENSORS: {"tp_size": 2},
+    STAGES: {"pipeline_parallel_size": 2},
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    prompt:  tokens of the prompt that is timed
+    decoded: requests that are decoded at once, of ``context`` tokens each, and ``answer`` more
+    """
+
+    layers: int = 16
+    hidden: int = 1024
+    kv_cache: str = "256MiB"
+    prompt: int = 6000
+    decoded: tuple[int, ...] = (1, 4, 16)
+    context: int = 400
+    answer: int = 64
+
+
+FULL = Size()
+QUICK = replace(FULL, prompt=2000, answer=16)
+SMOKE = Size(2, 64, "4MiB", prompt=300, decoded=(1, 4), context=60, answer=8)
+
+
+@dataclass
+class Seen:
+    """Of one deployment: tokens that fit, tokens a second, and what was said."""
+
+    fit: int = 0
+    prefill: float = 0.0
+    decode: dict[int, float] = field(default_factory=dict)
+    said: list[list[int]] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens, one round: a minute")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round: seconds")
+    parser.add_argument("--ray", help="address of a running Ray cluster; by default one is started")
+    args = parser.parse_args(arguments)
+    size = SMOKE if args.smoke else QUICK if args.quick else FULL
+    rounds = 1 if args.smoke or args.quick else args.rounds
+    print(f"{'':>12} {'tokens fit':>10} {'prefill':>8} {'decode of ' + str(size.decoded):>24}")
+    found: list[dict[str, Seen]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_checkpoint(Path(directory) / "llama", config_of(size))
+        for turn in range(rounds):
+            found.append({})
+            for name in list(RANKS)[:: -1 if turn % 2 else 1]:
+                found[-1][name] = seen = measured(model, size, name, args.ray)
+                speeds = ", ".join(f"{speed:.1f}" for speed in seen.decode.values())
+                print(f"{name:>12} {seen.fit:>10,} {seen.prefill:>8.0f} {speeds:>24}", flush=True)
+    print(json.dumps({"rounds": rounds, **ratios(found)}))
+
+
+def ratios(found: Sequence[dict[str, Seen]]) -> dict[str, Any]:
+    """Medians over the rounds, of the stages over the others."""
+
+    def over(other: str, of: Callable[[Seen], float]) -> float:
+        return statistics.median(of(each[STAGES]) / of(each[other]) for each in found)
+
+    def all_over(other: str) -> dict[str, Any]:
+        return {
+            "fit": over(other, lambda seen: seen.fit),
+            "prefill": over(other, lambda seen: seen.prefill),
+            "decode": {str(count): over(other, partial(_decode_of, count)) for count in found[0][ONE].decode},
+        }
+
+    return {
+        "over_one": all_over(ONE),
+        "over_tensors": all_over(TENSORS),
+        "same_tokens": all(seen.said == each[ONE].said for each in found for seen in each.values()),
+    }
+
+
+def _decode_of(count: int, seen: Seen) -> float:
+    return seen.decode[count]
+
+
+def measured(model: Path, size: Size, name: str, ray: str | None) -> Seen:
+    config = EngineConfig(
+        model=str(model),
+        port=0,
+        standby=False,
+        dtype="float32",
+        cpu_threads=1,
+        kv_cache=size.kv_cache,
+        max_replicas=1,
+        max_model_len=size.prompt + size.answer,
+        **RANKS[name],
+    )
+    seen, draw = Seen(), np.random.default_rng(0)
+    with Deployment.start(config, ray) as deployment, Client(deployment.client_address) as client:
+        card = read_model_card(config, model, identify=False)
+        seen.fit = card.spec.num_blocks // len(card.plan.groups) * card.layout.block_size
+        ask(client, [ids(draw, 100)], 4)  # the kernels' first calls
+        seen.prefill = prefill(client, ids(draw, size.prompt), seen.said)
+        for count in size.decoded:
+            prompts = [ids(draw, size.context) for _ in range(count)]
+            seen.decode[count] = decode(client, prompts, size.answer, seen.said)
+    return seen
+
+
+def config_of(size: Size) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": size.hidden,
+        "intermediate_size": 3 * size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.hidden // 64 * 2 if size.hidden < 256 else 16,
+        "num_key_value_heads": 2 if size.hidden < 256 else 4,
+        "head_dim": 32 if size.hidden < 256 else 64,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+    }
+
+
+if __name__ == "__main__":
+    main()
