@@ -447,7 +447,7 @@ class ModelWorker:
             if not self._is_asleep:
                 computed = self._compute(batch)
         except (ValueError, ArithmeticError) as error:
-            if self._comm.size > 1:
+            if self._comm.size > 1 or self._links is not None:
                 raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
 
