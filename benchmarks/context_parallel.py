@@ -64,6 +64,7 @@ FULL = Size()
 QUICK = replace(FULL, questions=2, answer=16)
 SMOKE = Size(2, 64, 4, "2MiB", conversations=2, prefix=300, questions=1, prompt=300, context=60, answer=8)
 
+
 @dataclass
 class Seen:
     """Of one deployment: tokens that fit, requests and tokens a second, and what was said."""

@@ -178,6 +178,17 @@ ROWS: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
+    "pipeline": (
+        Row(
+            "Two stages of a pipeline over one rank, and over two tensor-parallel ranks, each rank with one thread and "
+            "the same memory: tokens that fit, a prompt, decodes",
+            lambda f: "; ".join(
+                f"{ratios['fit']:.2f}, {ratios['prefill']:.2f}, "
+                + ", ".join(f"{ratio:.2f} of {count}" for count, ratio in ratios["decode"].items())
+                for ratios in (f["over_one"], f["over_tensors"])
+            ),
+        ),
+    ),
     "prefix_cache": (
         Row(
             "TTFT with a cached prefix over that without",
@@ -353,7 +364,16 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "kernels",
         "step_launches",
     ),
-    "The cache": ("prefix_cache", "tiers", "recycle", "capacity", "context_parallel", "control_plane", "block_copy"),
+    "The cache": (
+        "prefix_cache",
+        "tiers",
+        "recycle",
+        "capacity",
+        "context_parallel",
+        "pipeline",
+        "control_plane",
+        "block_copy",
+    ),
     "Several engines": ("replicas", "elastic_replicas", "pd", "openai_http", "index", "transports"),
     "Simulated clusters": ("routing", "peer_loads", "autoscaling"),
 }

@@ -34,11 +34,8 @@ from headwise.actors.deployment import Deployment
 from headwise.runtime.config.model_card import read_model_card
 
 ONE, TENSORS, STAGES = "one rank", "two TP ranks", "two stages"
-RANKS = {
-    ONE: {},
-    TENSORS: {"tp_size": 2},
-    STAGES: {"pipeline_parallel_size": 2},
-}
+RANKS = {ONE: (1, 1), TENSORS: (2, 1), STAGES: (1, 2)}
+"""`tp_size` and `pipeline_parallel_size` of each."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +117,7 @@ def _decode_of(count: int, seen: Seen) -> float:
 
 
 def measured(model: Path, size: Size, name: str, ray: str | None) -> Seen:
+    tp_size, stages = RANKS[name]
     config = EngineConfig(
         model=str(model),
         port=0,
@@ -129,7 +127,8 @@ def measured(model: Path, size: Size, name: str, ray: str | None) -> Seen:
         kv_cache=size.kv_cache,
         max_replicas=1,
         max_model_len=size.prompt + size.answer,
-        **RANKS[name],
+        tp_size=tp_size,
+        pipeline_parallel_size=stages,
     )
     seen, draw = Seen(), np.random.default_rng(0)
     with Deployment.start(config, ray) as deployment, Client(deployment.client_address) as client:

@@ -1,4 +1,4 @@
-"""A pipeline's stages on Ray: each of two ranks in processes of their own, which say what one says, also after a loss."""
+"""A pipeline's stages on Ray, of two ranks each, in processes of their own: they say what one says, after a loss, too."""
 
 from __future__ import annotations
 

@@ -223,9 +223,10 @@ class EngineConfig:
     )
     tp_placement: Literal["auto", "node", "any"] = _option(
         "auto",
-        "Nodes that the ranks of one engine are on, or with pipeline_parallel_size those of one stage: node is one node; "
-        "any is as few as have room, on GPUs alone, which NCCL connects then; auto is any where there are GPUs, and no "
-        "node has one for each rank, else node. Stages are on several nodes with any, and where no node holds them all.",
+        "Nodes that the ranks of one engine are on, or with pipeline_parallel_size those of one stage: node is one "
+        "node; any is as few as have room, on GPUs alone, which NCCL connects then; auto is any where there are GPUs, "
+        "and no node has one for each rank, else node. Stages are on several nodes with any, and where no node holds "
+        "all of them.",
     )
     rebalance: Literal["auto", "always", "never"] = _option(
         "auto",

@@ -6,22 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.published_models import published_card
 from support.tiny_checkpoints import checkpoint
 
 from headwise.errors import ConfigError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import describe, requests_that_fit
-from headwise.runtime.config.model_card import ModelCard, read_model_card
-
-PUBLISHED = Path(__file__).parents[2] / "support" / "published"
-
-
-def published_card(directory: Path, name: str, **options: Any) -> tuple[EngineConfig, ModelCard]:
-    (directory / "config.json").write_bytes((PUBLISHED / f"{name}.json").read_bytes())
-    config = EngineConfig(
-        **{"model": str(directory), "dtype": "bfloat16", "kv_cache": "40GiB", "tp_size": 8, **options}
-    )
-    return config, read_model_card(config, directory, identify=False)
+from headwise.runtime.config.model_card import read_model_card
 
 
 @pytest.mark.parametrize(
