@@ -1,4 +1,4 @@
-"""A pipeline's stages on Ray, of two ranks each, in processes of their own: they say what one says, after a loss, too."""
+"""Stages of a pipeline on Ray, of two ranks each, in processes of their own, say what one says, after a loss too."""
 
 from __future__ import annotations
 
