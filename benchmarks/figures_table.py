@@ -180,12 +180,12 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "pipeline": (
         Row(
-            "Two stages of a pipeline over one rank, and over two tensor-parallel ranks, each rank with one thread and "
-            "the same memory: tokens that fit, a prompt, decodes",
+            "Two stages of a pipeline on one machine, of one thread each, over one rank, over two tensor-parallel ones "
+            "and over vLLM's two stages: a prompt, decodes (and vLLM's two stages over its one)",
             lambda f: "; ".join(
-                f"{ratios['fit']:.2f}, {ratios['prefill']:.2f}, "
+                f"{ratios['prefill']:.2f}, "
                 + ", ".join(f"{ratio:.2f} of {count}" for count, ratio in ratios["decode"].items())
-                for ratios in (f["over_one"], f["over_tensors"])
+                for ratios in (f[key] for key in ("over_one", "over_tensors", "over_vllm", "vllm_over_one") if key in f)
             ),
         ),
     ),

@@ -13,7 +13,8 @@ from runtimes.process import Served, answer
 
 
 class Vllm:
-    """options: `directory` of the model, `dtype`, `max_model_len`; and `drafts`, by the model's own layer, if any"""
+    """options: `directory` of the model, `dtype`, `max_model_len`; `drafts`, by the model's own layer, if any;
+    `stages` of a pipeline and `chunk`, tokens of a step, if not one and its own"""
 
     def __init__(self, options: dict[str, Any]) -> None:
         llm = vllm.LLM(
@@ -23,6 +24,8 @@ class Vllm:
             skip_tokenizer_init=True,
             disable_log_stats=True,
             trust_remote_code=_has_code(options["directory"]),
+            pipeline_parallel_size=options.get("stages", 1),
+            max_num_batched_tokens=options.get("chunk"),
             **_drafting(options.get("drafts", 0)),
         )
         self._engine = llm.llm_engine
