@@ -26,7 +26,7 @@ from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
-from headwise.runtime.ops.stage_links import HostLink
+from headwise.runtime.ops.stage_links import HostLink, StageLostError
 from headwise.runtime.protocol.batch import (
     RESET_STORAGE,
     SLEEP,
@@ -427,6 +427,9 @@ class ModelWorker:
         try:
             with self._device.current():
                 return part()
+        except StageLostError as error:
+            before = self.rank - self.card.plan.tp_size
+            raise EngineDiedError(f"TP rank {self.rank} waits in step {step_id} for rank {before}: {error}") from error
         except EngineDiedError:
             raise
         except Exception as error:
@@ -446,7 +449,7 @@ class ModelWorker:
             if not self._is_asleep:
                 computed = self._compute(batch)
         except (ValueError, ArithmeticError) as error:
-            if self._comm.size > 1:
+            if self._comm.size > 1 or self._links is not None:
                 raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
 
