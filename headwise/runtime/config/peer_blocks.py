@@ -29,6 +29,7 @@ def check_exchanges(config: EngineConfig, card: ModelCard) -> None:
 
 
 def identity_of_blocks(config: EngineConfig, card: ModelCard) -> bytes:
-    """Equal for engines whose blocks have the same members' keys and values, in the same form, grouped alike."""
+    """Equal for engines whose blocks have the same members' keys and values, in the same form, grouped alike, in as
+    many stages."""
     slots = dict.fromkeys(layout.slot_identity for layout in card.layouts)
-    return "/".join([card.identity, config.head_grouping, *slots]).encode()
+    return "/".join([card.identity, config.head_grouping, str(len(card.plan.stages)), *slots]).encode()
