@@ -51,7 +51,7 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 def test_layers_with_embeddings_of_their_own_are_not_dealt() -> None:
     with pytest.raises(
-        ConfigError, match="^pipeline_parallel_size 2: each layer has an embedding of every token; leave it out$"
+        ConfigError, match=r"^pipeline_parallel_size 2: each layer has an embedding of every token; leave it out$"
     ):
         card_of(checkpoint("gemma4-shared"), 2)
     assert card_of(checkpoint("gemma4-shared"), 1).plan.ranks == 1
@@ -59,7 +59,7 @@ def test_layers_with_embeddings_of_their_own_are_not_dealt() -> None:
 
 def test_a_draft_model_is_refused() -> None:
     options = {"draft_model": str(head_checkpoint("qwen3")), "speculation": 3}
-    with pytest.raises(ConfigError, match="^pipeline_parallel_size 2: draft_model drafts by .*; leave it out$"):
+    with pytest.raises(ConfigError, match=r"^pipeline_parallel_size 2: draft_model drafts by .*; leave it out$"):
         card_of(checkpoint("qwen3"), 2, **options)
     assert card_of(checkpoint("qwen3"), 1, **options).plan.ranks == 1
 
@@ -70,15 +70,13 @@ def test_ranks_of_a_stage_must_fit_the_heads_as_those_of_an_engine_do() -> None:
 
 
 def test_tokens_are_kept_together_by_ranks_of_one_stage() -> None:
-    with pytest.raises(ConfigError, match="context_parallel_size 2 does not divide tp_size 1$"):
+    with pytest.raises(ConfigError, match=r"context_parallel_size 2 does not divide tp_size 1$"):
         config_of(checkpoint("deepseek-v3"), 2, context_parallel_size=2)
     card = card_of(checkpoint("deepseek-v3"), 2, context_parallel_size=2, tp_size=2)
     assert (card.token_parts, card.plan.ranks) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("stages", "layers"), [(1, [(0, 3)]), (2, [(0, 2), (2, 3)]), (3, [(0, 1), (1, 2), (2, 3)])]
-)
+@pytest.mark.parametrize(("stages", "layers"), [(1, [(0, 3)]), (2, [(0, 2), (2, 3)]), (3, [(0, 1), (1, 2), (2, 3)])])
 def test_stages_have_their_layers_in_order(stages: int, layers: list[tuple[int, int]]) -> None:
     card = card_of(checkpoint("qwen3"), stages)
     assert [(stage.start, stage.stop) for stage in card.plan.stages] == layers

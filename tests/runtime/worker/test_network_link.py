@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_what_is_sent_before_the_next_stage_listens_waits_for_it(tmp_path: Path)
 def test_stages_between_receive_and_send() -> None:
     """Each on its own link, of which it has both ends."""
     links = [NetworkLink(PATIENCE_S) for _ in range(3)]
-    for before, after in zip(links, links[1:], strict=False):
+    for before, after in pairwise(links):
         after.listen(ANYWHERE, None)
         before.connect(after.endpoint, None)
     for turn in range(20):
