@@ -15,7 +15,7 @@ from headwise.errors import ConfigError
 from headwise.runtime.config.block_storage import storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
-from headwise.runtime.config.peer_blocks import check_exchanges, exchange_with, identity_of_blocks
+from headwise.runtime.config.peer_blocks import check_exchanges, exchange_with, exchange_with_ranks, identity_of_blocks
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.models.base import Shard
 
@@ -170,6 +170,11 @@ def test_engines_of_stages_exchange_blocks_with_those_of_other_tp_sizes() -> Non
     assert exchange.owner_ranks == 4
     owners = [{*exchange.pieces(rank)[:, 2].tolist()} for rank in range(card.plan.ranks)]
     assert owners == [{0, 1}, {2, 3}], "each stage's ranks take of the same stage's"
+    assert [exchange_with_ranks(config, card, ranks).owner_ranks for ranks in (2, 4)] == [2, 4]
+    with pytest.raises(ValueError, match="3 ranks are not those of 2 stages"):
+        exchange_with_ranks(config, card, 3)
+    with pytest.raises(ConfigError, match="engines have 1 or 2 ranks each, got 3"):
+        exchange_with_ranks(config, card, 6)
 
 
 def test_engines_of_other_stages_read_no_blocks_of_each_other() -> None:
