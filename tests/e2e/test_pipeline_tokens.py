@@ -23,7 +23,7 @@ from support.reference import Answer, answers, assert_same
 from support.tiny_checkpoints import checkpoint
 from support.tiny_models import byte_level_tokenizer, write_tokenizer_directory
 
-from headwise.runtime.config.block_storage import open_lookup
+from headwise.runtime.config.block_storage import open_lookup, open_rank_storage
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
@@ -167,6 +167,20 @@ def test_blocks_that_a_small_pool_evicts_come_back_from_the_host() -> None:
 def test_parts_of_blocks_come_back_from_storage(name: str, stages: int, tmp_path: Path) -> None:
     storage = {"host_cache": "64MiB", "storage": f"file://{tmp_path}?capacity=1GiB", "write_policy": "write_through"}
     config = config_of(name, pipeline_parallel_size=stages, **storage)
+    for begins_with in (False, True):
+        engine, _ = assert_says_the_reference_tokens(name, config, times=1)
+        assert (engine.stats()["cache"]["hit_tokens"] > 500) is begins_with
+
+
+def test_what_storage_has_lost_of_one_stage_is_computed_by_all(tmp_path: Path) -> None:
+    name = "gemma2"
+    storage = {"host_cache": "64MiB", "storage": f"file://{tmp_path}?capacity=1GiB", "write_policy": "write_through"}
+    config = config_of(name, **storage)
+    assert_says_the_reference_tokens(name, config, times=1)
+    of_last = open_rank_storage(config, Preprocessor.open(config).card, 1)
+    assert of_last.stats().blocks > 0
+    of_last.clear()
+    of_last.close()
     for begins_with in (False, True):
         engine, _ = assert_says_the_reference_tokens(name, config, times=1)
         assert (engine.stats()["cache"]["hit_tokens"] > 500) is begins_with

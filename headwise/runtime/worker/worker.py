@@ -429,7 +429,7 @@ class ModelWorker:
                 return part()
         except StageLostError as error:
             before = self.rank - self.card.plan.tp_size
-            raise EngineDiedError(f"TP rank {self.rank} waits in step {step_id} for rank {before}: {error}") from error
+            raise EngineDiedError(f"rank {self.rank} waits in step {step_id} for rank {before}: {error}") from error
         except EngineDiedError:
             raise
         except Exception as error:

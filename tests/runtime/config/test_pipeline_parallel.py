@@ -39,7 +39,7 @@ def test_a_number_of_stages_that_makes_no_sense_is_refused(given: int) -> None:
 
 def test_stages_are_a_whole_number() -> None:
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size must be int, got 2\.0"):
-        EngineConfig(pipeline_parallel_size=2.0)  # type: ignore[arg-type]
+        EngineConfig(pipeline_parallel_size=2.0)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
