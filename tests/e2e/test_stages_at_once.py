@@ -212,10 +212,17 @@ def fails_in_step(ranks: Ranks, rank: int, step: int, error: Exception) -> None:
     runner.forward = failing
 
 
-def short_waits(ranks: Ranks) -> None:
-    """Ranks that nobody tells anything end within the test."""
-    for link in ranks._links:
-        link._timeout_s = 0.3
+class EndsWaits:
+    """A clock of links, which has every wait end at once when ``is_over`` is set: ranks wait for those that died."""
+
+    def __init__(self, ranks: Ranks, is_over: threading.Event) -> None:
+        self._now, self._is_over = 0.0, is_over
+        for link in ranks._links:
+            link._clock = self
+
+    def __call__(self) -> float:
+        self._now += PATIENCE_S if self._is_over.is_set() else 0.0
+        return self._now
 
 
 @pytest.mark.parametrize(
@@ -223,15 +230,18 @@ def short_waits(ranks: Ranks) -> None:
 )
 @pytest.mark.parametrize(("rank", "step"), [(0, 1), (0, 4), (1, 1), (1, 3), (2, 2)])
 def test_a_rank_that_fails_in_a_step_is_named_and_all_end(rank: int, step: int, error: Exception) -> None:
+    is_over = threading.Event()
+
     def prepare(ranks: Ranks) -> None:
         fails_in_step(ranks, rank, step, error)
-        short_waits(ranks)
+        EndsWaits(ranks, is_over)
 
     wanted = wanted_of("qwen3")
     with staged_engine(config_of("qwen3", 3, max_batched_tokens=32), prepare=prepare) as engine:
         results = begin(engine, wanted)
         with pytest.raises(EngineDiedError, match=rf"rank {rank} failed in step \d+: {type(error).__name__}: {error}$"):
             finish(engine, results)
+        is_over.set()
         deltas = engine.core.fail_all("the engine died")
         assert {delta.finish_reason for delta in deltas} == {FinishReason.ERROR}
         assert not engine.core.has_requests
@@ -246,7 +256,7 @@ def test_a_stage_that_gives_nothing_is_named_by_the_next_one(rank: int, waiting:
         links = ranks.workers[rank]._links
         assert links is not None
         links.send = lambda stream: None
-        short_waits(ranks)
+        ranks._links[waiting]._timeout_s = 0.3
 
     wanted = wanted_of("gemma2")
     with staged_engine(config_of("gemma2", tp_size=2), prepare=prepare) as engine:
