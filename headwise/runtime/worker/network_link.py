@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import EngineDiedError
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.ops.stage_links import StageLostError
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import Authenticator, ClientKeys, ServerKeys, secure_client, secure_server
 
@@ -87,12 +87,12 @@ class NetworkLink:
         while (left := deadline - self._clock()) > 0:
             if self._before.poll(math.ceil(min(left, _SLICE_S) * 1000)):
                 return self._checked(self._before.recv_multipart(), shape)
-        raise EngineDiedError(f"the stage of the pipeline before this one sent nothing for {self._timeout_s:g} s")
+        raise StageLostError(f"the stage of the pipeline before this one sent nothing for {self._timeout_s:g} s")
 
     def _checked(self, frames: Sequence[bytes], shape: tuple[int, ...]) -> NDArray[np.float32]:
         size = 4 * math.prod(shape)
         if len(frames) != 2 or frames[0] != _ROUND.pack(self._received) or len(frames[1]) != size:
-            raise EngineDiedError(
+            raise StageLostError(
                 f"the stage of the pipeline before this one is in another step: expected were {size} bytes in round "
                 f"{self._received}"
             )
