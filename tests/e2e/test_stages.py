@@ -40,6 +40,7 @@ def configuration(storage: Path) -> EngineConfig:
         write_policy="write_through",
         storage=f"file://{storage}?capacity=1GiB",
         prefetch="wait_complete",
+        speculation=3,
         standby=False,
         load_timeout_s=120.0,  # whatever the machine is busy with
         storage_timeout_s=120.0,
