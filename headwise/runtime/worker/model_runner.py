@@ -52,7 +52,7 @@ class DeviceStep:
 class ModelRunner:
     """Over one arena, whose ``layers``, those of this rank's stage, have these ``heads``.
 
-    links:   to other stages' ranks; None: there are none
+    links:   to other stages' ranks
     last:    tokens of the steps before
     graphs:  decode steps, where they are graphs
     prefill: other steps, likewise
@@ -70,7 +70,7 @@ class ModelRunner:
         layers: range,
         adapters: AdaptersOfRows,
         loads: Loads,
-        links: StageLinks | None = None,
+        links: StageLinks,
     ) -> None:
         self.model, self.cache = model, cache
         self.last = device.last_sampled(card.spec.max_rows)
@@ -80,8 +80,7 @@ class ModelRunner:
         self._card, self._ops, self._kernels = card, device.ops, device.kernels
         self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
         self._layouts, self._first = card.layouts[layers.start : layers.stop], layers.start
-        self._links = links
-        self.is_last = layers.stop == card.config.num_layers
+        self._links, self.is_last = links, links.is_last
         self._upload = self._ops.step_upload()
 
     # ---- steps ----
@@ -93,14 +92,22 @@ class ModelRunner:
         return is_decode and 0 < batch.num_tokens <= self._card.spec.max_rows and not self._loads.is_loading()
 
     def decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
-        """A step that `is_plain_decode`, with its table updates."""
+        """A step that `is_plain_decode`, with its table updates. Another stage than the last gives the next one what
+        comes of it."""
         each = spread(batch)
         tokens, updates = self.last.inputs(batch), batch.table_updates
-        return graphs.step(tokens, each.starts, each.starts + 1, each.rows, updates, each.follows)
+        self._links.receive(batch.num_tokens)
+        scored = graphs.step(tokens, each.starts, each.starts + 1, each.rows, updates, each.follows)
+        if not self.is_last and scored.hidden is not None:
+            self._links.send(self._ops.from_kernel_array(scored.hidden[: batch.num_tokens]))
+        return scored
 
     def score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         """What a decode step computes; only enqueues."""
-        hidden = self.model.forward(token_ids, positions, self.attention(step))
+        stream = self._links.place(len(token_ids))
+        hidden = self.model.forward(token_ids, positions, self.attention(step), stream=stream)
+        if not self.is_last:
+            return Scored(None, None, hidden=self._ops.kernel_array(hidden))
         scores = self.model.scores(hidden)
         drafts = self._card.config.draft_layers > 0
         kept = self._ops.kernel_array(self.model.for_drafts(hidden)) if drafts else None
@@ -129,17 +136,17 @@ class ModelRunner:
             upload = partial(graphs.upload, wanted=wanted)
         step = self.on_device(spread(batch), self.last.inputs(batch), upload)
         self.last.fill(step.tokens, step.batch.cu_seqlens_q, step.rows)
+        stream = self._links.receive(batch.num_tokens)
         if graphs is not None:
             hidden = graphs.forward(self.attend, step.batch, batch.num_tokens, wanted)
-            self.kept = graphs.kept
-            return hidden
-        given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
-        stream = self._links.receive(batch.num_tokens) if self._links is not None and self._first else None
-        hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted, stream)
-        if self._links is not None and not self.is_last:
+        else:
+            given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
+            hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted, stream)
+        if not self.is_last:
             self._links.send(hidden)
             return None
-        self.kept = self.model.for_drafts(hidden) if self._card.config.draft_layers else None
+        if self._card.config.draft_layers:
+            self.kept = self.model.for_drafts(hidden) if graphs is None else graphs.kept
         return hidden
 
     def on_device(

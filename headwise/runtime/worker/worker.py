@@ -26,7 +26,7 @@ from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
-from headwise.runtime.ops.stage_links import HostLink
+from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks
 from headwise.runtime.protocol.batch import (
     RESET_STORAGE,
     SLEEP,
@@ -37,7 +37,7 @@ from headwise.runtime.protocol.batch import (
 from headwise.runtime.protocol.copies import NO_REPORT
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import RunningStep
-from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
+from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored, padded_rows
 from headwise.runtime.worker.device import Device, open_device
 from headwise.runtime.worker.drafts import SampledRows, of_sequences
 from headwise.runtime.worker.guides import Guides
@@ -48,7 +48,7 @@ from headwise.runtime.worker.model_drafts import Drafted, ModelDrafts
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.model_runner import Loads, ModelRunner
 from headwise.runtime.worker.next_tokens import Chosen, NextTokens
-from headwise.runtime.worker.prefill_graphs import PrefillGraphs, worthwhile_tokens
+from headwise.runtime.worker.prefill_graphs import PrefillGraphs, padded_tokens, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.row_adapters import AdaptersOfRows
 from headwise.runtime.worker.sampler import NOT_FINITE
@@ -154,7 +154,7 @@ class ModelWorker:
         self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
         with self._device.current():
             self._collectives = self._device.collectives(comm)
-            self._links = None if link is None else self._device.stage_links(link, self.card)
+            self._links = StageLinks() if link is None else self._device.stage_links(link, self._linked_stage())
             self._attention = self._over_cache()
             self._model = self._load_model()
         self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
@@ -164,6 +164,11 @@ class ModelWorker:
         self._before: RunningStep | None = None
         self._ended = 0.0
         self._adapters = AdaptersOfRows([name for name, _ in self.card.adapters], self.card.spec.max_rows)
+
+    def _linked_stage(self) -> LinkedStage:
+        model, layers = self.card.config, self._layers
+        rows = max(padded_tokens(self._config.most_batched_tokens), padded_rows(self.card.spec.max_rows))
+        return LinkedStage(self.rank, model.hidden_size, rows, layers.start == 0, layers.stop == model.num_layers)
 
     def _over_cache(self) -> CachedAttention:
         parts = self.card.token_parts
@@ -211,7 +216,7 @@ class ModelWorker:
 
     def _stages_text(self) -> str:
         count = len(self.card.plan.stages)
-        return str(count) if self._links is None else f"{count} by {self._links.name}"
+        return f"{count} by {self._links.name}" if self._links.name else str(count)
 
     def _speculation(self) -> str:
         by_model = " with mtp" if self.card.config.draft_layers else ""
@@ -310,6 +315,8 @@ class ModelWorker:
             self._is_so_on_all_ranks,
             gives_all=self.card.config.draft_layers > 0,
             followers=self._config.speculation * self._config.most_seqs if self._tells_follows else 0,
+            links=self._links,
+            layers=len(range(self.card.config.decoder_layers)[self._layers.start : self._layers.stop]),
         )
         self._prefill.record(self._model, self._attention)
 
@@ -446,7 +453,7 @@ class ModelWorker:
             if not self._is_asleep:
                 computed = self._compute(batch)
         except (ValueError, ArithmeticError) as error:
-            if self._comm.size > 1:
+            if self._config.ranks > 1:
                 raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
 
@@ -455,7 +462,8 @@ class ModelWorker:
 
         before, self._before = self._before, _Step(computed, end)
         is_loading = self._copies is not None and self._copies.is_loading
-        if is_loading or computed.is_done:
+        # What the host waits for other stages with, is the next step's: until it has come nothing would be told of this.
+        if is_loading or computed.is_done or self._links.holds_host:
             if before is not None:
                 before.result()
             self._before.result()
@@ -495,7 +503,7 @@ class ModelWorker:
                 self._tokens.open(batch.new_sequences)
         if runner.graphs is not None and runner.is_plain_decode(batch):
             scored = runner.decode(runner.graphs, batch)
-            return self._completed(batch, scored, scored.hidden)
+            return self._completed(batch, scored, scored.hidden) if runner.is_last else _Computed()
         runner.cache.tables.apply(batch.table_updates)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()

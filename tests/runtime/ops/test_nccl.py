@@ -305,7 +305,7 @@ def test_gpus_of_the_same_place_in_different_machines_are_different_ones(
 def test_one_rank_without_the_library_is_enough(
     nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_load", lambda: None if nccl.thread.stream == 0x5001 else nccl)
+    monkeypatch.setattr(module, "load_nccl", lambda: None if nccl.thread.stream == 0x5001 else nccl)
     ranks = Ranks(nccl, 2)
     assert ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank])) == [None, None]
 

@@ -15,6 +15,7 @@ from support.waiting import PATIENCE_S
 
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.copies import MergedReports
 from headwise.runtime.protocol.executor import exports_of_all
@@ -71,7 +72,9 @@ class Ranks:
         return list(self._threads.map(call, self.workers, timeout=120))
 
 
-def _stage(size: int) -> list[ThreadComm]:
+def _stage(size: int) -> list[Communicator]:
+    if size == 1:
+        return [SingleRank()]
     shared: list[Any] = [None] * size
     barrier = Barrier(size)
     return [ThreadComm(rank, size, shared, barrier) for rank in range(size)]
