@@ -112,7 +112,9 @@ class CudaDevice:
 
     def stage_links(self, link: HostLink, stage: LinkedStage) -> StageLinks:
         """See `Device.stage_links`: over NCCL, where both ends can, for tensors of CuPy's."""
-        if self.ops.name == "cupy":
+        from headwise.runtime.ops.gpu_ops import GpuOps
+
+        if isinstance(self.ops, GpuOps):
             from headwise.runtime.ops.nccl_links import connect_stages
 
             return connect_stages(self.ops, link, stage)

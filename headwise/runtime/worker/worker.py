@@ -462,7 +462,7 @@ class ModelWorker:
 
         before, self._before = self._before, _Step(computed, end)
         is_loading = self._copies is not None and self._copies.is_loading
-        # What the host waits for other stages with, is the next step's: until it has come nothing would be told of this.
+        # A host that waits for other stages, in the next step, would meanwhile tell nothing of this one.
         if is_loading or computed.is_done or self._links.holds_host:
             if before is not None:
                 before.result()
