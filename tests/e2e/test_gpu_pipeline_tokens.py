@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from support.engine.loaded_model import GREEDY, serve
 from support.engine.ranks import Ranks
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
+from support.gpu.host_nccl import HostNccl, host_cupy_with
+from support.gpu.nccl_ranks import StagesByNccl
 from support.reference import answers, assert_same
 from support.tiny_checkpoints import checkpoint
 
@@ -18,33 +22,114 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.worker.worker import ModelWorker
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
 TOKENS = 4
 
 
-def ranks_that_say_the_reference_tokens(model: str, **changes: Any) -> Ranks:
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostNccl]:
+    nccl = HostNccl()
+    for name, module in host_cupy_with(nccl).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    modules = [f"headwise.runtime.ops.{name}" for name in ("nccl", "nccl_links")]
+    for name in modules:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield nccl
+    for name in modules:
+        sys.modules.pop(name, None)
+
+
+def config_of(directory: Path, **changes: Any) -> EngineConfig:
     given = {"kv_cache": "16MiB", "max_model_len": 256, "max_num_seqs": 4, "pipeline_parallel_size": 2, **changes}
-    directory = checkpoint(model)
-    config = EngineConfig(model=str(directory), device="cuda", dtype="float32", **given)
-    ranks = Ranks(config, Path(directory), device=lambda: EmulatedGpu(LIBRARIES, "float32"))
-    preprocessor, executor = Preprocessor.open(config), LocalExecutor(ranks)
+    return EngineConfig(model=str(directory), device="cuda", dtype="float32", **given)
+
+
+def through_the_host(config: EngineConfig) -> Ranks:
+    return Ranks(config, Path(config.model), device=lambda: EmulatedGpu(LIBRARIES, "float32"))
+
+
+def replayed(workers: list[ModelWorker]) -> list[dict[str, int]]:
+    """How often steps of each rank are graphs, from now on."""
+    counts = [{"decode": 0, "prefill": 0} for _ in workers]
+
+    def watch(owner: Any, name: str, count: dict[str, int], kind: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*given: Any, **more: Any) -> Any:
+            count[kind] += 1
+            return original(*given, **more)
+
+        setattr(owner, name, watched)
+
+    for worker, count in zip(workers, counts, strict=True):
+        graphs, prefill = worker._runner.graphs, worker._prefill
+        assert graphs is not None
+        assert prefill is not None
+        assert graphs.captured == 3
+        for shape in graphs._replays:
+            watch_entry(graphs._replays, shape, count)
+        for each in prefill._recorded:
+            watch(each, "forward", count, "prefill")
+    return counts
+
+
+def watch_entry(replays: dict[Any, Any], shape: Any, count: dict[str, int]) -> None:
+    original = replays[shape]
+
+    def watched() -> Any:
+        count["decode"] += 1
+        return original()
+
+    replays[shape] = watched
+
+
+def assert_says_the_reference_tokens(model: str, config: EngineConfig, worker: Ranks | StagesByNccl) -> None:
+    """Batched, chunked, and once more behind cached prefixes; all steps on all ranks as graphs."""
+    preprocessor, executor = Preprocessor.open(config), LocalExecutor(worker)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
+    counts = replayed(worker.workers)
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:2]
     greedy = replace(GREEDY, max_tokens=TOKENS)
     results = serve(engine, preprocessor, wanted, {answer.name: greedy for answer in wanted})
     for answer in wanted:
         assert_same(answer.first(TOKENS), results[answer.name].token_ids)
     executor.close()
-    ranks.close()
-    return ranks
+    worker.close()
+    assert counts == [counts[0]] * len(counts)
+    assert counts[0]["decode"] >= TOKENS - 1
+    assert counts[0]["prefill"] >= 1
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3", "gpt-oss", "deepseek-v3", "kimi-linear", "gemma4", "qwen3-next", "nemotron-h"]
+    "model",
+    [
+        "qwen3",
+        "gpt-oss",  # windows
+        "kimi-linear",  # recurrent states, latents
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek-v3", "gemma4", "qwen3-next", "nemotron-h")),
+    ],
 )
 def test_stages_say_the_reference_tokens_by_graphs(model: str) -> None:
-    ranks = ranks_that_say_the_reference_tokens(model)
-    for worker in ranks.workers:
-        print(worker.describe())
+    config = config_of(checkpoint(model))
+    assert_says_the_reference_tokens(model, config, through_the_host(config))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"tp_size": 2}),
+        ("gemma2", {"pipeline_parallel_size": 3}),
+        pytest.param("kimi-linear", {"tp_size": 2}, marks=pytest.mark.soak),
+        pytest.param("gpt-oss", {"tp_size": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_so_do_stages_that_reach_each_other_by_nccl(nccl: HostNccl, model: str, changes: dict[str, Any]) -> None:
+    config = config_of(checkpoint(model), prefill_graphs=64, max_batched_tokens=64, **changes)
+    worker = StagesByNccl(nccl, config)
+    assert all("by nccl" in each.describe() for each in worker.workers)
+    assert_says_the_reference_tokens(model, config, worker)

@@ -42,7 +42,7 @@ class Ranks:
     ) -> None:
         size, stages = config.ranks, config.pipeline_parallel_size
         comms = [comm for _ in range(stages) for comm in _stage(config.tp_size)]
-        self._links = _links(config.tp_size, stages)
+        self._links = links_of(config.tp_size, stages)
         self._threads = ThreadPoolExecutor(size)
         self._sampling = size - config.tp_size
         self.workers = [
@@ -80,7 +80,7 @@ def _stage(size: int) -> list[Communicator]:
     return [ThreadComm(rank, size, shared, barrier) for rank in range(size)]
 
 
-def _links(size: int, stages: int) -> list[NetworkLink]:
+def links_of(size: int, stages: int) -> list[NetworkLink]:
     """Of the ranks of several stages; none for one stage."""
     if stages == 1:
         return []

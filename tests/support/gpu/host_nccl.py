@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import count, product
 from queue import Empty, Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -75,6 +75,8 @@ class OwnStream:
         self._nccl, self.ptr = nccl, nccl.thread.stream
 
     def wait_event(self, event: HostEvent) -> None:
+        if not all(sent.is_set() for sent in event.behind):
+            self._nccl.waits.set()
         if not all(sent.wait(self._nccl.patience_s) for sent in event.behind):
             raise NcclError("what was sent before is not received")
 
@@ -103,7 +105,10 @@ class World:
 
 
 class HostNccl(ModuleType):
-    """The module `cupy.cuda.nccl`. ``log`` has what was launched, by rank."""
+    """The module `cupy.cuda.nccl`. ``log`` has what was launched, by rank.
+
+    waits: set once a rank's own stream waits for another one of its
+    """
 
     available = True
     patience_s = PATIENCE_S
@@ -112,12 +117,14 @@ class HostNccl(ModuleType):
     def __init__(self) -> None:
         super().__init__("cupy.cuda.nccl")
         self.thread = Thread()
+        self.waits = threading.Event()
         self.log: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
         self._worlds: dict[bytes, World] = {}
         self._lock = threading.Lock()
+        self._ids = count()
 
     def get_unique_id(self) -> bytes:
-        return len(self._worlds).to_bytes(4, "little") + bytes(range(124))
+        return next(self._ids).to_bytes(4, "little") + bytes(range(124))
 
     def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> Communicator:  # noqa: N802, N803
         assert type(commId) is bytes

@@ -6,11 +6,13 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from support.gpu.cuda_shim import ShimPrograms
+import numpy as np
+from support.engine.ranks import links_of
+from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
 from support.gpu.emulated_gpu import EmulatedGpu, EmulatedOps, SerialPrograms
 from support.gpu.host_ipc import HostGpu
 from support.gpu.host_nccl import HostNccl, way
@@ -25,8 +27,11 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.ops.base import Between, Cut
 from headwise.runtime.ops.comm import Communicator, SingleRank
+from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.cuda_device import CudaDevice
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
+from headwise.runtime.worker.worker import ModelWorker
 from headwise.transfer.cuda_sharing import CudaSharing
 
 
@@ -43,7 +48,7 @@ class Ranks:
         def start(rank: int) -> Communicator:
             nccl.thread.pci, nccl.thread.stream = {50: 0, 33: rank % (gpus or size), 34: 0}, 0x5000 + rank
             number, own = divmod(rank, each)
-            if stage == 1:
+            if each == 1:
                 return SingleRank()
             return SharedMemoryComm(f"{name}{number}", own, each, 1 << 16, timeout_s=PATIENCE_S, create=own == 0)
 
@@ -110,7 +115,7 @@ class RankGpu(EmulatedGpu):
         self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=programs)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
-        self.sums = RankSums(self._config.dtype_name, 2, card.config.hidden_size)
+        self.sums = RankSums(self._config.dtype_name, self._config.tp_size, card.config.hidden_size)
         with self._building:
             super().check(card, model_dir)
 
@@ -149,3 +154,55 @@ class RankGpu(EmulatedGpu):
 
         self.ops.capture = record_half
         self.ops.capture_pieces = lambda work: record_half(lambda: work(lambda: None))
+
+
+@dataclass(frozen=True)
+class _BegunStep:
+    """The `RunningStep` of ranks that begin it each in its own time: the last one's."""
+
+    ranks: Ranks
+    steps: list[Future[RunningStep]]
+
+    @property
+    def is_done(self) -> bool:
+        return all(step.done() and (step.exception() is not None or step.result().is_done) for step in self.steps)
+
+    def result(self) -> StepResult:
+        results = self.ranks.each(lambda rank: self.steps[rank].result().result())
+        assert [result.error for result in results] == [None] * len(results)
+        return replace(results[-1], rank=0)
+
+
+class StagesByNccl:
+    """A `Worker` that is the ranks of several stages, whose arenas begin as NaN.
+
+    gpus: that they have together; None: one each
+    """
+
+    exports = ()
+
+    def __init__(self, nccl: HostNccl, config: EngineConfig, gpus: int | None = None) -> None:
+        size, directory = config.ranks, Path(config.model)
+        self.ranks = Ranks(nccl, size, gpus, stage=config.tp_size)
+        self._links = links_of(config.tp_size, config.pipeline_parallel_size)
+        devices = [RankGpu(nccl, LIBRARIES, config, rank) for rank in range(size)]
+
+        def open_worker(rank: int) -> ModelWorker:
+            return ModelWorker(config, directory, rank, self.ranks.comms[rank], devices[rank], link=self._links[rank])
+
+        self.workers = self.ranks.each(open_worker)
+        self.ranks.each(lambda rank: self.workers[rank].initialize_cache())
+        for worker in self.workers:
+            worker._runner.cache.arena.view(np.float32)[:] = np.nan
+
+    @property
+    def num_blocks(self) -> int:
+        return min(worker.num_blocks for worker in self.workers)
+
+    def begin(self, batch: BatchRequest) -> _BegunStep:
+        return _BegunStep(self.ranks, self.ranks.tell(lambda rank: self.workers[rank].begin(batch)))
+
+    def close(self) -> None:
+        self.ranks.each(lambda rank: self.workers[rank].close())
+        for link in self._links:
+            link.close()
