@@ -26,6 +26,8 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.worker import ModelWorker
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
@@ -91,12 +93,14 @@ def watch_entry(replays: dict[Any, Any], shape: Any, count: dict[str, int]) -> N
     replays[shape] = watched
 
 
-def assert_says_the_reference_tokens(model: str, config: EngineConfig, worker: Ranks | StagesByNccl) -> None:
-    """Batched, chunked, and once more behind cached prefixes; all steps on all ranks as graphs."""
+def assert_says_the_reference_tokens(
+    model: str, config: EngineConfig, worker: Ranks | StagesByNccl, prompts: int = 2
+) -> None:
+    """The shortest ones at once, chunked; most steps are graphs, on all ranks the same ones."""
     preprocessor, executor = Preprocessor.open(config), LocalExecutor(worker)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
     counts = replayed(worker.workers)
-    wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:2]
+    wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:prompts]
     greedy = replace(GREEDY, max_tokens=TOKENS)
     results = serve(engine, preprocessor, wanted, {answer.name: greedy for answer in wanted})
     for answer in wanted:
@@ -133,10 +137,35 @@ def test_stages_say_the_reference_tokens_by_graphs(model: str) -> None:
     ],
 )
 def test_so_do_stages_that_reach_each_other_by_nccl(nccl: HostNccl, model: str, changes: dict[str, Any]) -> None:
-    config = config_of(checkpoint(model), prefill_graphs=64, max_batched_tokens=64, **changes)
+    """Of a prompt of 90 tokens six chunks, which are on their way together."""
+    config = config_of(checkpoint(model), prefill_graphs=32, max_batched_tokens=32, **changes)
     worker = StagesByNccl(nccl, config)
-    assert all("by nccl" in each.describe() for each in worker.workers)
-    assert_says_the_reference_tokens(model, config, worker)
+    stages = config.pipeline_parallel_size
+    assert all(f"stages={stages} by nccl" in each.describe() for each in worker.workers)
+    assert_says_the_reference_tokens(model, config, worker, prompts=4)
+    launched = {launch[:2] for log in nccl.log.values() for launch in log}
+    assert launched >= {("eager", "send"), ("eager", "recv")}
+    assert config.tp_size > 1 or not any(how == "graph" for how, _ in launched), "streams are no part of graphs"
+
+
+@pytest.mark.parametrize(("gpus", "name", "overlaps"), [(2, "nccl", True), (1, "host", False)])
+def test_the_last_stage_begins_a_step_before_the_one_before_is_over_where_no_host_waits_for_another(
+    nccl: HostNccl, gpus: int, name: str, overlaps: bool
+) -> None:
+    config = config_of(checkpoint("qwen3"), prefill_graphs=16, max_batched_tokens=16)
+    worker = StagesByNccl(nccl, config, gpus)
+    assert f"stages=2 by {name} " in worker.workers[-1].describe()
+    over: list[bool] = []
+    begin = worker.workers[-1].begin
+
+    def watched(batch: BatchRequest) -> RunningStep:
+        step = begin(batch)
+        over.append(step._result is not None)
+        return step
+
+    worker.workers[-1].begin = watched
+    assert_says_the_reference_tokens("qwen3", config, worker)
+    assert all(over) is not overlaps
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", pytest.param("qwen3-next", marks=pytest.mark.soak)])
