@@ -149,23 +149,29 @@ def test_so_do_stages_that_reach_each_other_by_nccl(nccl: HostNccl, model: str, 
 
 
 @pytest.mark.parametrize(("gpus", "name", "overlaps"), [(2, "nccl", True), (1, "host", False)])
-def test_the_last_stage_begins_a_step_before_the_one_before_is_over_where_no_host_waits_for_another(
+def test_stages_begin_a_step_before_the_one_before_is_over_where_no_host_waits_for_another(
     nccl: HostNccl, gpus: int, name: str, overlaps: bool
 ) -> None:
+    """And none tells of a step that its GPU has not computed."""
     config = config_of(checkpoint("qwen3"), prefill_graphs=16, max_batched_tokens=16)
     worker = StagesByNccl(nccl, config, gpus)
-    assert f"stages=2 by {name} " in worker.workers[-1].describe()
-    over: list[bool] = []
-    begin = worker.workers[-1].begin
+    over: list[list[bool]] = [[], []]
 
-    def watched(batch: BatchRequest) -> RunningStep:
-        step = begin(batch)
-        over.append(step._result is not None)
-        return step
+    def watch(rank: int) -> None:
+        begin = worker.workers[rank].begin
 
-    worker.workers[-1].begin = watched
+        def watched(batch: BatchRequest) -> RunningStep:
+            step = begin(batch)
+            over[rank].append(step._result is not None)
+            return step
+
+        worker.workers[rank].begin = watched
+
+    for rank in range(2):
+        assert f"stages=2 by {name} " in worker.workers[rank].describe()
+        watch(rank)
     assert_says_the_reference_tokens("qwen3", config, worker)
-    assert all(over) is not overlaps
+    assert [any(not each for each in of_rank) for of_rank in over] == [overlaps, overlaps]
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", pytest.param("qwen3-next", marks=pytest.mark.soak)])

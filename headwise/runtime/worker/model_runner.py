@@ -16,12 +16,13 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model, PagedAttentionLayer, PagedCache
-from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.ops.base import Fetch, KernelArray, Tensor
 from headwise.runtime.ops.stage_links import StageLinks
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.drafts import Spread, spread
+from headwise.runtime.worker.next_tokens import NOTHING
 from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs
 from headwise.runtime.worker.row_adapters import AdaptersOfRows
 
@@ -57,6 +58,7 @@ class ModelRunner:
     graphs:  decode steps, where they are graphs
     prefill: other steps, likewise
     kept:    of a model that drafts: what `Model.draft` is given of all tokens that `forward` computed last
+    passed:  of another stage than the last: a number of what it gave the next one last, which comes when that is there
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.prefill: PrefillGraphs | None = None
         self.kept: Tensor = None
+        self.passed: Fetch = NOTHING
         self._card, self._ops, self._kernels = card, device.ops, device.kernels
         self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
         self._layouts, self._first = card.layouts[layers.start : layers.stop], layers.start
@@ -99,8 +102,14 @@ class ModelRunner:
         self._links.receive(batch.num_tokens)
         scored = graphs.step(tokens, each.starts, each.starts + 1, each.rows, updates, each.follows)
         if not self.is_last and scored.hidden is not None:
-            self._links.send(self._ops.from_kernel_array(scored.hidden[: batch.num_tokens]))
+            self._pass_on(self._ops.from_kernel_array(scored.hidden[: batch.num_tokens]))
         return scored
+
+    def _pass_on(self, stream: Tensor) -> None:
+        """Give the next stage the residual stream behind a step's layers."""
+        self._links.send(stream)
+        if not self._links.holds_host:  # else it was waited for
+            self.passed = self._ops.fetch(self._ops.kernel_array(stream[:1, :1]))
 
     def score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         """What a decode step computes; only enqueues."""
@@ -143,7 +152,7 @@ class ModelRunner:
             given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
             hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted, stream)
         if not self.is_last:
-            self._links.send(hidden)
+            self._pass_on(hidden)
             return None
         if self._card.config.draft_layers:
             self.kept = self.model.for_drafts(hidden) if graphs is None else graphs.kept

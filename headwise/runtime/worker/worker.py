@@ -24,7 +24,7 @@ from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import CachedAttention
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, Shard
-from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.base import CapturingOps, Fetch, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
 from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks
 from headwise.runtime.protocol.batch import (
@@ -47,7 +47,7 @@ from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.model_drafts import Drafted, ModelDrafts
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.model_runner import Loads, ModelRunner
-from headwise.runtime.worker.next_tokens import Chosen, NextTokens
+from headwise.runtime.worker.next_tokens import NOTHING, Chosen, NextTokens
 from headwise.runtime.worker.prefill_graphs import PrefillGraphs, padded_tokens, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.row_adapters import AdaptersOfRows
@@ -73,21 +73,24 @@ class WorkerParts:
 class _Computed:
     """What a step computes, as a `StepResult` tells it; its tokens may be on their way still.
 
+    passed:   of another stage than the last: see `ModelRunner.passed`
     unusable: sequences whose prompts have no usable logits, by index
     """
 
     chosen: Chosen = field(default_factory=Chosen)
     drafted: Drafted = field(default_factory=Drafted)
+    passed: Fetch = NOTHING
     unusable: Sequence[int] = ()
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
-        return self.chosen.tokens.is_done and self.drafted.is_done
+        return self.passed.is_done and self.chosen.tokens.is_done and self.drafted.is_done
 
     def tokens(self, batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[int, str]]:
         """Of each sequence of the step, `NO_TOKEN` where it does not sample; how many of each one's drafts are right;
         and why sequences failed, by index."""
+        self.passed.get()
         sampled = self.chosen.tokens.get()
         tokens, accepted = of_sequences(batch, self.chosen.wanted, sampled)
         lacks = tokens == NO_TOKEN
@@ -503,13 +506,13 @@ class ModelWorker:
                 self._tokens.open(batch.new_sequences)
         if runner.graphs is not None and runner.is_plain_decode(batch):
             scored = runner.decode(runner.graphs, batch)
-            return self._completed(batch, scored, scored.hidden) if runner.is_last else _Computed()
+            return self._completed(batch, scored, scored.hidden) if runner.is_last else _Computed(passed=runner.passed)
         runner.cache.tables.apply(batch.table_updates)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
         if not runner.is_last:
             runner.forward(batch)
-            return _Computed()
+            return _Computed(passed=runner.passed)
         if batch.samples_behind_each:
             hidden = runner.forward(batch)
             return self._completed(batch, hidden, runner.kept)
