@@ -174,6 +174,25 @@ def test_stages_begin_a_step_before_the_one_before_is_over_where_no_host_waits_f
     assert [any(not each for each in of_rank) for of_rank in over] == [overlaps, overlaps]
 
 
+def test_stages_that_slept_record_their_graphs_again(nccl: HostNccl) -> None:
+    config = config_of(checkpoint("qwen3"), prefill_graphs=16, max_batched_tokens=16)
+    worker, preprocessor = StagesByNccl(nccl, config), Preprocessor.open(config)
+    executor = LocalExecutor(worker)
+    engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
+    for action in ("sleep", "wake"):
+        operation = engine.operate(action)
+        while not operation.is_done:
+            engine.step(None)
+    answer = next(answer for answer in answers("qwen3") if len(answer.prompt_ids) == 9)
+    counts = replayed(worker.workers)
+    results = serve(engine, preprocessor, [answer], {answer.name: replace(GREEDY, max_tokens=TOKENS)})
+    assert_same(answer.first(TOKENS), results[answer.name].token_ids)
+    executor.close()
+    worker.close()
+    assert counts == [counts[0]] * 2
+    assert counts[0]["decode"] >= TOKENS - 1
+
+
 @pytest.mark.parametrize("model", ["deepseek-v3", pytest.param("qwen3-next", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_the_last_stage_drafts_behind_its_graphs_what_torch_drafts(nccl: HostNccl, model: str, tp_size: int) -> None:
