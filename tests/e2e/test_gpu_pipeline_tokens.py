@@ -23,6 +23,7 @@ from support.reference import answers, assert_same
 from support.tiny_checkpoints import checkpoint
 
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import with_pool
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
@@ -98,7 +99,8 @@ def assert_says_the_reference_tokens(
 ) -> None:
     """The shortest ones at once, chunked; most steps are graphs, on all ranks the same ones."""
     preprocessor, executor = Preprocessor.open(config), LocalExecutor(worker)
-    engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
+    card = with_pool(preprocessor.card, config, worker.num_blocks * preprocessor.card.layout.block_bytes)
+    engine = EngineCore(config, card, preprocessor.tokenizer, executor)
     counts = replayed(worker.workers)
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:prompts]
     greedy = replace(GREEDY, max_tokens=TOKENS)
@@ -191,6 +193,16 @@ def test_stages_that_slept_record_their_graphs_again(nccl: HostNccl) -> None:
     worker.close()
     assert counts == [counts[0]] * 2
     assert counts[0]["decode"] >= TOKENS - 1
+
+
+def test_each_stage_has_the_blocks_that_its_card_has_room_for_and_the_engine_uses_the_fewest(nccl: HostNccl) -> None:
+    config = config_of(checkpoint("qwen3"), prefill_graphs=16, max_batched_tokens=16, kv_cache="auto")
+    worker = StagesByNccl(nccl, config, spare_mib=(8, 3))
+    blocks = [each.num_blocks for each in worker.workers]
+    block_bytes = worker.workers[0].card.layout.block_bytes
+    assert blocks == [(mib << 20) // block_bytes for mib in (8, 3)]
+    assert worker.num_blocks == blocks[1]
+    assert_says_the_reference_tokens("qwen3", config, worker)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", pytest.param("qwen3-next", marks=pytest.mark.soak)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +178,20 @@ class StagesByNccl:
     """A `Worker` that is the ranks of several stages, whose arenas begin as NaN.
 
     gpus: that they have together; None: one each
+    spare_mib: that each has left for its blocks, where these are measured
     """
 
     exports = ()
 
-    def __init__(self, nccl: HostNccl, config: EngineConfig, gpus: int | None = None) -> None:
+    def __init__(
+        self, nccl: HostNccl, config: EngineConfig, gpus: int | None = None, spare_mib: Sequence[int] = ()
+    ) -> None:
         size, directory = config.ranks, Path(config.model)
         self.ranks = Ranks(nccl, size, gpus, stage=config.tp_size)
         self._links = links_of(config.tp_size, config.pipeline_parallel_size)
         devices = [RankGpu(nccl, LIBRARIES, config, rank) for rank in range(size)]
+        for device, mib in zip(devices, spare_mib, strict=False):
+            device.spare_bytes = partial(int, mib << 20)
 
         def open_worker(rank: int) -> ModelWorker:
             return ModelWorker(config, directory, rank, self.ranks.comms[rank], devices[rank], link=self._links[rank])
