@@ -146,7 +146,7 @@ def _tokens(workers: _Workers, prompt: list[int]) -> list[int]:
 
 def _time_crossings(bench: Bench, config: EngineConfig, hidden: int) -> None:
     """From where a stage computed streams in bfloat16 to where the next one reads them."""
-    ops = bench.rig.device(replace(config, dtype="bfloat16")).ops
+    ops: Any = bench.rig.device(replace(config, dtype="bfloat16")).ops
     for tokens in CROSSING if bench.sizes.long else CROSSING[:1]:
         queue = SimpleQueue[Any]()
         link, stage = _HostLink(queue, queue), LinkedStage(1, hidden, tokens, is_first=False, is_last=True)
