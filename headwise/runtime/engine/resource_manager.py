@@ -221,11 +221,19 @@ class ResourceManager:
         """The tokens that running sequences get, within the budget; decoding ones first."""
         wanted, decoding = self._wanted()
         if self._stages > 1:
-            rows = self._rows_in_order()
-            every = int(np.count_nonzero(self.table.length[rows] > self.table.num_prompt[rows]))
-            wanted = wanted_of_stage(wanted, decoding, -(-every // self._stages))
+            wanted = wanted_of_stage(wanted, decoding, self._most_decoding())
         order, counts = shares(wanted, decoding, self.max_batched_tokens)
         return _Plan(self._rows_in_order()[order], counts)
+
+    def _most_decoding(self) -> int:
+        """Most sequences of which one step of a pipeline decodes: all, shared out to as many steps as there are stages.
+
+        While as many decode already there are none: in more and smaller steps the same tokens would take longer.
+        """
+        rows, columns = self._rows_in_order(), self.table
+        every, pending = columns.length[rows] - columns.num_prompt[rows], columns.pending[rows]
+        under_way = {*columns.last_step[rows[(pending > 0) & (every > pending)]].tolist()}
+        return -(-int(np.count_nonzero(every > 0)) // self._stages) if len(under_way) < self._stages else 0
 
     def _wanted(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Of each running sequence, the tokens that a step could compute at most, and whether it decodes."""
