@@ -24,6 +24,6 @@ def deal_layers(cache_layers: Sequence[int], stages: int) -> tuple[range, ...]:
     chosen: list[int] = []
     for stage in range(1, stages):
         left = cuts[len(chosen) and cuts.index(chosen[-1]) + 1 : len(cuts) - (stages - 1 - stage)]
-        even = -(-layers * stage // stages)
+        even = layers // stages * stage + min(stage, layers % stages)
         chosen.append(min(left, key=lambda cut: (abs(cut - even), cut)))
     return tuple(range(start, stop) for start, stop in zip([0, *chosen], [*chosen, layers], strict=True))

@@ -16,6 +16,7 @@ from headwise.cache_controller.planner import (
     plan_head_groups,
 )
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
+from headwise.cache_controller.stages import deal_layers
 
 WINDOW = HeadPolicy(window=512)
 STREAMING = HeadPolicy(window=256, sink=64)
@@ -263,3 +264,95 @@ def test_policies_are_agreed_on_for_all_copies_of_a_member() -> None:
         return [HeadGroupPlan((1,), 1, 2, groups, (range(1),))]
 
     assert agreed_policies([[WINDOW]], plans) == ((FULL,),)
+
+
+KINDS = {**LAYERS, "states": (128, [STATE] * 4)}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=24),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_stages_have_the_members_of_their_own_layers_in_the_same_groups(kinds, tp_size, count, is_replicated) -> None:
+    """As equal blocks: what has no place in a stage is empty there."""
+    sizes, policies = zip(*(KINDS[kind] for kind in [*kinds, "local"]), strict=True)
+    stages = deal_layers(range(len(policies)), min(count, len(policies)))
+    plan = plan_head_groups(policies, tp_size, sizes=sizes, is_replicated=is_replicated, stages=stages)
+    assert (plan.stages, plan.ranks) == (stages, tp_size * len(stages))
+    for rank in range(plan.ranks):
+        stage = stages[rank // tp_size]
+        assert {layer for layer, heads in enumerate(plan.kv_heads(rank)) if heads} == {
+            layer for layer in stage if policies[layer]
+        }
+        seen = [member for group in plan.groups for member in group.members[rank]]
+        assert len({*seen}) == len(seen)
+    for group in plan.groups:
+        assert len(group.members) == plan.ranks
+        assert any(group.members)
+        for member in (member for rank in group.members for member in rank):
+            policy = policies[member.layer][member.kv_head]
+            assert group.slots == plan.block_bytes // sizes[member.layer]
+            assert policy.is_state == group.policy.is_state
+            if not policy.is_state:
+                _assert_keeps(group.policy, policy)
+        assert max(map(len, group.members)) <= group.slots
+    for layer, row in enumerate(policies):
+        dealt = [head for rank in range(plan.ranks) for head in plan.kv_heads(rank)[layer]]
+        is_copied = is_replicated and not (row and row[0].is_state)
+        copies = tp_size if is_copied else max(1, tp_size // max(1, len(row)))
+        assert sorted(dealt) == sorted([*range(len(row))] * copies)
+
+
+@given(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=12), st.sampled_from([1, 2, 4]))
+def test_one_stage_is_planned_as_none_is(kinds, tp_size) -> None:
+    sizes, policies = zip(*(KINDS[kind] for kind in [*kinds, "local"]), strict=True)
+    plan = plan_head_groups(policies, tp_size, sizes=sizes)
+    assert plan_head_groups(policies, tp_size, sizes=sizes, stages=(range(len(policies)),)) == plan
+    assert plan.stages == (range(len(policies)),)
+
+
+def test_stages_of_a_uniform_model_share_its_blocks_equally() -> None:
+    plan = plan_head_groups([[FULL] * 8] * 32, 2, stages=deal_layers(range(32), 4))
+    assert (len(plan.groups), plan.slots, plan.padding) == (1, 32, 0.0)
+    assert [plan.kv_heads(rank)[8:10] for rank in range(8)] == [
+        *[((), ())] * 2,
+        *[((0, 1, 2, 3),) * 2, ((4, 5, 6, 7),) * 2],
+        *[((), ())] * 4,
+    ]
+
+
+def test_a_stage_with_a_layer_less_has_an_empty_slot_in_each_block() -> None:
+    plan = plan_head_groups([[FULL] * 2] * 3, stages=deal_layers(range(3), 2))
+    assert [len(rank) for group in plan.groups for rank in group.members] == [4, 2]
+    assert (plan.slots, plan.padding) == (4, 2 / 6)
+
+
+def test_heads_by_their_index_are_grouped_so_in_all_stages() -> None:
+    plan = plan_head_groups([[FULL] * 4] * 5, 2, "per_head_index", stages=deal_layers(range(5), 2))
+    assert (plan.slots, len(plan.groups)) == (3, 2)
+    assert plan.groups[1].members == (
+        tuple(Member(layer, 1) for layer in (0, 1, 2)),
+        tuple(Member(layer, 3) for layer in (0, 1, 2)),
+        tuple(Member(layer, 1) for layer in (3, 4)),
+        tuple(Member(layer, 3) for layer in (3, 4)),
+    )
+
+
+def test_stages_do_not_make_heads_divide() -> None:
+    with pytest.raises(ValueError, match=r"tp_size 3 .* 4 KV heads; sizes that fit: \[1, 2, 4\], and more than 4"):
+        plan_head_groups([[FULL] * 4] * 6, 3, stages=deal_layers(range(6), 3))
+
+
+def test_stages_agree_with_engines_of_other_ranks_on_what_a_member_keeps() -> None:
+    rows = [[FULL, STREAMING, STREAMING, WINDOW]] * 5
+    stages = deal_layers(range(5), 2)
+
+    def plans(given):
+        return [plan_head_groups(given, ranks, stages=stages) for ranks in (1, 2, 4)]
+
+    agreed = agreed_policies(rows, plans)
+    for plan in plans(agreed):
+        for group in plan.groups:
+            assert {agreed[member.layer][member.kv_head] for rank in group.members for member in rank} == {group.policy}

@@ -13,9 +13,9 @@ from support.engine.loaded_model import BASE, GREEDY
 from support.engine.ranks import Ranks
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
-from support.lora import draw_adapter, write_adapter, write_both
+from support.lora import draw_adapter, merged, write_adapter, write_both
 from support.reference import CLOSE
-from support.tiny_checkpoints import checkpoint, reference
+from support.tiny_checkpoints import checkpoint, draw_weights, reference, write_checkpoint
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
 from headwise.errors import InvalidRequestError, ModelError
@@ -106,14 +106,26 @@ def test_other_operations_and_drafts_say_the_same(two: Any, changes: dict[str, A
             assert_as(wanted, found)
 
 
-@pytest.mark.parametrize("two", ["qwen3", "phi3", "olmo3"], indirect=True)
-def test_ranks_say_the_same(two: Any) -> None:
+@pytest.mark.parametrize(
+    ("two", "ranks"),
+    [
+        ("qwen3", {"tp_size": 2}),
+        ("phi3", {"tp_size": 2}),
+        ("olmo3", {"tp_size": 2}),
+        ("qwen3", {"pipeline_parallel_size": 3, "max_batched_tokens": 64}),
+        ("deepseek-v3", {"pipeline_parallel_size": 2}),
+        ("olmo3", {"pipeline_parallel_size": 2, "tp_size": 2, "tensor_ops": "numpy"}),
+    ],
+    indirect=["two"],
+)
+def test_ranks_say_the_same(two: Any, ranks: dict[str, Any]) -> None:
     name, adapters, expected = two
     directory = checkpoint(name)
-    config = replace(BASE, model=str(directory), adapters=adapters, tp_size=2, **SIZES)
-    preprocessor, executor = Preprocessor.open(config), LocalExecutor(Ranks(config, directory))
+    config = replace(BASE, model=str(directory), adapters=adapters, **{**SIZES, **ranks})
+    preprocessor, workers = Preprocessor.open(config), Ranks(config, directory)
+    executor = LocalExecutor(workers)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
-    with closing(executor):
+    with closing(workers), closing(executor):
         for place, adapter in enumerate(("", "one", "other")):
             results = [GenerationResult(str(index)) for index in range(len(PROMPTS))]
             for index, prompt in enumerate(PROMPTS):
@@ -123,6 +135,43 @@ def test_ranks_say_the_same(two: Any) -> None:
                     assert delta.error is None, delta.error
                     results[int(delta.request_id)].add(delta)
             assert_as(expected[place], results)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_stage_of_which_an_adapter_changes_nothing_is_beside_one_of_which_it_does(layer: int, tmp_path: Path) -> None:
+    name = "qwen3"  # three layers: two and one
+    known = reference(name)
+    config, shapes = known["config"], known["shapes"]
+    drawn = draw_adapter(shapes, 1)
+    matrices = {module: both for module, both in drawn.items() if f"layers.{layer}." in module}
+    assert 0 < len(matrices) < len(drawn)
+    whole = write_checkpoint(tmp_path / "merged", config, shapes, merged(draw_weights(config, shapes), matrices))
+    expected, plain = said(whole), said(checkpoint(name))
+    assert [each.token_ids for each in expected] != [each.token_ids for each in plain]
+    adapters = f"one={write_adapter(tmp_path / 'adapter', matrices)}"
+    staged = replace(BASE, model=str(checkpoint(name)), adapters=adapters, pipeline_parallel_size=2, **SIZES)
+    preprocessor, workers = Preprocessor.open(staged), Ranks(staged, checkpoint(name))
+    executor = LocalExecutor(workers)
+    engine = EngineCore(staged, preprocessor.card, preprocessor.tokenizer, executor)
+    with closing(workers), closing(executor):
+        for adapter, wanted in (("one", expected), ("", plain), ("one", expected)):
+            results = [GenerationResult(str(index)) for index in range(len(PROMPTS))]
+            for index, prompt in enumerate(PROMPTS):
+                engine.add(preprocessor.prepare(prompt=prompt, sampling=FEW, request_id=str(index), adapter=adapter))
+            while engine.has_work():
+                for delta in engine.step(None):
+                    assert delta.error is None, delta.error
+                    results[int(delta.request_id)].add(delta)
+            assert_as(wanted, results)
+
+
+def test_an_adapter_that_changes_what_no_stage_has_is_told(tmp_path: Path) -> None:
+    down, up = draw_adapter(reference("qwen3")["shapes"], 1)["model.layers.0.self_attn.q_proj"]
+    for module in ("model.layers.7.self_attn.q_proj", "model.layers.2.mlp.router"):
+        path = write_adapter(tmp_path / module, {module: (down, up)})
+        config = replace(BASE, model=str(checkpoint("qwen3")), adapters=f"x={path}", pipeline_parallel_size=2, **SIZES)
+        with pytest.raises(ModelError, match=rf"changes {module.removeprefix('model.')}, which this model has not"):
+            Ranks(config, checkpoint("qwen3"))
 
 
 @pytest.mark.parametrize("two", ["qwen3"], indirect=True)

@@ -28,7 +28,10 @@ KINDS = [pytest.param(name, marks=[pytest.mark.soak] if name in AS_OTHERS else [
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("changes", [{}, {"max_batched_tokens": 32, "tensor_ops": "numpy"}, {"tp_size": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_batched_tokens": 32, "tensor_ops": "numpy"}, {"tp_size": 2}, {"pipeline_parallel_size": 2}],
+)
 def test_proposals_are_those_of_torch(name: str, changes: dict[str, Any]) -> None:
     answer = the_answer(name, 40)
     with engine_of(config_of(name, **changes)) as (engine, executor, preprocessor):

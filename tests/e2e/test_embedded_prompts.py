@@ -138,15 +138,25 @@ def test_preempted_requests_are_computed_again_with_their_embeddings(loaded: Loa
     executor.close()
 
 
-def test_ranks_compute_with_the_same_embeddings() -> None:
-    directory = checkpoint("qwen3")
-    config = replace(BASE, model=str(directory), kv_cache="24MiB", tp_size=2, max_batched_tokens=96, cpu_threads=1)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3", {"tp_size": 2}),
+        ("qwen3", {"pipeline_parallel_size": 3}),
+        ("gemma2", {"pipeline_parallel_size": 2, "tp_size": 2}),
+        ("deepseek-v3", {"pipeline_parallel_size": 2, "tensor_ops": "numpy"}),
+    ],
+)
+def test_ranks_compute_with_the_same_embeddings(name: str, changes: dict[str, Any]) -> None:
+    directory = checkpoint(name)
+    config = replace(BASE, model=str(directory), kv_cache="24MiB", max_batched_tokens=96, cpu_threads=1, **changes)
     ranks, preprocessor = Ranks(config, directory), Preprocessor.open(config)
     executor = LocalExecutor(ranks)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
-    model = ranks.workers[1]._model
-    asked = {answer.name: with_items(model, answer.prompt_ids, *cuts_of(answer)) for answer in wanted("qwen3")}
+    model = ranks.workers[config.tp_size - 1]._model
+    asked = {answer.name: with_items(model, answer.prompt_ids, *cuts_of(answer)) for answer in wanted(name)}
     results = serve(engine, preprocessor, asked)
-    for answer in wanted("qwen3"):
+    for answer in wanted(name):
         assert_same(answer, results[answer.name].token_ids)
     executor.close()
+    ranks.close()

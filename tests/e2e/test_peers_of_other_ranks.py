@@ -24,6 +24,13 @@ from headwise.runtime.protocol.request import GenerationResult, PeerHint
 from headwise.transfer.connectors.select import PeerAccess
 
 TOKENS = 12
+SIZES: dict[str, Any] = {
+    "host_cache": "24MiB",
+    "kv_cache": "24MiB",
+    "max_batched_tokens": 128,
+    "cpu_threads": 1,
+    "write_policy": "write_through",
+}
 
 
 class Wire:
@@ -39,7 +46,10 @@ class Wire:
 
 
 class Node:
-    """An engine of real ranks in this process, and its `Peers`: the other one."""
+    """An engine of real ranks in this process, and its `Peers`: the other one.
+
+    pretended: tensor-parallel ranks that the other one is said to have; 0: as many as it has
+    """
 
     def __init__(self, name: str, config: EngineConfig) -> None:
         directory = Path(config.model)
@@ -50,13 +60,14 @@ class Node:
         self.core = EngineCore(config, preprocessor.card, preprocessor.tokenizer, self.executor, peers=self)
         self.other: Node | None = None
         self.wire = Wire(None)
+        self.pretended = 0
 
     def knows(self, engine: str, epoch: int) -> bool:
         return self.other is not None and engine == self.other.name
 
     def tp_size(self, engine: str) -> int:
         assert self.other is not None
-        return self.other.num_ranks
+        return self.pretended or self.other.num_ranks
 
     def send(self, engine: str, message: Any) -> None:
         assert self.other is not None
@@ -84,10 +95,7 @@ class Node:
 
 @contextmanager
 def two_engines(config: EngineConfig, prefill: int, decode: int) -> Iterator[tuple[Node, Node]]:
-    config = replace(
-        config, tp_size=prefill, decode_tp_size=decode, host_cache="24MiB", kv_cache="24MiB", max_replicas=2,
-        max_batched_tokens=128, cpu_threads=1, write_policy="write_through",
-    )  # fmt: skip
+    config = replace(config, tp_size=prefill, decode_tp_size=decode, max_replicas=2, **SIZES)
     nodes = Node("p", config.of_ranks(prefill)), Node("d", config.of_ranks(decode))
     nodes[0].other, nodes[1].other = nodes[1], nodes[0]
     try:
@@ -158,6 +166,48 @@ def test_a_prompt_that_another_engine_computes_or_has_goes_on_with_the_reference
 def test_so_it_does_where_ranks_keep_tokens_together(name: str, ranks: int) -> None:
     """Each rank fetches its own part of each block."""
     assert_goes_on(name, ranks, ranks, tp_size=ranks, context_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "prefill", "decode"),
+    [
+        ("qwen3", 2, 1, 2),  # two layers and one: blocks of the second stage are half empty
+        ("gemma2", 2, 2, 1),
+        ("kimi-linear", 3, 1, 2),  # states, which are dealt, beside latents, which are not
+        ("gpt-oss", 3, 1, 1),  # each stage of the same one
+        pytest.param("qwen3-next", 2, 2, 1, marks=pytest.mark.soak),
+        pytest.param("deepseek-v3.2", 2, 1, 2, marks=pytest.mark.soak),
+        pytest.param("gemma4", 2, 1, 4, marks=pytest.mark.soak),
+        pytest.param("llama4", 4, 1, 1, marks=pytest.mark.soak),
+        pytest.param("nemotron-h", 6, 1, 2, marks=pytest.mark.soak),
+    ],
+)
+def test_so_it_does_where_both_engines_are_pipelines(name: str, stages: int, prefill: int, decode: int) -> None:
+    """Each rank fetches of the ranks of its own stage."""
+    assert_goes_on(name, prefill, decode, pipeline_parallel_size=stages)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [((2, 1), (1, 2)), ((1, 1), (2, 1)), ((2, 1), (1, 1))])
+def test_blocks_of_engines_with_other_stages_are_refused_and_computed_here(
+    ours: tuple[int, int], theirs: tuple[int, int]
+) -> None:
+    """Engines of a deployment have equally many. What another one says it has is never taken for what it is not."""
+    config = replace(BASE, model=str(checkpoint("gemma2")), block_size=16, load_timeout_s=1.0)
+    answer = long_answer("gemma2")
+    nodes = []
+    for name, (stages, tp_size) in (("p", theirs), ("d", ours)):
+        engine = replace(config, **SIZES, tp_size=tp_size, pipeline_parallel_size=stages, max_replicas=2)
+        nodes.append(Node(name, engine))
+    p, d = nodes
+    p.other, d.other, d.pretended = d, p, ours[1]
+    try:
+        assert_same(answer.first(TOKENS), serve(p, answer, "of p").token_ids)
+        result = serve(d, answer, "of p", PeerHint("p", 1, full_blocks(answer, 16)))
+        assert_same(answer.first(TOKENS), result.token_ids)
+        assert fetched(d) == 0
+    finally:
+        for node in nodes:
+            node.close()
 
 
 def assert_goes_on(name: str, prefill: int, decode: int, **options: Any) -> None:

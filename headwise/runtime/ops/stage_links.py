@@ -8,28 +8,35 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.errors import EngineDiedError
 from headwise.runtime.ops.array_ops import Array, ArrayOps
 from headwise.runtime.ops.base import Tensor, TensorOps
+
+
+class StageLostError(EngineDiedError):
+    """The stage before a rank's own does not take part in a step, or is in another one; or at start, its neighbours."""
 
 
 class HostLink(Protocol):
     """From a rank of the stage before, if there is one, and to one of the next, if there is one: arrays in host memory,
     in order; and answers the other way, for what both ends agree on at start.
-
-    All operations raise `EngineDiedError` if the other side does not take part within the link's timeout.
     """
 
     def send(self, array: NDArray[np.float32]) -> None:
         """Give the next stage an array, whatever becomes of it here afterwards."""
 
     def receive(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """The next array of the stage before, which is of ``shape``: a new one."""
+        """The next array of the stage before, which is of ``shape``: a new one.
+
+        Raises:
+            StageLostError: it does not come within the link's timeout, or what comes is another one.
+        """
 
     def answer(self, array: NDArray[np.float32]) -> None:
         """Give the stage before an array, after one of its own was received."""
 
     def answered(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """The next array that the next stage answers, which is of ``shape``: a new one."""
+        """The next array that the next stage answers, which is of ``shape``: a new one. Raises as `receive`."""
 
     def close(self) -> None:
         """Release what the link holds; idempotent."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import EngineDiedError
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.ops.stage_links import StageLostError
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import Authenticator, ClientKeys, ServerKeys, secure_client, secure_server
 
@@ -31,43 +32,18 @@ _SLICE_S = 0.25
 """Longest wait before the clock is read again: see `LivenessClock`."""
 
 
-class _Way:
-    """Arrays by one socket, both ways, which count them apart. other: at the other end, for errors"""
+@dataclass
+class _End:
+    """Of a neighbour: a socket for both ways.
 
-    def __init__(self, socket: zmq.Socket[bytes], other: str, timeout_s: float) -> None:
-        self._socket, self._other, self._timeout_s = socket, other, timeout_s
-        self._clock = LivenessClock()
-        self._sent = self._received = 0
+    other:          who it is, for errors
+    sent, received: arrays so far
+    """
 
-    def send(self, array: NDArray[np.float32]) -> None:
-        import zmq
-
-        self._wait(zmq.POLLOUT, "took")
-        self._sent += 1
-        whole = np.ascontiguousarray(array, dtype=np.float32)
-        self._socket.send_multipart((_ROUND.pack(self._sent), whole.data))
-
-    def receive(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        import zmq
-
-        self._wait(zmq.POLLIN, "sent")
-        self._received += 1
-        return self._checked(self._socket.recv_multipart(), shape)
-
-    def _wait(self, event: int, does: str) -> None:
-        deadline = self._clock() + self._timeout_s
-        while (left := deadline - self._clock()) > 0:
-            if self._socket.poll(math.ceil(min(left, _SLICE_S) * 1000), event):
-                return
-        raise EngineDiedError(f"{self._other} {does} nothing for {self._timeout_s:g} s")
-
-    def _checked(self, frames: Sequence[bytes], shape: tuple[int, ...]) -> NDArray[np.float32]:
-        size = 4 * math.prod(shape)
-        if len(frames) != 2 or frames[0] != _ROUND.pack(self._received) or len(frames[1]) != size:
-            raise EngineDiedError(
-                f"{self._other} is in another step: expected were {size} bytes in round {self._received}"
-            )
-        return np.frombuffer(bytearray(frames[1]), np.float32).reshape(shape)
+    socket: zmq.Socket[bytes]
+    other: str
+    sent: int = 0
+    received: int = 0
 
 
 class NetworkLink:
@@ -81,11 +57,11 @@ class NetworkLink:
 
     def __init__(self, timeout_s: float) -> None:
         self.endpoint = ""
-        self._timeout_s = timeout_s
+        self._timeout_s, self._clock = timeout_s, LivenessClock()
         self._context = open_context()
         self._authenticator: Authenticator | None = None
-        self._before: _Way | None = None
-        self._next: _Way | None = None
+        self._before: _End | None = None
+        self._next: _End | None = None
 
     def listen(self, endpoint: str, keys: ServerKeys | None) -> None:
         """Have the stage before connect here: at ``ipc://PATH``, or ``tcp://HOST:*``, a free port.
@@ -101,7 +77,7 @@ class NetworkLink:
             secure_server(socket, keys)
         socket.bind(endpoint)
         self.endpoint = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._before = _Way(socket, "the stage of the pipeline before this one", self._timeout_s)
+        self._before = _End(socket, "the stage of the pipeline before this one")
 
     def connect(self, endpoint: str, keys: ClientKeys | None) -> None:
         """Send to the stage that listens there."""
@@ -111,27 +87,55 @@ class NetworkLink:
         socket.setsockopt(zmq.LINGER, 0)
         secure_client(socket, keys)
         socket.connect(endpoint)
-        self._next = _Way(socket, "the stage of the pipeline behind this one", self._timeout_s)
+        self._next = _End(socket, "the stage of the pipeline behind this one")
 
     def send(self, array: NDArray[np.float32]) -> None:
         """See `HostLink.send`."""
         assert self._next is not None, "the last stage sends nothing"
-        self._next.send(array)
+        self._give(self._next, array)
 
     def receive(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """See `HostLink.receive`."""
         assert self._before is not None, "the first stage receives nothing"
-        return self._before.receive(shape)
+        return self._take(self._before, shape)
 
     def answer(self, array: NDArray[np.float32]) -> None:
         """See `HostLink.answer`."""
         assert self._before is not None, "the first stage answers nobody"
-        self._before.send(array)
+        self._give(self._before, array)
 
     def answered(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """See `HostLink.answered`."""
         assert self._next is not None, "nobody answers the last stage"
-        return self._next.receive(shape)
+        return self._take(self._next, shape)
+
+    def _give(self, end: _End, array: NDArray[np.float32]) -> None:
+        import zmq
+
+        if not self._is_so(end, zmq.POLLOUT):
+            raise EngineDiedError(f"{end.other} took nothing for {self._timeout_s:g} s")
+        end.sent += 1
+        whole = np.ascontiguousarray(array, dtype=np.float32)
+        end.socket.send_multipart((_ROUND.pack(end.sent), whole.data))
+
+    def _take(self, end: _End, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        import zmq
+
+        end.received += 1
+        if not self._is_so(end, zmq.POLLIN):
+            raise StageLostError(f"{end.other} sent nothing for {self._timeout_s:g} s")
+        frames, size = end.socket.recv_multipart(), 4 * math.prod(shape)
+        if len(frames) != 2 or frames[0] != _ROUND.pack(end.received) or len(frames[1]) != size:
+            raise StageLostError(f"{end.other} is in another step: expected were {size} bytes in round {end.received}")
+        return np.frombuffer(bytearray(frames[1]), np.float32).reshape(shape)
+
+    def _is_so(self, end: _End, event: int) -> bool:
+        """Whether the socket can send, or has received, within the timeout."""
+        deadline = self._clock() + self._timeout_s
+        while (left := deadline - self._clock()) > 0:
+            if end.socket.poll(math.ceil(min(left, _SLICE_S) * 1000), event):
+                return True
+        return False
 
     def close(self) -> None:
         """Idempotent."""

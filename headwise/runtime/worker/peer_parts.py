@@ -13,7 +13,7 @@ from headwise.kernels.block_copy import RunCopy, Runs
 from headwise.kernels.select import make_run_copy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.config.peer_blocks import exchange_with, identity_of_blocks
+from headwise.runtime.config.peer_blocks import exchange_with_ranks, identity_of_blocks
 from headwise.transfer.base import Stream
 from headwise.transfer.connectors.base import DeviceExport, Export
 from headwise.transfer.connectors.select import Memories, PeerAccess, open_exports, open_readers
@@ -47,7 +47,7 @@ class PeerParts:
             identity_of_blocks(config, card),
             rank,
             card.layout.block_bytes,
-            lambda tp_size: exchange_with(config, card, tp_size),
+            lambda ranks: exchange_with_ranks(config, card, ranks),
         )
         self.exports: list[Export] = open_exports(transports, access, memories, blocks.identity, copy)
         self.reads = PeerReads(

@@ -26,7 +26,7 @@ from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.ops.base import CapturingOps, Fetch, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
-from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks
+from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, StageLostError
 from headwise.runtime.protocol.batch import (
     RESET_STORAGE,
     SLEEP,
@@ -437,6 +437,9 @@ class ModelWorker:
         try:
             with self._device.current():
                 return part()
+        except StageLostError as error:
+            before = self.rank - self.card.plan.tp_size
+            raise EngineDiedError(f"rank {self.rank} waits in step {step_id} for rank {before}: {error}") from error
         except EngineDiedError:
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,10 +83,10 @@ class Group:
         workers: list[Echo | Scripted],
         step_timeout_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ) -> ZmqExecutor:
-        self.executor = ZmqExecutor(
-            self._endpoint, len(workers), step_timeout_s, clock, start_timeout_s=PATIENCE_S, keys=self._accepts
-        )
+        options = {"start_timeout_s": PATIENCE_S, "keys": self._accepts, **options}
+        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s, clock, **options)
         for rank, worker in enumerate(workers):
             self._threads.append(threading.Thread(target=self._serve, args=(worker, rank)))
             self._threads[-1].start()
@@ -199,6 +200,64 @@ def test_logprobs_cross_the_channel(group: Group) -> None:
     result = executor.poll(PATIENCE_S)
     assert result is not None
     assert result.logprobs == logprobs
+
+
+@pytest.mark.parametrize("sampling", [0, 1, 3])
+def test_a_result_is_what_the_rank_says_that_samples_and_others_only_acknowledge(group: Group, sampling: int) -> None:
+    """The first rank of a pipeline's last stage does. Of copies and times all ranks have their say."""
+
+    def says(rank: int) -> Scripted:
+        def result(batch: BatchRequest) -> StepResult:
+            copied = CopyReport(stored=np.array([7], np.int32))
+            if rank != sampling:
+                return StepResult(batch.step_id, rank, np.empty(0, np.int32), copies=copied, compute_s=1.0 + rank)
+            return StepResult(
+                batch.step_id,
+                rank,
+                np.array([rank, 5], np.int32),
+                {1: TokenLogprobs(-0.25, ((5, -0.25),))},
+                {0: "not finite"},
+                copies=copied,
+                compute_s=0.5,
+                prompt_logprobs={0: (TokenLogprobs(-1.0, ()),)},
+                accepted=np.array([2, 0], np.int32),
+                proposed=np.array([[3, 4], [-1, -1]], np.int32),
+            )
+
+        return Scripted(result)
+
+    executor = group.start([says(rank) for rank in range(4)], sampling=sampling)
+    executor.submit(batch(0))
+    result = executor.poll(PATIENCE_S)
+    assert result is not None
+    assert (result.rank, result.token_ids.tolist(), result.broken) == (0, [sampling, 5], {0: "not finite"})
+    assert (result.logprobs[1].chosen, result.prompt_logprobs[0][0].chosen) == (-0.25, -1.0)
+    assert (result.accepted.tolist(), result.proposed.tolist()) == ([2, 0], [[3, 4], [-1, -1]])
+    assert result.copies.stored.tolist() == [7]
+    assert result.compute_s == max(1.0 + rank for rank in range(4) if rank != sampling)
+
+
+def test_a_step_is_over_once_all_stages_are_through_and_later_ones_are_begun_meanwhile(group: Group) -> None:
+    """The first rank works ahead of the last one."""
+    release, begun = threading.Event(), threading.Event()
+
+    def first(batch: BatchRequest) -> StepResult:
+        if batch.step_id == 2:
+            begun.set()
+        return StepResult(batch.step_id, 0, np.empty(0, np.int32))
+
+    def last(batch: BatchRequest) -> StepResult:
+        release.wait(PATIENCE_S)
+        return StepResult(batch.step_id, 1, np.array([batch.step_id], np.int32))
+
+    executor = group.start([Scripted(first), Scripted(last)], sampling=1)
+    for step_id in range(3):
+        executor.submit(batch(step_id))
+    assert begun.wait(PATIENCE_S)
+    assert executor.poll(0.05) is None
+    release.set()
+    results = [executor.poll(PATIENCE_S) for _ in range(3)]
+    assert [result.token_ids.tolist() for result in results if result] == [[0], [1], [2]]
 
 
 def test_an_error_of_any_rank_is_the_step_s_error_and_the_next_step_runs(group: Group) -> None:

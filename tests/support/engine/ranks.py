@@ -45,10 +45,14 @@ class Ranks:
         self._links = links_of(config.tp_size, stages)
         self._threads = ThreadPoolExecutor(size)
         self._sampling = size - config.tp_size
-        self.workers = [
-            ModelWorker(config, directory, rank, comm, device() if device else None, peers=peers, link=link)
-            for rank, (comm, link) in enumerate(zip(comms, self._links or [None] * size, strict=True))
-        ]
+        try:
+            self.workers = [
+                ModelWorker(config, directory, rank, comm, device() if device else None, peers=peers, link=link)
+                for rank, (comm, link) in enumerate(zip(comms, self._links or [None] * size, strict=True))
+            ]
+        except BaseException:
+            self._close_links()
+            raise
         self._reports = MergedReports(size)
         self._on_all(ModelWorker.initialize_cache)
         for worker in self.workers:
@@ -65,6 +69,9 @@ class Ranks:
 
     def close(self) -> None:
         self._on_all(ModelWorker.close)
+        self._close_links()
+
+    def _close_links(self) -> None:
         for link in self._links:
             link.close()
 

@@ -54,7 +54,7 @@ class Watched(LocalExecutor):
 
 def worker_of(config: EngineConfig, device: Callable[[], Device] | None) -> ModelWorker | Ranks:
     """With an arena of NaN."""
-    if config.tp_size > 1:
+    if config.ranks > 1:
         return Ranks(config, Path(config.model), device=device)
     worker = ModelWorker(config, Path(config.model), 0, SingleRank(), device() if device else None)
     worker.initialize_cache()
