@@ -260,6 +260,7 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
         },
         "moe": {"step_b1_of_bandwidth", "step_b2_of_bandwidth"},
         "mtp": {f"{way}_b{batch}_over_plain" for way in ("filled", "proposed", "drafted") for batch in (1, 2)},
+        "stages": {"host_64"},
         "smollm2": {"tokens_float32", "tokens_bfloat16"},
         "published": {"ttft_over_uniform", "tbt_over_uniform"},
         "recycling": {"throughput_ratio"},

@@ -253,9 +253,7 @@ def test_a_stage_that_gives_nothing_is_named_by_the_next_one(rank: int, waiting:
     """Each rank waits for the one in its place; the others of its stage wait for it."""
 
     def prepare(ranks: Ranks) -> None:
-        links = ranks.workers[rank]._links
-        assert links is not None
-        links.send = lambda stream: None
+        ranks.workers[rank]._links.next.send = lambda stream: None
         ranks._links[waiting]._timeout_s = 0.3
 
     wanted = wanted_of("gemma2")
@@ -297,9 +295,9 @@ def test_a_stage_that_stalls_is_named_by_the_engine_once_its_time_is_over() -> N
 
 def test_a_stage_in_another_step_than_the_next_one_is_told() -> None:
     def prepare(ranks: Ranks) -> None:
-        links = ranks.workers[0]._links
-        assert links is not None
-        send, sent = links.send, [0]
+        outgoing = ranks.workers[0]._links.next
+        assert outgoing is not None
+        send, sent = outgoing.send, [0]
 
         def loses_one(stream: Any) -> None:
             sent[0] += 1
@@ -307,7 +305,7 @@ def test_a_stage_in_another_step_than_the_next_one_is_told() -> None:
                 send(stream[:1])
             send(stream)
 
-        links.send = loses_one
+        outgoing.send = loses_one
 
     with staged_engine(config_of("qwen3"), prepare=prepare) as engine:
         results = begin(engine, wanted_of("qwen3"))

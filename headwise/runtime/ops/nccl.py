@@ -34,8 +34,10 @@ _PCI_ADDRESS = (50, 33, 34)
 """``cudaDevAttrPciDomainId``, ``PciBusId`` and ``PciDeviceId``. CuPy also gives the address as text, but its buffer is
 too short for the domains of some machines."""
 
-_CONNECT, _NO_LIBRARY, _SHARED_GPU = range(3)
-_WHY_NOT = {
+CONNECT, _NO_LIBRARY, _SHARED_GPU = range(3)
+"""What ranks agree on."""
+
+WHY_NOT = {
     _NO_LIBRARY: "NCCL is not to be had on every rank (`pip install nvidia-nccl-cu12`, for CUDA 13 -cu13)",
     _SHARED_GPU: "two of them have the same GPU",
 }
@@ -51,25 +53,15 @@ def connect_gpus(comm: Communicator) -> NcclCollectives | None:
         DeploymentError: NCCL is there, and fails to connect; or ranks are on several nodes, and it is missing.
         EngineDiedError: another rank did not call this in time.
     """
-    # Set before NCCL reads it. By default, NCCL maps captured buffers into all ranks during a capture, for which the
-    # ranks wait for each other. A capture that fails on one rank would then hang the others, and CuPy's pools could
-    # free memory that other ranks have mapped.
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    nccl = _load()
+    nccl = load_nccl()
     verdict, unique_id = _agree(comm, nccl)
-    if nccl is None or verdict != _CONNECT:
+    if nccl is None or verdict != CONNECT:
         if comm.spans_nodes:
-            raise DeploymentError(f"tensor-parallel ranks on several nodes need NCCL, and {_WHY_NOT[verdict]}")
+            raise DeploymentError(f"tensor-parallel ranks on several nodes need NCCL, and {WHY_NOT[verdict]}")
         if comm.rank == 0:
-            log.warning("tensor-parallel ranks reduce through host memory: %s", _WHY_NOT[verdict])
+            log.warning("tensor-parallel ranks reduce through host memory: %s", WHY_NOT[verdict])
         return None
-    try:
-        communicator = nccl.NcclCommunicator(comm.size, unique_id, comm.rank)
-    except Exception as error:
-        raise _failed(comm.rank, error) from error
-    # Never destroy the communicator before the process ends: that would wait for all graphs that use it, and for other
-    # ranks, which may be gone.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+    communicator = connect(nccl, comm.size, unique_id, comm.rank, f"TP rank {comm.rank}")
     return NcclCollectives(nccl, communicator, comm)
 
 
@@ -85,17 +77,12 @@ class NcclCollectives:
     def __init__(self, nccl: ModuleType, communicator: Any, comm: Communicator) -> None:
         self._nccl, self._communicator, self._comm = nccl, communicator, comm
         self._sum = int(nccl.NCCL_SUM)
-        self._codes = {
-            "int32": int(nccl.NCCL_INT32),
-            "float32": int(nccl.NCCL_FLOAT32),
-            "float16": int(nccl.NCCL_FLOAT16),
-            "bfloat16": int(nccl.NCCL_BFLOAT16),
-        }
+        self._codes = codes_of(nccl)
         self._widths: dict[int, list[int]] = {}
 
     def all_reduce(self, x: Any) -> Any:
         x = cupy.ascontiguousarray(x)
-        address, stream = address_of(x), _stream()
+        address, stream = address_of(x), current_stream()
         with self._checked():
             self._communicator.allReduce(address, address, x.size, self._codes[x.dtype.name], self._sum, stream)
         return x
@@ -104,7 +91,7 @@ class NcclCollectives:
         return None
 
     def gather(self, x: Any) -> Any | None:
-        widths, stream = self._widths_beside(x.shape[1]), _stream()
+        widths, stream = self._widths_beside(x.shape[1]), current_stream()
         x = cupy.ascontiguousarray(x)
         if self._comm.rank:
             with self._checked():
@@ -135,7 +122,7 @@ class NcclCollectives:
 
     def _send_and_receive(self, parts: Any, whole: Any, ranks: range) -> None:
         """Send each of ``ranks`` its part, and receive its own for this one into ``whole [len(ranks), ...]``."""
-        stream = _stream()
+        stream = current_stream()
         with self._checked(), self._at_once():
             for index, rank in enumerate(ranks):
                 if rank == self._comm.rank:
@@ -149,7 +136,7 @@ class NcclCollectives:
 
     def share(self, sampled: Sampled | None, count: int) -> Sampled:
         tokens, best = sampled or (cupy.empty(count, np.int32), cupy.empty(count, np.float32))
-        stream = _stream()
+        stream = current_stream()
         with self._checked(), self._at_once():
             for array in (tokens, best):
                 address = address_of(array)
@@ -180,8 +167,12 @@ class NcclCollectives:
             raise EngineDiedError(f"NCCL failed on TP rank {self._comm.rank}: {first_line(error)}") from error
 
 
-def _load() -> ModuleType | None:
+def load_nccl() -> ModuleType | None:
     """CuPy's binding of NCCL; None if it does not find the library."""
+    # Set before NCCL reads it. By default, NCCL maps captured buffers into all ranks during a capture, for which the
+    # ranks wait for each other. A capture that fails on one rank would then hang the others, and CuPy's pools could
+    # free memory that other ranks have mapped.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # CuPy warns of a missing library; `connect_gpus` logs that in one line
         from cupy.cuda import nccl
@@ -189,21 +180,26 @@ def _load() -> ModuleType | None:
 
 
 def _agree(comm: Communicator, nccl: ModuleType | None) -> tuple[int, bytes]:
-    """Whether all ranks can connect, one of `_CONNECT`, `_NO_LIBRARY` and `_SHARED_GPU`, and NCCL's unique id for it.
-
-    GPUs are compared by their machines and PCI addresses, as NCCL does.
-    """
-    device, attribute = cupy.cuda.Device().id, cupy.cuda.runtime.deviceGetAttribute
-    address = [attribute(number, device) for number in _PCI_ADDRESS]
-    mine = np.array([[nccl is not None, *_machine(), *address]], dtype=np.float32)
-    told = comm.gather(mine)
+    """Whether all ranks can connect: `verdict_of` them; and NCCL's unique id for it."""
+    told = comm.gather(told_of(nccl)[None])
     answer = None
     if told is not None:
-        verdict = _verdict(told.reshape(comm.size, -1))
-        unique_id = _new_id(nccl) if verdict == _CONNECT else bytes(ID_BYTES)
+        verdict = verdict_of(told.reshape(comm.size, -1))
+        unique_id = new_id(nccl, "TP rank 0") if verdict == CONNECT else bytes(ID_BYTES)
         answer = np.array([verdict, *np.frombuffer(unique_id, np.int32)], dtype=np.int32)
     answer = comm.broadcast(answer, (1 + ID_BYTES // 4,))
     return int(answer[0]), answer[1:].tobytes()
+
+
+def told_of(nccl: ModuleType | None) -> NDArray[np.float32]:
+    """What `verdict_of` needs to know of this rank: whether it has NCCL, its machine, and its GPU's PCI address."""
+    device, attribute = cupy.cuda.Device().id, cupy.cuda.runtime.deviceGetAttribute
+    address = [attribute(number, device) for number in _PCI_ADDRESS]
+    return np.array([nccl is not None, *_machine(), *address], dtype=np.float32)
+
+
+TOLD = 1 + 8 + len(_PCI_ADDRESS)
+"""Numbers of `told_of`."""
 
 
 def _machine() -> list[int]:
@@ -211,26 +207,59 @@ def _machine() -> list[int]:
     return list(sha256(this_node().encode()).digest()[:8])
 
 
-def _verdict(ranks: NDArray[np.float32]) -> int:
+def verdict_of(ranks: NDArray[np.float32]) -> int:
+    """Whether ranks can connect, by `told_of` each: `CONNECT`, or one of `WHY_NOT`. GPUs are compared as NCCL does."""
     if not ranks[:, 0].all():
         return _NO_LIBRARY
-    return _CONNECT if len(np.unique(ranks[:, 1:], axis=0)) == len(ranks) else _SHARED_GPU
+    return CONNECT if len(np.unique(ranks[:, 1:], axis=0)) == len(ranks) else _SHARED_GPU
 
 
-def _new_id(nccl: Any) -> bytes:
+def new_id(nccl: Any, who: str) -> bytes:
+    """NCCL's for a new communicator. who: asks, for errors
+
+    Raises:
+        DeploymentError: there is none.
+    """
     try:
         return bytes(nccl.get_unique_id())
     except Exception as error:
-        raise _failed(0, error) from error
+        raise _failed(who, error) from error
 
 
-def _stream() -> int:
+def connect(nccl: Any, size: int, unique_id: bytes, rank: int, who: str) -> Any:
+    """One rank's communicator, once all of them call this. who: calls, for errors
+
+    Raises:
+        DeploymentError: NCCL fails to connect them.
+    """
+    try:
+        communicator = nccl.NcclCommunicator(size, unique_id, rank)
+    except Exception as error:
+        raise _failed(who, error) from error
+    # Never destroy the communicator before the process ends: that would wait for all graphs that use it, and for other
+    # ranks, which may be gone.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+    return communicator
+
+
+def codes_of(nccl: Any) -> dict[str, int]:
+    """NCCL's numbers of dtypes, by their names."""
+    return {
+        "int32": int(nccl.NCCL_INT32),
+        "float32": int(nccl.NCCL_FLOAT32),
+        "float16": int(nccl.NCCL_FLOAT16),
+        "bfloat16": int(nccl.NCCL_BFLOAT16),
+    }
+
+
+def current_stream() -> int:
+    """CuPy's, as NCCL takes it."""
     return int(cupy.cuda.get_current_stream().ptr)
 
 
-def _failed(rank: int, error: Exception) -> DeploymentError:
+def _failed(who: str, error: Exception) -> DeploymentError:
     return DeploymentError(
-        f"NCCL cannot connect the GPU of TP rank {rank} with the others ({first_line(error)}): NCCL_DEBUG=INFO in the "
+        f"NCCL cannot connect the GPU of {who} with the others ({first_line(error)}): NCCL_DEBUG=INFO in the "
         "workers' environment says why; in a container, shared memory may be too small (in Docker --shm-size); between "
         "nodes, ports may be closed, or NCCL_SOCKET_IFNAME name a network that does not lead there"
     )

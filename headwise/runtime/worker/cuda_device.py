@@ -31,7 +31,7 @@ from headwise.runtime.ops.comm import Collectives, Communicator, host_collective
 from headwise.runtime.ops.one_shot import connect_one_shot
 from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
-from headwise.runtime.ops.stage_links import HostLink, HostStageLinks, StageLinks
+from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, host_links
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
@@ -110,8 +110,15 @@ class CudaDevice:
             )
         return host_collectives(self.ops, comm)
 
-    def stage_links(self, link: HostLink, card: ModelCard) -> StageLinks:
-        return HostStageLinks(self.ops, link, card.config.hidden_size)
+    def stage_links(self, link: HostLink, stage: LinkedStage) -> StageLinks:
+        """See `Device.stage_links`: over NCCL, where both ends can, for tensors of CuPy's."""
+        from headwise.runtime.ops.gpu_ops import GpuOps
+
+        if isinstance(self.ops, GpuOps):
+            from headwise.runtime.ops.nccl_links import connect_stages
+
+            return connect_stages(self.ops, link, stage)
+        return host_links(self.ops, link, stage)
 
     def spare_bytes(self) -> int:
         """See `Device.spare_bytes`: all but the share of the card that is to stay free."""

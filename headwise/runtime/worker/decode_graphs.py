@@ -47,7 +47,8 @@ class Scored:
     scores:     ``[rows, vocab_size]``, as `Model.scores` says
     likeliest:  of each row, as `TensorOps.greedy` says
     table_rows: int32 ``[rows]``, where the sequences' block tables are, and all else that is kept by row
-    hidden:     what drafts are made of, on every rank, where the model makes some: see `Model.for_drafts`
+    hidden:     what drafts are made of, on every rank, where the model makes some: see `Model.for_drafts`. Of another
+                stage than a pipeline's last, the residual stream, and nothing else
     """
 
     scores: Tensor | None

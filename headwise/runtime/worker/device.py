@@ -16,7 +16,7 @@ from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.select import make_ops
-from headwise.runtime.ops.stage_links import HostLink, HostStageLinks, StageLinks
+from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, host_links
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import HostLastSampled, LastSampled
 from headwise.transfer.base import Stream
@@ -64,8 +64,8 @@ class Device(Protocol):
             DeploymentError: the ranks' devices cannot be connected.
         """
 
-    def stage_links(self, link: HostLink, card: ModelCard) -> StageLinks:
-        """Those over ``link``, whose other ends call this, too, within `current`. card: of the model
+    def stage_links(self, link: HostLink, stage: LinkedStage) -> StageLinks:
+        """Those over ``link``, whose other ends call this, too, within `current`.
 
         Raises:
             DeploymentError: the devices cannot be connected.
@@ -113,8 +113,8 @@ class CpuDevice:
     def collectives(self, comm: Communicator) -> Collectives:
         return host_collectives(self.ops, comm)
 
-    def stage_links(self, link: HostLink, card: ModelCard) -> StageLinks:
-        return HostStageLinks(self.ops, link, card.config.hidden_size)
+    def stage_links(self, link: HostLink, stage: LinkedStage) -> StageLinks:
+        return host_links(self.ops, link, stage)
 
     def spare_bytes(self) -> int:
         raise NotImplementedError("a CPU's pool has a size by default")

@@ -16,12 +16,13 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model, PagedAttentionLayer, PagedCache
-from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.ops.base import Fetch, KernelArray, Tensor
 from headwise.runtime.ops.stage_links import StageLinks
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.drafts import Spread, spread
+from headwise.runtime.worker.next_tokens import NOTHING
 from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs
 from headwise.runtime.worker.row_adapters import AdaptersOfRows
 
@@ -52,11 +53,12 @@ class DeviceStep:
 class ModelRunner:
     """Over one arena, whose ``layers``, those of this rank's stage, have these ``heads``.
 
-    links:   to other stages' ranks; None: there are none
+    links:   to other stages' ranks
     last:    tokens of the steps before
     graphs:  decode steps, where they are graphs
     prefill: other steps, likewise
     kept:    of a model that drafts: what `Model.draft` is given of all tokens that `forward` computed last
+    passed:  of another stage than the last: a number of what it gave the next one last, which comes when that is there
     """
 
     def __init__(
@@ -70,18 +72,18 @@ class ModelRunner:
         layers: range,
         adapters: AdaptersOfRows,
         loads: Loads,
-        links: StageLinks | None = None,
+        links: StageLinks,
     ) -> None:
         self.model, self.cache = model, cache
         self.last = device.last_sampled(card.spec.max_rows)
         self.graphs: DecodeGraphs | None = None
         self.prefill: PrefillGraphs | None = None
         self.kept: Tensor = None
+        self.passed: Fetch = NOTHING
         self._card, self._ops, self._kernels = card, device.ops, device.kernels
         self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
         self._layouts, self._first = card.layouts[layers.start : layers.stop], layers.start
-        self._links = links
-        self.is_last = layers.stop == card.config.num_layers
+        self._links, self.is_last = links, links.is_last
         self._upload = self._ops.step_upload()
 
     # ---- steps ----
@@ -93,14 +95,28 @@ class ModelRunner:
         return is_decode and 0 < batch.num_tokens <= self._card.spec.max_rows and not self._loads.is_loading()
 
     def decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
-        """A step that `is_plain_decode`, with its table updates."""
+        """A step that `is_plain_decode`, with its table updates. Another stage than the last gives the next one what
+        comes of it."""
         each = spread(batch)
         tokens, updates = self.last.inputs(batch), batch.table_updates
-        return graphs.step(tokens, each.starts, each.starts + 1, each.rows, updates, each.follows)
+        self._links.receive(batch.num_tokens)
+        scored = graphs.step(tokens, each.starts, each.starts + 1, each.rows, updates, each.follows)
+        if not self.is_last and scored.hidden is not None:
+            self._pass_on(self._ops.from_kernel_array(scored.hidden[: batch.num_tokens]))
+        return scored
+
+    def _pass_on(self, stream: Tensor) -> None:
+        """Give the next stage the residual stream behind a step's layers."""
+        self._links.send(stream)
+        if not self._links.holds_host:  # else it was waited for
+            self.passed = self._ops.fetch(self._ops.kernel_array(stream[:1, :1]))
 
     def score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         """What a decode step computes; only enqueues."""
-        hidden = self.model.forward(token_ids, positions, self.attention(step))
+        stream = self._links.place(len(token_ids))
+        hidden = self.model.forward(token_ids, positions, self.attention(step), stream=stream)
+        if not self.is_last:
+            return Scored(None, None, hidden=self._ops.kernel_array(hidden))
         scores = self.model.scores(hidden)
         drafts = self._card.config.draft_layers > 0
         kept = self._ops.kernel_array(self.model.for_drafts(hidden)) if drafts else None
@@ -129,17 +145,17 @@ class ModelRunner:
             upload = partial(graphs.upload, wanted=wanted)
         step = self.on_device(spread(batch), self.last.inputs(batch), upload)
         self.last.fill(step.tokens, step.batch.cu_seqlens_q, step.rows)
+        stream = self._links.receive(batch.num_tokens)
         if graphs is not None:
             hidden = graphs.forward(self.attend, step.batch, batch.num_tokens, wanted)
-            self.kept = graphs.kept
-            return hidden
-        given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
-        stream = self._links.receive(batch.num_tokens) if self._links is not None and self._first else None
-        hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted, stream)
-        if self._links is not None and not self.is_last:
-            self._links.send(hidden)
+        else:
+            given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
+            hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted, stream)
+        if not self.is_last:
+            self._pass_on(hidden)
             return None
-        self.kept = self.model.for_drafts(hidden) if self._card.config.draft_layers else None
+        if self._card.config.draft_layers:
+            self.kept = self.model.for_drafts(hidden) if graphs is None else graphs.kept
         return hidden
 
     def on_device(

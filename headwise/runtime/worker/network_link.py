@@ -1,7 +1,8 @@
 """The link between two stages of a pipeline, over ZeroMQ: of each rank to the one in its place in the next stage.
 
-    stage    PUSH, connected        next stage    PULL, bound
+    stage    DEALER, connected        next stage    DEALER, bound
              round, array ->
+             <- round, array          answers, at start
 
 An engine has few steps on their way at once, which bounds what lies unread.
 """
@@ -10,12 +11,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.errors import EngineDiedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.ops.stage_links import StageLostError
 from headwise.sockets.context import close_context, open_context
@@ -28,6 +30,20 @@ _ROUND = struct.Struct("<q")
 
 _SLICE_S = 0.25
 """Longest wait before the clock is read again: see `LivenessClock`."""
+
+
+@dataclass
+class _End:
+    """Of a neighbour: a socket for both ways.
+
+    other:          who it is, for errors
+    sent, received: arrays so far
+    """
+
+    socket: zmq.Socket[bytes]
+    other: str
+    sent: int = 0
+    received: int = 0
 
 
 class NetworkLink:
@@ -44,9 +60,8 @@ class NetworkLink:
         self._timeout_s, self._clock = timeout_s, LivenessClock()
         self._context = open_context()
         self._authenticator: Authenticator | None = None
-        self._before: zmq.Socket[bytes] | None = None
-        self._next: zmq.Socket[bytes] | None = None
-        self._sent = self._received = 0
+        self._before: _End | None = None
+        self._next: _End | None = None
 
     def listen(self, endpoint: str, keys: ServerKeys | None) -> None:
         """Have the stage before connect here: at ``ipc://PATH``, or ``tcp://HOST:*``, a free port.
@@ -55,48 +70,72 @@ class NetworkLink:
         """
         import zmq
 
-        socket = self._before = self._context.socket(zmq.PULL)
+        socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         if keys is not None:
             self._authenticator = Authenticator(self._context, keys.clients)
             secure_server(socket, keys)
         socket.bind(endpoint)
         self.endpoint = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._before = _End(socket, "the stage of the pipeline before this one")
 
     def connect(self, endpoint: str, keys: ClientKeys | None) -> None:
         """Send to the stage that listens there."""
         import zmq
 
-        socket = self._next = self._context.socket(zmq.PUSH)
+        socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         secure_client(socket, keys)
         socket.connect(endpoint)
+        self._next = _End(socket, "the stage of the pipeline behind this one")
 
     def send(self, array: NDArray[np.float32]) -> None:
         """See `HostLink.send`."""
         assert self._next is not None, "the last stage sends nothing"
-        self._sent += 1
-        whole = np.ascontiguousarray(array, dtype=np.float32)
-        self._next.send_multipart((_ROUND.pack(self._sent), whole.data))
+        self._give(self._next, array)
 
     def receive(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """See `HostLink.receive`."""
         assert self._before is not None, "the first stage receives nothing"
-        self._received += 1
+        return self._take(self._before, shape)
+
+    def answer(self, array: NDArray[np.float32]) -> None:
+        """See `HostLink.answer`."""
+        assert self._before is not None, "the first stage answers nobody"
+        self._give(self._before, array)
+
+    def answered(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """See `HostLink.answered`."""
+        assert self._next is not None, "nobody answers the last stage"
+        return self._take(self._next, shape)
+
+    def _give(self, end: _End, array: NDArray[np.float32]) -> None:
+        import zmq
+
+        if not self._is_so(end, zmq.POLLOUT):
+            raise EngineDiedError(f"{end.other} took nothing for {self._timeout_s:g} s")
+        end.sent += 1
+        whole = np.ascontiguousarray(array, dtype=np.float32)
+        end.socket.send_multipart((_ROUND.pack(end.sent), whole.data))
+
+    def _take(self, end: _End, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        import zmq
+
+        end.received += 1
+        if not self._is_so(end, zmq.POLLIN):
+            raise StageLostError(f"{end.other} sent nothing for {self._timeout_s:g} s")
+        frames, size = end.socket.recv_multipart(), 4 * math.prod(shape)
+        if len(frames) != 2 or frames[0] != _ROUND.pack(end.received) or len(frames[1]) != size:
+            raise StageLostError(f"{end.other} is in another step: expected were {size} bytes in round {end.received}")
+        return np.frombuffer(bytearray(frames[1]), np.float32).reshape(shape)
+
+    def _is_so(self, end: _End, event: int) -> bool:
+        """Whether the socket can send, or has received, within the timeout."""
         deadline = self._clock() + self._timeout_s
         while (left := deadline - self._clock()) > 0:
-            if self._before.poll(math.ceil(min(left, _SLICE_S) * 1000)):
-                return self._checked(self._before.recv_multipart(), shape)
-        raise StageLostError(f"the stage of the pipeline before this one sent nothing for {self._timeout_s:g} s")
-
-    def _checked(self, frames: Sequence[bytes], shape: tuple[int, ...]) -> NDArray[np.float32]:
-        size = 4 * math.prod(shape)
-        if len(frames) != 2 or frames[0] != _ROUND.pack(self._received) or len(frames[1]) != size:
-            raise StageLostError(
-                f"the stage of the pipeline before this one is in another step: expected were {size} bytes in round "
-                f"{self._received}"
-            )
-        return np.frombuffer(bytearray(frames[1]), np.float32).reshape(shape)
+            if end.socket.poll(math.ceil(min(left, _SLICE_S) * 1000), event):
+                return True
+        return False
 
     def close(self) -> None:
         """Idempotent."""

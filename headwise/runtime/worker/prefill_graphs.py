@@ -25,6 +25,7 @@ from headwise.runtime.models.attention.base import CachedAttention
 from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model
 from headwise.runtime.ops.base import Between, CapturingOps, Cut, KernelArray, StepUpload, Tensor
+from headwise.runtime.ops.stage_links import StageLinks
 from headwise.runtime.worker.padding import all_sizes, padded
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ SHARE = 0.6
 
 UNKNOWN_TOKENS = 1024
 """Most tokens of steps that are recorded where nothing is known of the card."""
+
+WHOLE = StageLinks()
+"""Of a rank that has all layers."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ class StepGraphs:
     upload: all sizes use one, with room for the largest
     wanted: rows that come of a step at most, where it has more; 0: all of its tokens'
     tells_follows: whether steps may say which sequences follow others
+    links:  of the rank's stage
     kept:   of a model that drafts, and of the last step: see `Model.for_drafts`; valid until the next one
     """
 
@@ -134,9 +139,10 @@ class StepGraphs:
         wanted: int,
         upload: StepUpload,
         tells_follows: bool = False,
+        links: StageLinks = WHOLE,
     ) -> None:
         self._ops, self.tokens, self._sequences, self._upload = ops, tokens, sequences, upload
-        self._tells_follows = tells_follows
+        self._tells_follows, self._links = tells_follows, links
         self.wanted = wanted if wanted < tokens else 0
         self.kept: Tensor = None
         self._asked: list[_Asked] = []
@@ -153,8 +159,9 @@ class StepGraphs:
             asked.clear()
             layer = _CuttingAttention(ops, attention, begins[-1:], count, asked, cut)
             wanted = rows if self.wanted else None
-            hidden = model.forward(tokens, positions, layer, wanted=wanted)
-            drafts = [model.for_drafts(hidden)] if model.config.draft_layers else []
+            hidden = model.forward(tokens, positions, layer, wanted=wanted, stream=self._links.place(self.tokens))
+            has_drafts = model.config.draft_layers and self._links.is_last
+            drafts = [model.for_drafts(hidden)] if has_drafts else []
             return [ops.kernel_array(rows) for rows in (hidden, *drafts)]
 
         self._replay = ops.capture_pieces(work)
@@ -246,7 +253,10 @@ class PrefillGraphs:
     followers: sequences that there may be besides, each of which follows another one, as of models that keep states
                steps then say
     all_ranks: see `DecodeGraphs`
-    gives_all: whether all rows of a step come of it, not those alone that are wanted
+    gives_all: whether all rows of a step come of it, not those alone that are wanted; they do on other stages than the
+               last
+    links:     of the rank's stage
+    layers:    of the decoder's, that it has
     """
 
     def __init__(
@@ -257,17 +267,17 @@ class PrefillGraphs:
         all_ranks: Callable[[bool], bool] = bool,
         gives_all: bool = False,
         followers: int = 0,
+        links: StageLinks = WHOLE,
+        layers: int = 0,
     ) -> None:
         self._ops, self._all_ranks, self._sequences = ops, all_ranks, sequences + followers
         self._tells_follows = followers > 0
-        self._wanted = 0 if gives_all else padded_tokens(sequences)
-        self._most = most
+        self._wanted = 0 if gives_all or not links.is_last else padded_tokens(sequences)
+        self._most, self._links, self._layers = most, links, layers
         self._recorded: list[StepGraphs] = []
-        self._layers = 0
 
     def record(self, model: Model, attention: CachedAttention) -> None:
         """Record the pieces of ``model`` for all numbers of tokens, or as many as can be on every rank."""
-        self._layers = model.config.decoder_layers
         sizes = all_sizes(padded_tokens, self._most)
         log.info("recording prefill of %d sizes, up to %d tokens, as CUDA graphs", len(sizes), sizes[-1])
         # One for all: graphs read where it wrote when they were recorded.
@@ -275,7 +285,8 @@ class PrefillGraphs:
         upload = self._ops.step_upload(capacity=2 * sizes[-1] + of_sequences + self._wanted + 2)
         for tokens in reversed(sizes):  # the largest first: see `CapturingOps`
             sizes_of_step = tokens, self._sequences, self._wanted
-            graphs, trouble = StepGraphs(self._ops, *sizes_of_step, upload, self._tells_follows), ""
+            graphs = StepGraphs(self._ops, *sizes_of_step, upload, self._tells_follows, self._links)
+            trouble = ""
             try:
                 graphs.record(model, attention)
             except Exception as error:  # CuPy's own kinds

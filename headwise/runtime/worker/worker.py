@@ -24,9 +24,9 @@ from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import CachedAttention
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, Shard
-from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.base import CapturingOps, Fetch, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
-from headwise.runtime.ops.stage_links import HostLink, StageLostError
+from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, StageLostError
 from headwise.runtime.protocol.batch import (
     RESET_STORAGE,
     SLEEP,
@@ -37,7 +37,7 @@ from headwise.runtime.protocol.batch import (
 from headwise.runtime.protocol.copies import NO_REPORT
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import RunningStep
-from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
+from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored, padded_rows
 from headwise.runtime.worker.device import Device, open_device
 from headwise.runtime.worker.drafts import SampledRows, of_sequences
 from headwise.runtime.worker.guides import Guides
@@ -47,8 +47,8 @@ from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.model_drafts import Drafted, ModelDrafts
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.model_runner import Loads, ModelRunner
-from headwise.runtime.worker.next_tokens import Chosen, NextTokens
-from headwise.runtime.worker.prefill_graphs import PrefillGraphs, worthwhile_tokens
+from headwise.runtime.worker.next_tokens import NOTHING, Chosen, NextTokens
+from headwise.runtime.worker.prefill_graphs import PrefillGraphs, padded_tokens, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.row_adapters import AdaptersOfRows
 from headwise.runtime.worker.sampler import NOT_FINITE
@@ -73,21 +73,24 @@ class WorkerParts:
 class _Computed:
     """What a step computes, as a `StepResult` tells it; its tokens may be on their way still.
 
+    passed:   of another stage than the last: see `ModelRunner.passed`
     unusable: sequences whose prompts have no usable logits, by index
     """
 
     chosen: Chosen = field(default_factory=Chosen)
     drafted: Drafted = field(default_factory=Drafted)
+    passed: Fetch = NOTHING
     unusable: Sequence[int] = ()
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
-        return self.chosen.tokens.is_done and self.drafted.is_done
+        return self.passed.is_done and self.chosen.tokens.is_done and self.drafted.is_done
 
     def tokens(self, batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[int, str]]:
         """Of each sequence of the step, `NO_TOKEN` where it does not sample; how many of each one's drafts are right;
         and why sequences failed, by index."""
+        self.passed.get()
         sampled = self.chosen.tokens.get()
         tokens, accepted = of_sequences(batch, self.chosen.wanted, sampled)
         lacks = tokens == NO_TOKEN
@@ -155,7 +158,7 @@ class ModelWorker:
         with self._device.current():
             self._collectives = self._device.collectives(comm)
             assert (link is None) == (len(self.card.plan.stages) == 1), "stages are linked"
-            self._links = None if link is None else self._device.stage_links(link, self.card)
+            self._links = StageLinks() if link is None else self._device.stage_links(link, self._linked_stage())
             self._attention = self._over_cache()
             self._model = self._load_model()
         self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
@@ -165,6 +168,11 @@ class ModelWorker:
         self._before: RunningStep | None = None
         self._ended = 0.0
         self._adapters = AdaptersOfRows([name for name, _ in self.card.adapters], self.card.spec.max_rows)
+
+    def _linked_stage(self) -> LinkedStage:
+        model, layers = self.card.config, self._layers
+        rows = max(padded_tokens(self._config.most_batched_tokens), padded_rows(self.card.spec.max_rows))
+        return LinkedStage(self.rank, model.hidden_size, rows, layers.start == 0, layers.stop == model.num_layers)
 
     def _over_cache(self) -> CachedAttention:
         parts = self.card.token_parts
@@ -212,7 +220,7 @@ class ModelWorker:
 
     def _stages_text(self) -> str:
         count = len(self.card.plan.stages)
-        return str(count) if self._links is None else f"{count} by {self._links.name}"
+        return f"{count} by {self._links.name}" if self._links.name else str(count)
 
     def _speculation(self) -> str:
         by_model = " with mtp" if self.card.config.draft_layers else ""
@@ -311,6 +319,8 @@ class ModelWorker:
             self._is_so_on_all_ranks,
             gives_all=self.card.config.draft_layers > 0,
             followers=self._config.speculation * self._config.most_seqs if self._tells_follows else 0,
+            links=self._links,
+            layers=len(range(self.card.config.decoder_layers)[self._layers.start : self._layers.stop]),
         )
         self._prefill.record(self._model, self._attention)
 
@@ -450,7 +460,7 @@ class ModelWorker:
             if not self._is_asleep:
                 computed = self._compute(batch)
         except (ValueError, ArithmeticError) as error:
-            if self._comm.size > 1 or self._links is not None:
+            if self._config.ranks > 1:
                 raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
 
@@ -459,7 +469,8 @@ class ModelWorker:
 
         before, self._before = self._before, _Step(computed, end)
         is_loading = self._copies is not None and self._copies.is_loading
-        if is_loading or computed.is_done:
+        # A host that waits for other stages, in the next step, would meanwhile tell nothing of this one.
+        if is_loading or computed.is_done or self._links.holds_host:
             if before is not None:
                 before.result()
             self._before.result()
@@ -499,13 +510,13 @@ class ModelWorker:
                 self._tokens.open(batch.new_sequences)
         if runner.graphs is not None and runner.is_plain_decode(batch):
             scored = runner.decode(runner.graphs, batch)
-            return self._completed(batch, scored, scored.hidden)
+            return self._completed(batch, scored, scored.hidden) if runner.is_last else _Computed(passed=runner.passed)
         runner.cache.tables.apply(batch.table_updates)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
         if not runner.is_last:
             runner.forward(batch)
-            return _Computed()
+            return _Computed(passed=runner.passed)
         if batch.samples_behind_each:
             hidden = runner.forward(batch)
             return self._completed(batch, hidden, runner.kept)

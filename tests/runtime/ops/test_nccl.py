@@ -6,11 +6,8 @@ import gc
 import logging
 import re
 import sys
-import threading
-import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -21,35 +18,29 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
-from support.gpu.emulated_gpu import EmulatedGpu, EmulatedOps, SerialPrograms
+from support.gpu.emulated_gpu import EmulatedGpu
 from support.gpu.host_ipc import HostGpu, host_sharing
 from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with, way
+from support.gpu.nccl_ranks import RankGpu, Ranks
 from support.gpu.tiny_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
 from support.tiny_checkpoints import checkpoint
-from support.waiting import PATIENCE_S
 
 from headwise import EngineConfig, LocalEngine
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError, DeploymentError, EngineDiedError
-from headwise.kernels.cuda import all_reduce
 from headwise.kernels.cuda.all_reduce import RankSums
-from headwise.kernels.cuda.interpreter import InterpreterLauncher
-from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.kernels.cuda.programs import Defines
 from headwise.runtime.client import local_engine as local
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.ops.base import Between, Cut
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.one_shot import connect_one_shot
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker import worker as worker_module
-from headwise.runtime.worker.cuda_device import CudaDevice
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
 from headwise.runtime.worker.worker import ModelWorker
-from headwise.transfer.cuda_sharing import CudaSharing
 
 MODULE = "headwise.runtime.ops.nccl"
 
@@ -68,26 +59,6 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostNccl]:
 @pytest.fixture
 def module(nccl: HostNccl) -> ModuleType:
     return import_module(MODULE)
-
-
-class Ranks:
-    """A thread each, with a GPU and a stream of its own, and a host communicator."""
-
-    def __init__(self, nccl: HostNccl, size: int, gpus: int | None = None) -> None:
-        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
-        name = uuid.uuid4().hex
-
-        def start(rank: int) -> SharedMemoryComm:
-            nccl.thread.pci, nccl.thread.stream = {50: 0, 33: rank % (gpus or size), 34: 0}, 0x5000 + rank
-            return SharedMemoryComm(name, rank, size, 1 << 16, timeout_s=PATIENCE_S, create=rank == 0)
-
-        self.comms = self.each(start)
-
-    def tell(self, work: Callable[[int], Any]) -> list[Future[Any]]:
-        return [thread.submit(work, rank) for rank, thread in enumerate(self._threads)]
-
-    def each(self, work: Callable[[int], Any]) -> list[Any]:
-        return [future.result() for future in self.tell(work)]
 
 
 def part(rank: int, *shape: int, dtype: str = "float32") -> np.ndarray:
@@ -305,7 +276,7 @@ def test_gpus_of_the_same_place_in_different_machines_are_different_ones(
 def test_one_rank_without_the_library_is_enough(
     nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_load", lambda: None if nccl.thread.stream == 0x5001 else nccl)
+    monkeypatch.setattr(module, "load_nccl", lambda: None if nccl.thread.stream == 0x5001 else nccl)
     ranks = Ranks(nccl, 2)
     assert ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank])) == [None, None]
 
@@ -326,100 +297,6 @@ def test_a_failure_to_connect_names_the_rank_and_the_remedy(
 
 
 # ---- a whole engine ----
-
-
-class SerialLauncher(InterpreterLauncher):
-    """The interpreter patches Triton while it runs: one rank at a time."""
-
-    _launching = threading.Lock()
-
-    def launch(self, variant: Variant, grid: Grid, arguments: Any) -> None:
-        with self._launching:
-            super().launch(variant, grid, arguments)
-
-
-class RankPrograms(SerialPrograms):
-    """A rank's: what waits for other ranks runs beside their launches, and as NCCL's, not where it is recorded."""
-
-    def __init__(self, nccl: HostNccl, libraries: Path, apart: str) -> None:
-        super().__init__(libraries)
-        self._nccl, self._waiting = nccl, ShimPrograms(libraries, apart)
-
-    def __call__(self, source: str, defines: Defines) -> Any:
-        if source != all_reduce.SOURCE:
-            return super().__call__(source, defines)
-        program, nccl = self._waiting(source, defines), self._nccl
-
-        class Enqueued:
-            def kernel(self, name: str, threads: int) -> Callable[..., None]:
-                kernel = program.kernel(name, threads)
-
-                def launch(grid: Grid, arguments: Any) -> None:
-                    nccl.log[int(arguments[9])].append((nccl.thread.way, name))
-                    if nccl.thread.way != "recorded":
-                        kernel(grid, arguments)
-
-                return launch
-
-        return Enqueued()
-
-
-class RankGpu(EmulatedGpu):
-    """One rank's: as `EmulatedGpu`, with `CudaDevice`'s choice of collectives, and graphs that are recorded first."""
-
-    collectives = CudaDevice.collectives
-    _building = threading.Lock()
-
-    def __init__(
-        self, nccl: HostNccl, libraries: Path, config: EngineConfig, rank: int, gpu: HostGpu | None = None
-    ) -> None:
-        super().__init__(libraries, config.dtype_name, gpu=gpu)
-        self._nccl, self._config = nccl, config
-        self.ops.name, self.ops.capture = "cupy", self.record
-        self.ops.capture_pieces = self.record_pieces
-        programs = RankPrograms(nccl, libraries, f"rank{rank}")
-        self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=programs)
-
-    def check(self, card: ModelCard, model_dir: Path) -> None:
-        self.sums = RankSums(self._config.dtype_name, 2, card.config.hidden_size)
-        with self._building:
-            super().check(card, model_dir)
-
-    def sharing(self) -> CudaSharing | None:
-        with self._building:
-            return super().sharing()
-
-    def record(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        with way(self._nccl, "recorded"):
-            work()
-
-        def replay() -> Any:
-            with way(self._nccl, "graph"):
-                return work()
-
-        return replay
-
-    def record_pieces(self, work: Callable[[Cut], Any]) -> Callable[[Between], Any]:
-        with way(self._nccl, "recorded"):
-            work(lambda: None)
-        replay = EmulatedOps.capture_pieces(self.ops, work)
-
-        def launched(between: Between) -> Any:
-            with way(self._nccl, "graph"):
-                return replay(between)
-
-        return launched
-
-    def forget_to_record(self) -> None:
-        """Fail in the middle of each recording."""
-
-        def record_half(work: Callable[..., Any]) -> None:
-            with way(self._nccl, "recorded"):
-                work()
-            raise MemoryError("out of memory")
-
-        self.ops.capture = record_half
-        self.ops.capture_pieces = lambda work: record_half(lambda: work(lambda: None))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from support.waiting import PATIENCE_S
 
 from headwise.errors import EngineDiedError
 from headwise.runtime.ops.select import make_ops
-from headwise.runtime.ops.stage_links import HostStageLinks, StageLostError
+from headwise.runtime.ops.stage_links import HostIncoming, HostOutgoing, StageLostError
 from headwise.runtime.worker.network_link import NetworkLink
 from headwise.sockets import context
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key
@@ -111,7 +111,7 @@ def test_stages_between_receive_and_send() -> None:
 def test_tensors_of_a_step_are_those_of_the_stage_before() -> None:
     ops = make_ops("numpy")
     with linked() as (before, after):
-        sender, receiver = HostStageLinks(ops, before, 16), HostStageLinks(ops, after, 16)
+        sender, receiver = HostOutgoing(ops, before), HostIncoming(ops, after, 16)
         for rows in (5, 1, 64):
             sender.send(ops.tensor(part(rows, rows, 16)))
             received = receiver.receive(rows)
@@ -139,7 +139,7 @@ def test_an_array_of_another_size_is_of_another_step(shape: tuple[int, ...]) -> 
 
 def test_a_stage_that_skipped_a_step_is_told() -> None:
     with linked() as (before, after):
-        before._sent = 1
+        before._next.sent = 1
         before.send(part(0, 1, 4))
         with pytest.raises(StageLostError, match="in another step: expected were 16 bytes in round 1"):
             after.receive((1, 4))
@@ -148,7 +148,7 @@ def test_a_stage_that_skipped_a_step_is_told() -> None:
 @pytest.mark.parametrize("frames", [[b"?"], [b"\1" + bytes(7)], [b"\1" + bytes(7), bytes(16), b"more"], [b"", b""]])
 def test_what_is_no_array_is_told(frames: list[bytes]) -> None:
     with linked() as (before, after):
-        before._next.send_multipart(frames)
+        before._next.socket.send_multipart(frames)
         with pytest.raises(StageLostError, match="expected were 16 bytes in round 1"):
             after.receive((1, 4))
 
@@ -165,7 +165,7 @@ def test_who_has_no_key_sends_nothing() -> None:
             stranger.send(part(1, 2, 3))
         before.send(part(0, 2, 3))
         np.testing.assert_array_equal(after.receive((2, 3)), part(0, 2, 3))
-        assert not after._before.poll(200, zmq.POLLIN)
+        assert not after._before.socket.poll(200, zmq.POLLIN)
         for stranger in strangers:
             stranger.close()
 

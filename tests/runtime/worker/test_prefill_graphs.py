@@ -78,7 +78,10 @@ class Model:
 
     config = SimpleNamespace(decoder_layers=3, draft_layers=0)
 
-    def forward(self, tokens: np.ndarray, positions: np.ndarray, attention: Any, wanted: Any = None) -> np.ndarray:
+    def forward(
+        self, tokens: np.ndarray, positions: np.ndarray, attention: Any, wanted: Any = None, stream: Any = None
+    ) -> np.ndarray:
+        assert stream is None
         x = tokens * 1000 + positions
         x = x + attention(0, x, (Projected(x, 0.5),), None)
         seen = attention(1, x, (Projected(x, 0.5),), None, wanted=wanted)
@@ -135,7 +138,7 @@ class Ops:
 
 
 def recorded(ops: Ops, most: int = 48, sequences: int = 33, **more: Any) -> PrefillGraphs:
-    graphs = PrefillGraphs(ops, most, sequences, **more)
+    graphs = PrefillGraphs(ops, most, sequences, layers=3, **more)
     graphs.record(Model(), Attention())
     return graphs
 

@@ -15,6 +15,7 @@ from support.waiting import PATIENCE_S
 
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.copies import MergedReports
 from headwise.runtime.protocol.executor import exports_of_all
@@ -41,7 +42,7 @@ class Ranks:
     ) -> None:
         size, stages = config.ranks, config.pipeline_parallel_size
         comms = [comm for _ in range(stages) for comm in _stage(config.tp_size)]
-        self._links = _links(config.tp_size, stages)
+        self._links = links_of(config.tp_size, stages)
         self._threads = ThreadPoolExecutor(size)
         self._sampling = size - config.tp_size
         try:
@@ -78,13 +79,15 @@ class Ranks:
         return list(self._threads.map(call, self.workers, timeout=120))
 
 
-def _stage(size: int) -> list[ThreadComm]:
+def _stage(size: int) -> list[Communicator]:
+    if size == 1:
+        return [SingleRank()]
     shared: list[Any] = [None] * size
     barrier = Barrier(size)
     return [ThreadComm(rank, size, shared, barrier) for rank in range(size)]
 
 
-def _links(size: int, stages: int) -> list[NetworkLink]:
+def links_of(size: int, stages: int) -> list[NetworkLink]:
     """Of the ranks of several stages; none for one stage."""
     if stages == 1:
         return []

@@ -39,6 +39,7 @@ from headwise.runtime.ops.base import Between, Cut, KernelArray, StepUpload
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, host_links, place_for
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
@@ -207,6 +208,9 @@ class EmulatedGpu:
 
     def collectives(self, comm: Communicator) -> Collectives:
         return host_collectives(self.ops, comm)
+
+    def stage_links(self, link: HostLink, stage: LinkedStage) -> StageLinks:
+        return host_links(self.ops, link, stage, place_for(self.ops, stage))
 
     def spare_bytes(self) -> int:
         return 2 << 20

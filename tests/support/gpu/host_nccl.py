@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import count, product
 from queue import Empty, Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,11 +33,12 @@ class Thread(threading.local):
     """A rank's thread.
 
     gpu:    its PCI address
-    stream: the current one; 0 is the legacy default stream
+    stream: the current one; 0 is the legacy default stream. The thread does itself what is on it
     way:    how what is enqueued comes to run: by itself, or by a graph that is being recorded or launched
     machine: where the GPU is
     group:  calls between `groupStart` and `groupEnd`, and whether each is a send
     sent:   what the stream has sent that nobody may have received yet: what is behind it waits for that
+    others: streams that were made, by their pointers
     """
 
     gpu = "0000:00:00.0"
@@ -48,6 +49,47 @@ class Thread(threading.local):
 
     def __init__(self) -> None:
         self.sent: list[threading.Event] = []
+        self.others: dict[int, HostStream] = {}
+
+
+class HostStream:
+    """A stream beside the thread's, of sends alone: each waits for what was before it, and nobody for it but by events.
+
+    is_ready: whether what is sent next was waited for
+    """
+
+    def __init__(self, thread: Thread) -> None:
+        self.ptr = 0x9000 + len(thread.others)
+        thread.others[self.ptr] = self
+        self.sent: list[threading.Event] = []
+        self.is_ready = False
+
+    def wait_event(self, event: HostEvent) -> None:
+        self.is_ready = True
+
+
+class OwnStream:
+    """The thread's: what waits on it, waits at once."""
+
+    def __init__(self, nccl: HostNccl) -> None:
+        self._nccl, self.ptr = nccl, nccl.thread.stream
+
+    def wait_event(self, event: HostEvent) -> None:
+        if not all(sent.is_set() for sent in event.behind):
+            self._nccl.waits.set()
+        if not all(sent.wait(self._nccl.patience_s) for sent in event.behind):
+            raise NcclError("what was sent before is not received")
+
+
+class HostEvent:
+    """behind: sends that have to be received before it is reached"""
+
+    def __init__(self, disable_timing: bool) -> None:
+        assert disable_timing
+        self.behind: list[threading.Event] = []
+
+    def record(self, stream: HostStream | OwnStream) -> None:
+        self.behind = list(stream.sent) if isinstance(stream, HostStream) else []
 
 
 class World:
@@ -63,7 +105,10 @@ class World:
 
 
 class HostNccl(ModuleType):
-    """The module `cupy.cuda.nccl`. ``log`` has what was launched, by rank."""
+    """The module `cupy.cuda.nccl`. ``log`` has what was launched, by rank.
+
+    waits: set once a rank's own stream waits for another one of its
+    """
 
     available = True
     patience_s = PATIENCE_S
@@ -72,12 +117,14 @@ class HostNccl(ModuleType):
     def __init__(self) -> None:
         super().__init__("cupy.cuda.nccl")
         self.thread = Thread()
+        self.waits = threading.Event()
         self.log: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
         self._worlds: dict[bytes, World] = {}
         self._lock = threading.Lock()
+        self._ids = count()
 
     def get_unique_id(self) -> bytes:
-        return len(self._worlds).to_bytes(4, "little") + bytes(range(124))
+        return next(self._ids).to_bytes(4, "little") + bytes(range(124))
 
     def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> Communicator:  # noqa: N802, N803
         assert type(commId) is bytes
@@ -163,11 +210,19 @@ class Communicator:
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         mine = self._memory(sendbuf, count, datatype)
-        self._check(stream, peer)
         told = ("p2p", count, datatype, self._nccl.thread.way)
+        beside = self._nccl.thread.others.get(stream)
+        received = threading.Event()
+        if beside is not None:  # read when it is received, maybe much later
+            assert beside.is_ready, "sent while it is still computed"
+            beside.is_ready = False
+            beside.sent.append(received)
+            self._nccl.log[self._rank].append((self._nccl.thread.way, "send", count, datatype, peer))
+            self._world.mail[self._rank, peer].put((told, mine, received))
+            return
+        self._check(stream, peer)
 
         def run() -> None:
-            received = threading.Event()
             self._nccl.thread.sent.append(received)
             self._world.mail[self._rank, peer].put((told, mine.copy(), received))
 
@@ -220,7 +275,9 @@ def host_cupy_with(nccl: HostNccl) -> dict[str, ModuleType]:
     cupy.ascontiguousarray, cupy.empty, cupy.cuda = np.ascontiguousarray, poisoned, cuda
     cuda.nccl = nccl
     cuda.Device = lambda: SimpleNamespace(id=0)
-    cuda.get_current_stream = lambda: SimpleNamespace(ptr=nccl.thread.stream)
+    cuda.get_current_stream = lambda: OwnStream(nccl)
+    cuda.Stream = lambda non_blocking, priority: HostStream(nccl.thread)
+    cuda.Event = HostEvent
     cuda.runtime = SimpleNamespace(deviceGetAttribute=lambda number, device: nccl.thread.pci[number])
     return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
 
