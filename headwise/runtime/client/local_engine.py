@@ -55,12 +55,6 @@ class LocalEngine:
             ConfigError: what is configured cannot be had, or needs a host cache, or several ranks, or a device is given
                 to another process.
         """
-        if config.ranks > 1:
-            raise ConfigError(
-                f"tp_size {config.tp_size} and pipeline_parallel_size {config.pipeline_parallel_size} are "
-                f"{config.ranks} ranks, and an engine without Ray has one worker: leave them out, or serve by "
-                "`headwise serve`"
-            )
         self.config = config = resolve_device(config, count_cards())
         if config.storage and not config.host_cache_bytes:
             raise storage_without_host_cache()

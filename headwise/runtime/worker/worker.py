@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
-from headwise.errors import EngineDiedError, first_line
+from headwise.errors import ConfigError, EngineDiedError, first_line
 from headwise.kernels.base import HeadTable
 from headwise.runtime.config.decode_reads import layer_elements
 from headwise.runtime.config.engine_config import EngineConfig
@@ -142,6 +142,9 @@ class ModelWorker:
         device: the configured one, unless another is given
         peers:  how workers of other engines reach this one; None: there are none
         link:   to ranks of other stages; None: there are none
+
+        Raises:
+            ConfigError: what is configured cannot be had here, or is of more ranks than these.
         """
         self.rank = rank
         self._config = config
@@ -150,6 +153,12 @@ class ModelWorker:
         self._peers = peers
         self.card: ModelCard = self._parts.read_card(config, model_dir)
         self._comm = comm
+        if comm.size != config.tp_size or (link is None) != (config.pipeline_parallel_size == 1):
+            raise ConfigError(
+                f"tp_size {config.tp_size} and pipeline_parallel_size {config.pipeline_parallel_size} are "
+                f"{config.ranks} ranks, and this worker is alone, as that of an engine without Ray is: leave them out, "
+                "or serve by `headwise serve`"
+            )
         self._device = device or open_device(config, threads_per_worker(config))
         self._ops = self._device.ops
         self._device.check(self.card, model_dir)
@@ -157,7 +166,6 @@ class ModelWorker:
         self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
         with self._device.current():
             self._collectives = self._device.collectives(comm)
-            assert (link is None) == (len(self.card.plan.stages) == 1), "stages are linked"
             self._links = StageLinks() if link is None else self._device.stage_links(link, self._linked_stage())
             self._attention = self._over_cache()
             self._model = self._load_model()

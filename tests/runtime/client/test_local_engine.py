@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.tiny_checkpoints import checkpoint
 
-from headwise.errors import InvalidRequestError
-from headwise.runtime.client.local_engine import sampling_of_each
+from headwise.errors import ConfigError, InvalidRequestError
+from headwise.runtime.client.local_engine import LocalEngine, sampling_of_each
+from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.protocol.request import SamplingParams
 
 GREEDY, HOT = SamplingParams(temperature=0), SamplingParams(temperature=2)
@@ -33,3 +35,9 @@ def test_sampling_is_one_for_all_prompts_or_one_each(given: Any, each: list[Samp
 def test_sampling_that_is_none_is_told(given: Any, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
         sampling_of_each(given, 2)
+
+
+@pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pipeline_parallel_size": 2}])
+def test_an_engine_of_several_ranks_is_refused_here(ranks: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"are 2 ranks, and this worker is alone, .*: leave them out, or serve by"):
+        LocalEngine(EngineConfig(model=str(checkpoint("qwen3")), dtype="float32", kv_cache="1MiB", **ranks))
