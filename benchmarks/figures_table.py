@@ -185,7 +185,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             lambda f: "; ".join(
                 f"{ratios['prefill']:.2f}, "
                 + ", ".join(f"{ratio:.2f} of {count}" for count, ratio in ratios["decode"].items())
-                for ratios in (f[key] for key in ("over_one", "over_tensors", "over_vllm", "vllm_over_one") if key in f)
+                for ratios in (f["over_one"], f["over_tensors"], f["over_vllm"], f["vllm_over_one"])
             ),
         ),
     ),
