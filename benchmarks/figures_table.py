@@ -110,6 +110,14 @@ def _adapters(f: Figures) -> str:
     return listed(*(f"{weights}: {', '.join(each)}" for weights, each in found.items()))
 
 
+def _pipeline(f: Figures) -> str:
+    over_vllm = [f[key] for key in ("over_vllm", "vllm_over_one") if key in f]  # where it is installed
+    return "; ".join(
+        f"{ratios['prefill']:.2f}, " + ", ".join(f"{ratio:.2f} of {count}" for count, ratio in ratios["decode"].items())
+        for ratios in (f["over_one"], f["over_tensors"], *over_vllm)
+    )
+
+
 SHARED_CACHES = "random weights in half of Gemma 4 E2B's width, whose last 20 layers share caches"
 
 ROWS: dict[str, tuple[Row, ...]] = {
@@ -182,11 +190,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row(
             "Two stages of a pipeline on one machine, of one thread each, over one rank, over two tensor-parallel ones "
             "and over vLLM's two stages: a prompt, decodes (and vLLM's two stages over its one)",
-            lambda f: "; ".join(
-                f"{ratios['prefill']:.2f}, "
-                + ", ".join(f"{ratio:.2f} of {count}" for count, ratio in ratios["decode"].items())
-                for ratios in (f["over_one"], f["over_tensors"], f["over_vllm"], f["vllm_over_one"])
-            ),
+            _pipeline,
         ),
     ),
     "prefix_cache": (

@@ -83,8 +83,8 @@ class Worker:
         return self._hub.endpoint
 
     def listen_to_stage(self, endpoint: str) -> str:
-        """Where the rank in its place in the stage before reaches this one: at ``endpoint``, or if that is empty, at a
-        port that any node reaches."""
+        """Where the rank in its place in the stage before, of the first stage in the last, reaches this one: at
+        ``endpoint``, or if that is empty, at a port that any node reaches."""
         self._link = self._open_link()
         self._link.listen(endpoint or f"tcp://{self._host()}:*", None if endpoint else self._keys.inner)
         return self._link.endpoint
@@ -97,8 +97,9 @@ class Worker:
         What is only waited for is an argument, too: calls of an actor may overtake each other.
 
         hub:       what `listen` of its stage's first rank returned; empty: ranks of a stage share memory
-        before:    what its own `listen_to_stage` returned; empty: it is of the first stage
-        following: what `listen_to_stage` of the rank in its place in the next stage returned; empty: there is none
+        before:    what its own `listen_to_stage` returned; empty: there is one stage
+        following: what `listen_to_stage` of the rank in its place in the next stage returned, of the last stage in the
+                   first; empty: there is one stage
         checked:   what `check_node` of a rank on its node returned
         """
         if around.is_across:

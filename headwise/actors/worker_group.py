@@ -98,8 +98,8 @@ class WorkerGroup:
             node: self._workers[nodes.index(node)].check_node.remote(nodes.count(node), blocks)
             for node in {*nodes} - {this_node()}
         }
-        links = [""] * len(ranks)  # of each rank, where the one in its place in the stage before reaches it
-        for rank in ranks[size:]:
+        links = [""] * len(ranks)  # of each rank, where the one in its place in the stage before reaches it, in a ring
+        for rank in ranks if len(ranks) > size else ():
             links[rank] = self._workers[rank].listen_to_stage.remote("" if nodes else self._ipc(f"l{rank}"))
         serving: list[Any] = []
         for first in ranks[::size]:
@@ -110,7 +110,7 @@ class WorkerGroup:
                 around = Surroundings(
                     self.executor.endpoint, "" if is_apart else name, COMM_BUFFER_BYTES, bool(nodes), here
                 )
-                others = links[rank], (links[size:] + [""] * size)[rank], checked.get(nodes[rank]) if nodes else None
+                others = links[rank], links[(rank + size) % len(ranks)], checked.get(nodes[rank]) if nodes else None
                 serving.append(self._workers[rank].serve.remote(around, hub, *others))
         return serving
 

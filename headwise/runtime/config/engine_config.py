@@ -754,6 +754,12 @@ class EngineConfig:
         return self.prefetch_timeout_s if self.prefetch == "timeout" else self.storage_timeout_s
 
     @property
+    def returns_tokens(self) -> bool:
+        """Whether a pipeline's last stage gives the first one what it samples, so that the engine can send steps with
+        tokens that it does not know yet. Drafts are of known ones."""
+        return self.pipeline_parallel_size > 1 and self.async_scheduling and not self.speculation
+
+    @property
     def steps_in_flight(self) -> int:
         """Steps that may be on their way to the workers at once: one in each stage, and one that waits for those."""
         return self.pipeline_parallel_size + 1 if self.async_scheduling else 1

@@ -99,6 +99,7 @@ class EngineCore:
             max_batched_tokens=config.most_batched_tokens,
             prefill_chunk=config.prefill_chunk,
             stages=config.pipeline_parallel_size,
+            takes_known=config.pipeline_parallel_size > 1 and not config.returns_tokens,
             speculator=speculator_of(config, card),
             prefetcher=prefetcher_of(config, self.cache, lookup),
             peer_loads=self._peer_loads,

@@ -85,6 +85,7 @@ class ResourceManager:
         max_batched_tokens: int,
         prefill_chunk: int,
         stages: int = 1,
+        takes_known: bool = False,
         speculator: Speculator | None = None,
         prefetcher: Prefetcher | None = None,
         peer_loads: PeerLoads | None = None,
@@ -95,10 +96,10 @@ class ResourceManager:
         self.step_times = StepTimes()
         self._keeps_states = any(policy.is_state for policy in cache.policies)
         lag = speculator.most if speculator is not None and self._keeps_states else 0
-        self.table = SequenceTable(max_rows, lag, is_known=stages > 1)
+        self.table = SequenceTable(max_rows, lag, is_known=takes_known)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
-        self._stages = stages
+        self._stages, self._takes_known = stages, takes_known
         self.speculator = speculator
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
@@ -221,19 +222,29 @@ class ResourceManager:
         """The tokens that running sequences get, within the budget; decoding ones first."""
         wanted, decoding = self._wanted()
         if self._stages > 1:
-            wanted = wanted_of_stage(wanted, decoding, self._most_decoding())
+            wanted = self._wanted_of_stage(wanted, decoding)
         order, counts = shares(wanted, decoding, self.max_batched_tokens)
         return _Plan(self._rows_in_order()[order], counts)
 
-    def _most_decoding(self) -> int:
-        """Most sequences of which one step of a pipeline decodes: all, shared out to as many steps as there are stages.
+    def _wanted_of_stage(self, wanted: NDArray[np.int64], decoding: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """What one step of a pipeline takes of it: all that decode are shared out to as many steps as there are stages.
 
-        While as many decode already there are none: in more and smaller steps the same tokens would take longer.
+        Of unknown tokens a sequence has at most two on their way: the second one's step waits for the first, and is at
+        the first stage before the engine knows of it. Between them are steps of others, if these have any, so that no
+        stage waits. Of known ones there are no more steps than stages: the same tokens in smaller steps take longer.
         """
         rows, columns = self._rows_in_order(), self.table
-        every, pending = columns.length[rows] - columns.num_prompt[rows], columns.pending[rows]
-        under_way = {*columns.last_step[rows[(pending > 0) & (every > pending)]].tolist()}
-        return -(-int(np.count_nonzero(every > 0)) // self._stages) if len(under_way) < self._stages else 0
+        pending, last_step = columns.pending[rows], columns.last_step[rows]
+        said = columns.length[rows] - columns.num_prompt[rows]
+        every = int(np.count_nonzero(said > 0))
+        most = -(-every // self._stages)
+        if self._takes_known:
+            under_way = {*last_step[(pending > 0) & (said > pending)].tolist()}
+            return wanted_of_stage(wanted, decoding, last_step, most if len(under_way) < self._stages else 0)
+        has_prompts = bool((wanted[~decoding] > 0).any())
+        others = self._stages - 1 if has_prompts or not most else -(-every // most) - 1
+        may = (pending < 2) & (last_step <= max(self._last_done, self._step_id - others))
+        return wanted_of_stage(np.where(decoding & ~may, 0, wanted), decoding, last_step, most)
 
     def _wanted(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Of each running sequence, the tokens that a step could compute at most, and whether it decodes."""

@@ -26,10 +26,14 @@ def shares(wanted: Tokens, decoding: NDArray[np.bool_], budget: int) -> tuple[ND
     return order[counts > 0], counts[counts > 0]
 
 
-def wanted_of_stage(wanted: Tokens, decoding: NDArray[np.bool_], most: int) -> Tokens:
+def wanted_of_stage(wanted: Tokens, decoding: NDArray[np.bool_], last_step: Tokens, most: int) -> Tokens:
     """``wanted`` of one of the steps that are on their way through a pipeline together: of ``most`` of the sequences
-    that decode, the first ones."""
-    return np.where(decoding & (np.cumsum(decoding & (wanted > 0)) > most), 0, wanted)
+    that decode, those whose ``last_step`` is longest ago, the first ones of the same."""
+    willing = np.flatnonzero(decoding & (wanted > 0))
+    left = willing[np.argsort(last_step[willing], kind="stable")[most:]]
+    taken = wanted.copy()
+    taken[left] = 0
+    return taken
 
 
 PARTS = 4

@@ -47,10 +47,10 @@ class _End:
 
 
 class NetworkLink:
-    """The `HostLink` of one rank: `listen` makes it, for a stage that is not the first, and `connect` gives it the next
-    stage, if there is one.
+    """The `HostLink` of one rank: `listen` gives it the stage before, and `connect` the next one, of which the last
+    stage's is the first one, in a ring.
 
-    endpoint: where the stage before connects; empty: there is none
+    endpoint: where the stage before connects; empty: nowhere
 
     Not thread-safe. A stage that does not listen yet may be connected to: what it is sent waits.
     """

@@ -50,6 +50,7 @@ from headwise.runtime.worker.model_runner import Loads, ModelRunner
 from headwise.runtime.worker.next_tokens import NOTHING, Chosen, NextTokens
 from headwise.runtime.worker.prefill_graphs import PrefillGraphs, padded_tokens, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
+from headwise.runtime.worker.returned_tokens import ReturnedTokens, give_back
 from headwise.runtime.worker.row_adapters import AdaptersOfRows
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.which_graphs import told_graphs, without_graphs
@@ -141,7 +142,8 @@ class ModelWorker:
         comm:   of those of this one's stage
         device: the configured one, unless another is given
         peers:  how workers of other engines reach this one; None: there are none
-        link:   to ranks of other stages; None: there are none
+        link:   to the ranks in its place in the next stage and the one before, which of the first stage is the last
+                one; None: there are none
 
         Raises:
             ConfigError: what is configured cannot be had here, or is of more ranks than these.
@@ -151,6 +153,7 @@ class ModelWorker:
         self._model_dir = model_dir
         self._parts = parts or WorkerParts()
         self._peers = peers
+        self._link = link
         self.card: ModelCard = self._parts.read_card(config, model_dir)
         self._comm = comm
         if comm.size != config.tp_size or (link is None) != (config.pipeline_parallel_size == 1):
@@ -164,6 +167,7 @@ class ModelWorker:
         self._device.check(self.card, model_dir)
         self._kernels = self._device.kernels
         self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
+        self._gives_back = config.returns_tokens and self._layers.stop == self.card.config.num_layers
         with self._device.current():
             self._collectives = self._device.collectives(comm)
             self._links = StageLinks() if link is None else self._device.stage_links(link, self._linked_stage())
@@ -290,6 +294,9 @@ class ModelWorker:
         has_drafts = card.config.draft_layers and runner.is_last
         self._drafts = ModelDrafts(self._ops, self._collectives, runner) if has_drafts else None
         self._runner = runner
+        self._returned: ReturnedTokens | None = None
+        if self._link is not None and self._config.returns_tokens and not self._layers.start:
+            self._returned = ReturnedTokens(self._link, runner.last, spec.max_rows, self._config.steps_in_flight)
 
     def _wait_layer(self, layer: int) -> None:
         if self._copies is not None:
@@ -398,6 +405,8 @@ class ModelWorker:
         return 0
 
     def _sleep(self) -> None:
+        if self._returned is not None:
+            self._returned.settle()
         """Let go of weights and arena. What the host has stays, and its copies to and from storage go on."""
         if self._copies is not None:
             self._copies.attach_device(None)
@@ -447,7 +456,7 @@ class ModelWorker:
             with self._device.current():
                 return part()
         except StageLostError as error:
-            before = self.rank - self.card.plan.tp_size
+            before = (self.rank - self.card.plan.tp_size) % self.card.plan.ranks
             raise EngineDiedError(f"rank {self.rank} waits in step {step_id} for rank {before}: {error}") from error
         except EngineDiedError:
             raise
@@ -490,6 +499,8 @@ class ModelWorker:
         token_ids, accepted, broken = computed.tokens(batch)
         if failure is not None:
             token_ids = np.empty(0, np.int32)
+        if self._link is not None and self._gives_back:
+            give_back(self._link, token_ids[computed.chosen.wanted])
         copies = self._copies.finish(batch) if self._copies is not None else NO_REPORT
         ended = self._parts.clock()
         compute_s, self._ended = ended - max(started, self._ended), ended
@@ -510,6 +521,8 @@ class ModelWorker:
 
     def _compute(self, batch: BatchRequest) -> _Computed:
         runner = self._runner
+        if self._returned is not None and len(batch.rows):
+            self._returned.before(batch)
         if batch.new_sequences:
             runner.cache.tables.open_rows(new.row for new in batch.new_sequences)
             self._adapters.open(batch.new_sequences)

@@ -1,7 +1,9 @@
-"""What an engine sends to the stages of a pipeline: several steps at once, of tokens that are known."""
+"""What an engine sends to the stages of a pipeline: several steps at once, of tokens that are known, or not yet."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,16 @@ def pipeline(stages: int = 2, **options: Any) -> tuple[EngineCore, SimulatedExec
     """Steps end when a test says so, unless it is ``eager``."""
     given = {"num_blocks": 64, "eager": False, "pipeline_parallel_size": stages, **options}
     return make_engine(**given)
+
+
+def knowing(stages: int = 2, **options: Any) -> tuple[EngineCore, SimulatedExecutor]:
+    """The same where steps have known tokens alone, as there may be drafts; but there are none."""
+    engine, executor = pipeline(stages, speculation=1, **options)
+    engine.resources.speculator = None
+    return engine, executor
+
+
+MODES = pytest.mark.parametrize("pipeline_of", [pipeline, knowing])
 
 
 def names(engine: EngineCore, batch: BatchRequest) -> list[str]:
@@ -50,7 +62,7 @@ def test_chunks_of_a_prompt_are_sent_ahead_of_each_other_s_results(stages: int) 
 
 
 def test_all_of_a_short_prompt_is_sent_and_what_comes_behind_it_waits_for_its_token() -> None:
-    engine, executor = pipeline(3)
+    engine, executor = knowing(3)
     engine.add(request("short", PROMPT[:12], 4))
     engine.step(0)
     assert [batch.query_lens.tolist() for batch in executor.queue] == [[4], [4], [4]]
@@ -66,9 +78,62 @@ def test_all_of_a_short_prompt_is_sent_and_what_comes_behind_it_waits_for_its_to
     assert run(engine)["short"].token_ids[-3:] == continuation(PROMPT[:12], 4)[1:]
 
 
+def test_behind_a_short_prompt_two_steps_have_tokens_that_are_not_known_yet() -> None:
+    engine, executor = pipeline(4, max_batched_tokens=16)
+    engine.add(request("short", PROMPT[:8], 5))
+    engine.step(0)
+    assert [batch.query_lens.tolist() for batch in executor.queue] == [[4], [4], [1]]
+    assert executor.queue[-1].token_ids.tolist() == [LAST_SAMPLED]
+    assert [batch.sample.tolist() for batch in executor.queue] == [[False], [True], [True]]
+    turn(engine, executor)
+    assert len(executor.queue) == 2, "a third one would keep what comes meanwhile waiting"
+    results: dict[str, GenerationResult] = {}
+    while engine.has_work():
+        turn(engine, executor, results)
+    assert results["short"].token_ids == continuation(PROMPT[:8], 5)
+
+
+@pytest.mark.parametrize(("stages", "requests"), [(2, 4), (2, 3), (3, 4), (4, 2), (2, 1), (3, 9)])
+def test_decodes_are_shared_out_over_steps_and_sent_ahead(stages: int, requests: int) -> None:
+    engine, executor = pipeline(stages, max_rows=9, num_blocks=200)
+    for index in range(requests):
+        engine.add(request(f"r{index}", [index + 1] * 3, 60))
+    for _ in range(20):
+        turn(engine, executor)
+    most = -(-requests // stages)
+    groups = -(-requests // most)
+    for _ in range(3 * stages):
+        steps = [batch.rows.tolist() for batch in executor.queue]
+        assert len(steps) == min(2 * groups, stages + 1)
+        assert {row for rows in steps for row in rows} == {*range(requests)}, "nobody waits"
+        assert all(len(rows) <= most for rows in steps)
+        for first in range(len(steps) - groups + 1):
+            rows = [row for step in steps[first : first + groups] for row in step]
+            assert len(rows) == len({*rows}), "no step waits for one that is right before it, if others could be there"
+        turn(engine, executor)
+    for name, result in run(engine).items():
+        assert result.token_ids == continuation([int(name[1:]) + 1] * 3, 60)[-len(result.token_ids) :]
+
+
+def test_while_a_prompt_is_computed_decodes_keep_clear_of_the_steps_before() -> None:
+    engine, executor = pipeline(3, max_batched_tokens=12, num_blocks=96)
+    engine.add(request("decodes", [5], 40))
+    for _ in range(6):
+        turn(engine, executor)
+    engine.add(request("long", PROMPT, 4))
+    for _ in range(3):
+        turn(engine, executor)
+    (row,) = (one.row for one in engine.resources.running if one.request.request_id == "decodes")
+    for _ in range(4):
+        steps = [index for index, batch in enumerate(executor.queue) if row in batch.rows]
+        assert len(executor.queue) == 4
+        assert all(later - earlier >= 3 for earlier, later in pairwise(steps))
+        turn(engine, executor)
+
+
 @pytest.mark.parametrize(("stages", "requests"), [(2, 4), (2, 3), (3, 4), (4, 2), (2, 1)])
 def test_decodes_are_shared_out_over_steps(stages: int, requests: int) -> None:
-    engine, executor = pipeline(stages)
+    engine, executor = knowing(stages)
     for index in range(requests):
         engine.add(request(f"r{index}", [index + 1] * 3, 40))
     for _ in range(12):
@@ -86,10 +151,11 @@ def test_decodes_are_shared_out_over_steps(stages: int, requests: int) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("max_batched_tokens", [1, 2, 5, 64])
-def test_steps_are_never_more_than_stages_and_one_and_have_known_tokens_alone(
-    stages: int, max_batched_tokens: int
+@MODES
+def test_steps_are_never_more_than_stages_and_one(
+    pipeline_of: Callable[..., tuple[EngineCore, SimulatedExecutor]], max_batched_tokens: int, stages: int
 ) -> None:
-    engine, executor = pipeline(stages, max_batched_tokens=max_batched_tokens, num_blocks=96)
+    engine, executor = pipeline_of(stages, max_batched_tokens=max_batched_tokens, num_blocks=96)
     prompts = {f"r{index}": [index + 1] * (7 * index + 1) for index in range(6)}
     for name, prompt in prompts.items():
         engine.add(request(name, prompt, 9))
@@ -101,7 +167,7 @@ def test_steps_are_never_more_than_stages_and_one_and_have_known_tokens_alone(
         most = max(most, len(executor.queue), engine_sends)
         for batch in executor.queue:
             assert batch.num_tokens <= max_batched_tokens
-            assert stages == 1 or (batch.token_ids != LAST_SAMPLED).all()
+            assert stages == 1 or pipeline_of is pipeline or (batch.token_ids != LAST_SAMPLED).all()
     assert most == stages + 1
     assert {name: result.token_ids for name, result in results.items()} == {
         name: continuation(prompt, 9) for name, prompt in prompts.items()
@@ -206,8 +272,11 @@ def test_prompts_of_one_token_and_answers_of_one(stages: int, max_tokens: int) -
     }
 
 
-def test_a_stop_id_ends_a_request_of_which_nothing_more_is_on_its_way() -> None:
-    engine, executor = pipeline(2)
+@MODES
+def test_a_stop_id_ends_a_request_whatever_more_of_it_is_on_its_way(
+    pipeline_of: Callable[..., tuple[EngineCore, SimulatedExecutor]],
+) -> None:
+    engine, executor = pipeline_of(2)
     tokens = continuation([5, 6], 8)
     engine.add(request("r", [5, 6], 30, stop_token_ids=(tokens[4],)))
     results: dict[str, GenerationResult] = {}
@@ -215,7 +284,9 @@ def test_a_stop_id_ends_a_request_of_which_nothing_more_is_on_its_way() -> None:
     while engine.has_requests:
         turn(engine, executor, results)
     assert results["r"].token_ids == tokens[: tokens.index(tokens[4]) + 1]
-    assert not executor.queue
+    assert len(executor.queue) == (1 if pipeline_of is pipeline else 0)
+    run(engine)
+    assert engine.cache.pool.num_held == 0
 
 
 def test_an_engine_falls_asleep_once_chunks_on_their_way_are_back_and_wakes_to_go_on() -> None:

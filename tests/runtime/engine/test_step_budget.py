@@ -18,12 +18,13 @@ def wanted_and_decoding(given: list[tuple[int, bool]]) -> tuple[np.ndarray, np.n
 
 
 @given(sequences, st.integers(0, 12))
-def test_a_step_takes_of_those_that_decode_the_first_ones_and_of_prompts_all(each, most) -> None:
+def test_a_step_takes_of_those_that_decode_who_waited_longest_and_of_prompts_all(each, most) -> None:
     wanted, decoding = wanted_and_decoding(each)
-    taken = wanted_of_stage(wanted, decoding, most)
+    last_step = np.arange(len(each)) * 7 % 5
+    taken = wanted_of_stage(wanted, decoding, last_step, most)
     assert taken[~decoding].tolist() == wanted[~decoding].tolist()
-    willing = np.flatnonzero(decoding & (wanted > 0))
-    assert np.flatnonzero(decoding & (taken > 0)).tolist() == willing[:most].tolist()
+    willing = sorted(np.flatnonzero(decoding & (wanted > 0)).tolist(), key=lambda at: (last_step[at], at))
+    assert np.flatnonzero(decoding & (taken > 0)).tolist() == sorted(willing[:most])
     assert taken[willing[:most]].tolist() == wanted[willing[:most]].tolist()
 
 
@@ -32,7 +33,7 @@ def test_a_step_takes_of_those_that_decode_the_first_ones_and_of_prompts_all(eac
 )
 def test_who_has_nothing_to_decode_takes_nobody_s_place(most: int, taken: list[int]) -> None:
     wanted, decoding = np.array([1, 7, 0, 3, 1]), np.array([DECODES, PROMPT, DECODES, DECODES, DECODES])
-    assert wanted_of_stage(wanted, decoding, most).tolist() == taken
+    assert wanted_of_stage(wanted, decoding, np.zeros(5, np.int64), most).tolist() == taken
 
 
 @given(sequences, st.integers(1, 4), st.integers(1, 64))
@@ -43,7 +44,7 @@ def test_steps_of_a_pipeline_share_all_that_decode_among_them(each, stages, budg
     most, seen = -(-len(wanted) // stages), np.zeros(len(wanted), np.int64)
     left = wanted.copy()
     for _ in range(stages):
-        order, counts = shares(wanted_of_stage(left, decoding, most), decoding, 10_000)
+        order, counts = shares(wanted_of_stage(left, decoding, np.zeros_like(left), most), decoding, 10_000)
         assert len(order) <= most
         seen[order] += counts
         left[order] = 0

@@ -88,13 +88,13 @@ def _stage(size: int) -> list[Communicator]:
 
 
 def links_of(size: int, stages: int) -> list[NetworkLink]:
-    """Of the ranks of several stages; none for one stage."""
+    """Of the ranks of several stages, in a ring; none for one stage."""
     if stages == 1:
         return []
     links = [NetworkLink(PATIENCE_S) for _ in range(size * stages)]
-    for before, link in zip(links, links[size:], strict=False):
+    for rank, link in enumerate(links):
         link.listen("tcp://127.0.0.1:*", None)
-        before.connect(link.endpoint, None)
+        links[rank - size].connect(link.endpoint, None)
     return links
 
 

@@ -187,6 +187,7 @@ class StagesByNccl:
         self, nccl: HostNccl, config: EngineConfig, gpus: int | None = None, spare_mib: Sequence[int] = ()
     ) -> None:
         size, directory = config.ranks, Path(config.model)
+        self._stage, self._returns_tokens = config.tp_size, config.returns_tokens
         self.ranks = Ranks(nccl, size, gpus, stage=config.tp_size)
         self._links = links_of(config.tp_size, config.pipeline_parallel_size)
         devices = [RankGpu(nccl, LIBRARIES, config, rank) for rank in range(size)]
@@ -206,7 +207,15 @@ class StagesByNccl:
         return min(worker.num_blocks for worker in self.workers)
 
     def begin(self, batch: BatchRequest) -> _BegunStep:
-        return _BegunStep(self.ranks, self.ranks.tell(lambda rank: self.workers[rank].begin(batch)))
+        return _BegunStep(self.ranks, self.ranks.tell(lambda rank: self._begin(rank, batch)))
+
+    def _begin(self, rank: int, batch: BatchRequest) -> RunningStep:
+        """On the rank's thread. Of the last stage a step is ended, too, where the first one waits for its tokens: its
+        process looks for these by itself, and whoever calls this only once all ranks have begun the next step."""
+        step = self.workers[rank].begin(batch)
+        if self._returns_tokens and rank >= len(self.workers) - self._stage:
+            step.result()
+        return step
 
     def close(self) -> None:
         self.ranks.each(lambda rank: self.workers[rank].close())
