@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -251,10 +252,12 @@ def test_a_rank_that_fails_in_a_step_is_named_and_all_end(rank: int, step: int, 
 @pytest.mark.parametrize(("rank", "waiting"), [(0, 2), (1, 3)])
 def test_a_stage_that_gives_nothing_is_named_by_the_next_one(rank: int, waiting: int) -> None:
     """Each rank waits for the one in its place; the others of its stage wait for it."""
+    is_over = threading.Event()
 
     def prepare(ranks: Ranks) -> None:
+        EndsWaits(ranks, is_over)
         ranks.workers[rank]._links.next.send = lambda stream: None
-        ranks._links[waiting]._timeout_s = 0.3
+        ranks._links[waiting]._timeout_s, ranks._links[waiting]._clock = 0.3, time.monotonic
 
     wanted = wanted_of("gemma2")
     with staged_engine(config_of("gemma2", tp_size=2), prepare=prepare) as engine:
@@ -265,6 +268,7 @@ def test_a_stage_that_gives_nothing_is_named_by_the_next_one(rank: int, waiting:
             r"sent nothing for 0\.3 s$",
         ):
             finish(engine, results)
+        is_over.set()
         for worker in engine.ranks.workers:
             worker._comm._barrier.abort()
 
@@ -294,7 +298,10 @@ def test_a_stage_that_stalls_is_named_by_the_engine_once_its_time_is_over() -> N
 
 
 def test_a_stage_in_another_step_than_the_next_one_is_told() -> None:
+    is_over = threading.Event()
+
     def prepare(ranks: Ranks) -> None:
+        EndsWaits(ranks, is_over)
         outgoing = ranks.workers[0]._links.next
         assert outgoing is not None
         send, sent = outgoing.send, [0]
@@ -311,6 +318,7 @@ def test_a_stage_in_another_step_than_the_next_one_is_told() -> None:
         results = begin(engine, wanted_of("qwen3"))
         with pytest.raises(EngineDiedError, match=r"^rank 1 waits in step .* for rank 0: .* is in another step"):
             finish(engine, results)
+        is_over.set()
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
