@@ -14,6 +14,7 @@ from headwise.runtime.engine.peers.base import Peers
 from headwise.runtime.engine.peers.lending import Lending
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.peers.taking import Taking
+from headwise.runtime.engine.pipeline_shares import PipelineShares
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.protocol.executor import Executor
@@ -85,3 +86,9 @@ def speculator_of(config: EngineConfig, card: ModelCard) -> Speculator | None:
         computes_again=card.has_states,
         by_model=card.config.draft_layers > 0,
     )
+
+
+def pipeline_of(config: EngineConfig) -> PipelineShares:
+    """What its steps take where workers are stages."""
+    stages = config.pipeline_parallel_size
+    return PipelineShares(stages, takes_known=stages > 1 and not config.returns_tokens)

@@ -13,12 +13,13 @@ from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.prefix_match import PrefixMatch
 from headwise.runtime.engine.introduction import introduction
 from headwise.runtime.engine.peers.loads import PeerLoads
+from headwise.runtime.engine.pipeline_shares import NO_PIPELINE, PipelineShares
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
 from headwise.runtime.engine.speculation.asked import asked_of_model
 from headwise.runtime.engine.speculation.speculator import Speculator
-from headwise.runtime.engine.step_budget import chunk_of_stage, left_for, shares, wanted_of_stage
+from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
@@ -71,8 +72,7 @@ class ResourceManager:
 
     max_batched_tokens: token budget of a step
     prefill_chunk:      most tokens of one sequence in a step
-    stages:             of the workers' pipeline. With several, no step takes a token that is not known yet, as stages
-                        before the last never learn it otherwise; and decodes are shared out over as many steps
+    pipeline:           of the workers
     speculator:         whether sequences have drafts; None: they have not
     prefetcher, peer_loads: see `WaitingQueue`
     """
@@ -84,8 +84,7 @@ class ResourceManager:
         max_rows: int,
         max_batched_tokens: int,
         prefill_chunk: int,
-        stages: int = 1,
-        takes_known: bool = False,
+        pipeline: PipelineShares = NO_PIPELINE,
         speculator: Speculator | None = None,
         prefetcher: Prefetcher | None = None,
         peer_loads: PeerLoads | None = None,
@@ -96,10 +95,10 @@ class ResourceManager:
         self.step_times = StepTimes()
         self._keeps_states = any(policy.is_state for policy in cache.policies)
         lag = speculator.most if speculator is not None and self._keeps_states else 0
-        self.table = SequenceTable(max_rows, lag, is_known=takes_known)
+        self.table = SequenceTable(max_rows, lag, takes_known=pipeline.takes_known)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
-        self._stages, self._takes_known = stages, takes_known
+        self._pipeline = pipeline
         self.speculator = speculator
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
@@ -179,14 +178,14 @@ class ResourceManager:
         rows, columns = self._rows_in_order(), self.table
         length = columns.length[rows]
         rows = rows[(length > columns.num_prompt[rows]) & (columns.scheduled[rows] >= length - 1 - columns.lag)]
-        if self._stages > 1:
+        if self._pipeline.takes_known:
             rows = rows[columns.pending[rows] == 0]
         counts, is_worth_waiting = speculator.chosen(columns.of(rows), (columns.pending[rows] == 0).tolist())
         if self._keeps_states:  # what a block of states is of, stays the last known token's
             counts = np.minimum(counts, -columns.length[rows] % self.cache.block_size)
         columns.offered[:] = 0
         columns.offered[rows] = np.where(columns.pending[rows] == 0, counts, 0)
-        return is_worth_waiting and self._stages == 1
+        return is_worth_waiting and not self._pipeline.takes_known
 
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.
@@ -221,30 +220,10 @@ class ResourceManager:
     def _ask_for_tokens(self) -> _Plan:
         """The tokens that running sequences get, within the budget; decoding ones first."""
         wanted, decoding = self._wanted()
-        if self._stages > 1:
-            wanted = self._wanted_of_stage(wanted, decoding)
+        rows = self._rows_in_order()
+        wanted = self._pipeline.of_step(wanted, decoding, self.table, rows, self._step_id + 1, self._last_done)
         order, counts = shares(wanted, decoding, self.max_batched_tokens)
-        return _Plan(self._rows_in_order()[order], counts)
-
-    def _wanted_of_stage(self, wanted: NDArray[np.int64], decoding: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """What one step of a pipeline takes of it: all that decode are shared out to as many steps as there are stages.
-
-        Of unknown tokens a sequence has at most two on their way: the second one's step waits for the first, and is at
-        the first stage before the engine knows of it. Between them are steps of others, if these have any, so that no
-        stage waits. Of known ones there are no more steps than stages: the same tokens in smaller steps take longer.
-        """
-        rows, columns = self._rows_in_order(), self.table
-        pending, last_step = columns.pending[rows], columns.last_step[rows]
-        said = columns.length[rows] - columns.num_prompt[rows]
-        every = int(np.count_nonzero(said > 0))
-        most = -(-every // self._stages)
-        if self._takes_known:
-            under_way = {*last_step[(pending > 0) & (said > pending)].tolist()}
-            return wanted_of_stage(wanted, decoding, last_step, most if len(under_way) < self._stages else 0)
-        has_prompts = bool((wanted[~decoding] > 0).any())
-        others = self._stages - 1 if has_prompts or not most else -(-every // most) - 1
-        may = (pending < 2) & (last_step <= max(self._last_done, self._step_id - others))
-        return wanted_of_stage(np.where(decoding & ~may, 0, wanted), decoding, last_step, most)
+        return _Plan(rows[order], counts)
 
     def _wanted(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Of each running sequence, the tokens that a step could compute at most, and whether it decodes."""
@@ -329,9 +308,7 @@ class ResourceManager:
 
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
         computed = match.num_blocks * self.cache.block_size
-        chunk = self.prefill_chunk
-        if self._stages > 1:
-            chunk = chunk_of_stage(sequence.num_tokens - computed, self._stages, chunk)
+        chunk = self._pipeline.chunk(sequence.num_tokens - computed, self.prefill_chunk)
         if sequence.is_prompt_asked:
             chunk = min(chunk, ASKED_CHUNK)
         row = self.table.open(sequence, computed, chunk)

@@ -31,11 +31,11 @@ class SequenceTable:
     embeds_end: behind the last token whose embedding came with the request; 0: none did
 
     lag: tokens, at most, that were guessed right and are computed once more
-    is_known: whether steps take known tokens alone, and none that those in flight will sample
+    takes_known: see `PipelineShares`
     """
 
-    def __init__(self, max_rows: int, lag: int = 0, is_known: bool = False) -> None:
-        self.lag, self._is_known = lag, is_known
+    def __init__(self, max_rows: int, lag: int = 0, takes_known: bool = False) -> None:
+        self.lag, self._takes_known = lag, takes_known
         self._sequences: dict[int, Sequence] = {}
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.pending = np.zeros(max_rows, dtype=np.int64)
@@ -88,7 +88,7 @@ class SequenceTable:
         """
         length = self.length[rows]
         left = length - self.scheduled[rows]
-        if self._is_known:
+        if self._takes_known:
             left -= self.pending[rows]
         decoding = (left > 0) & (left <= 1 + self.lag) & (length > self.num_prompt[rows])
         left += self.offered[rows]

@@ -113,6 +113,10 @@ class StageLinks:
         return any(end.holds_host for end in (self.before, self.next) if end is not None)
 
     @property
+    def is_first(self) -> bool:
+        return self.before is None
+
+    @property
     def is_last(self) -> bool:
         return self.next is None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import CachedAttention
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, Shard
-from headwise.runtime.ops.base import CapturingOps, Fetch, KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
 from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, StageLostError
 from headwise.runtime.protocol.batch import (
@@ -35,24 +35,22 @@ from headwise.runtime.protocol.batch import (
     StepResult,
 )
 from headwise.runtime.protocol.copies import NO_REPORT
-from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.running_step import RunningStep
+from headwise.runtime.worker.begun_step import BegunStep, Computed
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored, padded_rows
 from headwise.runtime.worker.device import Device, open_device
-from headwise.runtime.worker.drafts import SampledRows, of_sequences
+from headwise.runtime.worker.drafts import SampledRows
 from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
-from headwise.runtime.worker.last_sampled import NO_TOKEN
 from headwise.runtime.worker.logit_editor import LogitEditor
-from headwise.runtime.worker.model_drafts import Drafted, ModelDrafts
+from headwise.runtime.worker.model_drafts import ModelDrafts
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.model_runner import Loads, ModelRunner
-from headwise.runtime.worker.next_tokens import NOTHING, Chosen, NextTokens
+from headwise.runtime.worker.next_tokens import Chosen, NextTokens
 from headwise.runtime.worker.prefill_graphs import PrefillGraphs, padded_tokens, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.returned_tokens import ReturnedTokens, give_back
 from headwise.runtime.worker.row_adapters import AdaptersOfRows
-from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.which_graphs import told_graphs, without_graphs
 from headwise.transfer.connectors.select import PeerAccess
 
@@ -68,56 +66,6 @@ class WorkerParts:
     load_model: Callable[[ModelCard, EngineConfig, Path, TensorOps, Collectives, Shard], Model] = load_model
     open_copies: Callable[..., KVOffload] = KVOffload
     clock: Callable[[], float] = time.perf_counter
-
-
-@dataclass(frozen=True)
-class _Computed:
-    """What a step computes, as a `StepResult` tells it; its tokens may be on their way still.
-
-    passed:   of another stage than the last: see `ModelRunner.passed`
-    unusable: sequences whose prompts have no usable logits, by index
-    """
-
-    chosen: Chosen = field(default_factory=Chosen)
-    drafted: Drafted = field(default_factory=Drafted)
-    passed: Fetch = NOTHING
-    unusable: Sequence[int] = ()
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-
-    @property
-    def is_done(self) -> bool:
-        return self.passed.is_done and self.chosen.tokens.is_done and self.drafted.is_done
-
-    def tokens(self, batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[int, str]]:
-        """Of each sequence of the step, `NO_TOKEN` where it does not sample; how many of each one's drafts are right;
-        and why sequences failed, by index."""
-        self.passed.get()
-        sampled = self.chosen.tokens.get()
-        tokens, accepted = of_sequences(batch, self.chosen.wanted, sampled)
-        lacks = tokens == NO_TOKEN
-        lacking = np.flatnonzero(lacks & batch.sample).tolist() if len(sampled) and lacks.any() else ()
-        broken = dict.fromkeys([*lacking, *self.unusable], NOT_FINITE) | self.chosen.failures
-        return tokens, accepted, broken
-
-
-class _Step:
-    """A step that a worker has begun.
-
-    end: waits for it, and says what came of it
-    """
-
-    def __init__(self, computed: _Computed, end: Callable[[], StepResult]) -> None:
-        self._computed, self._end = computed, end
-        self._result: StepResult | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._result is not None or self._computed.is_done
-
-    def result(self) -> StepResult:
-        if self._result is None:
-            self._result = self._end()
-        return self._result
 
 
 class ModelWorker:
@@ -153,7 +101,7 @@ class ModelWorker:
         self._model_dir = model_dir
         self._parts = parts or WorkerParts()
         self._peers = peers
-        self._link = link
+        self._tokens_link = link if config.returns_tokens else None
         self.card: ModelCard = self._parts.read_card(config, model_dir)
         self._comm = comm
         if comm.size != config.tp_size or (link is None) != (config.pipeline_parallel_size == 1):
@@ -167,7 +115,6 @@ class ModelWorker:
         self._device.check(self.card, model_dir)
         self._kernels = self._device.kernels
         self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
-        self._gives_back = config.returns_tokens and self._layers.stop == self.card.config.num_layers
         with self._device.current():
             self._collectives = self._device.collectives(comm)
             self._links = StageLinks() if link is None else self._device.stage_links(link, self._linked_stage())
@@ -295,8 +242,9 @@ class ModelWorker:
         self._drafts = ModelDrafts(self._ops, self._collectives, runner) if has_drafts else None
         self._runner = runner
         self._returned: ReturnedTokens | None = None
-        if self._link is not None and self._config.returns_tokens and not self._layers.start:
-            self._returned = ReturnedTokens(self._link, runner.last, spec.max_rows, self._config.steps_in_flight)
+        if self._tokens_link is not None and self._links.is_first:
+            in_flight = self._config.steps_in_flight
+            self._returned = ReturnedTokens(self._tokens_link, runner.last, spec.max_rows, in_flight)
 
     def _wait_layer(self, layer: int) -> None:
         if self._copies is not None:
@@ -405,9 +353,9 @@ class ModelWorker:
         return 0
 
     def _sleep(self) -> None:
+        """Let go of weights and arena. What the host has stays, and its copies to and from storage go on."""
         if self._returned is not None:
             self._returned.settle()
-        """Let go of weights and arena. What the host has stays, and its copies to and from storage go on."""
         if self._copies is not None:
             self._copies.attach_device(None)
         self._is_asleep = True
@@ -468,7 +416,7 @@ class ModelWorker:
     def _begin(self, batch: BatchRequest) -> RunningStep:
         if self._before is not None and (batch.command or len(batch.cache_swap_metadata.loads)):
             self._before.result()  # what comes now is not in the order of the device's stream
-        started, forgotten, computed, failure = self._parts.clock(), 0, _Computed(), None
+        started, forgotten, computed, failure = self._parts.clock(), 0, Computed(), None
         if self._copies is not None:
             self._copies.start(batch)
         if batch.command:
@@ -484,7 +432,7 @@ class ModelWorker:
         def end() -> StepResult:
             return self._within(batch.step_id, lambda: self._end(batch, started, computed, forgotten, failure))
 
-        before, self._before = self._before, _Step(computed, end)
+        before, self._before = self._before, BegunStep(computed, end)
         is_loading = self._copies is not None and self._copies.is_loading
         # A host that waits for other stages, in the next step, would meanwhile tell nothing of this one.
         if is_loading or computed.is_done or self._links.holds_host:
@@ -494,13 +442,13 @@ class ModelWorker:
         return self._before
 
     def _end(
-        self, batch: BatchRequest, started: float, computed: _Computed, forgotten: int, failure: str | None
+        self, batch: BatchRequest, started: float, computed: Computed, forgotten: int, failure: str | None
     ) -> StepResult:
         token_ids, accepted, broken = computed.tokens(batch)
         if failure is not None:
             token_ids = np.empty(0, np.int32)
-        if self._link is not None and self._gives_back:
-            give_back(self._link, token_ids[computed.chosen.wanted])
+        if self._tokens_link is not None and self._links.is_last:
+            give_back(self._tokens_link, token_ids[computed.chosen.wanted])
         copies = self._copies.finish(batch) if self._copies is not None else NO_REPORT
         ended = self._parts.clock()
         compute_s, self._ended = ended - max(started, self._ended), ended
@@ -519,7 +467,7 @@ class ModelWorker:
             proposed=computed.drafted.of(len(batch.rows)),
         )
 
-    def _compute(self, batch: BatchRequest) -> _Computed:
+    def _compute(self, batch: BatchRequest) -> Computed:
         runner = self._runner
         if self._returned is not None and len(batch.rows):
             self._returned.before(batch)
@@ -531,13 +479,13 @@ class ModelWorker:
                 self._tokens.open(batch.new_sequences)
         if runner.graphs is not None and runner.is_plain_decode(batch):
             scored = runner.decode(runner.graphs, batch)
-            return self._completed(batch, scored, scored.hidden) if runner.is_last else _Computed(passed=runner.passed)
+            return self._completed(batch, scored, scored.hidden) if runner.is_last else Computed(passed=runner.passed)
         runner.cache.tables.apply(batch.table_updates)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
-            return _Computed()
+            return Computed()
         if not runner.is_last:
             runner.forward(batch)
-            return _Computed(passed=runner.passed)
+            return Computed(passed=runner.passed)
         if batch.samples_behind_each:
             hidden = runner.forward(batch)
             return self._completed(batch, hidden, runner.kept)
@@ -553,13 +501,13 @@ class ModelWorker:
             self._completed(batch, sampling, runner.kept), unusable=unusable, prompt_logprobs=prompt_logprobs
         )
 
-    def _completed(self, batch: BatchRequest, sampling: Tensor | Scored | None, kept: Tensor = None) -> _Computed:
+    def _completed(self, batch: BatchRequest, sampling: Tensor | Scored | None, kept: Tensor = None) -> Computed:
         """A step's tokens, which `NextTokens` chooses by ``sampling``; and what the model drafts behind them, of what
         was ``kept`` for that of all of the step's tokens."""
         chosen = self._tokens.choose(batch, self._model, sampling)
         if self._drafts is None:
-            return _Computed(chosen)
-        return _Computed(chosen, self._drafts.behind(batch, chosen, kept))
+            return Computed(chosen)
+        return Computed(chosen, self._drafts.behind(batch, chosen, kept))
 
 
 def _trial(tokens: int, updates: NDArray[np.int32]) -> BatchRequest:

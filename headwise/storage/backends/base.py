@@ -1,7 +1,7 @@
 """The contract of a storage backend: cache blocks by key, beyond the life of a process.
 
     key = namespace (model, layout, rank and ranks)    fixed when the storage is opened
-        + block hash (16 bytes) + group               given with every call, as two parallel sequences
+        + block hash (16 bytes) + group                given with every call, as two parallel sequences
 
 Blocks travel between the storage and blocks of a flat host arena. What is stored may be lost at any time: a block that
 is gone, short or corrupt is a miss, and no call raises for it. What is read as a hit is what was written.
