@@ -106,6 +106,18 @@ def test_other_operations_and_drafts_say_the_same(two: Any, changes: dict[str, A
             assert_as(wanted, found)
 
 
+def served(engine: EngineCore, preprocessor: Preprocessor, adapter: str) -> list[GenerationResult]:
+    """All prompts with this adapter, at once."""
+    results = [GenerationResult(str(index)) for index in range(len(PROMPTS))]
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(preprocessor.prepare(prompt=prompt, sampling=FEW, request_id=str(index), adapter=adapter))
+    while engine.has_work():
+        for delta in engine.step(None):
+            assert delta.error is None, delta.error
+            results[int(delta.request_id)].add(delta)
+    return results
+
+
 @pytest.mark.parametrize(
     ("two", "ranks"),
     [
@@ -127,14 +139,7 @@ def test_ranks_say_the_same(two: Any, ranks: dict[str, Any]) -> None:
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
     with closing(workers), closing(executor):
         for place, adapter in enumerate(("", "one", "other")):
-            results = [GenerationResult(str(index)) for index in range(len(PROMPTS))]
-            for index, prompt in enumerate(PROMPTS):
-                engine.add(preprocessor.prepare(prompt=prompt, sampling=FEW, request_id=str(index), adapter=adapter))
-            while engine.has_work():
-                for delta in engine.step(None):
-                    assert delta.error is None, delta.error
-                    results[int(delta.request_id)].add(delta)
-            assert_as(expected[place], results)
+            assert_as(expected[place], served(engine, preprocessor, adapter))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -155,14 +160,7 @@ def test_a_stage_of_which_an_adapter_changes_nothing_is_beside_one_of_which_it_d
     engine = EngineCore(staged, preprocessor.card, preprocessor.tokenizer, executor)
     with closing(workers), closing(executor):
         for adapter, wanted in (("one", expected), ("", plain), ("one", expected)):
-            results = [GenerationResult(str(index)) for index in range(len(PROMPTS))]
-            for index, prompt in enumerate(PROMPTS):
-                engine.add(preprocessor.prepare(prompt=prompt, sampling=FEW, request_id=str(index), adapter=adapter))
-            while engine.has_work():
-                for delta in engine.step(None):
-                    assert delta.error is None, delta.error
-                    results[int(delta.request_id)].add(delta)
-            assert_as(wanted, results)
+            assert_as(wanted, served(engine, preprocessor, adapter))
 
 
 def test_an_adapter_that_changes_what_no_stage_has_is_told(tmp_path: Path) -> None:

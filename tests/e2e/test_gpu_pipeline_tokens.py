@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from support.engine.ranks import Ranks
 from support.engine.watched_drafts import MOST, Watched, assert_as_torch, drafts_of_torch, the_answer
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
-from support.gpu.host_nccl import HostNccl, host_cupy_with
+from support.gpu.host_nccl import HostNccl, linked_by_nccl
 from support.gpu.nccl_ranks import StagesByNccl
 from support.reference import answers, assert_same
 from support.tiny_checkpoints import checkpoint
@@ -37,17 +36,9 @@ TOKENS = 4
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostNccl]:
-    nccl = HostNccl()
-    for name, module in host_cupy_with(nccl).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    modules = [f"headwise.runtime.ops.{name}" for name in ("nccl", "nccl_links")]
-    for name in modules:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield nccl
-    for name in modules:
-        sys.modules.pop(name, None)
+def nccl() -> Iterator[HostNccl]:
+    with linked_by_nccl("nccl", "nccl_links") as nccl:
+        yield nccl
 
 
 def config_of(directory: Path, **changes: Any) -> EngineConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine.ranks import links_of
-from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with
+from support.gpu.host_nccl import HostNccl, NcclError, linked_by_nccl
 from support.gpu.nccl_ranks import Ranks
 from support.waiting import PATIENCE_S, eventually
 
@@ -23,21 +22,14 @@ from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.stage_links import LinkedStage, StageLinks
 from headwise.runtime.worker.network_link import NetworkLink
 
-MODULE, COLLECTIVES = "headwise.runtime.ops.nccl_links", "headwise.runtime.ops.nccl"
+MODULE = "headwise.runtime.ops.nccl_links"
 HIDDEN, ROWS = 6, 16
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostNccl]:
-    nccl = HostNccl()
-    for name, module in host_cupy_with(nccl).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    for name in (MODULE, COLLECTIVES):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield nccl
-    for name in (MODULE, COLLECTIVES):
-        sys.modules.pop(name, None)
+def nccl() -> Iterator[HostNccl]:
+    with linked_by_nccl("nccl", "nccl_links") as nccl:
+        yield nccl
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ a step as a graph runs it without its collectives; replaying it runs it with the
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from support.waiting import PATIENCE_S
 
@@ -290,3 +292,18 @@ def way(nccl: HostNccl, name: str) -> Iterator[None]:
         yield
     finally:
         nccl.thread.way = "eager"
+
+
+@contextmanager
+def linked_by_nccl(*modules: str) -> Iterator[HostNccl]:
+    """CuPy with this NCCL meanwhile, for ``modules`` of `headwise.runtime.ops`, which are imported anew."""
+    nccl, names = HostNccl(), [f"headwise.runtime.ops.{name}" for name in modules]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in host_cupy_with(nccl).items():
+            patch.setitem(sys.modules, name, module)
+        patch.setenv("NCCL_GRAPH_REGISTER", "0")
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        yield nccl
+        for name in names:
+            sys.modules.pop(name, None)
