@@ -29,7 +29,7 @@ def test_every_field_is_explained_in_the_reference() -> None:
         assert f"`{f.name}` | `--{f.name.replace('_', '-')}`" in reference
 
 
-@pytest.mark.parametrize("name", ["smollm2.yaml", "gemma3.yaml"])
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "deploy").glob("*.yaml")))
 def test_the_deployment_files_are_valid(name: str) -> None:
     assert EngineConfig.load(ROOT / "deploy" / name, {}).model
 
