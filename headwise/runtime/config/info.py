@@ -85,7 +85,8 @@ def _most_host_cache(config: EngineConfig) -> str:
 def _stages(card: ModelCard) -> str:
     """Which layers each has."""
     dealt = (f"{stage[0]} to {stage[-1]}" if len(stage) > 1 else str(stage[0]) for stage in card.plan.stages)
-    return f"{len(card.plan.stages)} of {card.plan.tp_size} ranks each: layers {', '.join(dealt)}"
+    ranks = "1 rank" if card.plan.tp_size == 1 else f"{card.plan.tp_size} ranks"
+    return f"{len(card.plan.stages)} of {ranks} each: layers {', '.join(dealt)}"
 
 
 def _replicas(config: EngineConfig) -> str:

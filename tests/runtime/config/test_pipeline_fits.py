@@ -34,6 +34,11 @@ def test_the_docs_say_what_fits_on_stages(tmp_path: Path, row: list[str]) -> Non
     [
         ({"tp_size": 4}, None, "1 x 4"),
         (
+            {"tp_size": 1, "pipeline_parallel_size": 2},
+            "2 of 1 rank each: layers 0 to 23, 24 to 47",
+            "1 x 2 (2 stages of 1)",
+        ),
+        (
             {"tp_size": 4, "pipeline_parallel_size": 2},
             "2 of 4 ranks each: layers 0 to 23, 24 to 47",
             "1 x 8 (2 stages of 4)",
