@@ -16,6 +16,7 @@ all requests got the same tokens. The last line is JSON.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from gpu.checkpoint import Shape, write_checkpoint
-from timed_requests import VOCABULARY, ask, decode, ids, options, prefill
+from timed_requests import VOCABULARY, ask, decode, ids, prefill
 
 from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
@@ -76,20 +77,26 @@ class Seen:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = options(__doc__, "fewer questions", arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="fewer questions, one round: a minute")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round: seconds")
+    parser.add_argument("--ray", help="address of a running Ray cluster; by default one is started")
+    args = parser.parse_args(arguments)
     size = SMOKE if args.smoke else QUICK if args.quick else FULL
+    rounds = 1 if args.smoke or args.quick else args.rounds
     print(f"{'parts':>5} {'tokens fit':>10} {'requests/s':>10} {'prefill':>8} {'decode of ' + str(size.decoded):>20}")
     found: list[dict[int, Seen]] = []
     with tempfile.TemporaryDirectory() as directory:
         model = write_checkpoint(Path(directory) / "latents", config_of(size), tensors=list(tensors_of(size)))
-        for turn in range(args.rounds):
+        for turn in range(rounds):
             found.append({})
             for parts in PARTS[:: -1 if turn % 2 else 1]:
                 found[-1][parts] = seen = measured(model, size, parts, args.ray)
                 speeds = ", ".join(f"{speed:.0f}" for speed in seen.decode.values())
                 numbers = f"{parts:>5} {seen.fit:>10,} {seen.requests:>10.2f} {seen.prefill:>8.0f}"
                 print(f"{numbers} {speeds:>20}", flush=True)
-    print(json.dumps({"rounds": args.rounds, **ratios(found)}))
+    print(json.dumps({"rounds": rounds, **ratios(found)}))
 
 
 def ratios(found: Sequence[dict[int, Seen]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ share of requests that got the same first token from all of ours. The last line 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -34,7 +35,7 @@ from runtimes.control import Process, Spec
 from runtimes.model_files import ModelFiles
 from runtimes.process import Served
 from runtimes.scenarios import prefill_rate
-from timed_requests import VOCABULARY, ask, decode, ids, options, prefill
+from timed_requests import VOCABULARY, ask, decode, ids, prefill
 
 from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
@@ -83,21 +84,27 @@ class Seen:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = options(__doc__, "fewer tokens", arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens, one round: a minute")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round: seconds")
+    parser.add_argument("--ray", help="address of a running Ray cluster; by default one is started")
+    args = parser.parse_args(arguments)
     size = SMOKE if args.smoke else QUICK if args.quick else FULL
+    rounds = 1 if args.smoke or args.quick else args.rounds
     names = [*RANKS, *(VLLM if PEERS_PYTHON.exists() and not args.smoke else ())]
     print(f"{'':>12} {'tokens fit':>10} {'prefill':>8} {'decode of ' + str(size.decoded):>24}")
     found: list[dict[str, Seen]] = []
     with tempfile.TemporaryDirectory() as directory:
         model = write_checkpoint(Path(directory) / "llama", config_of(size))
-        for turn in range(args.rounds):
+        for turn in range(rounds):
             found.append({})
             for name in names[:: -1 if turn % 2 else 1]:
                 seen = measured(model, size, name, args.ray) if name in RANKS else measured_vllm(model, size, name)
                 found[-1][name] = seen
                 speeds = ", ".join(f"{speed:.1f}" for speed in seen.decode.values())
                 print(f"{name:>12} {seen.fit:>10,} {seen.prefill:>8.0f} {speeds:>24}", flush=True)
-    print(json.dumps({"rounds": args.rounds, **ratios(found)}))
+    print(json.dumps({"rounds": rounds, **ratios(found)}))
 
 
 def ratios(found: Sequence[dict[str, Seen]]) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,18 +14,6 @@ VOCABULARY = 4096
 """Of the models that these scripts write."""
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-
-
-def options(about: str | None, quick: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Of a script that starts deployments of its own in each of so many rounds. quick: what that leaves out"""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help=f"{quick}, one round: a minute")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round: seconds")
-    parser.add_argument("--ray", help="address of a running Ray cluster; by default one is started")
-    args = parser.parse_args(arguments)
-    args.rounds = 1 if args.smoke or args.quick else args.rounds
-    return args
 
 
 def ids(draw: np.random.Generator, count: int) -> list[int]:
