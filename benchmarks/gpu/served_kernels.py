@@ -31,7 +31,7 @@ TMA = "prefill by TMA"
 
 ERNIE_21B = ExpertShape(Routing(64, 6, 1e-12), 2, 2560, 1536, "silu", "bfloat16")
 QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
-NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, True, scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
+NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, "sigmoid", scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
 """Without gates."""
 DEEPSEEK_V3 = LatentShape(128, 512, 64, 16, "bfloat16", "bfloat16")
 """Of eight ranks."""

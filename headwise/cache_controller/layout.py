@@ -42,6 +42,8 @@ class BlockLayout:
     of them is left empty (``tail_bytes``).
 
     parts: of so many ranks each keeps the tokens of its `TokenShare` alone, ``block_size / parts`` of a block
+    rate:  tokens that each entry of the roles stands for; a block has those that end in it, or room for one where an
+           entry stands for more tokens than a block has
     """
 
     block_size: int
@@ -50,20 +52,22 @@ class BlockLayout:
     alignment: int = 64
     tail_bytes: int = 0
     parts: int = 1
+    rate: int = 1
 
     def __hash__(self) -> int:
         """Of numbers alone, for roles take a while: every layer of a step looks something up by its layout."""
-        return hash((self.block_size, self.slots, self.alignment, self.tail_bytes, self.parts))
+        return hash((self.block_size, self.slots, self.alignment, self.tail_bytes, self.parts, self.rate))
 
     @property
     def own_tokens(self) -> int:
-        """Tokens of a block that a rank keeps."""
-        return self.block_size // self.parts
+        """Tokens, or entries, of a block that a rank keeps."""
+        return max(1, self.block_size // self.rate) // self.parts
 
     @cached_property
     def own(self) -> BlockLayout:
-        """The same bytes as blocks of the rank's own tokens: what kernels are told."""
-        return self if self.parts == 1 else replace(self, block_size=self.own_tokens, parts=1)
+        """The same bytes as blocks of the rank's own tokens, or of entries: what kernels are told."""
+        is_own = self.parts == 1 and self.rate == 1
+        return self if is_own else replace(self, block_size=self.own_tokens, parts=1, rate=1)
 
     @cached_property
     def role_offsets(self) -> dict[str, int]:
@@ -95,7 +99,8 @@ class BlockLayout:
 
     @property
     def _parts_text(self) -> str:
-        return f"/p{self.parts}" if self.parts > 1 else ""
+        parts = f"/p{self.parts}" if self.parts > 1 else ""
+        return f"{parts}/r{self.rate}" if self.rate > 1 else parts
 
     @property
     def _roles_text(self) -> str:

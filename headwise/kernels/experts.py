@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,11 @@ NORM_MIN = 1e-20
 """For routing weights that are divided by their sum, whatever it is: of the likeliest experts it is never so small."""
 
 
+ScoredBy = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+"""What makes scores of a router's logits; the last is ``sqrt(log(1 + exp(logit)))``."""
+SCORED_BY: tuple[ScoredBy, ...] = get_args(ScoredBy)
+
+
 @dataclass(frozen=True)
 class Routing:
     """How scores of experts become a token's choice.
@@ -24,7 +30,7 @@ class Routing:
     experts:          to choose from
     per_token:        so many are chosen
     norm_min:         weights are divided by their sum over the chosen, or this where it is greater; None: not divided
-    is_sigmoid:       scores are sigmoids of the logits, else their softmax
+    scored_by:        what makes scores of the logits
     groups:           of experts, equally many in each; 1: no groups
     groups_per_token: of which a token may use the experts
     best_of_group:    a group's score is the sum of so many of its best
@@ -34,7 +40,7 @@ class Routing:
     experts: int
     per_token: int
     norm_min: float | None
-    is_sigmoid: bool = False
+    scored_by: ScoredBy = "softmax"
     groups: int = 1
     groups_per_token: int = 1
     best_of_group: int = 1
@@ -69,8 +75,8 @@ def route(
     differ where they round to 1. Weights are scores without the correction. Equal logits are routed
     alike, whatever else is in the batch: so ranks that compute them by the same operation agree.
     """
-    scores = _sigmoid(logits) if routing.is_sigmoid else _softmax(logits)
-    is_plain = routing.is_sigmoid and routing.groups == 1 and np.ndim(correction) == 0
+    scores = _SCORES[routing.scored_by](logits)
+    is_plain = routing.scored_by == "sigmoid" and routing.groups == 1 and np.ndim(correction) == 0
     compared = logits if is_plain else _within_groups(scores + correction, routing)
     chosen = _best(compared, routing.per_token)
     weights = np.take_along_axis(scores, chosen, axis=1)
@@ -114,3 +120,11 @@ def _softmax(x: NDArray[np.float32]) -> NDArray[np.float32]:
     powers: NDArray[np.float32] = np.exp(x - x.max(axis=1, keepdims=True))
     shares: NDArray[np.float32] = powers / powers.sum(axis=1, keepdims=True)
     return shares
+
+
+def _root_softplus(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    roots: NDArray[np.float32] = np.sqrt(np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x))))
+    return roots
+
+
+_SCORES = {"softmax": _softmax, "sigmoid": _sigmoid, "sqrtsoftplus": _root_softplus}

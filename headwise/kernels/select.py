@@ -5,6 +5,8 @@ from __future__ import annotations
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy, RunCopy, reference_run_copy
+from headwise.kernels.compressed_base import CompressedKernels
+from headwise.kernels.compressed_reference import ReferenceCompressedKernels
 from headwise.kernels.delta_base import DeltaKernels, ProjectedDeltaKernels
 from headwise.kernels.delta_reference import ReferenceDeltaKernels
 from headwise.kernels.dsa_base import IndexedKernels
@@ -77,6 +79,17 @@ def make_indexed_kernels(name: str, threads: int) -> IndexedKernels:
     except ImportError as error:
         raise _without_numba(name, error) from error
     return NumbaIndexedKernels(threads)
+
+
+def make_compressed_kernels(name: str, threads: int) -> CompressedKernels:
+    """Those of attention to a window and entries, as `make_kernels`; they raise the same."""
+    if _is_reference(name):
+        return ReferenceCompressedKernels()
+    try:
+        from headwise.kernels.cpu.compressed_attention import NumbaCompressedKernels
+    except ImportError as error:
+        raise _without_numba(name, error) from error
+    return NumbaCompressedKernels(threads)
 
 
 def make_delta_kernels(name: str, threads: int) -> DeltaKernels | ProjectedDeltaKernels:

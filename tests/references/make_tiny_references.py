@@ -24,7 +24,7 @@ from make_references import reference
 from support.tiny_checkpoints import TINY_CONFIGS, write_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 
-from headwise.runtime.loader.safetensors_file import SafetensorsFile
+from headwise.runtime.loader.safetensors_file import FLOATS, TABLES, SafetensorsFile
 
 PROMPT_LENGTHS = {"one": 1, "few": 9, "some": 40, "more": 90, "many": 200, "long_300": 300, "long_700": 700}
 FIRST_ID, VOCABULARY = 3, 259
@@ -54,7 +54,7 @@ def published_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         (Path(scratch) / "config.json").write_text(json.dumps(config))
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scratch), dtype=torch.float32)
         model.save_pretrained(scratch)
-        saved = SafetensorsFile(Path(scratch) / "model.safetensors")
+        saved = SafetensorsFile(Path(scratch) / "model.safetensors", {**FLOATS, **TABLES})
         shapes = {name: list(saved.shape(name)) for name in saved.names}
     return mxfp4_shapes(shapes) if is_mxfp4 else shapes
 

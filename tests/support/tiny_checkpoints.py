@@ -342,6 +342,34 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         index_head_dim=32,
         index_topk=24,
     ),
+    "deepseek-v4": _config(
+        "DeepseekV4ForCausalLM",
+        "deepseek_v4",
+        head_dim=32,
+        num_key_value_heads=1,
+        num_hidden_layers=5,
+        intermediate_size=_ABSENT,
+        q_lora_rank=32,
+        o_groups=2,
+        o_lora_rank=24,
+        layer_types=[_SLIDING, *[f"{how}_attention" for how in ("compressed_sparse", "heavily_compressed")] * 2],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        sliding_window=24,
+        partial_rotary_factor=0.5,
+        compress_rope_theta=40000.0,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=24,
+        mlp_layer_types=["hash_moe", *["moe"] * 4],
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+        hc_mult=4,
+        rms_norm_eps=1e-6,
+    ),
     "glm4-moe-lite": _config(
         "Glm4MoeLiteForCausalLM",
         "glm4_moe_lite",
@@ -597,6 +625,9 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
             low, high = (0, 256) if name.endswith("_blocks") else (122, 125)
             found[name] = draw.integers(low, high, shape, dtype=np.uint8)
             continue
+        if name.endswith("tid2eid"):
+            found[name] = np.argsort(draw.random((shape[0], config["n_routed_experts"])), axis=1)[:, : shape[1]]
+            continue
         values = draw.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm.weight"):
             centre = 0 if from_one and not name.endswith("linear_attn.norm.weight") else 1
@@ -627,7 +658,7 @@ def write_checkpoint(
     write_tokenizer_directory(directory, byte_level_tokenizer())
     (directory / "config.json").write_text(json.dumps(config))
     weights = draw_weights(config, shapes) if weights is None else weights
-    kinds = {"float32": "F32", "uint8": "U8"}
+    kinds = {"float32": "F32", "uint8": "U8", "int64": "I64"}
     forms = {name: TensorForm(kinds[values.dtype.name], values.shape) for name, values in weights.items()}
     write_safetensors(directory / "model.safetensors", forms, iter(weights.values()))
     return directory

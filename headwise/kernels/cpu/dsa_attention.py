@@ -133,12 +133,12 @@ class NumbaIndexedKernels(NumbaLatentKernels):
                 rows = slice(begin, min(begin + step, last))
                 seen = context - (last - rows.stop)
                 scores = np.empty((rows.stop - begin, seen), np.float32)
-                self._score(index, rows, arena, layout, table, heads, seen, scores)
+                self.score(index, rows, arena, layout, table, heads, seen, scores)
                 is_chosen = chosen(scores, index.top)
                 places = (_tokens if has_scales(layout) else _places)(is_chosen, index.top, layout, table, heads)
                 yield _Choice(rows, places, np.isnan(scores.max(axis=1)))
 
-    def _score(
+    def score(
         self,
         index: IndexQueries,
         rows: slice,
@@ -148,15 +148,17 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         heads: HeadTable,
         seen: int,
         out: Floats,
+        start: int | None = None,
     ) -> None:
-        """Scores of a sequence's first ``seen`` tokens by its queries ``rows``, the last of which is the last token."""
+        """Scores of a sequence's first ``seen`` tokens by its queries ``rows``, the first of which is the token
+        ``start``; None: the last one is the last token."""
         role = index_role(layout)
         stored = arena.view(STORED[role.dtype])
         compiled, size = dsa_jit.score_chunks(stored.dtype), stored.itemsize
         scales, scale_places = _scales_of(arena, layout, int(heads.slot[0]))
         keys_at = (int(heads.slot[0]) * layout.slot_bytes + layout.role_offsets[role.name]) // size
         query, weights = index.query[rows], index.weights[rows]
-        start = seen - len(query)
+        start = seen - len(query) if start is None else start
 
         def score(begin: int, end: int) -> None:
             compiled(
@@ -240,9 +242,7 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         tables = own.block_tables[int(heads.group[0]) :: own.groups]
         for row, table, length in zip(seeing, tables, own.seq_lens, strict=True):
             every = np.empty((1, int(length)), np.float32)
-            self._score(
-                index.of_rows(slice(row, row + 1)), slice(0, 1), arena, layout, table, heads, int(length), every
-            )
+            self.score(index.of_rows(slice(row, row + 1)), slice(0, 1), arena, layout, table, heads, int(length), every)
             best = np.flatnonzero(chosen(every, index.top)[0])
             at[row, : len(best)], scores[row, : len(best)] = best, every[0, best]
             if np.isnan(every).any():

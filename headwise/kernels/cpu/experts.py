@@ -19,7 +19,7 @@ from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
 from headwise.kernels.cpu.memory import Scratch, ThreadScratch
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import place_of
-from headwise.kernels.experts import Mixture
+from headwise.kernels.experts import SCORED_BY, Mixture
 
 Floats = NDArray[np.float32]
 Packed = tuple[PackedWeight, Floats | None]
@@ -70,7 +70,7 @@ class PackedExperts:
         filled = records.filled(
             experts_jit.MIXTURE, mlps=place_of(kept), experts=len(experts), per_token=routing.per_token,
             has_shared=shared is not None, epilogue=EPILOGUES[mixture.activation], columns=experts[0][1][0].outputs,
-            is_sigmoid=routing.is_sigmoid, groups=routing.groups, groups_per_token=routing.groups_per_token,
+            scored_by=SCORED_BY.index(routing.scored_by), groups=routing.groups, groups_per_token=routing.groups_per_token,
             best_of_group=routing.best_of_group, weighs_input=mixture.weighs_input,
             norm_min=-1.0 if routing.norm_min is None else routing.norm_min, scale=routing.scale,
             correction=correction, scales=scales, logit_bias=logit_bias,

@@ -25,6 +25,7 @@ from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of
 from headwise.kernels.cpu.matmul_rows import factor_stride, prepare_row, sums_stride, weight_at
 from headwise.kernels.cpu.records import numbers
 from headwise.kernels.cpu.threads import fetch_add, pieces_of, publish, take_item, take_rows, wait_for
+from headwise.kernels.experts import SCORED_BY
 
 GATE, DOWN = range(2)
 """Products of an MLP: the one that its activation is behind, which has a gate if that is gated, and the last."""
@@ -36,7 +37,7 @@ of what is compiled; and how many numbers are between the two."""
 MIXTURE = np.dtype(
     [
         *numbers(
-            "mlps experts per_token has_shared epilogue columns is_sigmoid groups groups_per_token best_of_group"
+            "mlps experts per_token has_shared epilogue columns scored_by groups groups_per_token best_of_group"
             " weighs_input correction scales logit_bias"
         ),
         ("norm_min", np.float32),
@@ -80,6 +81,7 @@ COLUMNS = 256
 MOST_EXPERTS = TILE // 4
 """A thread's tile is where it chooses: three numbers of each expert, and one of each group."""
 
+_SOFTMAX, _SIGMOID, _ROOT_SOFTPLUS = map(SCORED_BY.index, ("softmax", "sigmoid", "sqrtsoftplus"))
 _PHASES = 3
 """Before parts: the choice, and both products of the shared expert."""
 
@@ -129,15 +131,18 @@ def _score(mixture, logits, scores, compared):
         most = max(most, compared[e])
     total = np.float32(0.0)
     for e in range(experts):
-        if mixture.is_sigmoid != 0:
+        if mixture.scored_by == _SIGMOID:
             scores[e] = np.float32(0.5) * np.tanh(np.float32(0.5) * compared[e]) + np.float32(0.5)
+        elif mixture.scored_by == _ROOT_SOFTPLUS:
+            positive = compared[e] if compared[e] > 0 else np.float32(0)
+            scores[e] = np.sqrt(positive + np.log1p(np.exp(-abs(compared[e]))))
         else:
             scores[e] = np.exp(compared[e] - most)
             total += scores[e]
-    if mixture.is_sigmoid == 0:
+    if mixture.scored_by == _SOFTMAX:
         for e in range(experts):
             scores[e] /= total
-    if mixture.is_sigmoid == 0 or mixture.groups > 1 or len(correction) > 0:
+    if mixture.scored_by != _SIGMOID or mixture.groups > 1 or len(correction) > 0:
         for e in range(experts):
             compared[e] = scores[e] + correction[e] if len(correction) > 0 else scores[e]
 

@@ -30,6 +30,7 @@ EPILOGUES = {
     "silu": matmul_jit.SILU,
     "gelu_tanh": matmul_jit.GELU,
     "clamped": matmul_jit.CLAMPED,
+    "limited_silu": matmul_jit.LIMITED,
     "relu2": matmul_jit.RELU2,
 }
 """By `Activation`; None: there is none."""

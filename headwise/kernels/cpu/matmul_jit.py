@@ -65,7 +65,7 @@ from headwise.kernels.cpu.records import PRODUCT
 from headwise.kernels.cpu.simd import LANES, Emitter
 from headwise.kernels.cpu.threads import fetch_add, take_item, wait_for
 from headwise.kernels.cpu.tiles import MOST_ROWS, release, stay_awake
-from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
+from headwise.kernels.fused import SILU_LIMIT, SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ROW_BLOCK = 96
 """Rows of an item at most: they stay in the L2 cache beside a panel. A whole number of tiles, of either kind."""
@@ -82,7 +82,7 @@ TILE = ROW_BLOCK * PANEL + (SCRATCH if TILES else 0)
 AWAKE_ROWS = 8
 """Rows that an epilogue takes 0.2 us for, at most."""
 
-PLAIN, SILU, GELU, CLAMPED, RELU2 = range(5)
+PLAIN, SILU, GELU, CLAMPED, RELU2, LIMITED = range(6)
 """Epilogues: as it is; ``act(gate) * up``, where a panel is half gate, half up; or the square of what is above 0."""
 
 AS_ROWS = 8
@@ -103,7 +103,8 @@ def _gate(typing, tile, gate_at, up_at, epilogue):
     """``tile[gate_at:] = act(tile[gate_at:]) * tile[up_at:]`` for LANES numbers.
 
     ``silu(g) = g / (1 + exp(-g))``; gelu with the tanh approximation is ``g / (1 + exp(-2 z))``,
-    ``z = sqrt(2 / pi) * (g + 0.044715 * g ** 3)``. CLAMPED is that of `headwise.kernels.fused.Activation`.
+    ``z = sqrt(2 / pi) * (g + 0.044715 * g ** 3)``. CLAMPED and LIMITED are those of
+    `headwise.kernels.fused.Activation`.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -111,11 +112,16 @@ def _gate(typing, tile, gate_at, up_at, epilogue):
         tile, gate_at, up_at, epilogue = e.args
         place = e.at(tile, gate_at)
         gate, up = e.load(place), e.load(e.at(tile, up_at))
-        is_gelu, is_clamped = (builder.icmp_signed("==", epilogue, epilogue.type(kind)) for kind in (GELU, CLAMPED))
-        most, least = e.fill(SWIGLU_LIMIT), e.fill(-SWIGLU_LIMIT)
-        gate = builder.select(is_clamped, _smaller(builder, gate, most), gate)
-        clamped = _smaller(builder, builder.select(builder.fcmp_ordered("<", up, least), least, up), most)
-        up = builder.select(is_clamped, builder.fadd(clamped, e.fill(1.0)), up)
+        is_gelu, is_clamped, is_limited = (
+            builder.icmp_signed("==", epilogue, epilogue.type(kind)) for kind in (GELU, CLAMPED, LIMITED)
+        )
+        most, least = (
+            builder.select(is_limited, e.fill(sign * SILU_LIMIT), e.fill(sign * SWIGLU_LIMIT)) for sign in (1, -1)
+        )
+        has_limit = builder.or_(is_clamped, is_limited)
+        gate = builder.select(has_limit, _smaller(builder, gate, most), gate)
+        within = _smaller(builder, builder.select(builder.fcmp_ordered("<", up, least), least, up), most)
+        up = builder.select(is_limited, within, builder.select(is_clamped, builder.fadd(within, e.fill(1.0)), up))
         scaled = e.fill(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
         cube = e.multiply_add(builder.fmul(builder.fmul(gate, gate), gate), e.fill(0.044715), gate)
         turned = builder.fmul(gate, e.fill(-math.log2(math.e)))

@@ -26,6 +26,15 @@ struct Clamped {
     }
 };
 
+// See `Activation` likewise.
+struct LimitedSilu {
+    static constexpr bool IS_GATED = true;
+    static __device__ __forceinline__ float of(float gate, float up)
+    {
+        return Silu::of(gate > 10.0f ? 10.0f : gate, up > 10.0f ? 10.0f : up < -10.0f ? -10.0f : up);
+    }
+};
+
 // A comparison, not fmaxf: NaN stays NaN.
 struct Relu2 {
     static constexpr bool IS_GATED = false;

@@ -5,8 +5,8 @@
 // those of the experts. Assignment i is that of token i / (CHOSEN + SHARED). All sizes of launches are known from shapes.
 //
 // Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of logits and results; EXPERTS to choose from, CHOSEN and
-// SHARED of a token, at most 32 together; SIGMOID, 1 if scores are sigmoids, else 0; GROUPS of experts, at most 32, of
-// which a token may use GROUPS_USED, and whose score is the sum of its GROUP_BEST best.
+// SHARED of a token, at most 32 together; SCORED_BY, one of the below; GROUPS of experts, at most 32, of which a token may
+// use GROUPS_USED, and whose score is the sum of its GROUP_BEST best.
 
 #include "numbers.cuh"
 #include "vectors.cuh"
@@ -16,6 +16,7 @@ constexpr int WARP = 32;
 constexpr int HELD = (EXPERTS + WARP - 1) / WARP;  // scores of a lane: those of experts `lane`, `lane + 32`, ...
 constexpr int ASSIGNED = CHOSEN + SHARED;
 constexpr int NONE = 0x7fffffff;
+constexpr int SOFTMAX = 0, SIGMOID = 1, ROOT_SOFTPLUS = 2;  // in the order of `kernels/experts.py`
 constexpr int COUNTED = EXPERTS + SHARED;
 constexpr int MEMBERS = EXPERTS / GROUPS;  // of a group
 
@@ -129,13 +130,15 @@ __device__ __forceinline__ void score(const char* logits, const float* bias, flo
         scores[i] = logit_of(logits, bias, expert);
         most = fmaxf(most, scores[i]);
     }
-    if (!SIGMOID) most = most_of_lanes(most);
+    if (SCORED_BY == SOFTMAX) most = most_of_lanes(most);
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
-        scores[i] = SIGMOID ? 1.0f / (1.0f + expf(-scores[i])) : expf(scores[i] - most);
+        scores[i] = SCORED_BY == SIGMOID         ? 1.0f / (1.0f + expf(-scores[i]))
+                    : SCORED_BY == ROOT_SOFTPLUS ? sqrtf(fmaxf(scores[i], 0.0f) + log1pf(expf(-fabsf(scores[i]))))
+                                                 : expf(scores[i] - most);
         sum += scores[i];
     }
-    if (SIGMOID) return;
+    if (SCORED_BY != SOFTMAX) return;
     sum = sum_of_lanes(sum);
 #pragma unroll
     for (int i = 0; i < HELD; i++) scores[i] /= sum;
@@ -166,7 +169,7 @@ extern "C" __global__ void choose_experts(
     logits += token * token_stride;
     score(logits, bias, scores);
     // Sigmoids that nothing is added to are compared by their logits, which differ where they round to 1.
-    const bool is_plain = SIGMOID && GROUPS == 1 && correction == nullptr;
+    const bool is_plain = SCORED_BY == SIGMOID && GROUPS == 1 && correction == nullptr;
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         const int expert = i * WARP + lane;

@@ -22,7 +22,7 @@ from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant,
 from headwise.kernels.cuda.packed import TYPES, CodesTile, PackedForm, PackedMatrix, code_type, constants_of, typed
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.tiles import ProductTile, expert_tiles
-from headwise.kernels.experts import Routing
+from headwise.kernels.experts import SCORED_BY, Routing
 from headwise.kernels.fused import Activation, is_gated
 
 SOURCE, MODULE, PACKED_MODULE = "experts.cu", "experts_jit", "packed_experts_jit"
@@ -40,7 +40,10 @@ FEW_ROWS, _FEW_COLUMNS, _FEW_WARPS = 16, 16, 4
 _FEW = {bits: CodesTile(FEW_ROWS, 2, ahead, most_warps=_FEW_WARPS) for bits, ahead in ((8, 2), (4, 1))}
 """By bits of a code."""
 
-_ACTIVATIONS = {"": "None", "silu": "Silu", "gelu_tanh": "GeluTanh", "clamped": "Clamped", "relu2": "Relu2"}
+_ACTIVATIONS = {
+    "": "None", "silu": "Silu", "gelu_tanh": "GeluTanh", "clamped": "Clamped", "limited_silu": "LimitedSilu",
+    "relu2": "Relu2",
+}  # fmt: skip
 """What `packed_experts.cu` calls each."""
 
 _PLACES = (
@@ -221,7 +224,7 @@ def defines_of(shape: ExpertShape) -> Defines:
         "EXPERTS": routing.experts,
         "CHOSEN": routing.per_token,
         "SHARED": shape.shared,
-        "SIGMOID": int(routing.is_sigmoid),
+        "SCORED_BY": SCORED_BY.index(routing.scored_by),
         "GROUPS": routing.groups,
         "GROUPS_USED": routing.groups_per_token,
         "GROUP_BEST": routing.best_of_group,

@@ -29,7 +29,10 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
         return gate * sigmoid(gate) * up
     if ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) is the sigmoid of 2 * u
         return gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    gate = tl.where(gate > 7.0, 7.0, gate)  # comparisons: NaN stays NaN
+    if ACTIVATION == "limited_silu":
+        gate = tl.where(gate > 10.0, 10.0, gate)  # comparisons: NaN stays NaN
+        return gate * sigmoid(gate) * tl.where(up > 10.0, 10.0, tl.where(up < -10.0, -10.0, up))
+    gate = tl.where(gate > 7.0, 7.0, gate)
     up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
     return gate * sigmoid(1.702 * gate) * (up + 1.0)
 

@@ -55,7 +55,7 @@ from headwise.kernels.cuda.programs import Defines, cubin_path
 from headwise.kernels.cuda.ssm import SsmShape
 from headwise.kernels.cuda.ssm import variants_of as ssm_variants
 from headwise.kernels.dsa import index_dtype
-from headwise.kernels.experts import Routing
+from headwise.kernels.experts import SCORED_BY, Routing
 from headwise.kernels.fused import Activation
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.mla import latent_layout
@@ -282,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     mixture.add_argument("--activation", choices=get_args(Activation), default="silu")
     mixture.add_argument("--expert-biases", action="store_true", help="projections have biases")
     mixture.add_argument("--weighs-input", action="store_true", help="experts are given weighted tokens (Llama 4)")
-    mixture.add_argument("--sigmoid-scores", action="store_true", help="scores are sigmoids, not a softmax")
+    mixture.add_argument("--scored-by", choices=SCORED_BY, default="softmax", help="what makes scores of logits")
     mixture.add_argument("--expert-groups", type=int, default=1, help="that experts come in (default: 1)")
     mixture.add_argument("--groups-per-token", type=int, default=1)
     mixture.add_argument("--best-of-group", type=int, default=1, help="experts that a group's score is the sum of")
@@ -376,7 +376,7 @@ def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:
             options.experts,
             options.experts_per_token,
             norm_min=None,
-            is_sigmoid=options.sigmoid_scores,
+            scored_by=options.scored_by,
             groups=options.expert_groups,
             groups_per_token=options.groups_per_token,
             best_of_group=options.best_of_group,

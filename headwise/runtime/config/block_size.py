@@ -96,7 +96,7 @@ def _looked_at(
     model: ModelConfig, kv_dtype: str, block_size: int, parts: int, ranks: Sequence[int]
 ) -> tuple[float, int]:
     """The largest share of tokens or of states that any number of ranks pads, and the head groups on the fewest."""
-    attention, layers = attention_of(model), range(model.num_layers)
+    attention, layers = attention_of(model), range(model.cache_layers)
     of_one = [attention.layout(block_size, 1, kv_dtype, layer) for layer in layers]
     policies = tuple(map(tuple, model.policies))
     sizes = tuple(

@@ -67,7 +67,7 @@ def cache_reads(card: ModelCard, tokens: int) -> int:
     kept = [
         [row[head] for rank in on_ranks for head in rank[layer]] for layer, row in enumerate(model.policies)
     ]  # a head as often as ranks keep it
-    for row, layout in zip(model.by_cache_layer(kept), card.layouts, strict=True):
+    for row, layout in zip((*model.by_cache_layer(kept), *kept[model.num_layers :]), card.layouts, strict=True):
         total += layout.slot_bytes * sum(_tokens_seen(policy, tokens, layout.block_size) for policy in row)
     return total // card.layout.block_size
 

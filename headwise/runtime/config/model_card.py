@@ -66,7 +66,7 @@ class ModelCard:
     spec:          with no blocks as long as the pool's size is not known: `with_pool`
     max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds, of the
                    engines with the ranks that hold least
-    layouts:       ``[num_layers]``, of blocks of each layer's members; all of one size
+    layouts:       ``[cache_layers]``, of blocks of each layer's members; all of one size
     recycling:     whether blocks that a group's window has left are given back
     weights:       a hash of the model's configuration and all weights, however it is served; empty likewise
     blocks:        a hash of the weights with a GGUF file's own blocks, where those are computed from; empty otherwise
@@ -169,6 +169,8 @@ def read_model_card(
             f"{config.model} has layers of unlike heads or with a shared cache: head patterns, and sparsity, are for "
             "models whose layers are alike; leave head_pattern out"
         )
+    if config.head_pattern and model.compressed is not None:
+        raise ConfigError(f"{config.model} compresses its cache, which no head pattern has: serve it without")
     if config.head_pattern and model.chunk:
         raise ConfigError(f"{config.model} has chunked attention, which no head pattern has: serve it without")
     if config.head_pattern and any(policy.is_state for row in model.policies for policy in row):
@@ -284,7 +286,7 @@ def _plan(
             attention.layout(block_size, 1, config.kv_dtype_name, layer),
             parts=attention.token_parts(layer, config.tp_size, config.context_parallel_size),
         )
-        for layer in range(model.num_layers)
+        for layer in range(model.cache_layers)
     ]
     sizes, replicated = [layout.slot_bytes for layout in of_one], attention.is_replicated
 

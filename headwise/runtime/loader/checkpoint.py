@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
-from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
+from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, TABLES, SafetensorsFile
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {**FLOATS, "U8": INTEGERS["U8"]}
-"""Bytes are for models that have packed numbers of their own (MXFP4)."""
+_DTYPES = {**FLOATS, **TABLES, "U8": INTEGERS["U8"]}
+"""Bytes are for models that have packed numbers of their own (MXFP4), tables for those that look experts up."""
 
 MOST_JSON_BYTES = 64 << 20
 """The largest JSON file that is read. An index of 400,000 tensors is smaller."""

@@ -24,17 +24,20 @@ from headwise.errors import ModelError
 # By the names of safetensors. BF16 is read as its bits: NumPy has no such type.
 FLOATS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 INTEGERS: Mapping[str, np.dtype[Any]] = {"I8": np.dtype("i1"), "U8": np.dtype("u1")}
+TABLES: Mapping[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+"""What a model looks up by token, as its experts."""
 FLAGS: Mapping[str, np.dtype[Any]] = {"BOOL": np.dtype("?")}
 WORDS: Mapping[str, np.dtype[Any]] = {"U16": np.dtype("<u2")}
 CODES: Mapping[str, np.dtype[Any]] = {
     **INTEGERS,
-    "I32": np.dtype("<i4"),
-    "I64": np.dtype("<i8"),
+    **TABLES,
     "F8_E4M3": np.dtype("u1"),
 }
 """What quantised weights are made of; FP8 is read as its bits."""
 _STORED = {**FLOATS, **CODES, **FLAGS, **WORDS}
 _NUMPY_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_EXACT = 1 << 24
+"""Up to which float32 holds every integer."""
 _HEADER_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
 
@@ -103,16 +106,19 @@ class SafetensorsFile:
         columns: None: all, and the tensor need not be a matrix
 
         Raises:
-            ModelError: the tensor is not of floats.
+            ModelError: the tensor is neither of floats nor of integers, or of one that float32 does not hold exactly.
         """
-        if self._entries[name].dtype not in FLOATS:
-            raise ModelError(_unreadable(self.path, name, self._entries[name].dtype, FLOATS))
+        dtype = self._entries[name].dtype
+        if dtype not in FLOATS and dtype not in TABLES:
+            raise ModelError(_unreadable(self.path, name, dtype, FLOATS))
         stored = self.stored(name)
         part = stored[rows] if columns is None else stored[rows, columns]
         if self._entries[name].dtype == "BF16":
             bits = part.astype(np.uint32)
             bits <<= 16
             return bits.view(np.float32)
+        if dtype in TABLES and part.size and not -_EXACT <= part.min() <= part.max() <= _EXACT:
+            raise ModelError(f"{self.path}: {name!r} has integers beyond {_EXACT}: no index of this model is so large")
         return part.astype(np.float32, copy=False)
 
     def stored(self, name: str) -> NDArray[Any]:

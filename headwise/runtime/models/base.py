@@ -17,6 +17,7 @@ from headwise.cache_controller.stages import deal_layers
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.experts import Routing
 from headwise.kernels.state_layout import StateSizes
+from headwise.runtime.models.compressed_config import CompressedConfig
 from headwise.runtime.models.low_rank import AdaptedRows
 from headwise.runtime.ops.base import KernelArray, Tensor
 
@@ -214,7 +215,7 @@ class ModelConfig:
     head_dim: of keys and values; with latents, of what is rotated
     layer_heads: ``[num_layers]``, in place of the former two where layers differ; else empty. See `heads_of`
     policies: ``[num_layers][members]``, what each KV head may see, or that it is a state; none of layers that use
-              another one's cache
+              another one's cache. Behind them those of caches that layers have besides, see `sides_of`
     ropes:    per layer
     attention_scale: factor on q.k; softcaps are 0 where there is none
     sink_logits:     whether every query head has learned the score of a sink, see `AttentionKernels.attend`
@@ -253,6 +254,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    compressed: CompressedConfig | None = None
     layer_heads: tuple[LayerHeads, ...] = ()
     states: StatesConfig | None = None
     chunk: int = 0
@@ -274,6 +276,16 @@ class ModelConfig:
         return LayerHeads(self.num_kv_heads, self.head_dim, layer)
 
     @property
+    def cache_layers(self) -> int:
+        """Caches of layers, and those beside them."""
+        return len(self.policies)
+
+    def sides_of(self, layer: int) -> tuple[int, ...]:
+        """Numbers of the caches that a layer has besides: none, or those of rows and of entries (`CompressedConfig`)."""
+        sides = None if self.compressed is None else self.compressed.sides(layer)
+        return () if sides is None else (sides.rows, sides.entries)
+
+    @property
     def last_kept(self) -> int:
         """The last layer that keeps anything: those behind it attend to what earlier ones keep."""
         return max(layer for layer in range(self.num_layers) if self.heads_of(layer).cache_layer == layer)
@@ -287,6 +299,8 @@ class ModelConfig:
         """
         if count > 1 and self.undivided:
             raise ValueError(f"pipeline_parallel_size {count}: {self.undivided}; leave it out")
+        if self.compressed is not None:
+            return (range(self.cache_layers),)
         used = [self.heads_of(layer).cache_layer for layer in range(self.decoder_layers)]
         return deal_layers([*used, *[self.decoder_layers - 1] * self.draft_layers], count)
 
@@ -303,6 +317,8 @@ class ModelConfig:
     @property
     def undivided(self) -> str:
         """Why its layers cannot be dealt to the stages of a pipeline, in words; empty: they can."""
+        if self.compressed is not None:
+            return "entries of several layers lie side by side"
         return "" if self.eagle is None else "draft_model drafts by what layers of all stages leave"
 
     @property
@@ -313,7 +329,7 @@ class ModelConfig:
     @property
     def kv_head_counts(self) -> tuple[int, ...]:
         """KV heads of the layers that have attention, ascending: of each number one; none with latents."""
-        if self.mla is not None:
+        if self.mla is not None or self.compressed is not None:
             return ()
         return tuple(sorted({self.heads_of(layer).kv_heads for layer in range(self.num_layers)}))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.kernels.experts import NORM_MIN, Routing
+from headwise.kernels.experts import NORM_MIN, Routing, ScoredBy
 from headwise.runtime.models.base import MoeConfig
 from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, flag, integer, number, positive
 from headwise.runtime.models.values import shown
@@ -21,7 +21,7 @@ from headwise.runtime.models.values import shown
 class GroupedMoeConfig(MoeConfig):
     """A mixture of experts in groups.
 
-    is_sigmoid:       scores are sigmoids of the logits, else their softmax
+    scored_by:        what makes scores of the logits
     has_correction:   scores are corrected when experts are chosen
     groups:           of experts, equally many in each; 1: no groups
     groups_per_token: of which a token may use the experts
@@ -30,7 +30,7 @@ class GroupedMoeConfig(MoeConfig):
     scale:            of weights
     """
 
-    is_sigmoid: bool
+    scored_by: ScoredBy
     has_correction: bool
     groups: int
     groups_per_token: int
@@ -44,7 +44,7 @@ class GroupedMoeConfig(MoeConfig):
             experts=self.num_experts,
             per_token=self.experts_per_token,
             norm_min=NORM_MIN if self.is_normed else None,
-            is_sigmoid=self.is_sigmoid,
+            scored_by=self.scored_by,
             groups=self.groups,
             groups_per_token=self.groups_per_token,
             best_of_group=self.best_of_group,
@@ -81,7 +81,7 @@ def v2_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
     has_groups = method == "group_limited_greedy"
     groups = positive(config, "n_group", default=1) if has_groups else 1
     per_token = positive(config, "topk_group", default=1) if has_groups else 1
-    return _grouped(config, num_layers, groups, per_token, is_sigmoid=False, best_of_group=1, is_normed=False)
+    return _grouped(config, num_layers, groups, per_token, scored_by="softmax", best_of_group=1, is_normed=False)
 
 
 def v3_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
@@ -102,7 +102,8 @@ def _corrected(
     groups = positive(config, "n_group", default=groups)
     per_token = positive(config, "topk_group", default=groups_per_token)
     is_normed = flag(config, "norm_topk_prob", default=True)
-    moe = _grouped(config, num_layers, groups, per_token, fields, is_sigmoid=True, best_of_group=2, is_normed=is_normed)
+    asked = groups, per_token, fields
+    moe = _grouped(config, num_layers, *asked, scored_by="sigmoid", best_of_group=2, is_normed=is_normed)
     return replace(moe, layers=_named_layers(config, moe.layers, num_layers))
 
 
@@ -139,7 +140,7 @@ def _grouped(
         expert_size=positive(config, fields.size),
         num_shared_experts=integer(config, fields.shared, default=0),
         norm_min=None,
-        has_correction=routing["is_sigmoid"],
+        has_correction=routing["scored_by"] != "softmax",
         groups=groups,
         groups_per_token=per_token,
         scale=number(config, fields.scale, 1.0),

@@ -77,6 +77,7 @@ def _check_target(target: ModelConfig) -> None:
     """Raise ModelError if attention of the model's kind is none that a head's layer has."""
     reasons = {
         "latent attention": target.mla is not None,
+        "compressed attention": target.compressed is not None,
         "states in some layers": target.states is not None,
         "attention within chunks": target.chunk > 0,
         "layers of unlike heads": bool(target.layer_heads),

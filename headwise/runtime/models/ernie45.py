@@ -161,6 +161,6 @@ class Ernie45(Decoder):
 class Ernie45Moe(MoeDecoder, Ernie45):
     """Routed and shared experts for the MLP in most layers."""
 
-    def correction(self, at: str) -> NDArray[np.float32]:
+    def correction(self, layer: int, at: str) -> NDArray[np.float32]:
         published, fused = (f"{at}{where}moe_statics.e_score_correction_bias" for where in ("", "gate."))
         return self._weights.tensor(fused if fused in self._weights.names else published).reshape(-1)

@@ -17,7 +17,7 @@ class GroupedMoeDecoder(MoeDecoder):
     correction_name: ClassVar[str] = "gate.e_score_correction_bias"
     """Below a layer's MLP."""
 
-    def correction(self, at: str) -> NDArray[np.float32] | None:
+    def correction(self, layer: int, at: str) -> NDArray[np.float32] | None:
         moe = self.config.moe
         assert isinstance(moe, GroupedMoeConfig), "parsed so"
         return self._weights.tensor(f"{at}{self.correction_name}") if moe.has_correction else None

@@ -25,7 +25,11 @@ class _Kind:
 
 
 _KINDS = (
-    _Kind("an indexer", ("index_topk",), lambda model: model.mla is not None and model.mla.indexer is not None),
+    _Kind(
+        "an indexer",
+        ("index_topk",),
+        lambda model: model.compressed is not None or (model.mla is not None and model.mla.indexer is not None),
+    ),
     _Kind("latents", ("kv_lora_rank",), lambda model: model.mla is not None),
     _Kind(
         "states of linear attention",
@@ -39,6 +43,9 @@ _KINDS = (
         is_of_layers=True,
     ),
     _Kind("attention within chunks", ("attention_chunk_size",), lambda model: model.chunk > 0),
+    _Kind(
+        "entries of several tokens", ("compress_ratios", "compress_rates"), lambda model: model.compressed is not None
+    ),
     _Kind("layers that share a cache", ("num_kv_shared_layers",), lambda model: bool(model.layer_heads)),
 )
 

@@ -147,7 +147,7 @@ class Llama4(TemperedDecoder, MoeDecoder):
         return rotated(InputsFirstExperts(weights), order)
 
     def mixture(self, moe: MoeConfig, correction: Floats | None) -> Mixture:
-        return Mixture(replace(moe.routing, is_sigmoid=True), self.activation, correction, weighs_input=True)
+        return Mixture(replace(moe.routing, scored_by="sigmoid"), self.activation, correction, weighs_input=True)
 
     def load_more(self) -> None:
         self._ones = self.ops.norm_weight(np.ones(self.config.head_dim, np.float32))

@@ -46,7 +46,7 @@ class MoeDecoder(Decoder):
         moe = self.config.moe
         if moe is None or layer not in moe.layers:
             return super().load_mlp(layer, at)
-        correction, name = self.correction(at), f"{at}{self.router_name}"
+        correction, name = self.correction(layer, at), f"{at}{self.router_name}"
         router, expected = self._weights.tensor(f"{name}.weight"), (moe.num_experts, self.config.hidden_size)
         corrected = moe.num_experts if correction is None else len(correction)
         if router.shape != expected or corrected != moe.num_experts:
@@ -109,8 +109,8 @@ class MoeDecoder(Decoder):
             )
         return bias
 
-    def correction(self, at: str) -> NDArray[np.float32] | None:
-        """See `Mixture.correction`, of the layer whose MLP is named ``at...``."""
+    def correction(self, layer: int, at: str) -> NDArray[np.float32] | None:
+        """See `Mixture.correction`, of a layer whose MLP is named ``at...``."""
         return None
 
     def mixture(self, moe: MoeConfig, correction: NDArray[np.float32] | None) -> Mixture:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
+from headwise.kernels.fused import SILU_LIMIT, SWIGLU_ALPHA, SWIGLU_LIMIT
 from headwise.runtime.ops.base import StepUpload
 from headwise.runtime.ops.quantised import Matrix, as_floats
 from headwise.runtime.ops.unfused import UnfusedOps
@@ -120,6 +120,13 @@ class ArrayOps(UnfusedOps):
         gate, up = self.xp.minimum(gate, limit), self.xp.clip(up, -limit, limit)
         with np.errstate(over="ignore"):  # as in `silu_mul`
             return self._narrow(gate / (1 + self.xp.exp(np.float32(-SWIGLU_ALPHA) * gate)) * (up + 1))
+
+    def limited_silu_mul(self, gate_up: Array) -> Array:
+        gate, up = self._gate_up(gate_up)
+        limit = np.float32(SILU_LIMIT)
+        gate, up = self.xp.minimum(gate, limit), self.xp.clip(up, -limit, limit)
+        with np.errstate(over="ignore"):  # as in `silu_mul`
+            return self._narrow(gate / (1 + self.xp.exp(-gate)) * up)
 
     def squared_relu(self, x: Array) -> Array:
         kept = self.xp.maximum(self._wide(x), np.float32(0))

@@ -214,6 +214,9 @@ class TensorOps(Protocol):
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """``clamped(gate, up)`` of ``gate_up [T, 2 * N] = gate | up``: see `Activation`."""
 
+    def limited_silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``limited_silu(gate, up)`` of ``gate_up [T, 2 * N] = gate | up``: see `Activation`."""
+
     def squared_relu(self, x: Tensor) -> Tensor:
         """``max(x, 0) ** 2`` of ``x [T, N]``; NaN stays NaN."""
 

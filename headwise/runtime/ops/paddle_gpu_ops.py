@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.launch import address_of
-from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
+from headwise.kernels.fused import SILU_LIMIT, SWIGLU_ALPHA, SWIGLU_LIMIT
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.cupy_lending import CupyLending
 from headwise.runtime.ops.paddle_import import paddle
@@ -147,6 +147,11 @@ class PaddleGpuOps(UnfusedOps):
         gate, up = paddle.chunk(self._wide(gate_up), 2, axis=-1)
         gate, up = paddle.clip(gate, max=SWIGLU_LIMIT), paddle.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
         return self._narrow(gate * _functional.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0))
+
+    def limited_silu_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
+        gate, up = paddle.chunk(self._wide(gate_up), 2, axis=-1)
+        gate, up = paddle.clip(gate, max=SILU_LIMIT), paddle.clip(up, -SILU_LIMIT, SILU_LIMIT)
+        return self._narrow(_functional.silu(gate) * up)
 
     def squared_relu(self, x: paddle.Tensor) -> paddle.Tensor:
         kept = _untyped.maximum(self._wide(x), paddle.zeros([1]))  # Paddle's ReLU makes 0 of NaN

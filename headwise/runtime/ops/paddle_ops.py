@@ -153,6 +153,9 @@ class PaddleOps(UnfusedOps):
     def clamped_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
         return self.from_kernel_array(_numpy.clamped_mul(self.numpy(gate_up)))
 
+    def limited_silu_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
+        return self.from_kernel_array(_numpy.limited_silu_mul(self.numpy(gate_up)))
+
     def squared_relu(self, x: paddle.Tensor) -> paddle.Tensor:
         return paddle.square(_C_ops.maximum(x, paddle.zeros([1])))  # Paddle's ReLU makes 0 of NaN
 

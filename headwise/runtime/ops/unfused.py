@@ -72,6 +72,9 @@ class UnfusedOps(ABC):
     def clamped_mul(self, gate_up: Tensor) -> Tensor: ...
 
     @abstractmethod
+    def limited_silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    @abstractmethod
     def squared_relu(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
@@ -111,6 +114,7 @@ class UnfusedOps(ABC):
             "silu": self.silu_mul,
             "gelu_tanh": self.gelu_tanh_mul,
             "clamped": self.clamped_mul,
+            "limited_silu": self.limited_silu_mul,
             "relu2": self.squared_relu,
         }
         return activations[activation](x)

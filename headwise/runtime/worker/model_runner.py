@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_controller import CacheController
+from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
@@ -194,16 +195,19 @@ class ModelRunner:
         wanted: NDArray[np.int64] | None = None,
     ) -> Tensor:
         """A layer's attention over the cache, to which it writes what the step adds. out, wanted: see `LayerCache`"""
-        cache = LayerCache(
-            self.cache.arena,
-            self._layouts[layer - self._first],
-            step,
-            self._heads[layer - self._first],
-            lambda: self._loads.wait(layer),
-            out,
-            wanted,
-        )
+        sides = self._card.config.sides_of(layer)
+
+        def wait() -> None:
+            for each in (layer, *sides):
+                self._loads.wait(each)
+
+        layout, heads = self._where(layer)
+        cache = LayerCache(self.cache.arena, layout, step, heads, wait, out, wanted, tuple(map(self._where, sides)))
         return self._attention(cache, *projected)
+
+    def _where(self, layer: int) -> tuple[BlockLayout, HeadTable]:
+        """Where this rank's members of a layer, or of a cache beside it, lie."""
+        return self._layouts[layer - self._first], self._heads[layer - self._first]
 
     def paged_cache(self, step: AttentionBatch) -> PagedCache | None:
         """The cache, for models with kernels of their own over it: where others were asked for, or ranks keep tokens

@@ -13,7 +13,7 @@ from headwise.kernels.cpu import experts as experts_module
 from headwise.kernels.cpu import experts_jit, matmul
 from headwise.kernels.cpu.experts import Mlp, PackedExperts
 from headwise.kernels.cpu.matmul import PackedWeight
-from headwise.kernels.experts import Mixture, Routing, route, tokens_by_expert
+from headwise.kernels.experts import SCORED_BY, Mixture, Routing, ScoredBy, route, tokens_by_expert
 from headwise.runtime.ops.numpy_ops import NumpyOps
 
 INPUTS, SIZE, EXPERTS, EACH = 96, 40, 12, 3
@@ -115,7 +115,7 @@ def test_experts_without_gates_and_a_shared_one_of_another_size(
     size = 64 if kind.startswith("int") else SIZE
     experts = packed(kind, has_bias, size, gated=False)
     shared = mlp(kind, 77, has_bias, 5 * size // 2 // 32 * 32, gated=False)
-    mixture = Mixture(replace(PLAIN, is_sigmoid=True), "relu2", 0.5 * random(3, EXPERTS), weighs_input=weighs_input)
+    mixture = Mixture(replace(PLAIN, scored_by="sigmoid"), "relu2", 0.5 * random(3, EXPERTS), weighs_input=weighs_input)
     grouped = PackedExperts.of(mixture, experts, shared)
     assert grouped is not None
     x, logits = random(7, tokens, INPUTS), logits_of(tokens)
@@ -127,8 +127,9 @@ ROUTINGS = {
     "divided": PLAIN,
     "not divided": replace(PLAIN, norm_min=None, scale=2.5),
     "divided by no less than": replace(PLAIN, norm_min=0.9),
-    "sigmoids": replace(PLAIN, is_sigmoid=True),
-    "in groups": replace(PLAIN, groups=4, groups_per_token=2, best_of_group=2, is_sigmoid=True, scale=1.5),
+    "sigmoids": replace(PLAIN, scored_by="sigmoid"),
+    "roots of softplus": replace(PLAIN, scored_by="sqrtsoftplus"),
+    "in groups": replace(PLAIN, groups=4, groups_per_token=2, best_of_group=2, scored_by="sigmoid", scale=1.5),
     "in groups, by softmax": replace(PLAIN, groups=3, groups_per_token=1, norm_min=None),
     "one of them": replace(PLAIN, per_token=1),
     "all of them": replace(PLAIN, per_token=EXPERTS),
@@ -147,9 +148,9 @@ def test_every_routing_chooses_and_weighs_as_the_rule(name: str, added: str) -> 
     assert_equal_but_for_weights(grouped.mix(x, logits, threads=2), expected, narrow=False)
 
 
-@pytest.mark.parametrize("is_sigmoid", [False, True])
-def test_of_equal_scores_the_first_counts_and_nan_is_chosen_last(is_sigmoid: bool) -> None:
-    mixture, experts = Mixture(replace(PLAIN, is_sigmoid=is_sigmoid), "silu"), packed("float32")
+@pytest.mark.parametrize("scored_by", SCORED_BY)
+def test_of_equal_scores_the_first_counts_and_nan_is_chosen_last(scored_by: ScoredBy) -> None:
+    mixture, experts = Mixture(replace(PLAIN, scored_by=scored_by), "silu"), packed("float32")
     logits = np.zeros((3, EXPERTS), np.float32)
     logits[1, 5], logits[2, :10] = np.nan, -np.inf
     x = random(7, 3, INPUTS)

@@ -28,8 +28,9 @@ from headwise.runtime.ops.stacked_experts import can_be_cut, stack_experts
 
 ERNIE = Routing(experts=8, per_token=3, norm_min=1e-12)
 V2 = Routing(8, 2, None, groups=4, groups_per_token=2, scale=16.0)
-V3 = Routing(64, 6, 1e-20, is_sigmoid=True, groups=8, groups_per_token=4, best_of_group=2, scale=2.5)
-PLAIN = Routing(384, 8, 1e-20, is_sigmoid=True)
+V3 = Routing(64, 6, 1e-20, scored_by="sigmoid", groups=8, groups_per_token=4, best_of_group=2, scale=2.5)
+V4 = Routing(256, 6, 1e-20, scored_by="sqrtsoftplus", scale=1.5)
+PLAIN = Routing(384, 8, 1e-20, scored_by="sigmoid")
 HIDDEN, INNER = 32, 48
 SMALL = (ProductTile(16, 16, 16, 32, 4, 2), ProductTile(32, 32, 16, 16, 4, 2, least_rows=6))
 """Of which a few tokens fill several."""
@@ -127,17 +128,19 @@ def scenes() -> Iterator[Any]:
     yield pytest.param(Scene(Mixture(ERNIE, "silu", correction), shared=2), id="ernie")
     biased = Mixture(Routing(8, 4, 1e-20), "clamped", logit_bias=4 * correction)
     yield pytest.param(Scene(biased, has_bias=True), id="gpt-oss")
-    sigmoids = Mixture(Routing(8, 2, None, is_sigmoid=True), "silu", logit_bias=4 * correction)
+    sigmoids = Mixture(Routing(8, 2, None, scored_by="sigmoid"), "silu", logit_bias=4 * correction)
     yield pytest.param(Scene(sigmoids), id="sigmoids of biased logits")
     yield pytest.param(Scene(Mixture(V2, "silu"), shared=1), id="deepseek-v2")
     yield pytest.param(Scene(Mixture(V3, "silu", np.tile(correction, 8)), shared=1), id="deepseek-v3")
+    rooted = Mixture(replace(V4, experts=64), "limited_silu", np.tile(correction, 8))
+    yield pytest.param(Scene(rooted, shared=1), id="deepseek-v4")
     scales = np.linspace(0.5, 2, 8, dtype=np.float32)
     yield pytest.param(Scene(Mixture(Routing(8, 2, 1e-20), "gelu_tanh", scales=scales)), id="gemma-4")
-    weighed = Mixture(Routing(8, 2, None, is_sigmoid=True), "silu", weighs_input=True)
+    weighed = Mixture(Routing(8, 2, None, scored_by="sigmoid"), "silu", weighs_input=True)
     yield pytest.param(Scene(weighed, shared=1), id="llama-4")
     yield pytest.param(Scene(replace(weighed, activation="clamped"), has_bias=True, dtype="bfloat16"), id="weighed")
     yield pytest.param(Scene(Mixture(ERNIE, "silu"), shared=2, dtype="bfloat16"), id="bfloat16")
-    ungated = Mixture(replace(ERNIE, is_sigmoid=True, scale=2.5), "relu2", correction)
+    ungated = Mixture(replace(ERNIE, scored_by="sigmoid", scale=2.5), "relu2", correction)
     yield pytest.param(Scene(ungated, shared=2), id="without gates")
     yield pytest.param(Scene(ungated, has_bias=True, dtype="bfloat16"), id="without gates, bfloat16 and biases")
     squared = replace(weighed, activation="relu2")
@@ -204,7 +207,7 @@ def test_shards_of_experts_add_up(ranks: int, activation: Activation) -> None:
     np.testing.assert_allclose(total, scene.expected(x, logits), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("routing", [ERNIE, V2, V3, PLAIN, Routing(1, 1, None)])
+@pytest.mark.parametrize("routing", [ERNIE, V2, V3, V4, PLAIN, Routing(1, 1, None)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_the_chosen_are_those_of_the_rule(routing: Routing, dtype: str, backwards: bool) -> None:
@@ -287,8 +290,8 @@ def test_a_shared_expert_is_cut_where_it_is_made_of_others_and_stays_whole_elsew
 ERNIE_21B = ExpertShape(Routing(64, 6, 1e-12), 2, 2560, 1536, "silu", "bfloat16")
 
 
-DEEPSEEK_V3 = Routing(256, 8, 1e-20, True, 8, 4, 2, 2.5)
-NEMOTRON_3 = ExpertShape(Routing(128, 6, 1e-20, True, scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
+DEEPSEEK_V3 = Routing(256, 8, 1e-20, "sigmoid", 8, 4, 2, 2.5)
+NEMOTRON_3 = ExpertShape(Routing(128, 6, 1e-20, "sigmoid", scale=2.5), 2, 2688, 1856, "relu2", "bfloat16")
 """Nano: without gates."""
 
 

@@ -143,6 +143,7 @@ def test_gated_activations(ops) -> None:
     gate, up = 5 * gate, 5 * up  # some beyond the limits
     with np.errstate(over="ignore"):
         close(ops, ops.clamped_mul(ops.tensor(np.concatenate([gate, up], axis=1))), clamped(gate, up))
+        close(ops, ops.limited_silu_mul(ops.tensor(np.concatenate([gate, up], axis=1))), limited(gate, up))
 
 
 def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -151,13 +152,21 @@ def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
+def limited(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """As transformers' DeepSeek-V4 has it."""
+    gate, up = np.minimum(gate.astype(np.float64), 10), np.clip(up.astype(np.float64), -10, 10)
+    return up * gate / (1 + np.exp(-gate))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped", "limited_silu"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_gated_weight_gives_the_activated_gate_times_the_rest(ops, activation: str, has_bias: bool) -> None:
     x, weight, bias = 2 * normal(5, 24), normal(2 * 11, 24), normal(2 * 11) if has_bias else np.zeros(22, np.float32)
     gate, up = np.split(x.astype(np.float64) @ weight.T.astype(np.float64) + bias, 2, axis=1)
     if activation == "clamped":
         expected = clamped(gate, up)
+    elif activation == "limited_silu":
+        expected = limited(gate, up)
     else:
         inner = gate if activation == "silu" else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)
         with np.errstate(over="ignore"):
@@ -189,7 +198,7 @@ def test_what_is_no_number_stays_so_where_it_is_squared(ops) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_experts_and_a_shared_one_of_any_size(ops, activation: Activation, size: int, has_bias: bool) -> None:
     """On a GPU it is cut into experts where it is as large as some, and has no bias; else it is computed by itself."""
-    mixture, exact = Mixture(Routing(4, 2, 1e-12, is_sigmoid=True), activation), NumpyOps()
+    mixture, exact = Mixture(Routing(4, 2, 1e-12, scored_by="sigmoid"), activation), NumpyOps()
     x, logits = normal(9, 32), normal(9, 4)
 
     def mlps(own: TensorOps) -> list[DenseMlp]:

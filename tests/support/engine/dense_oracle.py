@@ -123,6 +123,61 @@ class DenseLatentAttention:
         return found & mask
 
 
+class DenseCompressedAttention:
+    """The same for a window and entries, which are made one by one."""
+
+    def __init__(self, config: ModelConfig, ops) -> None:
+        self._config, self._ops = config, ops
+
+    def __call__(self, layer: int, query, key, rotation, back, sink_logits, asking=None, wanted=None):
+        assert wanted is None
+        ops, tokens = self._ops, query.shape[0]
+        q, k = (
+            ops.kernel_array(ops.rope(each.reshape([tokens, -1, query.shape[2]]), *rotation)).astype(np.float64)
+            for each in (query, key)
+        )
+        keys, mask = k[:, 0], visible(HeadPolicy(window=self._config.compressed.window), tokens)
+        if asking is not None:
+            making, rows = asking.making, ops.kernel_array(asking.rows).astype(np.float64)
+            made = [self._entries(making, index, rows) for index in range(len(making.makings))]
+            seen = np.arange(len(made[0])) < ((np.arange(tokens) + 1) // making.rate)[:, None]
+            if asking.index is not None:
+                seen &= self._best(asking.index, made[1], seen)
+            keys, mask = np.concatenate([keys, made[0]]), np.concatenate([mask, seen], axis=1)
+        out, nothing = np.empty_like(q), np.ones((tokens, 1), bool)
+        for head in range(q.shape[1]):
+            scores = q[:, head] @ keys.T * self._config.attention_scale
+            scores = np.column_stack([scores, np.full(tokens, sink_logits[head])])
+            out[:, head] = softmax(scores, np.concatenate([mask, nothing], axis=1))[:, :-1] @ keys
+        return ops.rope(ops.from_kernel_array(out.astype(np.float32)), *back)
+
+    def _entries(self, making, index: int, rows: np.ndarray) -> np.ndarray:
+        one, first = making.makings[index], making.firsts[index]
+        width = making.keys * one.size
+        keys, gates = rows[:, first : first + width], rows[:, first + width : first + 2 * width]
+        found = [np.empty((0, one.size))]
+        for entry in range(len(rows) // making.rate):
+            own = range(entry * making.rate, (entry + 1) * making.rate)
+            parts = [(own, slice(width - one.size, width))]
+            if making.overlaps and entry:
+                parts.insert(0, (range(own.start - making.rate, own.start), slice(0, one.size)))
+            logits = np.concatenate([gates[where.start : where.stop, part] + one.bias[:, part] for where, part in parts])
+            values = np.concatenate([keys[where.start : where.stop, part] for where, part in parts])
+            shares = np.exp(logits - logits.max(0))
+            mixed = (shares / shares.sum(0) * values).sum(0)
+            normed = mixed / np.sqrt((mixed**2).mean() + one.eps) * one.norm
+            found.append(rotate(normed[None], own.start * one.inverse))
+        return np.concatenate(found)
+
+    def _best(self, index, keys: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        scores = np.maximum(np.einsum("thd,kd->thk", index.query.astype(np.float64), keys), 0)
+        scores = np.where(seen, np.einsum("th,thk->tk", index.weights, scores), -np.inf)
+        kept = np.argsort(-scores, axis=1, kind="stable")[:, : index.top]
+        found = np.zeros_like(seen)
+        np.put_along_axis(found, kept, True, axis=1)
+        return found
+
+
 class DenseMixedAttention:
     """Attention in some layers, recurrent states in the others."""
 
@@ -191,6 +246,8 @@ def dense_rank(
     plan = plan_head_groups(config.policies, comm.size, is_replicated=attention_of(config).is_replicated)
     shard = Shard.of(config, plan, comm.rank)
     model = build_model(config, weights, ops, comm, shard, **more)
+    if config.compressed is not None:
+        return model, DenseCompressedAttention(config, ops)
     attention: Any = DenseAttention(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
     return model, attention if config.states is None else DenseMixedAttention(config, ops, attention)
 

@@ -38,6 +38,7 @@ class LayerCache:
     wait:  to be called once the step's own tokens are written, before any are read: others may still be on their way
     out:   what attention sees goes there; None: to an array of its own
     wanted: which rows are wanted of that, ascending, where ``out`` is not given; None: all
+    sides: the same of the caches that the layer has besides: see `ModelConfig.sides_of`
     """
 
     arena: KernelArray
@@ -47,6 +48,7 @@ class LayerCache:
     wait: Callable[[], None]
     out: KernelArray | None = None
     wanted: NDArray[np.int64] | None = None
+    sides: tuple[tuple[BlockLayout, HeadTable], ...] = ()
 
 
 class CachedAttention(Protocol):

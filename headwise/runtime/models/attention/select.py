@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headwise.runtime.models.attention.base import AttentionVariant
 from headwise.runtime.models.attention.chunked import ChunkedAttention
+from headwise.runtime.models.attention.compressed import CompressedAttention
 from headwise.runtime.models.attention.delta import DeltaNetAttention
 from headwise.runtime.models.attention.dsa import IndexedLatentAttention
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
@@ -21,6 +22,8 @@ def attention_of(config: ModelConfig) -> AttentionVariant:
         return KimiDeltaAttention(config, config.states)
     if isinstance(config.states, SsmConfig):
         return StateSpaceAttention(config, config.states)
+    if config.compressed is not None:
+        return CompressedAttention(config, config.compressed)
     if config.mla is not None and config.mla.indexer is not None:
         return IndexedLatentAttention(config, config.mla, config.mla.indexer)
     if config.mla is not None:

@@ -1,0 +1,121 @@
+"""Geometry of attention to a window and to entries that stand for several tokens (DeepSeek-V4), and what it keeps.
+
+A decoder layer keeps its tokens' keys in the cache of its own number. What it keeps besides lies in caches with numbers
+behind those of all layers: rows that entries are made of, and entries.
+
+Entries of many tokens are small: those of several layers lie side by side in one cache, which is as large as that of
+one layer's entries of few tokens. So both fill blocks of the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from headwise.cache_controller.policy import FULL, HeadPolicy
+
+Policies = tuple[tuple[HeadPolicy, ...], ...]
+
+USUAL_BLOCK = 64
+"""Tokens of a block for which as many layers' entries lie side by side as are as large as one layer's with an indexer.
+In blocks of others they are padded, or pad those."""
+
+
+@dataclass(frozen=True)
+class SideCache:
+    """A cache beside those of layers. layers: whose it is"""
+
+    kind: Literal["rows", "entries"]
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Where a layer keeps rows and entries: numbers of caches. place: of its entries among those beside them"""
+
+    rows: int
+    entries: int
+    place: int
+
+
+@dataclass(frozen=True)
+class CompressedConfig:
+    """
+    rates:     ``[num_layers]``, tokens that an entry of a layer stands for; 0: it has none
+    indexed:   the rate of layers whose entries overlap, and are chosen by an indexer; 0: there are none
+    index_heads, index_dim, index_top: of that indexer
+    head_dim:  of queries, keys and entries
+    rotated:   elements of these that are rotated, and of an indexer's
+    q_rank:    numbers that a token's queries are made of
+    out_groups, out_rank: parts of the heads whose results are projected to so many numbers each
+    window:    tokens that are seen as such
+    """
+
+    rates: tuple[int, ...]
+    indexed: int
+    index_heads: int
+    index_dim: int
+    index_top: int
+    head_dim: int
+    rotated: int
+    q_rank: int
+    out_groups: int
+    out_rank: int
+    window: int
+
+    def is_indexed(self, layer: int) -> bool:
+        """Whether a layer's entries overlap, and are chosen by an indexer."""
+        return 0 < self.rates[layer] == self.indexed
+
+    def row_width(self, layer: int) -> int:
+        """Numbers of a token that a layer's entries are made of: keys and gates."""
+        return 4 * (self.head_dim + self.index_dim) if self.is_indexed(layer) else 2 * self.head_dim
+
+    @cached_property
+    def caches(self) -> tuple[SideCache, ...]:
+        """Those beside the layers' own, in the order of their numbers."""
+        having = [layer for layer, rate in enumerate(self.rates) if rate]
+        indexed = [layer for layer in having if self.is_indexed(layer)]
+        found = [SideCache("rows", (layer,)) for layer in having]
+        found += [SideCache("entries", (layer,)) for layer in indexed]
+        for rate in sorted({self.rates[layer] for layer in having} - {self.indexed}):
+            others = [layer for layer in having if self.rates[layer] == rate]
+            each = self._beside(rate) if indexed else 1
+            found += [SideCache("entries", tuple(others[at : at + each])) for at in range(0, len(others), each)]
+        return tuple(found)
+
+    def _beside(self, rate: int) -> int:
+        """Layers with entries of this rate that lie side by side."""
+        own = max(1, USUAL_BLOCK // self.indexed) * (self.head_dim + self.index_dim)
+        return max(1, own // (max(1, USUAL_BLOCK // rate) * self.head_dim))
+
+    @cached_property
+    def _sides(self) -> dict[int, Sides]:
+        rows = {cache.layers[0]: index for index, cache in enumerate(self.caches) if cache.kind == "rows"}
+        first = len(self.rates)
+        return {
+            layer: Sides(first + rows[layer], first + index, place)
+            for index, cache in enumerate(self.caches)
+            if cache.kind == "entries"
+            for place, layer in enumerate(cache.layers)
+        }
+
+    def sides(self, layer: int) -> Sides | None:
+        """Where a layer keeps what it keeps besides; None: it has no entries."""
+        return self._sides.get(layer)
+
+    def cache_of(self, number: int) -> SideCache | None:
+        """The cache of a number; None: a layer's own."""
+        return self.caches[number - len(self.rates)] if number >= len(self.rates) else None
+
+    @property
+    def policies(self) -> Policies:
+        """Of all caches, ``[numbers]``: rows are needed until the last entry of them is made."""
+
+        def of(cache: SideCache) -> HeadPolicy:
+            layer = cache.layers[0]
+            rate = self.rates[layer]
+            return FULL if cache.kind == "entries" else HeadPolicy(window=2 * rate if self.is_indexed(layer) else rate)
+
+        return (*((HeadPolicy(window=self.window),) for _ in self.rates), *((of(cache),) for cache in self.caches))

@@ -1,0 +1,113 @@
+"""Hyper-connections: a residual stream of several streams, which each part of a layer is given a mixture of.
+
+Before a part of a layer, ``n`` streams of a token are mixed into one, its input; behind it they become ``n`` again: what
+the part makes is added to each, times a weight, and the streams before are mixed into each other. All weights are made
+of the streams themselves, and the mixing matrix is made doubly stochastic (manifold-constrained hyper-connections,
+mHC, arXiv 2512.24880; Sinkhorn-Knopp), as transformers' `deepseek_v4` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
+
+
+@dataclass(frozen=True)
+class HyperConfig:
+    """streams: of a token; iterations, eps: of Sinkhorn-Knopp; norm_eps: of the norm of all streams as one"""
+
+    streams: int
+    iterations: int
+    eps: float
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class HyperWeights:
+    """What mixing weights are made by.
+
+    fn:    ``[(2 + n) * n, n * hidden]``, as `TensorOps.float_weight` prepares it, or behind the last layer ``[n, ...]``
+    base:  float32 ``[(2 + n) * n]`` or ``[n]``
+    scale: float32 ``[3]`` or ``[1]``
+    ones:  the weight of a norm that has none
+    """
+
+    fn: Weight
+    base: KernelArray
+    scale: KernelArray
+    ones: Tensor
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Of each token's streams. given: ``[T, n]``, to each of what a part makes; between: ``[T, n, n]``, from and to"""
+
+    given: KernelArray
+    between: KernelArray
+
+
+class HyperConnections:
+    """Mixes streams ``[T, n, hidden]``, kernel arrays."""
+
+    def __init__(self, config: HyperConfig, ops: TensorOps) -> None:
+        self._config, self._ops = config, ops
+
+    def spread(self, x: Tensor) -> KernelArray:
+        """The streams that begin as one."""
+        one = self._ops.kernel_array(x)
+        streams = self._ops.empty_like(one, (one.shape[0], self._config.streams, one.shape[1]))
+        streams[:] = one[:, None]
+        return streams
+
+    def before(self, streams: KernelArray, weights: HyperWeights) -> tuple[Tensor, Mixing]:
+        """What a part of a layer is given, ``[T, hidden]``, and what `behind` is to be told."""
+        config, count = self._config, self._config.streams
+        made = self._made(streams, weights)
+        taken, given, between = made[:, :count], made[:, count : 2 * count], made[:, 2 * count :]
+        scale, base = weights.scale, weights.base
+        taken = _sigmoid(taken * scale[0] + base[:count]) + np.float32(config.eps)
+        given = np.float32(2) * _sigmoid(given * scale[1] + base[count : 2 * count])
+        between = (between * scale[2] + base[2 * count :]).reshape(-1, count, count)
+        return self._mixed(streams, taken), Mixing(given, self._doubly_stochastic(between))
+
+    def behind(self, streams: KernelArray, made: Tensor, mixing: Mixing) -> KernelArray:
+        """The streams behind a part of a layer that has ``made [T, hidden]`` of what it was given."""
+        part = self._ops.kernel_array(made)
+        mixed = np.matmul(mixing.between.transpose(0, 2, 1).astype(streams.dtype, copy=False), streams)
+        mixed += mixing.given[:, :, None].astype(streams.dtype, copy=False) * part[:, None]
+        return mixed
+
+    def joined(self, streams: KernelArray, weights: HyperWeights) -> Tensor:
+        """Behind the last layer: one stream, ``[T, hidden]``."""
+        made = self._made(streams, weights)
+        return self._mixed(streams, _sigmoid(made * weights.scale + weights.base) + np.float32(self._config.eps))
+
+    def _made(self, streams: KernelArray, weights: HyperWeights) -> KernelArray:
+        """Float32 ``[T, ...]``: what ``fn`` makes of all streams as one, normed."""
+        ops = self._ops
+        flat = ops.from_kernel_array(streams.reshape(len(streams), -1))
+        made = ops.linear(ops.rms_norm(flat, weights.ones, self._config.norm_eps), weights.fn)
+        return ops.kernel_array(made).astype(np.float32, copy=False)
+
+    def _mixed(self, streams: KernelArray, shares: KernelArray) -> Tensor:
+        mixed = self._ops.empty_like(streams, (streams.shape[0], streams.shape[2]))
+        mixed[:] = np.matmul(shares[:, None].astype(streams.dtype, copy=False), streams)[:, 0]
+        return self._ops.from_kernel_array(mixed)
+
+    def _doubly_stochastic(self, logits: KernelArray) -> KernelArray:
+        """Softmaxes of rows ``[T, n, n]`` whose columns and rows are divided by their sums in turn."""
+        eps = np.float32(self._config.eps)
+        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        matrix = powers / powers.sum(axis=-1, keepdims=True) + eps
+        matrix /= matrix.sum(axis=-2, keepdims=True) + eps
+        for _ in range(self._config.iterations - 1):
+            matrix /= matrix.sum(axis=-1, keepdims=True) + eps
+            matrix /= matrix.sum(axis=-2, keepdims=True) + eps
+        return matrix
+
+
+def _sigmoid(x: KernelArray) -> KernelArray:
+    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
