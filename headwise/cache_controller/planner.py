@@ -44,6 +44,10 @@ MAX_FULL_WASTE = 0.03
 Of a long sequence full groups are nearly all: what is wasted in them is not small beside windows that end somewhere.
 """
 
+MUCH_WASTE = 0.25
+"""Of full groups, over what full members fill: more is not taken to have windows waste less, where no block of little
+waste is found."""
+
 MAX_STATE_PADDING = 0.05
 """Most that is wasted of full groups, and of groups of states, where a model has states beside attention.
 
@@ -481,7 +485,7 @@ def _choose_block_bytes(lines: Sequence[_Line]) -> int:
         wasted = empty + rounded
         if not too_much:
             return too_much, 0, groups, wasted
-        worst = max(in_states / of_states, in_full / full) if of_states and full else 0
+        worst = max(in_states / of_states, in_full / full) if of_states and full else float(in_full > MUCH_WASTE * full)
         return too_much, worst, wasted, groups
 
     largest = max(line.size for line in lines)

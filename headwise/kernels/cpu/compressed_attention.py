@@ -194,8 +194,9 @@ def _places(entries: Entries, batch: AttentionBatch, sequences: Any, numbers: An
 
 
 def _byte_places(layout: BlockLayout, slot: int, blocks: Any, within: Any) -> NDArray[np.int64]:
-    at: NDArray[np.int64] = blocks.astype(np.int64) * layout.block_bytes + slot * layout.slot_bytes
-    return at + within * layout.roles[0].token_bytes
+    within_block = slot * layout.slot_bytes + within * layout.roles[0].token_bytes
+    at: NDArray[np.int64] = blocks.astype(np.int64) * layout.block_bytes + within_block
+    return at
 
 
 def _step(layout: BlockLayout) -> int:

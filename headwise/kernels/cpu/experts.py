@@ -70,8 +70,9 @@ class PackedExperts:
         filled = records.filled(
             experts_jit.MIXTURE, mlps=place_of(kept), experts=len(experts), per_token=routing.per_token,
             has_shared=shared is not None, epilogue=EPILOGUES[mixture.activation], columns=experts[0][1][0].outputs,
-            scored_by=SCORED_BY.index(routing.scored_by), groups=routing.groups, groups_per_token=routing.groups_per_token,
-            best_of_group=routing.best_of_group, weighs_input=mixture.weighs_input,
+            scored_by=SCORED_BY.index(routing.scored_by), groups=routing.groups,
+            groups_per_token=routing.groups_per_token, best_of_group=routing.best_of_group,
+            weighs_input=mixture.weighs_input,
             norm_min=-1.0 if routing.norm_min is None else routing.norm_min, scale=routing.scale,
             correction=correction, scales=scales, logit_bias=logit_bias,
         )  # fmt: skip

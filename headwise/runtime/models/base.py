@@ -281,7 +281,7 @@ class ModelConfig:
         return len(self.policies)
 
     def sides_of(self, layer: int) -> tuple[int, ...]:
-        """Numbers of the caches that a layer has besides: none, or those of rows and of entries (`CompressedConfig`)."""
+        """Numbers of the caches that a layer has besides: of rows and of entries (`CompressedConfig`), or none."""
         sides = None if self.compressed is None else self.compressed.sides(layer)
         return () if sides is None else (sides.rows, sides.entries)
 

@@ -147,8 +147,8 @@ class DeepseekV4(GroupedMoeDecoder):
     def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if tuple(shape) != expected:
             raise ModelError(
-                f"{name} has the shape {shape} where config.json says {expected}: weights and config.json do not belong "
-                "together"
+                f"{name} has the shape {shape} where config.json says {expected}: weights and config.json do not "
+                "belong together"
             )
 
     def load_attention(self, layer: int, at: str) -> CompressedProjections:
@@ -230,12 +230,15 @@ class DeepseekV4(GroupedMoeDecoder):
         keys = 2 if own.is_indexed(layer) else 1
 
         def rows() -> Matrix:
-            matrices = []
-            for name, size in parts:
-                order = _each(keys, self._order(size))
-                for kind in ("kv_proj", "gate_proj"):
-                    matrices.append(taken(self._rows_of(f"{name}{kind}.weight", (0, keys * size), hidden), order))
-            return _stacked(matrices)
+            return _stacked(
+                [
+                    taken(
+                        self._rows_of(f"{name}{kind}.weight", (0, keys * size), hidden), _each(keys, self._order(size))
+                    )
+                    for name, size in parts
+                    for kind in ("kv_proj", "gate_proj")
+                ]
+            )
 
         sides = own.sides(layer)
         assert sides is not None, "it has entries"

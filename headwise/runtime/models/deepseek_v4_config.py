@@ -149,8 +149,8 @@ def _compressed(
     index_dim = positive(config, "index_head_dim", default=128, most=_MOST_RANK)
     if index_dim < rotated or index_dim % 2:
         raise ModelError(
-            f"config.json: 'index_head_dim' {index_dim} must be even, and no less than the {rotated} elements of a head "
-            "that are rotated"
+            f"config.json: 'index_head_dim' {index_dim} must be even, and no less than the {rotated} elements of a "
+            "head that are rotated"
         )
     return CompressedConfig(
         rates=tuple(rates[kind] for kind in types),

@@ -1,9 +1,9 @@
 """Hyper-connections: a residual stream of several streams, which each part of a layer is given a mixture of.
 
-Before a part of a layer, ``n`` streams of a token are mixed into one, its input; behind it they become ``n`` again: what
-the part makes is added to each, times a weight, and the streams before are mixed into each other. All weights are made
-of the streams themselves, and the mixing matrix is made doubly stochastic (manifold-constrained hyper-connections,
-mHC, arXiv 2512.24880; Sinkhorn-Knopp), as transformers' `deepseek_v4` does.
+Before a part of a layer, ``n`` streams of a token are mixed into one, its input; behind it they become ``n`` again:
+what the part makes is added to each, times a weight, and the streams before are mixed into each other. All weights are
+made of the streams themselves, and the mixing matrix is made doubly stochastic (manifold-constrained hyper-connections,
+mHC, by Sinkhorn-Knopp), as transformers' `deepseek_v4` does.
 """
 
 from __future__ import annotations

@@ -161,7 +161,9 @@ class DenseCompressedAttention:
             parts = [(own, slice(width - one.size, width))]
             if making.overlaps and entry:
                 parts.insert(0, (range(own.start - making.rate, own.start), slice(0, one.size)))
-            logits = np.concatenate([gates[where.start : where.stop, part] + one.bias[:, part] for where, part in parts])
+            logits = np.concatenate(
+                [gates[where.start : where.stop, part] + one.bias[:, part] for where, part in parts]
+            )
             values = np.concatenate([keys[where.start : where.stop, part] for where, part in parts])
             shares = np.exp(logits - logits.max(0))
             mixed = (shares / shares.sum(0) * values).sum(0)

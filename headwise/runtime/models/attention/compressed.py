@@ -101,17 +101,19 @@ class CompressedAttention:
     def geometry(self) -> str:
         own = self.compressed
         rates = " or ".join(map(str, sorted({rate for rate in own.rates if rate})))
-        return (
-            f"{self.config.num_heads} query heads of {own.head_dim} over {own.window} tokens and entries of {rates}; "
-            f"of those of {own.indexed} an indexer of {own.index_heads} heads of {own.index_dim} chooses {own.index_top}"
-        )
+        text = f"{self.config.num_heads} query heads of {own.head_dim} over {own.window} tokens and entries of {rates}"
+        if not own.indexed:
+            return text
+        indexer = f"an indexer of {own.index_heads} heads of {own.index_dim} chooses {own.index_top}"
+        return f"{text}; of those of {own.indexed} {indexer}"
 
     def members(self, count: int, policy: HeadPolicy) -> str:
         if policy.is_full:
             return f"{count} times entries, some of several layers"
-        return (
-            f"{count} layers' keys" if policy.window == self.compressed.window else f"{count} layers' rows for entries"
-        )
+        own = self.compressed
+        of_rows = {2 * rate if rate == own.indexed else rate for rate in own.rates if rate}
+        kinds = ["keys"] * (policy.window == own.window) + ["rows for entries"] * (policy.window in of_rows)
+        return f"{count} layers' {' or '.join(kinds)}"
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,9 @@ class CompressedOverCache:
         sink_logits: KernelArray,
         asking: Asking | None = None,
     ) -> Tensor:
-        """Of ``query [T, q_heads, size]`` and ``key [T, size]`` of this rank -> ``[T, q_heads, size]``, or of the wanted
-        rows. back: rotates what is seen, which is keys, back to where it came from
+        """``query [T, q_heads, size]`` of this rank, ``key [T, size]`` -> ``[T, q_heads, size]``, or of the wanted rows.
+
+        back: rotates what is seen, which is keys, back to where it came from
         """
         ops, kernels = self._ops, self._kernels
         window = Kept(cache.layout, cache.heads)
