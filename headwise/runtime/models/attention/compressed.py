@@ -145,7 +145,7 @@ class CompressedOverCache:
         sink_logits: KernelArray,
         asking: Asking | None = None,
     ) -> Tensor:
-        """``query [T, q_heads, size]`` of this rank, ``key [T, size]`` -> ``[T, q_heads, size]``, or of the wanted rows.
+        """``query [T, q_heads, size]`` of this rank, ``key [T, size]`` -> ``[T, q_heads, size]``, or the wanted rows.
 
         back: rotates what is seen, which is keys, back to where it came from
         """
