@@ -148,8 +148,8 @@ class DeepseekV4(GroupedMoeDecoder):
         return DraftingLayer(
             embedding_norm=self._norm(f"{names.embedding_norm}.weight"),
             hidden_norm=self._norm(f"{names.hidden_norm}.weight"),
-            of_embedding=self._made(of_embedding, lambda: self._rows_of(of_embedding, (0, hidden), hidden)),
-            of_hidden=self._made(of_hidden, lambda: self._rows_of(of_hidden, (0, hidden), hidden)),
+            of_embedding=self._made(of_embedding, lambda: self._all_of(of_embedding, hidden, hidden)),
+            of_hidden=self._made(of_hidden, lambda: self._all_of(of_hidden, hidden, hidden)),
             layer=self._load_layer(index),
             final_norm=self._norm(f"{names.final_norm}.weight"),
         )
@@ -183,8 +183,8 @@ class DeepseekV4(GroupedMoeDecoder):
         order, size = self._order(own.head_dim), own.head_dim
 
         def into() -> Matrix:
-            queries = self._rows_of(f"{at}q_a_proj.weight", (0, own.q_rank), hidden)
-            return _stacked([queries, taken(self._rows_of(f"{at}kv_proj.weight", (0, size), hidden), order)])
+            queries = self._all_of(f"{at}q_a_proj.weight", own.q_rank, hidden)
+            return _stacked([queries, taken(self._all_of(f"{at}kv_proj.weight", size, hidden), order)])
 
         def queries() -> Matrix:
             rows = self._rows_of(f"{at}q_b_proj.weight", (first * size, last * size), own.q_rank)
@@ -217,6 +217,13 @@ class DeepseekV4(GroupedMoeDecoder):
 
     def _made(self, name: str, make: Callable[[], Matrix]) -> Linear:
         return Linear(self._prepare(name, lambda: self.ops.linear_weight(make())))
+
+    def _all_of(self, name: str, rows: int, inputs: int) -> Matrix:
+        """A whole matrix, as `_rows_of` gives rows."""
+        kept = self._weights.kept_rows(name, 0, rows)
+        found = self._weights.tensor(name) if kept is None else kept
+        self._check_shape(name, found.shape, (rows, inputs))
+        return found
 
     def _rows_of(self, name: str, part: tuple[int, int], inputs: int) -> Matrix:
         """Rows of a matrix: as codes or in the model's dtype, where kept, else float32."""
@@ -259,9 +266,7 @@ class DeepseekV4(GroupedMoeDecoder):
         def rows() -> Matrix:
             return _stacked(
                 [
-                    taken(
-                        self._rows_of(f"{name}{kind}.weight", (0, keys * size), hidden), _each(keys, self._order(size))
-                    )
+                    taken(self._all_of(f"{name}{kind}.weight", keys * size, hidden), _each(keys, self._order(size)))
                     for name, size in parts
                     for kind in ("kv_proj", "gate_proj")
                 ]
@@ -291,10 +296,10 @@ class DeepseekV4(GroupedMoeDecoder):
         order = _each(own.index_heads, self._order(own.index_dim))
 
         def queries() -> Matrix:
-            return taken(self._rows_of(f"{at}q_b_proj.weight", (0, own.index_heads * own.index_dim), own.q_rank), order)
+            return taken(self._all_of(f"{at}q_b_proj.weight", own.index_heads * own.index_dim, own.q_rank), order)
 
         def of_heads() -> Matrix:
-            return self._rows_of(f"{at}scorer.weights_proj.weight", (0, own.index_heads), hidden)
+            return self._all_of(f"{at}scorer.weights_proj.weight", own.index_heads, hidden)
 
         return IndexerWeights(
             self._made(f"{at}q_b_proj[turning]", queries), self._made(f"{at}scorer.weights_proj", of_heads)
