@@ -1,9 +1,9 @@
 """What the CPU's kernels promise beyond the contract: fewer bits, rotation, views, results that depend on no one else.
 
 The oracle computes on what the arena holds, so a tolerance is of the arithmetic alone: float32 throughout, or queries
-and probabilities as bfloat16 (8 bits), or, of one token over int8, as 15 bits of their row's largest. Keys and values of
-int4, which the arena has exactly, are rounded to bfloat16 when they are expanded: against such as are so rounded, errors
-are those of bfloat16.
+and probabilities as bfloat16 (8 bits), or, of one token over int8, as 15 bits of their row's largest. Keys and values
+of int4, which the arena has exactly, are rounded to bfloat16 when they are expanded: against such as are so rounded,
+errors are those of bfloat16.
 """
 
 from __future__ import annotations
