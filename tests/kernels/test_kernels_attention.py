@@ -26,6 +26,7 @@ class Implementation:
 
     kernels: AttentionKernels
     head_dims: tuple[int, ...] = (16, 64)
+    value_dims: tuple[int, ...] = (0, 16)
     block_sizes: tuple[int, ...] = (1, 3, 16, 24, 64, 96)
     most_tokens: int = 150
     most_sequences: int = 5
@@ -39,7 +40,7 @@ def interpreted() -> Implementation:
     from support.gpu.interpreted_attention import triton_attention
 
     limits = {"most_tokens": 90, "most_sequences": 3, "most_heads": 2, "long_context": 400, "examples": 12}
-    return Implementation(triton_attention(), (64, 96), (1, 4, 16, 64), **limits)
+    return Implementation(triton_attention(), (64, 96), block_sizes=(1, 4, 16, 64), value_dims=(0,), **limits)
 
 
 def interpreted_tma() -> Implementation:
@@ -84,6 +85,7 @@ def cases(draw: st.DrawFn, of: Implementation) -> Case:
         has_sink_logits=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
         tail_bytes=draw(st.sampled_from([0, 64, 4160])),
+        value_dim=draw(st.sampled_from(of.value_dims)),
     )
 
 

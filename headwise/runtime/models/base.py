@@ -181,12 +181,25 @@ class TemperConfig:
 class LayerHeads:
     """Keys and values of one layer.
 
+    head_dim:    of a query, and of a key
     cache_layer: whose keys and values it attends to: its own, or those of an earlier one, which has such heads, too
+    smaller_value: size of a value, where that is less than a key's; else 0
     """
 
     kv_heads: int
     head_dim: int
     cache_layer: int
+    smaller_value: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value."""
+        return self.smaller_value or self.head_dim
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Sizes of a key and of a value."""
+        return self.head_dim, self.value_dim
 
 
 @dataclass(frozen=True)

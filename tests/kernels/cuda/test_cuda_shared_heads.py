@@ -56,7 +56,7 @@ def seen_by_numpy(scene: RanksScene, queries: np.ndarray, share: TokenShare) -> 
     asked, cap = queries.astype(np.float64), scene.case.softcap
     means, sums = np.zeros(queries.shape), np.full(queries.shape[:3], -np.inf)
     for token, sequence in enumerate(np.flatnonzero(scene.case.query_lens)):
-        key, value = scene.kv[sequence][:, share.part :: share.parts, 0].astype(np.float64)
+        key, value = (rows[share.part :: share.parts, 0].astype(np.float64) for rows in scene.kv[sequence])
         if len(key):
             scores = scene.scale * np.einsum("phd,nd->phn", asked[:, token], key)
             weights = np.exp(cap * np.tanh(scores / cap) if cap else scores)
@@ -242,8 +242,10 @@ def test_what_cancels_out_between_ranks_leaves_no_rounding_errors_of_theirs() ->
     """Their means are a thousand times what is left of them."""
     scene = RanksScene(Case((1,), (64,), ONE, share=2, head_dim=32, block_size=32, dtype="bfloat16"), 2, "bfloat16")
     scene.query[:], draw = 0, np.random.default_rng(2).uniform(1, 2, (32, 1, 32))
-    scene.kv[0][1, ::2], scene.kv[0][1, 1::2] = 1000 * draw, -1000 * draw + 8 * draw
-    scene.kv[0][:] = scene.kv[0].astype(scene.dtype).astype(np.float32)
+    key, value = scene.kv[0]
+    value[::2], value[1::2] = 1000 * draw, -1000 * draw + 8 * draw
+    for rows in (key, value):
+        rows[:] = rows.astype(scene.dtype).astype(np.float32)
     scene.write_shared(scene.kernels[0])
     found, _ = scene.decoding().attend_as_threads()
     np.testing.assert_allclose(found.astype(np.float64), scene.expected(), rtol=1e-2)
