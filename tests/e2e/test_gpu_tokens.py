@@ -84,7 +84,9 @@ def test_greedy_tokens_of_several_prompts_at_once(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("model", "size"), [("gpt-oss", 4), ("gpt-oss", 3), ("gemma4", 4), ("deepseek-v3", 3)])
+@pytest.mark.parametrize(
+    ("model", "size"), [("gpt-oss", 4), ("gpt-oss", 3), ("gemma4", 4), ("mimo-v2", 4), ("deepseek-v3", 3)]
+)
 def test_ranks_that_share_heads_say_the_reference_tokens(model: str, size: int) -> None:
     """Their kernels are those that were made ready at start."""
     directory, tokens = checkpoint(model), 3

@@ -73,7 +73,8 @@ def test_two_ranks_say_the_reference_tokens_chunked_batched_and_cached_twice(nam
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "gemma2", "gpt-oss", "llama4", "gemma4-shared", "deepseek-v3.2", "qwen3-next", "kimi-linear"]
+    "name",
+    ["qwen3", "gemma2", "gpt-oss", "llama4", "gemma4-shared", "deepseek-v3.2", "qwen3-next", "kimi-linear", "mimo-v2"],
 )
 def test_two_ranks_say_the_reference_tokens_from_the_host_and_from_a_directory(name: str, tmp_path: Path) -> None:
     tiers = {

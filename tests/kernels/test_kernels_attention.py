@@ -40,14 +40,20 @@ def interpreted() -> Implementation:
     from support.gpu.interpreted_attention import triton_attention
 
     limits = {"most_tokens": 90, "most_sequences": 3, "most_heads": 2, "long_context": 400, "examples": 12}
-    return Implementation(triton_attention(), (64, 96), block_sizes=(1, 4, 16, 64), value_dims=(0,), **limits)
+    return Implementation(triton_attention(), (64, 96), block_sizes=(1, 4, 16, 64), value_dims=(0, 32, 64), **limits)
 
 
 def interpreted_tma() -> Implementation:
     """Of prompts; tiles are one block, or two."""
     from support.gpu.interpreted_attention import SMALL_TMA, triton_attention
 
-    return replace(interpreted(), kernels=triton_attention(SMALL_TMA), head_dims=(64, 128), block_sizes=(8, 16, 64))
+    return replace(
+        interpreted(),
+        kernels=triton_attention(SMALL_TMA),
+        head_dims=(64, 128),
+        value_dims=(0,),
+        block_sizes=(8, 16, 64),
+    )
 
 
 @pytest.fixture(scope="module", params=["reference", "numba", "cuda", pytest.param("cuda-tma", marks=pytest.mark.soak)])

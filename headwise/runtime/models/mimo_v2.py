@@ -1,7 +1,8 @@
 """MiMo-V2-Flash: windows with learned sinks in five of six layers, keys larger than values, DeepSeek-V3's routing.
 
 Layers with windows have more KV heads than those that see all, and turn their heads faster. Values are multiplied with
-a constant, which is taken into the rows that project them.
+a constant, ``s``. The norm before attention is, in their place, so queries and keys are, too, and scores are divided by
+``s ** 2``.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from headwise.runtime.models.hf_config import (
 )
 from headwise.runtime.models.rope import pairs_first, scaling_kind
 from headwise.runtime.models.values import shown
-from headwise.runtime.models.weight_view import ExpertWeights, Reader, WeightView, rotated
+from headwise.runtime.models.weight_view import ExpertWeights, rotated
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.models.windows import FULL, SLIDING
-from headwise.runtime.ops.base import KernelArray
-from headwise.runtime.ops.quantised import GroupQuantised, Matrix
+from headwise.runtime.ops.base import KernelArray, Tensor
 
 ARCHITECTURE = "MiMoV2FlashForCausalLM"
 
 _SERVED_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
     "attention_projection_layout": (None,),  # else queries, keys and values are one matrix, in parts for some ranks
     "hybrid_block_size": (None,),
     "n_shared_experts": (None, 0),
@@ -75,7 +76,7 @@ def parse(config: HfConfig) -> MiMoV2Config:
     check_served(config, _SERVED_VALUES)
     own = {**_DEFAULTS, **config}
     if config.get("layernorm_epsilon") is not None:
-        own["rms_norm_eps"] = config["layernorm_epsilon"]
+        own["rms_norm_eps"] = number(config, "layernorm_epsilon", 1e-5)
     layers = positive(own, "num_hidden_layers", most=MOST_LAYERS)
     kinds = _layer_kinds(own, layers)
     plain, _ = split_share({**own, "rope_parameters": None}, default=_SHARE)
@@ -85,7 +86,6 @@ def parse(config: HfConfig) -> MiMoV2Config:
         layer_types=kinds.__getitem__,
         ropes=lambda kind: _rope(own, kind),
         window=_same(own, "sliding_window", "sliding_window_size", default=_WINDOW),
-        out_bias=False,
     )
     heads = [LayerHeads(*_heads(own, kind, decoder)) for kind in kinds]
     heads = [replace(each, cache_layer=layer) for layer, each in enumerate(heads)]
@@ -95,13 +95,14 @@ def parse(config: HfConfig) -> MiMoV2Config:
     sunk[FULL] = flag(own, "add_full_attention_sink_bias")
     sink_layers = frozenset(layer for layer, kind in enumerate(kinds) if sunk[kind])
     rows = zip(decoder.policies, heads, strict=True)
+    scale = 1.0 if own.get("attention_value_scale", 0) is None else number(own, "attention_value_scale", _VALUE_SCALE)
     known = vars(decoder) | {
         "layer_heads": tuple(heads),
         "policies": tuple((row[0],) * each.kv_heads for row, each in rows),
         "moe": ungrouped_moe({**own, **_mlp_kinds(own, layers)}, layers),
         "sink_logits": bool(sink_layers),
+        "attention_scale": decoder.attention_scale / scale**2,
     }
-    scale = 1.0 if own.get("attention_value_scale", 0) is None else number(own, "attention_value_scale", _VALUE_SCALE)
     return MiMoV2Config(**known, value_scale=scale, sink_layers=sink_layers)
 
 
@@ -192,41 +193,15 @@ class _OwnNames(ExpertWeights):
         return super().tensor(published if name.endswith(".sinks") and published in self._known else name)
 
 
-class _ScaledValues(WeightView):
-    """Rows that project values, multiplied with a factor, in the form that they are kept in."""
-
-    _ROWS = ("v_proj.weight", "v_proj.bias")
-
-    def __init__(self, source: Weights, factor: float) -> None:
-        super().__init__(source)
-        self._factor = np.float32(factor)
-
-    def read_rows(self, source: Reader, name: str, start: int, stop: int) -> NDArray[Any]:
-        rows = super().read_rows(source, name, start, stop)
-        return self._scaled(rows) if name.endswith(self._ROWS) else rows
-
-    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
-        kept = self._source.kept_rows(name, start, stop)
-        if kept is None or not name.endswith(self._ROWS):
-            return kept
-        if isinstance(kept, GroupQuantised):
-            minimum = None if kept.minimum is None else kept.minimum * self._factor
-            return replace(kept, scale=kept.scale * self._factor, minimum=minimum)
-        return self._scaled(kept)
-
-    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
-        return self._source.kept_columns(name, start, stop)
-
-    def _scaled(self, rows: NDArray[Any]) -> NDArray[Any]:
-        return (rows.astype(np.float32, copy=False) * self._factor).astype(rows.dtype, copy=False)
-
-
 class MiMoV2(GroupedMoeDecoder):
     config: MiMoV2Config
 
     def view(self, weights: Weights) -> Weights:
         order = pairs_first(self.config.ropes[0], self.config.head_dim)
-        return rotated(_ScaledValues(_OwnNames(weights), self.config.value_scale), order)
+        return rotated(_OwnNames(weights), order)
+
+    def load_norm(self, layer: int, norm: str, name: str) -> Tensor:
+        return self._norm(name, self.config.value_scale if norm == "before_attention" else 1.0)
 
     def _sink_logits(self, at: str, layer: int) -> KernelArray | None:
         return super()._sink_logits(at, layer) if layer in self.config.sink_layers else None

@@ -132,6 +132,15 @@ def test_decodes_of_any_length_see_the_tokens_of_all_ranks(
     assert [name for name, _ in scene.launched()] == ["attend"]
 
 
+@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
+def test_values_that_are_smaller_than_keys(kept: str) -> None:
+    """Of decodes, whose queries go to tokens, and of a prompt, whose tokens go to queries."""
+    case = Case((1, 1), (70, 34), ONE, 4, 96, 32, has_sink_logits=True, dtype=kept, value_dim=64)
+    scene = RanksScene(case, 2, "bfloat16").decoding()
+    assert assert_all_see_all(scene)[1] == ("exchange", (2, 2, 2, 64 + mla.BESIDE), np.float32)
+    assert_all_see_all(RanksScene(replace(case, query_lens=(40, 1)), 2, "bfloat16").knowing())
+
+
 def test_padding_is_nobodys_and_what_is_launched_and_told_hangs_on_shapes_alone() -> None:
     launched = []
     for query_lens, seq_lens in (((1, 1), (70, 40)), ((1, 0), (2, 70))):

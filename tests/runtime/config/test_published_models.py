@@ -235,6 +235,12 @@ def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
             "7 x 4 or 8 slots per rank (auto, padding 0.0%)",
             {"full attention, 4 (layer, KV head) pairs", "window of 512, 8 (layer, KV head) pairs"},
         ),
+        (
+            "mimo-v2-flash",
+            "64 query and 4 KV heads of 192 (values 128) or 8 KV heads of 192 (values 128)",
+            "29 x 12 slots per rank (auto, padding 0.0%)",
+            {"full attention, 12 (layer, KV head) pairs", "window of 128, 12 (layer, KV head) pairs"},
+        ),
     ],
 )
 def test_info_of_heads_of_two_sizes(tmp_path: Path, name: str, heads: str, groups: str, kinds: set[str]) -> None:

@@ -17,7 +17,9 @@ from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.models.granite import GraniteConfig
+from headwise.runtime.models.mimo_v2 import MiMoV2Config
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.rope import rotated_elements
 from headwise.runtime.ops.comm import SingleRank
 
 PUBLISHED = Path(__file__).parents[2] / "support" / "published"
@@ -55,6 +57,36 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
             r"'attn_type_list' is \[1, 0, 1\]; MiniMaxM2ForCausalLM is served",
         ),
         ("minimax-m2", {"qk_norm_type": "per_head"}, "'qk_norm_type' is 'per_head', which cannot be served"),
+        (
+            "mimo-v2",
+            {"attention_projection_layout": "fused_qkv"},
+            "'attention_projection_layout' is 'fused_qkv'",
+        ),
+        ("mimo-v2", {"attention_bias": True}, "'attention_bias' is True, which cannot be served"),
+        (
+            "mimo-v2",
+            {"v_head_dim": 128},
+            "4 attention heads of 96 for 1 key-value heads, with values of 128, of",
+        ),
+        ("mimo-v2", {"v_head_dim": 0}, "'v_head_dim' must be a positive integer, got 0"),
+        ("mimo-v2", {"swa_num_key_value_heads": 3}, "4 attention heads of 96 for 3 key-value heads"),
+        ("mimo-v2", {"swa_head_dim": 64}, "'swa_head_dim' 64 is not 96, as that of other layers: not served"),
+        ("mimo-v2", {"swa_num_attention_heads": 8}, "'swa_num_attention_heads' 8 is not 4, as that of other layers"),
+        ("mimo-v2", {"sliding_window_size": 25}, "'sliding_window' 24 and 'sliding_window_size' 25 must be the same"),
+        (
+            "mimo-v2",
+            {"hybrid_layer_pattern": [0, 2, 1, 0]},
+            "'hybrid_layer_pattern' must be a 0 or 1 for each of 4",
+        ),
+        ("mimo-v2", {"hybrid_layer_pattern": "0110"}, "'hybrid_layer_pattern' must be a 0 or 1 for each of 4 layers"),
+        ("mimo-v2", {"hybrid_layer_pattern": [1, 1, 1, 0]}, "'layer_types' and 'hybrid_layer_pattern' tell of other"),
+        ("mimo-v2", {"moe_layer_freq": [1, 1, 1, 1]}, "'mlp_layer_types' and 'moe_layer_freq' tell of other experts"),
+        ("mimo-v2", {"attention_value_scale": 0}, "'attention_value_scale' must be a positive number, got 0"),
+        (
+            "mimo-v2",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
+            "with a scaling of rotary embedding for each kind of layer alone, in 'rope_parameters'",
+        ),
         ("minimax-m2", {"rotary_dim": 65}, "'partial_rotary_factor' must be a number above 0 and up to 1, got 1.0"),
         (
             "exaone4",
@@ -105,6 +137,50 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 def test_what_cannot_be_served_is_told_by_its_field(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_config({**TINY_CONFIGS[name], **changes})
+
+
+def test_mimo_v2_is_read_as_it_was_published_and_as_hugging_face_writes_it() -> None:
+    theirs = TINY_CONFIGS["mimo-v2"]
+    gone = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "v_head_dim", "sliding_window")
+    ours = {key: value for key, value in theirs.items() if key not in gone} | {
+        "hybrid_layer_pattern": [0, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "layernorm_epsilon": 1e-5,
+        "rope_theta": 50000,
+        "swa_rope_theta": 10000,
+        "partial_rotary_factor": 0.334,
+        "v_head_dim": 64,
+        "swa_v_head_dim": 64,
+        "swa_num_key_value_heads": 2,
+        "sliding_window_size": 24,
+        "attention_chunk_size": 24,
+        "routed_scaling_factor": None,
+    }
+    found, expected = model_config(ours), model_config(theirs)
+    assert replace(found, ropes=()) == replace(expected, ropes=())
+    for one, other in zip(found.ropes, expected.ropes, strict=True):
+        assert (one.theta, one.share) == (other.theta, other.share)
+
+
+def test_mimo_v2_flash_has_unlike_heads_in_layers_with_windows() -> None:
+    model = model_config(published("mimo-v2-flash"))
+    assert isinstance(model, MiMoV2Config)
+    full = [layer for layer, row in enumerate(model.policies) if row == (FULL,) * 4]
+    assert full == [0, 5, 11, 17, 23, 29, 35, 41, 47]
+    assert model.policies[1] == (HeadPolicy(window=128),) * 8
+    assert (model.heads_of(0).dims, model.heads_of(1).kv_heads) == ((192, 128), 8)
+    assert model.sink_layers == set(range(48)) - {*full}
+    assert [(model.ropes[layer].theta, rotated_elements(model.ropes[layer], 192)) for layer in (0, 1)] == [
+        (5e6, 64),
+        (1e4, 64),
+    ]
+    assert model.moe is not None
+    assert (model.moe.layers, model.moe.num_shared_experts) == (tuple(range(1, 48)), 0)
+    sunk = model_config(published("mimo-v2-flash", add_full_attention_sink_bias=True, attention_value_scale=None))
+    assert isinstance(sunk, MiMoV2Config)
+    assert (len(sunk.sink_layers), sunk.value_scale, sunk.attention_scale) == (48, 1.0, 192**-0.5)
+    bare = model_config(published("mimo-v2-flash", hybrid_layer_pattern=None, moe_layer_freq=None))
+    assert (bare.policies, bare.moe) == (model.policies, model.moe), "Hugging Face's defaults"
 
 
 def test_a_mistral_s_text_is_a_mistral_or_a_ministral_3() -> None:

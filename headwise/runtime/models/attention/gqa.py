@@ -11,7 +11,7 @@ from headwise.cache_controller.planner import Sharing, can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, BiasingKernels, HeadTable, RotatingKernels
-from headwise.kernels.cuda.attention import AttentionShape, check_supported
+from headwise.kernels.cuda.attention import AttentionShape, check_shape
 from headwise.kernels.cuda.gqa_ranks import RanksShape
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
@@ -44,12 +44,6 @@ class GroupedQueryAttention:
         check_heads_dealt(self.config, serving.tp_size)
         serving.check_context(self, self.config.num_layers)
         check_power_of_two(serving)
-        unlike = next((heads.dims for heads in self.config.layer_heads if heads.value_dim != heads.head_dim), None)
-        if serving.device == "cuda" and unlike is not None:
-            raise ConfigError(
-                f"{serving.model} has keys of {unlike[0]} elements and values of {unlike[1]}, which is not supported "
-                "on a GPU: choose device cpu"
-            )
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
         dims = sorted({dim for layer in range(self.config.num_layers) for dim in self.config.heads_of(layer).dims})
@@ -82,7 +76,7 @@ class GroupedQueryAttention:
             for share in query_shares(self.config, layer, tp_size)
         }
         for (shape, keeping), layout in shapes.items():
-            check_supported(shape.head_dim, dtype, shape.kv_dtype, parts.launcher.sm, shape.block_size)
+            check_shape(shape, parts.launcher.sm)
             if keeping == 1:
                 kernels.prepare(layout, shape)
             else:
