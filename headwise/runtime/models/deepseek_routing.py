@@ -103,10 +103,10 @@ def _corrected(
     per_token = positive(config, "topk_group", default=groups_per_token)
     is_normed = flag(config, "norm_topk_prob", default=True)
     moe = _grouped(config, num_layers, groups, per_token, fields, is_sigmoid=True, best_of_group=2, is_normed=is_normed)
-    return replace(moe, layers=_named_layers(config, moe.layers, num_layers))
+    return replace(moe, layers=named_sparse_layers(config, moe.layers, num_layers))
 
 
-def _named_layers(config: HfConfig, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+def named_sparse_layers(config: HfConfig, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     """The layers with experts: as ``mlp_layer_types`` names them, or where that is missing ``default``."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:

@@ -97,6 +97,18 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
         ("cohere2", {"use_qk_norm": True}, "'use_qk_norm' is True, which cannot be served"),
         ("cohere2", {"logit_scale": 0}, "'logit_scale' must be a positive number, got 0"),
         ("granite", {"residual_multiplier": 0}, "'residual_multiplier' must be a positive number, got 0"),
+        (
+            "granite-swa",
+            {"layer_rope_theta": [0, 1e4]},
+            "'layer_rope_theta' must be 0 or a positive number",
+        ),
+        ("granite-swa", {"layer_rope_theta": [0, 1e4, -1, 0]}, "'layer_rope_theta' must be 0 or a positive number for"),
+        ("granite-swa", {"layer_rope_theta": "fast"}, "'layer_rope_theta' must be 0 or a positive number for each of"),
+        ("granite-swa", {"sliding_window": 0}, "'sliding_window' must be a positive integer, got 0"),
+        ("granite-moe-swa", {"shared_intermediate_size": -1}, "'shared_intermediate_size' must be an integer of at le"),
+        ("mellum", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must name 4 layers 'dense' or 'sparse'"),
+        ("mellum", {"num_experts": 2}, "'num_experts_per_tok' 3 is more than 'num_experts' 2"),
+        ("mellum", {"rope_parameters": {"full_attention": 3}}, "'full_attention' must be an object, got 3"),
         ("granite-hybrid", {"layer_types": None}, "none of 3 layers has attention; at least one must"),
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "'position_embedding_type' is 'alibi', which cannot"),
         ("granite-hybrid", {"num_local_experts": 8}, "'num_experts_per_tok' must be a positive integer, got 0"),
@@ -137,6 +149,20 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 def test_what_cannot_be_served_is_told_by_its_field(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_config({**TINY_CONFIGS[name], **changes})
+
+
+def test_granite_swa_s_first_layer_of_four_sees_all_and_mellum_s_do_if_none_are_named() -> None:
+    bare = {key: value for key, value in TINY_CONFIGS["granite-moe-swa"].items() if key != "layer_rope_theta"}
+    model = model_config({**bare, "num_hidden_layers": 6})
+    assert [row[0].window for row in model.policies] == [0, 24, 24, 24, 0, 24]
+    assert {rope.theta for rope in model.ropes} == {10000.0}
+    named = {**TINY_CONFIGS["mellum"], "layer_types": None, "mlp_layer_types": None, "rope_parameters": None}
+    mellum = model_config(
+        {key: value for key, value in named.items() if key != "num_experts"} | {"num_local_experts": 9}
+    )
+    assert mellum.moe is not None
+    assert (mellum.moe.layers, mellum.moe.num_experts) == ((0, 1, 2, 3), 9)
+    assert {(row, rope.theta) for row, rope in zip(mellum.policies, mellum.ropes, strict=True)} == {((FULL,) * 2, 5e5)}
 
 
 def test_mimo_v2_is_read_as_it_was_published_and_as_hugging_face_writes_it() -> None:
