@@ -26,6 +26,8 @@ class DraftingNames:
     join:      of the projection of ``[embedding | hidden state]``; ..._norm: of what goes into it, and of what comes
                out of the layer
     has_hidden_first: that projection is of ``[hidden state | embedding]``
+    has_window: the layer is as the decoder's last one with windows, but has a dense MLP; else it is as the last one
+                that attends to all tokens
     """
 
     is_nested: bool
@@ -35,6 +37,7 @@ class DraftingNames:
     join: str
     final_norm: str
     has_hidden_first: bool = False
+    has_window: bool = False
 
     def of(self, name: str, prefix: str, layer: int) -> str:
         """One of these names, of the layer with that number, in a decoder whose weights have that prefix."""
@@ -107,17 +110,18 @@ class DraftHead(Protocol):
 def with_draft_layer(config: ModelConfig, names: DraftingNames | None, weights: Sequence[str]) -> ModelConfig:
     """``config`` with that layer, if there is one among the checkpoint's ``weights``, which are told by name.
 
-    It is as the decoder's last layer that attends to all tokens. Of several, the first is served: it was trained to
-    predict the nearest token, and what it makes goes into it again for further ones.
+    Of several, the first is served: it was trained to predict the nearest token, and what it makes goes into it again
+    for further ones.
     """
     if names is None:
         return config
     join = names.of(names.join, "", config.num_layers) + ".weight"
     if not any(name == join or name.endswith(f".{join}") for name in weights):
         return config
-    alike = max(layer for layer, row in enumerate(config.policies) if row and all(each.is_full for each in row))
-    moe = config.moe
-    if moe is not None and alike in moe.layers:
+    rows = enumerate(config.policies)
+    alike = max(layer for layer, row in rows if row and all(each.is_full != names.has_window for each in row))
+    moe, heads = config.moe, config.layer_heads
+    if moe is not None and alike in moe.layers and not names.has_window:
         moe = replace(moe, layers=(*moe.layers, config.num_layers))
     return replace(
         config,
@@ -126,4 +130,5 @@ def with_draft_layer(config: ModelConfig, names: DraftingNames | None, weights: 
         policies=(*config.policies, config.policies[alike]),
         ropes=(*config.ropes, config.ropes[alike]),
         moe=moe,
+        layer_heads=(*heads, replace(heads[alike], cache_layer=config.num_layers)) if heads else (),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.models.base import LayerHeads, ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import ungrouped_moe
+from headwise.runtime.models.drafting import DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import (
     MOST_HEAD_DIM,
@@ -65,10 +66,14 @@ _THETAS = {FULL: ("rope_theta", 5e6), SLIDING: ("swa_rope_theta", 1e4)}
 
 @dataclass(frozen=True)
 class MiMoV2Config(ModelConfig):
-    """value_scale: what values are multiplied with; sink_layers: whose query heads have learned sinks"""
+    """value_scale: what values are multiplied with; sunk: `FULL` and `SLIDING`, if such layers have learned sinks"""
 
     value_scale: float = 1.0
-    sink_layers: frozenset[int] = frozenset()
+    sunk: frozenset[str] = frozenset()
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether the query heads of a layer have learned sinks."""
+        return (FULL if self.policies[layer][0].is_full else SLIDING) in self.sunk
 
 
 def parse(config: HfConfig) -> MiMoV2Config:
@@ -91,19 +96,21 @@ def parse(config: HfConfig) -> MiMoV2Config:
     heads = [replace(each, cache_layer=layer) for layer, each in enumerate(heads)]
     if sum(each.kv_heads for each in heads) > MOST_MEMBERS:
         raise ModelError(f"config.json: {layers} layers have more than the {MOST_MEMBERS} heads that can be served")
-    sunk = {SLIDING: flag(own, "add_swa_attention_sink_bias", default=True)}
-    sunk[FULL] = flag(own, "add_full_attention_sink_bias")
-    sink_layers = frozenset(layer for layer, kind in enumerate(kinds) if sunk[kind])
+    has_sinks = {
+        SLIDING: flag(own, "add_swa_attention_sink_bias", default=True),
+        FULL: flag(own, "add_full_attention_sink_bias"),
+    }
+    sunk = frozenset(kind for kind in kinds if has_sinks[kind])
     rows = zip(decoder.policies, heads, strict=True)
     scale = 1.0 if own.get("attention_value_scale", 0) is None else number(own, "attention_value_scale", _VALUE_SCALE)
     known = vars(decoder) | {
         "layer_heads": tuple(heads),
         "policies": tuple((row[0],) * each.kv_heads for row, each in rows),
         "moe": ungrouped_moe({**own, **_mlp_kinds(own, layers)}, layers),
-        "sink_logits": bool(sink_layers),
+        "sink_logits": bool(sunk),
         "attention_scale": decoder.attention_scale / scale**2,
     }
-    return MiMoV2Config(**known, value_scale=scale, sink_layers=sink_layers)
+    return MiMoV2Config(**known, value_scale=scale, sunk=sunk)
 
 
 def _layer_kinds(config: HfConfig, layers: int) -> list[str]:
@@ -194,14 +201,29 @@ class _OwnNames(ExpertWeights):
 
 
 class MiMoV2(GroupedMoeDecoder):
+    """Routed experts for the MLP in most layers, over heads a part of each of which is rotated."""
+
     config: MiMoV2Config
+    drafting_names: ClassVar[DraftingNames | None] = DraftingNames(
+        is_nested=True,
+        layer="mtp.layers.0.",
+        embedding_norm="mtp.layers.0.enorm",
+        hidden_norm="mtp.layers.0.hnorm",
+        join="mtp.layers.0.eh_proj",
+        final_norm="mtp.layers.0.final_layernorm",
+        has_window=True,
+    )
 
     def view(self, weights: Weights) -> Weights:
         order = pairs_first(self.config.ropes[0], self.config.head_dim)
         return rotated(_OwnNames(weights), order)
 
+    def norms_of(self, layer: int) -> Mapping[str, str]:
+        is_drafting = layer == self.config.decoder_layers
+        return {**self.norm_names, "before_mlp": "pre_mlp_layernorm"} if is_drafting else self.norm_names
+
     def load_norm(self, layer: int, norm: str, name: str) -> Tensor:
         return self._norm(name, self.config.value_scale if norm == "before_attention" else 1.0)
 
     def _sink_logits(self, at: str, layer: int) -> KernelArray | None:
-        return super()._sink_logits(at, layer) if layer in self.config.sink_layers else None
+        return super()._sink_logits(at, layer) if self.config.has_sinks(layer) else None

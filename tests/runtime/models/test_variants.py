@@ -195,7 +195,7 @@ def test_mimo_v2_flash_has_unlike_heads_in_layers_with_windows() -> None:
     assert full == [0, 5, 11, 17, 23, 29, 35, 41, 47]
     assert model.policies[1] == (HeadPolicy(window=128),) * 8
     assert (model.heads_of(0).dims, model.heads_of(1).kv_heads) == ((192, 128), 8)
-    assert model.sink_layers == set(range(48)) - {*full}
+    assert [layer for layer in range(48) if not model.has_sinks(layer)] == full
     assert [(model.ropes[layer].theta, rotated_elements(model.ropes[layer], 192)) for layer in (0, 1)] == [
         (5e6, 64),
         (1e4, 64),
@@ -204,7 +204,8 @@ def test_mimo_v2_flash_has_unlike_heads_in_layers_with_windows() -> None:
     assert (model.moe.layers, model.moe.num_shared_experts) == (tuple(range(1, 48)), 0)
     sunk = model_config(published("mimo-v2-flash", add_full_attention_sink_bias=True, attention_value_scale=None))
     assert isinstance(sunk, MiMoV2Config)
-    assert (len(sunk.sink_layers), sunk.value_scale, sunk.attention_scale) == (48, 1.0, 192**-0.5)
+    assert all(map(sunk.has_sinks, range(48)))
+    assert (sunk.value_scale, sunk.attention_scale) == (1.0, 192**-0.5)
     bare = model_config(published("mimo-v2-flash", hybrid_layer_pattern=None, moe_layer_freq=None))
     assert (bare.policies, bare.moe) == (model.policies, model.moe), "Hugging Face's defaults"
 
