@@ -16,6 +16,8 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.models.cohere2_moe import Cohere2MoeModelConfig
+from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.granite import GraniteConfig
 from headwise.runtime.models.mimo_v2 import MiMoV2Config
 from headwise.runtime.models.registry import model_config
@@ -96,6 +98,16 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
         ("olmo3", {"sliding_window": 0}, "'sliding_window' must be a positive integer, got 0"),
         ("cohere2", {"use_qk_norm": True}, "'use_qk_norm' is True, which cannot be served"),
         ("cohere2", {"logit_scale": 0}, "'logit_scale' must be a positive number, got 0"),
+        ("cohere2-moe", {"expert_selection_fn": "tanh"}, "'expert_selection_fn' is 'tanh', which cannot be served"),
+        ("cohere2-moe", {"shared_expert_combination_strategy": "max"}, "'shared_expert_combination_strategy' is 'max'"),
+        ("cohere2-moe", {"num_experts": 2}, "'num_experts_per_tok' 3 is more than 'num_experts' 2"),
+        (
+            "cohere2-moe",
+            {"prefix_dense_intermediate_size": None},
+            "'prefix_dense_intermediate_size' must be a",
+        ),
+        ("cohere2-moe", {"mlp_layer_types": ["sparse"]}, "'mlp_layer_types' must name 4 layers 'dense' or 'sparse'"),
+        ("cohere2-moe", {"layer_norm_eps": "small"}, "'layer_norm_eps' must be a positive number, got 'small'"),
         ("granite", {"residual_multiplier": 0}, "'residual_multiplier' must be a positive number, got 0"),
         (
             "granite-swa",
@@ -149,6 +161,23 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 def test_what_cannot_be_served_is_told_by_its_field(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_config({**TINY_CONFIGS[name], **changes})
+
+
+def test_a_command_with_experts_has_layers_by_its_fields() -> None:
+    named = {**TINY_CONFIGS["cohere2-moe"], "layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 8}
+    model = model_config({**named, "first_k_dense_replace": 3, "norm_topk_prob": False})
+    assert isinstance(model, Cohere2MoeModelConfig)
+    assert isinstance(model.moe, GroupedMoeConfig)
+    assert [row[0].window for row in model.policies] == [0, 0, 0, 24, 24, 24, 0, 24]
+    assert [rope.is_none for rope in model.ropes] == [False] * 6 + [True, False], "the first ones turn without windows"
+    assert (model.moe.layers, model.intermediate_size, model.moe.expert_size) == ((3, 4, 5, 6, 7), 96, 32)
+    assert (model.moe.is_normed, model.moe.scale, model.halves_shared) == (False, 0.5, True)
+    by_two = model_config({**named, "first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2})
+    assert [row[0].window for row in by_two.policies] == [24, 0, 24, 24, 24, 24, 0, 24]
+    assert [rope.is_none for rope in by_two.ropes] == [False, True] + [False] * 4 + [True, False]
+    alone = model_config({**TINY_CONFIGS["cohere2-moe"], "num_shared_experts": 0})
+    assert isinstance(alone, Cohere2MoeModelConfig)
+    assert not alone.halves_shared
 
 
 def test_granite_swa_s_first_layer_of_four_sees_all_and_mellum_s_do_if_none_are_named() -> None:
