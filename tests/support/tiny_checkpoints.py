@@ -472,6 +472,20 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         moe_intermediate_size=32,
         rms_norm_eps=1e-6,
     ),
+    "hunyuan-v1": _config(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        rms_norm_eps=1e-5,
+    ),
+    "hunyuan-v1-moe": _config(
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        intermediate_size=32,
+        num_experts=8,
+        moe_topk=[3, 3, 3],
+        rms_norm_eps=1e-5,
+    ),
     "solar-open": _config(
         "SolarOpenForCausalLM",
         "solar_open",

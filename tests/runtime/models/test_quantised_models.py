@@ -97,7 +97,7 @@ class ToldCheckpoint(Checkpoint):
 
 
 STILL_WIDE = re.compile(
-    r".*[.](gate|router|router[.]layer|shared_expert_gate|([qkv]_)?conv1d|kv_b_proj|indexer[.]\w+)[.]weight"
+    r".*[.](gate|gate[.]wg|router|router[.]layer|shared_expert_gate|([qkv]_)?conv1d|kv_b_proj|indexer[.]\w+)[.]weight"
     r"|.*[.]A_log|.*[.]experts[.]\w+_proj(_bias)?"
 )
 """Routers, convolutions and speeds of decays, which are small; up-projections of latents, and indexers; gpt-oss'

@@ -51,6 +51,22 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
         ("glm4-moe", {"n_routed_experts": 2}, "'num_experts_per_tok' 3 cannot be chosen from .* 'n_routed_experts' 2"),
         ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must name 3 layers 'dense' or 'sparse'"),
         ("hunyuan3", {"num_experts": 2}, "'num_experts_per_tok' 3 cannot be chosen from .* 'num_experts' 2"),
+        ("hunyuan-v1", {"use_cla": True}, "'use_cla' is True, which cannot be served"),
+        ("hunyuan-v1", {"use_qk_norm": False}, "'use_qk_norm' is False, which cannot be served"),
+        (
+            "hunyuan-v1",
+            {"rope_scaling": {"type": "dynamic", "alpha": "x"}},
+            "'alpha' must be a positive number",
+        ),
+        ("hunyuan-v1-moe", {"moe_topk": [3, 2, 3]}, "'moe_topk' must be the same number for each of 3 layers, got"),
+        ("hunyuan-v1-moe", {"moe_topk": []}, "'moe_topk' must be the same number for each of 3 layers, got"),
+        ("hunyuan-v1-moe", {"num_experts": 2}, "'moe_topk' must be at most 2, got 3"),
+        (
+            "hunyuan-v1-moe",
+            {"num_shared_expert": [2, 2, 2]},
+            "'num_shared_expert' is .*, and 1 in each layer is",
+        ),
+        ("hunyuan-v1-moe", {"moe_layer_num_skipped": 1}, "'moe_layer_num_skipped' is 1, which cannot be served"),
         ("afmoe", {"score_func": "softmax"}, "'score_func' is 'softmax', which cannot be served"),
         ("afmoe", {"num_dense_layers": "two"}, "'num_dense_layers' must be an integer of at least 0, got 'two'"),
         (
