@@ -31,6 +31,8 @@ KNOWN_SPILLS: dict[tuple[object, ...], Spills] = {
     (80, 128, "bfloat16", "prefill"): Spills(64, 0, FOUR_WARPS),
     (80, 128, "int4", "prefill"): Spills(184, 0, HALVED),
     (80, 128, "int8", "prefill"): Spills(216, 0, HALVED),
+    (90, 192, "float8_e4m3fn", "prefill"): Spills(8, 0, CONVERTED),
+    (90, 192, "int8", "prefill"): Spills(16, 0, CONVERTED),
     (90, 256, "bfloat16", "prefill"): Spills(88, 0, WIDE),
     (90, 256, "float8_e4m3fn", "prefill"): Spills(160, 0, CONVERTED),
     (90, 256, "int8", "prefill"): Spills(168, 0, CONVERTED),

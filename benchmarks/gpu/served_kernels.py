@@ -69,12 +69,17 @@ def _of_card(sm: int) -> dict[Served, Variant]:
     return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm), *_ssms(sm), *_kdas(sm), *_together(sm)])
 
 
+SMALLER_VALUES = {192: 128}
+"""Of heads whose values are smaller than their keys in the models that have them (MiMo-V2-Flash)."""
+
+
 def _attention(sm: int) -> Iterator[tuple[Served, Variant]]:
     for head_dim in HEAD_DIMS:
         for kv_dtype in ("bfloat16", "int8", "float8_e4m3fn", "int4"):
             if sm < OLDEST_SM_E4M3 and kv_dtype == "float8_e4m3fn":
                 continue
-            shape = AttentionShape(8 if head_dim > 256 else 4, head_dim, 64, "bfloat16", kv_dtype)
+            value = SMALLER_VALUES.get(head_dim, 0)
+            shape = AttentionShape(8 if head_dim > 256 else 4, head_dim, 64, "bfloat16", kv_dtype, smaller_value=value)
             for name, variant in zip(KERNELS, variants_of(shape, sm), strict=True):
                 yield Served(sm, head_dim, kv_dtype, name), variant
             by_tma = variants_of(shape, sm, tma=True)[0]

@@ -90,7 +90,7 @@ class AttentionKernels(Protocol):
     def write_kv(
         self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
     ) -> None:
-        """Store this step's keys and values ``[tokens, kv_heads, head_dim]`` at their positions.
+        """Store this step's keys and values ``[tokens, kv_heads, size]``, each of its own, at their positions.
 
         A token whose block is ``-1`` is skipped: its head will never look at it again.
         """
@@ -108,7 +108,8 @@ class AttentionKernels(Protocol):
         out: Array,
         sink_logits: Array | None = None,
     ) -> None:
-        """Causal attention of ``query [tokens, q_heads, head_dim]`` over the cached tokens into ``out``.
+        """Causal attention of ``query [tokens, q_heads, head_dim]`` over the cached tokens into ``out``, of as many
+        heads of a value's size.
 
         ``q_heads`` is a multiple of ``kv_heads``; query heads ``[h * n, (h + 1) * n)`` share KV head ``h``.
         Query position ``p`` sees keys ``k <= p`` with ``window == 0 or p - k < window or k < sink``; of heads that are

@@ -62,8 +62,9 @@ class GroupedQueries:
     qkv:         to queries, keys and values of heads of ``head_dim``; keys alone where these are the values, too, and
                  queries alone where keys and values in the cache are another layer's
     gate:        of heads, whose sigmoids multiply what they have seen; None: there is none
-    value_norm:  of each head, ``[head_dim]``
+    value_norm:  of each head, ``[value_dim]``
     sink_logits: float32 ``[q_heads]``, if there are any
+    value_dim:   of a head's values, no more than ``head_dim``
     rotation:    index of its angles
     is_chunked:  whether heads see all of their chunk up to a token, and no more: see `Besides.chunks`
     is_scaled:   whether queries are multiplied by `Besides.query_scales`, before they are rotated
@@ -75,6 +76,7 @@ class GroupedQueries:
     q_heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     rotation: int
     qkv_bias: Array | None = None
     out_bias: Array | None = None

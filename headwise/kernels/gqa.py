@@ -25,37 +25,52 @@ QUANTISED = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The quantised dtypes, and the largest value each stores: a token's largest element becomes this."""
 
 
-def gqa_layout(block_size: int, slots: int, head_dim: int, dtype: str = "float32") -> BlockLayout:
-    """The layout of blocks that hold, per member and token, one ``key`` and one ``value`` of ``(head_dim,)``.
+def gqa_layout(
+    block_size: int, slots: int, head_dim: int, dtype: str = "float32", value_dim: int | None = None
+) -> BlockLayout:
+    """The layout of blocks that hold, per member and token, one ``key`` of ``(head_dim,)`` and one ``value``.
 
     Quantised dtypes add one float32 ``key_scale`` and ``value_scale`` per member and token, int4 a float16 scale and
     minimum for each of its groups.
 
+    value_dim: of a value; None: ``head_dim``
+
     Raises:
         ConfigError: a head is no whole number of int4's groups.
     """
-    if dtype == INT4 and head_dim % GROUP:
+    dims = {"key": head_dim, "value": head_dim if value_dim is None else value_dim}
+    odd = next((dim for dim in dims.values() if dtype == INT4 and dim % GROUP), None)
+    if odd is not None:
         raise ConfigError(
-            f"kv_dtype int4 takes heads of a multiple of {GROUP} elements, not of {head_dim}: choose kv_dtype int8"
+            f"kv_dtype int4 takes heads of a multiple of {GROUP} elements, not of {odd}: choose kv_dtype int8"
         )
-    roles = [Role("key", (head_dim,), dtype), Role("value", (head_dim,), dtype)]
+    roles = [Role(name, (dim,), dtype) for name, dim in dims.items()]
     if dtype in QUANTISED:
         roles += [Role("key_scale", (), "float32"), Role("value_scale", (), "float32")]
     if dtype == INT4:
-        roles += [Role(f"{role.name}_scale", (head_dim // GROUP, 2), SCALE_DTYPE) for role in roles]
+        roles += [Role(f"{name}_scale", (dim // GROUP, 2), SCALE_DTYPE) for name, dim in dims.items()]
     return BlockLayout(block_size=block_size, slots=slots, roles=tuple(roles))
 
 
 def head_dim_of(layout: BlockLayout) -> int:
-    """The head dimension of a grouped-query layout.
+    """The head dimension of a grouped-query layout: of keys.
 
     Raises:
         ConfigError: the layout is that of another attention variant.
     """
-    first = layout.roles[0]
-    if len(first.shape) != 1 or layout.roles != gqa_layout(1, 1, first.shape[0], first.dtype).roles:
+    return _dims_of(layout)[0]
+
+
+def value_dim_of(layout: BlockLayout) -> int:
+    """The same of values."""
+    return _dims_of(layout)[1]
+
+
+def _dims_of(layout: BlockLayout) -> tuple[int, int]:
+    dims = tuple(role.shape[0] for role in layout.roles[:2] if len(role.shape) == 1)
+    if len(dims) < 2 or layout.roles != gqa_layout(1, 1, dims[0], layout.roles[0].dtype, dims[1]).roles:
         raise ConfigError(f"layout {layout.identity} is not one of grouped-query attention; build it with gqa_layout()")
-    return first.shape[0]
+    return dims[0], dims[1]
 
 
 def kv_dtype_of(layout: BlockLayout) -> str:
@@ -64,16 +79,16 @@ def kv_dtype_of(layout: BlockLayout) -> str:
 
 
 def kv_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Keys and values of an arena as stored, each ``[num_blocks, slots, block_size, head_dim]``, sharing its memory.
+    """Keys and values of an arena as stored, each ``[num_blocks, slots, block_size, its size]``, sharing its memory.
 
-    Those of int4 are ``uint8 [..., head_dim / 2]``.
+    Those of int4 are ``uint8 [..., size / 2]``.
 
     Raises:
         ConfigError: the arena is not a whole number of blocks, or the layout is of another attention variant.
     """
-    dim, pair = head_dim_of(layout), layout.roles[:2]
+    dims, pair = _dims_of(layout), layout.roles[:2]
     if kv_dtype_of(layout) == INT4:
-        pair = tuple(replace(role, shape=(dim // 2,), dtype="uint8") for role in pair)
+        pair = tuple(replace(role, shape=(dim // 2,), dtype="uint8") for role, dim in zip(pair, dims, strict=True))
     return role_view(arena, layout, pair[0]), role_view(arena, layout, pair[1])
 
 
@@ -93,7 +108,7 @@ def bit_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np
 def scale_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[Any], NDArray[Any]]:
     """Scales of the keys and values of a quantised arena, each ``[num_blocks, slots, block_size]``, sharing its memory.
 
-    Those of int4 are ``[..., head_dim / 32, 2]``: a scale and a minimum for each group.
+    Those of int4 are ``[..., size / 32, 2]``: a scale and a minimum for each group.
 
     Raises:
         ConfigError: as `kv_views`, or the layout is not quantised.

@@ -143,7 +143,7 @@ def _store(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, pair: tuple
 
 
 def _load(arena: NDArray[np.uint8], layout: BlockLayout, at: Index) -> list[NDArray[np.float64]]:
-    """Keys and values at ``at``, each ``float64 [tokens, head_dim]``."""
+    """Keys and values at ``at``, each ``float64 [tokens, its size]``."""
     if kv_dtype_of(layout) == "bfloat16":
         return [to_float32(view[at]).astype(np.float64) for view in bit_views(arena, layout)]
     if kv_dtype_of(layout) == INT4:
@@ -176,7 +176,7 @@ def softmax_attention(
     softcap: float,
     sink_logits: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """``query [T, n, D]`` over ``key`` and ``value [K, D]`` under ``visible [T, K]`` -> ``[T, n, D]``.
+    """``query [T, n, D]`` over ``key [K, D]`` and ``value [K, V]`` under ``visible [T, K]`` -> ``[T, n, V]``.
 
     ``sink_logits`` are ``[n]``.
 

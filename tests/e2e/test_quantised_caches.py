@@ -43,6 +43,7 @@ def said(loaded: LoadedModel, **changes: object) -> dict[str, list[int]]:
         ("llama4", INT8),
         ("gpt-oss", FP8),
         ("gpt-oss", INT4),
+        ("mimo-v2", INT8),
         ("qwen3-next", INT8),
         ("qwen3-next", FP8),
         ("qwen3.5", INT4),
@@ -73,6 +74,7 @@ def test_the_first_tokens_are_those_of_float32_and_the_host_changes_none(name: s
         pytest.param("deepseek-v3.2", FP8, marks=pytest.mark.soak),
         ("deepseek-v3.2", INT4),
         ("llama4", INT4),
+        ("mimo-v2", INT4),
     ],
 )
 def test_where_rounding_turns_tokens_they_are_those_of_the_definition(name: str, kv_dtype: str) -> None:

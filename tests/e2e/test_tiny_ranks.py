@@ -84,6 +84,7 @@ def test_two_ranks_say_the_reference_tokens_chunked_batched_and_cached_twice(nam
         "deepseek-v4",
         "qwen3-next",
         "kimi-linear",
+        "mimo-v2",
     ],
 )
 def test_two_ranks_say_the_reference_tokens_from_the_host_and_from_a_directory(name: str, tmp_path: Path) -> None:

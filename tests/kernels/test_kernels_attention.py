@@ -26,6 +26,7 @@ class Implementation:
 
     kernels: AttentionKernels
     head_dims: tuple[int, ...] = (16, 64)
+    value_dims: tuple[int, ...] = (0, 16)
     block_sizes: tuple[int, ...] = (1, 3, 16, 24, 64, 96)
     most_tokens: int = 150
     most_sequences: int = 5
@@ -39,14 +40,20 @@ def interpreted() -> Implementation:
     from support.gpu.interpreted_attention import triton_attention
 
     limits = {"most_tokens": 90, "most_sequences": 3, "most_heads": 2, "long_context": 400, "examples": 12}
-    return Implementation(triton_attention(), (64, 96), (1, 4, 16, 64), **limits)
+    return Implementation(triton_attention(), (64, 96), block_sizes=(1, 4, 16, 64), value_dims=(0, 32, 64), **limits)
 
 
 def interpreted_tma() -> Implementation:
     """Of prompts; tiles are one block, or two."""
     from support.gpu.interpreted_attention import SMALL_TMA, triton_attention
 
-    return replace(interpreted(), kernels=triton_attention(SMALL_TMA), head_dims=(64, 128), block_sizes=(8, 16, 64))
+    return replace(
+        interpreted(),
+        kernels=triton_attention(SMALL_TMA),
+        head_dims=(64, 128),
+        value_dims=(0,),
+        block_sizes=(8, 16, 64),
+    )
 
 
 @pytest.fixture(scope="module", params=["reference", "numba", "cuda", pytest.param("cuda-tma", marks=pytest.mark.soak)])
@@ -84,6 +91,7 @@ def cases(draw: st.DrawFn, of: Implementation) -> Case:
         has_sink_logits=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
         tail_bytes=draw(st.sampled_from([0, 64, 4160])),
+        value_dim=draw(st.sampled_from(of.value_dims)),
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 from make_tiny_references import for_transformers
-from support.drafting_checkpoints import DRAFTING, drafting_names, drafting_weights, number_of_layers
+from support.drafting_checkpoints import DRAFTING, OTHERWISE, drafting_names, drafting_weights, number_of_layers
 from support.reference import answers
 from support.tiny_checkpoints import reference, write_checkpoint
 from torch import nn
@@ -41,9 +41,16 @@ def model_with_one_more(name: str, directory: Path) -> Any:
     elif names["layer"].startswith("mtp."):
         every = ["linear_attention"] * 3 + ["full_attention"]
         config["layer_types"] = [*every[:layers], "full_attention"]
+    if name == "mimo-v2":
+        config["layer_types"] = [*config["layer_types"], "sliding_attention"]
+        config["mlp_layer_types"] = [*config["mlp_layer_types"], "dense"]
     weights = {
         key.replace(names["layer"], f"model.layers.{layers}."): array for key, array in drafting_weights(name).items()
     }
+    for theirs, like in OTHERWISE.get(name, {}).items():  # by the decoder's names
+        ours = f"model.layers.{layers}.{like.partition('.')[2]}"
+        found = [key for key in weights if key.startswith(f"model.layers.{layers}.{theirs}")]
+        weights |= {ours + key.removeprefix(f"model.layers.{layers}.{theirs}"): weights.pop(key) for key in found}
     write_checkpoint(directory, config, known["shapes"], weights)
     model, loading = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True

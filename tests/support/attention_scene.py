@@ -18,6 +18,7 @@ GARBAGE_IDS = (2**31 - 1, -(2**31), -7, 10**9)
 class Case:
     """A batch to attend to. ``policies`` are (window, sink) per KV head; ``query_lens <= seq_lens``.
 
+    value_dim: of values; 0: as large as keys
     chunked: windows are chunks, see `HeadTable`
     """
 
@@ -33,6 +34,7 @@ class Case:
     dtype: str = "float32"
     tail_bytes: int = 0
     chunked: bool = False
+    value_dim: int = 0
 
 
 class Scene:
@@ -44,8 +46,9 @@ class Scene:
     def __init__(self, case: Case) -> None:
         self.case, self.rng = case, np.random.default_rng(case.seed)
         heads = len(case.policies)
-        self.kv = [self.rng.standard_normal((2, n, heads, case.head_dim)).astype(np.float32) for n in case.seq_lens]
-        self.stored = [self._rounded(kv) for kv in self.kv]
+        drawn = [self.rng.standard_normal((2, n, heads, case.head_dim)).astype(np.float32) for n in case.seq_lens]
+        self.kv = [(kv[0], np.ascontiguousarray(kv[1, ..., : case.value_dim or case.head_dim])) for kv in drawn]
+        self.stored = [[self._rounded(rows) for rows in kv] for kv in self.kv]
         tokens = sum(case.query_lens)
         self.query = self.rng.standard_normal((tokens, heads * case.share, case.head_dim)).astype(np.float32)
         self.scale = case.head_dim**-0.5
@@ -56,7 +59,7 @@ class Scene:
         self._fill_arena()
 
     def _rounded(self, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``kv`` as stored, and its scales; ``kv`` itself becomes what is read of these."""
+        """Keys or values as stored, and their scales; ``kv`` itself becomes what is read of these."""
         stored, scales = kv.copy(), np.ones(kv.shape[:-1], np.float32)
         if self.case.dtype == "bfloat16":
             stored = to_bits(kv)
@@ -83,7 +86,8 @@ class Scene:
         case, size = self.case, self.case.block_size
         columns = -(-max(case.seq_lens) // size)
         needed = len(case.seq_lens) * self.groups * columns
-        self.layout = replace(gqa_layout(size, self.slots, case.head_dim, case.dtype), tail_bytes=case.tail_bytes)
+        layout = gqa_layout(size, self.slots, case.head_dim, case.dtype, case.value_dim or None)
+        self.layout = replace(layout, tail_bytes=case.tail_bytes)
         self.arena = np.full((needed + 1) * self.layout.block_bytes, 0xFF, np.uint8)  # NaN, of float32 and of bfloat16
         views = (bit_views if case.dtype == "bfloat16" else kv_views)(self.arena, self.layout)
         scales = scale_views(self.arena, self.layout) if case.dtype in (*QUANTISED, INT4) else ()
@@ -101,9 +105,9 @@ class Scene:
                     for head in members:
                         at = (row[position // size], self.heads.slot[head], position % size)
                         for role, view in enumerate(views):
-                            view[at] = self.stored[sequence][0][role, position, head]
+                            view[at] = self.stored[sequence][role][0][position, head]
                         for role, view in enumerate(scales):
-                            view[at] = self.stored[sequence][1][role, position, head]
+                            view[at] = self.stored[sequence][role][1][position, head]
         cu = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
         self.batch = AttentionBatch(cu, np.array(case.seq_lens, np.int32), tables.astype(np.int32), self.groups)
 
@@ -123,12 +127,12 @@ class Scene:
 
     def expected(self) -> np.ndarray:
         """Dense attention in float64."""
-        out = np.empty(self.query.shape)
+        out = np.empty(self.room)
         for sequence, queries in enumerate(self.case.query_lens):
             first = int(self.batch.cu_seqlens_q[sequence])
             for q_head in range(self.query.shape[1]):
                 head = q_head // self.case.share
-                key, value = self.kv[sequence][:, :, head].astype(np.float64)
+                key, value = (rows[:, head].astype(np.float64) for rows in self.kv[sequence])
                 scores = self.scale * self.query[first : first + queries, q_head].astype(np.float64) @ key.T
                 if self.case.softcap:
                     scores = self.case.softcap * np.tanh(scores / self.case.softcap)
@@ -139,8 +143,13 @@ class Scene:
                 out[first : first + queries, q_head] = weights / total @ value
         return out
 
+    @property
+    def room(self) -> tuple[int, ...]:
+        """The shape of what queries see."""
+        return (*self.query.shape[:2], self.case.value_dim or self.case.head_dim)
+
     def attend(self, kernels: AttentionKernels) -> np.ndarray:
-        out = np.full_like(self.query, np.nan)
+        out = np.full(self.room, np.nan, np.float32)
         kernels.attend(
             self.query, self.arena, self.layout, self.batch, self.heads,
             scale=self.scale, softcap=self.case.softcap, out=out, sink_logits=self.sink_logits,

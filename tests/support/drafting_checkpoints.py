@@ -51,11 +51,29 @@ DRAFTING: Mapping[str, Mapping[str, str]] = {
         "join": "model.mtp_layers.0.input_proj",
         "final_norm": "model.mtp_layers.0.final_layernorm",
     },
+    "mimo-v2": {
+        "layer": "model.mtp.layers.0.",
+        "embedding_norm": "model.mtp.layers.0.enorm",
+        "hidden_norm": "model.mtp.layers.0.hnorm",
+        "join": "model.mtp.layers.0.eh_proj",
+        "final_norm": "model.mtp.layers.0.final_layernorm",
+    },
     "qwen3-next": APART,
     "qwen3.5": APART,
     "qwen3.5-moe": APART,
 }
 """Of each model the names of what its checkpoint has besides; ``{layer}`` is how many layers its decoder has."""
+
+
+OTHERWISE: Mapping[str, Mapping[str, str]] = {
+    "mimo-v2": {
+        "input_layernorm": "1.input_layernorm",
+        "self_attn": "1.self_attn",
+        "pre_mlp_layernorm": "1.post_attention_layernorm",
+        "mlp": "0.mlp",
+    }
+}
+"""Of a model whose layer is not as its last one: what its parts are called, and which layer's parts they are like."""
 
 
 def number_of_layers(name: str) -> int:
@@ -70,11 +88,16 @@ def drafting_names(name: str) -> dict[str, str]:
 
 @cache
 def drafting_weights(name: str) -> dict[str, np.ndarray]:
-    """A tiny model's weights, and those of a layer that drafts, which is as its last layer, behind them."""
+    """A tiny model's weights, and those of a layer that drafts, behind them."""
     known, names = reference(name), drafting_names(name)
     config, hidden = known["config"], known["config"]["hidden_size"]
-    last = f"model.layers.{config['num_hidden_layers'] - 1}."
-    alike = {names["layer"] + key.removeprefix(last): s for key, s in known["shapes"].items() if key.startswith(last)}
+    parts = OTHERWISE.get(name, {"": f"{config['num_hidden_layers'] - 1}."})
+    alike = {
+        names["layer"] + part + key.removeprefix(f"model.layers.{like}"): shape
+        for part, like in parts.items()
+        for key, shape in known["shapes"].items()
+        if key.startswith(f"model.layers.{like}")
+    }
     norms = {f"{names[part]}.weight": [hidden] for part in ("embedding_norm", "hidden_norm", "final_norm")}
     shapes = {**alike, **norms, f"{names['join']}.weight": [hidden, 2 * hidden]}
     if name == "deepseek-v4":  # it sees no entries, and has a projection of each stream

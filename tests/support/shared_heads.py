@@ -36,7 +36,7 @@ class SharedScene(Scene):
             cu = np.cumsum([0, *np.subtract(stops, starts)], dtype=np.int32)
             batch = replace(self.batch, cu_seqlens_q=cu, seq_lens=np.array(stops, np.int32))
             key, value = (
-                np.concatenate([kv[role, a:b] for kv, a, b in zip(self.kv, starts, stops, strict=True)])
+                np.concatenate([kv[role][a:b] for kv, a, b in zip(self.kv, starts, stops, strict=True)])
                 for role in range(2)
             )
             for part, arena in enumerate(self.arenas):
@@ -47,7 +47,7 @@ class SharedScene(Scene):
         share = self.case.share // self.parts
         some = slice(ranks.share.part * share, (ranks.share.part + 1) * share)
         query = self.laid_out(self.query[:, some])
-        out = self.laid_out(np.full_like(query, np.nan))
+        out = self.laid_out(np.full((*query.shape[:2], self.room[2]), np.nan))
         kernels.attend_shared(
             query, self.arenas[ranks.share.part], self.layout.own, self.batch, self.heads, ranks,
             scale=self.scale, softcap=self.case.softcap, out=out,

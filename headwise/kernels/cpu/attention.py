@@ -120,13 +120,14 @@ class NumbaKernels:
             raise ValueError("query, cosines and sines do not fit the keys")
         if cosines.shape != sines.shape:
             raise ValueError("cosines and sines do not fit each other")
-        if key.shape != value.shape:
+        if key.shape[:2] != value.shape[:2]:
             raise ValueError("keys and values do not fit each other")
         kernels, layer_at = self._kernels_of(layout), self._heads.of(heads, None).layer_at
-        _check(rows, key.shape[1], dim, kernels, batch, heads)
+        _check(rows, key.shape[1], (dim, value.shape[2]), kernels, batch, heads)
         tokens, scratch = int(batch.cu_seqlens_q[-1]), np.empty((self._threads, dim), np.float32)
         own = kernels.a_pass(
-            arena, batch, rows=rows, q_heads=query.shape[1], kv_heads=key.shape[1], dim=dim, **_rows("query", query),
+            arena, batch, rows=rows, q_heads=query.shape[1], kv_heads=key.shape[1], dim=dim,
+            value_dim=value.shape[2], **_rows("query", query),
             **_rows("key", key), **_rows("value", value), cosines=address_of(cosines, np.float32),
             sines=address_of(sines, np.float32), half=half, scratch=place_of(scratch), scratch_floats=dim,
         )  # fmt: skip
@@ -159,21 +160,22 @@ class NumbaKernels:
         """
         rows, q_heads, dim = query.shape
         kv_heads = len(heads.group)
-        if out.shape != query.shape or q_heads % kv_heads:
+        if out.shape[:2] != query.shape[:2] or q_heads % kv_heads:
             raise ValueError(f"query {query.shape}, out {out.shape} and {kv_heads} KV heads do not fit each other")
         if sink_logits is not None and sink_logits.shape != (q_heads,):
             raise ValueError(f"sink_logits {sink_logits.shape} do not fit {q_heads} query heads")
         if lse is not None and lse.shape != (rows, q_heads):
             raise ValueError(f"lse {lse.shape} does not fit {rows} rows of {q_heads} query heads")
         kernels, share = self._kernels_of(layout), q_heads // kv_heads
-        _check(rows, kv_heads, dim, kernels, batch, heads)
+        _check(rows, kv_heads, (dim, out.shape[2]), kernels, batch, heads)
         known = self._heads.of(heads, sink_logits)
         plan = known.plan(share, dim, batch)
         workers, plans = max(1, min(self._threads, len(plan.parts), plan.cost // THREAD_COST)), PlanTable.of([plan])
         scratch, partials = plans.scratch(workers, share, kernels), plans.partials(dim)
         counters = np.zeros(FIRST_ITEM + len(plan.items), np.int64)
         own = kernels.a_pass(
-            arena, batch, rows=rows, q_heads=q_heads, kv_heads=kv_heads, dim=dim, **_rows("query", query),
+            arena, batch, rows=rows, q_heads=q_heads, kv_heads=kv_heads, dim=dim, value_dim=out.shape[2],
+            **_rows("query", query),
             out=address_of(out, np.float32), plans=place_of(plans.table), partials=place_of(partials),
             partial_rows=plan.partial_rows, scratch=place_of(scratch), scratch_floats=scratch.shape[1],
             lse=0 if lse is None else address_of(lse, np.float32), factor=score_factor(scale, softcap), softcap=softcap,
@@ -214,7 +216,7 @@ class NumbaKernels:
         sink_logits: NDArray[np.float32] | None = None,
     ) -> None:
         """See `SharedKernels.attend_shared`."""
-        q_heads, dim = query.shape[1:]
+        (q_heads, dim), value_dim = query.shape[1:], out.shape[2]
 
         def attend(whole: SharedContext) -> None:
             self.attend(
@@ -223,12 +225,12 @@ class NumbaKernels:
             )  # fmt: skip
 
         def attend_own(every: Floats, own: AttentionBatch) -> tuple[Floats, Floats]:
-            seen, lse = np.empty_like(every), np.empty(every.shape[:2], np.float32)
+            seen, lse = np.empty((*every.shape[:2], value_dim), np.float32), np.empty(every.shape[:2], np.float32)
             self.attend(every, arena, layout, own, heads, scale=scale, softcap=softcap, out=seen, lse=lse)
             return seen, lse
 
         def attend_rows(rows: NDArray[np.int64]) -> None:
-            out[rows] = seen_by_all(query[rows], dim, batch, rows, ranks, attend_own, sink_logits)
+            out[rows] = seen_by_all(query[rows], value_dim, batch, rows, ranks, attend_own, sink_logits)
 
         row_bytes = 4 * ranks.share.parts * q_heads * dim
         attend_shared(ranks, (arena, layout, batch, heads), row_bytes, attend, attend_rows)
@@ -240,15 +242,20 @@ class TokenKernels(NumbaKernels):
     _compile = staticmethod(CacheKernels.of_tokens)
 
 
-def _check(rows: int, kv_heads: int, dim: int, kernels: CacheKernels, batch: AttentionBatch, heads: HeadTable) -> None:
-    """Raise ValueError where compiled code would read or write what is not there."""
+def _check(
+    rows: int, kv_heads: int, dims: tuple[int, int], kernels: CacheKernels, batch: AttentionBatch, heads: HeadTable
+) -> None:
+    """Raise ValueError where compiled code would read or write what is not there. dims: of keys, and of values"""
     if int(batch.cu_seqlens_q[-1]) > rows or len(heads.group) != kv_heads:
         raise ValueError(
             f"{rows} rows of {kv_heads} KV heads, cu_seqlens_q up to {batch.cu_seqlens_q[-1]} and a table of "
             f"{len(heads.group)} heads do not fit each other"
         )
-    if dim > kernels.dim:
-        raise ValueError(f"the head_dim is {dim}, larger than that of the block layout, {kernels.dim}")
+    for what, dim, most in zip(("head_dim", "size of values"), dims, (kernels.dim, kernels.value_dim), strict=True):
+        if dim > most:
+            raise ValueError(f"the {what} is {dim}, larger than that of the block layout, {most}")
+    if dims[1] > dims[0]:
+        raise ValueError(f"the size of values is {dims[1]}, larger than the head_dim {dims[0]}")
 
 
 def _rows(name: str, array: NDArray[np.float32]) -> dict[str, int]:

@@ -68,6 +68,7 @@ from headwise.kernels.cpu.attention_softmax import (
     behind,
     expand_keys,
     load_scales,
+    values_behind,
 )
 from headwise.kernels.cpu.int4 import CODES, expanded_from, is_int4, scales_of_row
 from headwise.kernels.cpu.matmul_rows import tiled_row
@@ -174,7 +175,7 @@ def _walk_tile(step, item, scratch, softmax, first, last):
             some = min(chunk - count, block_size - position % block_size)
             address = _address(step, item, block, position)
             if is_int4(step.codes):
-                expand_keys(step, address, _scale_address(step, item, block, position), count, some, 0)
+                expand_keys(step, address, _scale_address(step, item, block, position), position, count, some, 0)
                 address = count * step.dim
             for i in range(some):
                 addresses[count + i] = address + i * step.dim
@@ -182,7 +183,7 @@ def _walk_tile(step, item, scratch, softmax, first, last):
                 load_scales(step, scratch, _scale_address(step, item, block, position), count, some, CHUNK)
             count += some
         if count > 0:
-            _lay_out(step, scratch, count)
+            _lay_out(step, scratch, first, count)
             attend_chunk(step, item, scratch, softmax, first, count)
             first += count
         else:
@@ -190,20 +191,23 @@ def _walk_tile(step, item, scratch, softmax, first, last):
 
 
 @_compiled
-def _lay_out(step, scratch, count):
-    """Keys and values of the chunk's addresses, as its products take them. The last key fills the last vectors."""
-    addresses, dim = scratch.addresses, step.dim
+def _lay_out(step, scratch, first, count):
+    """Keys and values of the chunk's addresses, the first at position ``first``, as its products take them. The last
+    key fills the last vectors."""
+    addresses, dim, value_dim = scratch.addresses, step.dim, step.value_dim
     for i in range(count, CHUNK):
         addresses[i] = addresses[count - 1]
     for i in range(0, -(-count // (2 * LANES)) * (2 * LANES), LANES):
         turn_keys(step.kv, addresses, i, dim, scratch.turned, TURNED_STRIDE)
         if is_tiled(step.kv):
             stay_awake()
-    values = CHUNK * dim if is_int4(step.codes) else step.cache.value_offset
     for i in range(CHUNK):
-        addresses[i] += values
+        if is_int4(step.codes):
+            addresses[i] = CHUNK * dim + min(i, count - 1) * value_dim
+        else:
+            addresses[i] += values_behind(step, first + min(i, count - 1))
     for i in range(0, -(-count // (2 * SIDE)) * (2 * SIDE) if is_tiled(step.kv) else count, 2):
-        load_values(step.kv, addresses, i, dim, scratch.values)
+        load_values(step.kv, addresses, i, value_dim, scratch.values)
         if is_tiled(step.kv) and i % LANES == 0:
             stay_awake()
 
@@ -240,7 +244,7 @@ def _walk(step, item, part, scratch, softmax, beyond):
 @_compiled
 def _store(step, item, softmax, first):
     """Write the item's output, from the softmax's rows ``first`` on; zeros where nothing was seen."""
-    head, dim = item.head * step.share, step.dim
+    head, dim = item.head * step.share, step.value_dim
     for token in range(item.tokens):
         for h in range(step.share):
             row = first + token * step.share + h
@@ -271,7 +275,7 @@ def _store(step, item, softmax, first):
 def _merge(step, item, partials):
     """Merge the partial results of all parts of an item into its first one."""
     top, total, acc = partials
-    dim, rows, into = step.dim, item.tokens * step.share, item.first_row
+    dim, rows, into = step.value_dim, item.tokens * step.share, item.first_row
     for part in range(1, item.parts):
         for row in range(rows):
             a, b = into + row, into + part * rows + row
@@ -359,11 +363,11 @@ def _divide(rows, share, dim, at):
 def _step_of(kv, codes, own, layer):
     dim, heads = own.dim, layer.heads
     return Step(
-        own.query, own.query_row, own.query_head, own.out, own.q_heads * dim, layer.out_words, own.rows, kv, codes,
-        floats_from(own.cache.arena), own.cache, ints_from(own.tables), own.table_columns, own.groups,
+        own.query, own.query_row, own.query_head, own.out, own.q_heads * own.value_dim, layer.out_words, own.rows, kv,
+        codes, floats_from(own.cache.arena), own.cache, ints_from(own.tables), own.table_columns, own.groups,
         ints_from(heads[HEAD_GROUP, 0]), ints_from(heads[HEAD_SLOT, 0]), ints_from(heads[HEAD_WINDOW, 0]),
         ints_from(heads[HEAD_SINK, 0]), floats_from(layer.sink_logits[0]), layer.sink_logits[1] > 0, own.lse,
-        own.factor, own.softcap, own.q_heads // own.kv_heads, dim,
+        own.factor, own.softcap, own.q_heads // own.kv_heads, dim, own.value_dim,
     )  # fmt: skip
 
 
@@ -375,12 +379,12 @@ def _attend(kv, codes, own, layer, counters_at, thread):
     needs the results of parts that others took may wait for that, as they were taken by threads that run.
     """
     step, plan = _step_of(kv, codes, own, layer), plan_at(own.plans + layer.plan * _PLAN_BYTES)
-    share, dim, room = step.share, step.dim, own.partial_rows
+    share, dim, room = step.share, step.value_dim, own.partial_rows
     items, parts = _items_at(plan.items, plan.item_count), long_matrix_at(plan.parts, plan.part_count, 2)
     counters = longs_at(counters_at, FIRST_ITEM + plan.item_count)
     at = own.partials
     partials = Softmax(floats_from(at), floats_from(at + 4 * room), floats_from(at + 8 * room))
-    scratch, softmax = _divide(plan.rows, share, dim, own.scratch + thread * own.scratch_floats * 4)
+    scratch, softmax = _divide(plan.rows, share, step.dim, own.scratch + thread * own.scratch_floats * 4)
     taken = fetch_add(counters, TAKEN)
     while taken < plan.part_count:
         index, part = parts[plan.part_count - 1 - taken, 0], parts[plan.part_count - 1 - taken, 1]

@@ -20,7 +20,7 @@ from headwise.kernels.cpu.attention_softmax import LOG2E
 from headwise.kernels.cpu.kv_write_jit import write_of
 from headwise.kernels.cpu.memory import from_a_line_on
 from headwise.kernels.cpu.records import address_of, place_of
-from headwise.kernels.gqa import head_dim_of, kv_dtype_of
+from headwise.kernels.gqa import head_dim_of, kv_dtype_of, value_dim_of
 from headwise.kernels.mla import LATENT_SCALE, is_latent, latent_width
 from headwise.kernels.nibbles import INT4, SCALE_DTYPE
 
@@ -39,12 +39,13 @@ class CacheKernels:
 
     A latent is its token's key and its value at once: to compiled code its values lie where its keys do.
 
-    dim:           numbers of a key
+    dim, value_dim: numbers of a key, and of a value
     write, attend: C functions, see `kv_write_jit.write_of` and `attention_jit.attend_of`
     """
 
     layout: BlockLayout
     dim: int
+    value_dim: int
     cache: tuple[int, ...]
     write: Any
     attend: Any
@@ -57,15 +58,16 @@ class CacheKernels:
             ConfigError: there are no kernels for the layout's dtype or head dimension.
         """
         dim, dtype = latent_width(layout) if is_latent(layout) else head_dim_of(layout), kv_dtype_of(layout)
+        value_dim = dim if is_latent(layout) else value_dim_of(layout)
         if dtype not in STORED:
             raise ConfigError(
                 f"the numba kernels keep KV in {', '.join(STORED)}, got {dtype}: use one of these, or kernels "
                 "'reference'"
             )
-        if dim % HEAD_DIM_STEP:
+        if dim % HEAD_DIM_STEP or value_dim % HEAD_DIM_STEP or value_dim > dim:
             raise ConfigError(
-                f"the numba kernels need a head_dim that is a multiple of {HEAD_DIM_STEP}, got {dim}: "
-                "use kernels 'reference'"
+                f"the numba kernels need a head_dim that is a multiple of {HEAD_DIM_STEP}, and values no larger, got "
+                f"{dim} and {value_dim}: use kernels 'reference'"
             )
         at, size = layout.role_offsets, np.dtype(STORED[dtype]).itemsize
         scale_size = np.dtype(SCALE_DTYPE if dtype == INT4 else np.float32).itemsize
@@ -80,7 +82,7 @@ class CacheKernels:
             "value_scales": at.get("value_scale", at.get(LATENT_SCALE, 0)) // scale_size,
         }
         numbers = tuple(cache[name] for name in (records.CACHE.names or ())[2:])  # behind the arena's
-        return CacheKernels(layout, dim, numbers, write_of(dtype), attend_of(dtype))
+        return CacheKernels(layout, dim, value_dim, numbers, write_of(dtype), attend_of(dtype))
 
     @property
     def expands(self) -> bool:

@@ -37,7 +37,7 @@ from headwise.kernels.cpu.attention_products import (
     score_token,
 )
 from headwise.kernels.cpu.attention_strip import raise_tops, strip_powers
-from headwise.kernels.cpu.int4 import expand_rows, is_int4, scales_of_row
+from headwise.kernels.cpu.int4 import CODES, expand_rows, is_int4, scales_of_row
 from headwise.kernels.cpu.simd import LANES
 
 LOG2E = math.log2(math.e)
@@ -50,7 +50,8 @@ class Step(NamedTuple):
     """All that stays the same during one call. Pointers know no lengths.
 
     query:   address of ``float32 [tokens, q_heads, dim]``; ..._row, ..._head: floats from row to row, head to head
-    out:     address of the same, where heads lie side by side; ``out_words``: as `records.LAYER` has it, of ``rows``
+    out:     address of ``float32 [tokens, q_heads, value_dim]``, where heads lie side by side; ``out_words``: as
+             `records.LAYER` has it, of ``rows``
     kv:      pointer to the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16), ``int8`` or
              ``uint8`` (E4M3); of int4 to what the thread has expanded, room for ``2 * CHUNK`` rows
     codes:   pointer to the arena, of int4 as ``int16``; else the same as ``kv``
@@ -89,6 +90,7 @@ class Step(NamedTuple):
     softcap: Any
     share: Any
     dim: Any
+    value_dim: Any
 
 
 class Scratch(NamedTuple):
@@ -97,7 +99,7 @@ class Scratch(NamedTuple):
     q:         queries ``[rows, dim]``
     s:         scores ``[rows in place or of a strip, KEYS or CHUNK]``
     turned:    keys ``[dim, TURNED_STRIDE]``
-    values:    ``[CHUNK, dim]``
+    values:    ``[CHUNK, value_dim]``
     scales:    of keys and values ``[2, CHUNK]``
     q_scales:  of queries in place that became integers ``[rows]``
     p_scales:  of their probabilities
@@ -115,7 +117,10 @@ class Scratch(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Pointers to a softmax under way: each row's maximum and sum so far, and weighted values ``acc [rows, dim]``."""
+    """Pointers to a softmax under way: each row's maximum and sum so far, and weighted values.
+
+    acc: ``[rows, value_dim]``
+    """
 
     top: Any
     total: Any
@@ -170,6 +175,18 @@ def behind(pointer, offset):
 
 
 @_pasted
+def _in_block(step, position):
+    return position % step.cache.block_size
+
+
+@_pasted
+def values_behind(step, position):
+    """How far behind the key at ``position`` its value lies, in elements: rows of values may be shorter."""
+    shorter = step.dim - step.value_dim
+    return step.cache.value_offset - _in_block(step, position) * (shorter // CODES if is_int4(step.codes) else shorter)
+
+
+@_pasted
 def load_scales(step, scratch, scales_at, at, count, width):
     """Scales of ``count`` keys and values to ``at``; zeros behind them until ``width``: what lies there may be NaN."""
     values = step.cache.value_scales - step.cache.key_scales
@@ -180,17 +197,18 @@ def load_scales(step, scratch, scales_at, at, count, width):
 
 
 @_pasted
-def expand_keys(step, keys_at, scales_at, row, count, ahead):
-    """Keys and values of ``count`` tokens side by side in a block, to rows ``row`` and ``CHUNK + row`` of `Step.kv`.
+def expand_keys(step, keys_at, scales_at, first, row, count, ahead):
+    """Keys and values of ``count`` tokens side by side in a block, from position ``first`` on, to `Step.kv`, from its
+    ``row`` on, of values behind CHUNK keys.
 
     What lies ``ahead`` elements behind them is prefetched; of their scales what does, if it is in the same slot.
     """
-    cache, dim = step.cache, step.dim
-    values, scales_ahead = cache.value_scales - cache.key_scales, count * scales_of_row(dim)
-    expand_rows(step.codes, keys_at, scales_at, dim, count, step.kv, row * dim, ahead, scales_ahead)
+    dim, value_dim, value_row = step.dim, step.value_dim, CHUNK * step.dim + row * step.value_dim
+    scales, value_scales, values_at = scales_of_row(dim), scales_of_row(value_dim), keys_at + values_behind(step, first)
+    expand_rows(step.codes, keys_at, scales_at, dim, count, step.kv, row * dim, ahead, count * scales)
+    scales_at += step.cache.value_scales - step.cache.key_scales - _in_block(step, first) * (scales - value_scales)
     expand_rows(
-        step.codes, keys_at + cache.value_offset, scales_at + values, dim, count, step.kv, (CHUNK + row) * dim, ahead,
-        scales_ahead,
+        step.codes, values_at, scales_at, value_dim, count, step.kv, value_row, ahead, count * value_scales
     )  # fmt: skip
 
 
@@ -198,10 +216,11 @@ def expand_keys(step, keys_at, scales_at, row, count, ahead):
 def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead):
     """Take ``count`` keys of one block, the first at position ``first``, into the softmax of an item in place."""
     kv, s, scales, factors, dim = step.kv, scratch.s, scratch.scales, scratch.p_scales, step.dim
+    value_dim = step.value_dim
     window, sink, rows = step.head_window[item.head], step.head_sink[item.head], item.tokens * step.share
-    width, values_at = -(-count // LANES) * LANES, keys_at + step.cache.value_offset
+    width, values_at = -(-count // LANES) * LANES, keys_at + values_behind(step, first)
     if is_int4(step.codes):
-        expand_keys(step, keys_at, scales_at, 0, count, ahead)
+        expand_keys(step, keys_at, scales_at, first, 0, count, ahead)
         keys_at, values_at, ahead = 0, CHUNK * dim, 0
     score_token(kv, keys_at, scratch.q, s, dim, rows, count, ahead)
     unit = np.float32(1.0)  # that integers stand for
@@ -218,7 +237,7 @@ def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, coun
         factors[row] = row_max(s, at, width)
     for row in range(rows):  # a loop of its own: what the first one's rows wait for goes side by side
         at, highest = row * KEYS, factors[row]
-        shift = _raise_top(softmax, row, dim, highest)
+        shift = _raise_top(softmax, row, value_dim, highest)
         if is_integer(kv):  # of the largest here, however small it is beside those before
             own = highest if highest > -np.inf else shift
             weight = exp2(own - shift)
@@ -226,15 +245,15 @@ def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, coun
             factors[row] = weight * unit
         else:
             softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK, unit)
-    mix_token(kv, values_at, s, factors, softmax.acc, dim, rows, count, ahead)
+    mix_token(kv, values_at, s, factors, softmax.acc, value_dim, rows, count, ahead)
 
 
 @_pasted
 def attend_chunk(step, item, scratch, softmax, first, count):
     """Take the ``count`` keys of `Scratch.addresses`, the first at position ``first``, into the softmax of a tile."""
-    kv, s, scales, dim, share = step.kv, scratch.s, scratch.scales, step.dim, step.share
+    kv, s, scales, dim, share = step.kv, scratch.s, scratch.scales, step.value_dim, step.share
     window, sink = step.head_window[item.head], step.head_sink[item.head]
-    words, rows = dim // pair_size(kv), item.tokens * share
+    words, rows = step.dim // pair_size(kv), item.tokens * share
     for strip in range(0, rows, strip_size(kv)):
         some = min(strip_size(kv), rows - strip)
         seen = min(count, item.position + (strip + some - 1) // share + 1 - first)

@@ -236,7 +236,7 @@ def _rotate_and_write(step, phase, counters, number, thread, ahead, end):
     """See `WRITE`."""
     kind = _kind_at(step.kinds + phase.which * _KIND_BYTES)
     own = pass_at(kind.writing)
-    rows, dim, kv_heads = own.rows, own.dim, own.kv_heads
+    rows, dim, value_dim, kv_heads = own.rows, own.dim, own.value_dim, own.kv_heads
     query_norm, key_norm, value_norm = (
         _norm_at(phase.norms[QUERY_NORM]),
         _norm_at(phase.norms[KEY_NORM]),
@@ -258,7 +258,7 @@ def _rotate_and_write(step, phase, counters, number, thread, ahead, end):
                     queries[i] *= scale
             _norm_heads(query, own.q_heads * dim, query_norm, phase.eps)
             _norm_heads(key, kv_heads * dim, key_norm, phase.eps)
-            _norm_heads(value, kv_heads * dim, value_norm, phase.eps)
+            _norm_heads(value, kv_heads * value_dim, value_norm, phase.eps)
         call_at(kind.write, (kind.writing, phase.record, first, last, thread))
         fetch_add(counters, number)
         first, last, share = take_rows(counters, number, rows, share, step.threads)

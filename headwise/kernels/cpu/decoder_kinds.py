@@ -77,6 +77,7 @@ class AttentionKind:
     q_heads: int
     kv_heads: int
     dim: int
+    value_dim: int
     row: int
     parts: int
     rotation: int
@@ -89,15 +90,15 @@ class AttentionKind:
 
     def attending(self, kernels: CacheKernels, shape: DecoderShape, step: StepCache) -> Fields:
         """Fields of a `records.PASS` for attention."""
-        query, dim, row = int(step.places[QKV]), self.dim, self.row
+        query, dim, value_dim, row = int(step.places[QKV]), self.dim, self.value_dim, self.row
         key = query + 4 * self.q_heads * dim
         value, value_row = key + 4 * self.kv_heads * dim, row
         if self.parts == 1:
-            value, value_row = int(step.places[VALUES]), self.kv_heads * dim
+            value, value_row = int(step.places[VALUES]), self.kv_heads * value_dim
         return {
             **_attending(self, kernels, shape, step), "q_heads": self.q_heads, "kv_heads": self.kv_heads, "dim": dim,
-            "query": query, "query_row": row, "query_head": dim, "key": key, "key_row": row, "key_head": dim,
-            "value": value, "value_row": value_row, "value_head": dim,
+            "value_dim": value_dim, "query": query, "query_row": row, "query_head": dim, "key": key, "key_row": row,
+            "key_head": dim, "value": value, "value_row": value_row, "value_head": value_dim,
         }  # fmt: skip
 
     def writing(self, attending: Fields) -> Fields:
@@ -122,7 +123,7 @@ class LatentKind:
         query, latent, dim = int(step.places[ABSORBED]), int(step.places[LATENTS]), self.dim
         return {
             **_attending(self, kernels, shape, step), "q_heads": self.q_heads, "kv_heads": 1, "dim": dim,
-            "query": query, "query_row": self.q_heads * dim, "query_head": dim,
+            "value_dim": dim, "query": query, "query_row": self.q_heads * dim, "query_head": dim,
             "key": latent, "key_row": dim, "key_head": dim, "value": latent, "value_row": dim, "value_head": dim,
         }  # fmt: skip
 
@@ -167,7 +168,7 @@ def kind_of(layer: DecoderLayer, layout: BlockLayout) -> Kind:
 
 
 def _grouped(attention: GroupedQueries, layout: BlockLayout) -> AttentionKind:
-    heads = attention.q_heads, attention.kv_heads, attention.head_dim
+    heads = attention.q_heads, attention.kv_heads, attention.head_dim, attention.value_dim
     how = kept_parts(attention), attention.rotation, attention.is_chunked
     return AttentionKind(layout, *heads, attention.qkv.outputs, *how)
 

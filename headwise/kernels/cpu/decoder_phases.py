@@ -241,7 +241,7 @@ class Maker:
         norms = layer.norms.query, layer.norms.key, attention.value_norm
         copies = kept_parts(attention) == 1
         if copies:
-            self._widen(at.VALUES, attention.kv_heads * attention.head_dim)
+            self._widen(at.VALUES, attention.kv_heads * attention.value_dim)
         spans = [_span(norm) for norm in norms]
         self._add({"kind": at.WRITE, "norms": spans, "copies_keys": copies, "is_scaled": attention.is_scaled})
         self._add({"kind": at.ATTEND})
@@ -411,14 +411,14 @@ class LatentSizes:
 
 def words_of_heads(attention: GroupedQueries) -> int:
     """`records.LAYER` has them: of attention that nothing gates, whose product is computed in tiles."""
-    is_prepared = attention.gate is None and is_in_tiles(attention.out) and not attention.head_dim % BLOCK_INPUTS
+    is_prepared = attention.gate is None and is_in_tiles(attention.out) and not attention.value_dim % BLOCK_INPUTS
     return attention.out.row_factors if is_prepared else 0
 
 
 def kept_parts(attention: GroupedQueries) -> int:
     """How many of keys and values are projected."""
-    heads: int = attention.qkv.outputs // attention.head_dim - attention.q_heads
-    return heads // attention.kv_heads
+    of_kv = attention.qkv.outputs - attention.q_heads * attention.head_dim
+    return 0 if not of_kv else 1 if of_kv == attention.kv_heads * attention.head_dim else 2
 
 
 def _link(phases: Sequence[Fields]) -> None:

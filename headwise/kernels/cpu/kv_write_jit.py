@@ -107,10 +107,10 @@ def _rotate(typing, source, target, cosines, sines, half):
 @_pasted
 def _write(kv, own, layer, begin, end, thread):
     """Rotate queries and keys of the rows ``[begin, end)`` of a batch, and write keys and values to the cache."""
-    dim, half, store, kv_heads = own.dim, own.half, own.cache, own.kv_heads
+    dim, value_dim, half, store, kv_heads = own.dim, own.value_dim, own.half, own.cache, own.kv_heads
     query = heads_at(own.query, own.rows, own.q_heads, dim, own.query_row, own.query_head)
     key = heads_at(own.key, own.rows, kv_heads, dim, own.key_row, own.key_head)
-    value = heads_at(own.value, own.rows, kv_heads, dim, own.value_row, own.value_head)
+    value = heads_at(own.value, own.rows, kv_heads, value_dim, own.value_row, own.value_head)
     scales, rotated = (
         floats_at(store.arena, store.arena_bytes // 4),
         floats_at(own.scratch + thread * own.scratch_floats * 4, dim),
@@ -136,20 +136,21 @@ def _write(kv, own, layer, begin, end, thread):
                 if half > 0:
                     _rotate(row, rotated, cosines, sines, half)
                     row = rotated
-                at = block * store.block_stride + slot * store.slot_stride + offset * dim
+                value_row = row_of(value, token, head)
+                slot_at = block * store.block_stride + slot * store.slot_stride
+                values_at = slot_at + store.value_offset
+                scales_at = block * store.block_scales + slot * store.slot_scales
                 if is_int4(kv):
-                    at -= offset * (dim - dim // CODES)
-                    scales_at = block * store.block_scales + slot * store.slot_scales + offset * scales_of_row(dim)
-                    store_groups(row, kv, at, scales_at + store.key_scales, dim)
-                    row, at = row_of(value, token, head), at + store.value_offset
-                    store_groups(row, kv, at, scales_at + store.value_scales, dim)
+                    at = scales_at + store.key_scales + offset * scales_of_row(dim)
+                    store_groups(row, kv, slot_at + offset * (dim // CODES), at, dim)
+                    at = scales_at + store.value_scales + offset * scales_of_row(value_dim)
+                    store_groups(value_row, kv, values_at + offset * (value_dim // CODES), at, value_dim)
                     continue
-                key_scale = _store_row(row, kv, at, dim)
-                value_scale = _store_row(row_of(value, token, head), kv, at + store.value_offset, dim)
+                key_scale = _store_row(row, kv, slot_at + offset * dim, dim)
+                value_scale = _store_row(value_row, kv, values_at + offset * value_dim, value_dim)
                 if is_quantised(kv):
-                    at = block * store.block_scales + slot * store.slot_scales + offset
-                    scales[at + store.key_scales] = key_scale
-                    scales[at + store.value_scales] = value_scale
+                    scales[scales_at + offset + store.key_scales] = key_scale
+                    scales[scales_at + offset + store.value_scales] = value_scale
 
 
 def _write_float32(own, layer, begin, end, thread):

@@ -98,9 +98,9 @@ PASS = np.dtype(
     [
         ("cache", CACHE),
         *numbers(
-            "rows q_heads kv_heads dim query query_row query_head key key_row key_head value value_row value_head out"
-            " cosines sines half cu_seqlens seq_lens sequences follows tables table_columns groups plans partials"
-            " partial_rows scratch scratch_floats lse"
+            "rows q_heads kv_heads dim value_dim query query_row query_head key key_row key_head value value_row"
+            " value_head out cosines sines half cu_seqlens seq_lens sequences follows tables table_columns groups plans"
+            " partials partial_rows scratch scratch_floats lse"
         ),
         ("factor", np.float32),
         ("softcap", np.float32),
@@ -108,8 +108,9 @@ PASS = np.dtype(
 )
 """What writes keys and values to a cache and attends to it, for one layer or many of a kind.
 
-query, key, value: float32 ``[rows, heads, dim]``; ..._row, ..._head: floats from row to row, head to head
-out:               float32 ``[rows, q_heads, dim]``
+query, key, value: float32 ``[rows, heads, dim]``, of values ``value_dim``, which is no more; ..._row, ..._head: floats
+                   from row to row, head to head
+out:               float32 ``[rows, q_heads, value_dim]``
 cosines, sines:    float32 ``[rows, half]``; no ``half``: nothing is rotated
 cu_seqlens ...:    of an `AttentionBatch`
 plans:             `PLAN` records

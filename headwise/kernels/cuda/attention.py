@@ -18,11 +18,12 @@ from headwise.kernels.cuda.launch import OVERLAPS, OVERLAPS_FROM, Array, Kernel,
 from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, decode_tile, is_read_by_words, prefill_tile, tma_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
-from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
+from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of, value_dim_of
 from headwise.kernels.latest import OfLatest
 from headwise.kernels.nibbles import INT4
 
-HEAD_DIMS = (32, 64, 96, 128, 256, 512)
+HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512)
+"""Of keys, and of values, which may be smaller."""
 FLOATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TRITON_TYPES = {**FLOATS, "int8": "i8", "float8_e4m3fn": "fp8e4nv", INT4: "u8"}
 OLDEST_SM = 80
@@ -33,8 +34,12 @@ ALIGNMENT = 16
 """Bytes that query rows and the arena start on multiples of, so that a thread moves 16 bytes at once."""
 
 
-def check_supported(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: int = 1) -> None:
+def check_supported(
+    head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: int = 1, value_dim: int | None = None
+) -> None:
     """Whether the attention kernels serve this model on a card of compute capability ``sm`` (90 for an H100).
+
+    value_dim: of values; None: ``head_dim``
 
     Raises:
         ConfigError: they do not; says what is at fault and what is allowed.
@@ -44,6 +49,12 @@ def check_supported(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_s
     if head_dim not in HEAD_DIMS:
         allowed = ", ".join(map(str, HEAD_DIMS))
         raise ConfigError(f"head_dim {head_dim} is not supported on a GPU: only {allowed}; use device cpu")
+    if value_dim is not None and (value_dim not in HEAD_DIMS or value_dim > head_dim):
+        allowed = ", ".join(str(dim) for dim in HEAD_DIMS if dim <= head_dim)
+        raise ConfigError(
+            f"values of {value_dim} beside keys of {head_dim} are not supported on a GPU: only {allowed}; use device "
+            "cpu"
+        )
     if q_dtype not in FLOATS:
         raise ConfigError(f"dtype {q_dtype} is not supported on a GPU: choose one of {', '.join(FLOATS)}")
     if kv_dtype not in TRITON_TYPES:
@@ -71,6 +82,13 @@ class AttentionShape:
     sink_logits: bool = False
     chunked: bool = False
     """See `HeadTable`."""
+    smaller_value: int = 0
+    """Size of a head's values, where they are smaller than its keys; else 0."""
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head's values."""
+        return self.smaller_value or self.head_dim
 
     @classmethod
     def of(
@@ -88,7 +106,13 @@ class AttentionShape:
             raise ConfigError(f"{q_heads} query heads cannot share {kv_heads} KV heads evenly: give a multiple")
         share = q_heads // kv_heads
         dtypes, options = (q_dtype, kv_dtype_of(layout)), (softcap > 0, sink_logits, chunked)
-        return cls(share, head_dim_of(layout), layout.block_size, *dtypes, *options)
+        dim, value_dim = head_dim_of(layout), value_dim_of(layout)
+        return cls(share, dim, layout.block_size, *dtypes, *options, 0 if value_dim == dim else value_dim)
+
+
+def check_shape(shape: AttentionShape, sm: int) -> None:
+    """`check_supported` of attention of this shape."""
+    check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size, shape.value_dim)
 
 
 @dataclass(frozen=True)
@@ -222,10 +246,11 @@ class TritonAttention:
         if tokens == 0 or sequences == 0:
             return
         shape, plan = ready.shape, ready.plan
-        if query.shape != out.shape or query.dtype != out.dtype or query.shape[2] != shape.head_dim:
+        expected = (tokens, q_heads, shape.head_dim), (tokens, q_heads, shape.value_dim)
+        if (query.shape, out.shape) != expected or query.dtype != out.dtype:
             raise ValueError(
                 f"query {query.shape} {query.dtype} and out {out.shape} {out.dtype} do not fit each other and "
-                f"head_dim {shape.head_dim}"
+                f"head_dim {shape.head_dim}, with values of {shape.value_dim}"
             )
         if not scale > 0:
             raise ValueError(
@@ -236,7 +261,7 @@ class TritonAttention:
         query_at, query_stride = _rows("query", query)
         out_at, out_stride = _rows("out", out)
         of_units = self._units(kv_heads, layout, batch)
-        parts = self._workspace.arguments(self._splits * shape.share, shape.head_dim)
+        parts = self._workspace.arguments(self._splits * shape.share, shape.value_dim)
         arguments: dict[str, Argument] = {
             "query": query_at,
             "out": out_at,
@@ -276,7 +301,7 @@ class TritonAttention:
 
         queries: ``[ranks, tokens, heads, head_dim]``
         batch:   sequences with a query or none; their lengths, and blocks of ``layout``, are of the rank's own tokens
-        out:     float32 ``[ranks, tokens, heads, head_dim + BESIDE]``: a query's mean of values, and behind it the
+        out:     float32 ``[ranks, tokens, heads, value_dim + BESIDE]``: a query's mean of values, and behind it the
                  logarithm to base 2 of the sum of its weights; 0 and -inf of one that sees nothing
         """
         ranks, tokens, own_heads, _ = queries.shape
@@ -285,7 +310,7 @@ class TritonAttention:
         arguments: dict[str, Argument] = {
             "query": address_of(queries),
             "out": address_of(out),
-            **self._workspace.arguments(self._splits * shape.share, shape.head_dim),
+            **self._workspace.arguments(self._splits * shape.share, shape.value_dim),
             **_arena_arguments(arena, layout),
             **_batch_arguments(batch),
             **_head_arguments(heads),
@@ -343,8 +368,8 @@ class TritonAttention:
         return self._ready[shape]
 
     def _reserve(self, shape: AttentionShape) -> None:
-        check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self.launcher.sm, shape.block_size)
-        self._workspace.reserve(self._splits * shape.share, shape.head_dim)
+        check_shape(shape, self.launcher.sm)
+        self._workspace.reserve(self._splits * shape.share, shape.value_dim)
 
 
 def _rows(name: str, array: Array) -> tuple[int, int]:
@@ -426,7 +451,8 @@ PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
 
 
 def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
-    by_tma = tma_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size) if tuning.tma else None
+    has_tma = tuning.tma and not shape.smaller_value
+    by_tma = tma_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size) if has_tma else None
     prefill = tuning.prefill or by_tma or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
@@ -454,7 +480,7 @@ def _of_ranks(shape: AttentionShape, sm: int, tuning: Tuning) -> Variant:
 
 def _of_splits(shape: AttentionShape, tile: Tile, tuning: Tuning) -> dict[str, Any]:
     """What is compiled into a decode."""
-    tile_bytes = 2 * packed_bytes(shape.kv_dtype, tile.keys * shape.head_dim)
+    tile_bytes = packed_bytes(shape.kv_dtype, tile.keys * (shape.head_dim + shape.value_dim))
     return {
         "DECODE": True,
         "BLOCK_N": tile.keys,
@@ -464,7 +490,8 @@ def _of_splits(shape: AttentionShape, tile: Tile, tuning: Tuning) -> dict[str, A
 
 
 def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, sm: int, **constants: Any) -> Variant:
-    paired = constants["DECODE"] and is_read_by_words(shape.head_dim, shape.q_dtype, shape.kv_dtype)
+    sizes = shape.head_dim, shape.value_dim
+    paired = constants["DECODE"] and all(is_read_by_words(size, shape.q_dtype, shape.kv_dtype) for size in sizes)
     constants |= {
         "SHARE": shape.share,
         "HEADS": _power_of_two(shape.share),
@@ -478,7 +505,7 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, sm: int, **c
         "QUANTISED": shape.kv_dtype in QUANTISED,
         "PACKED": shape.kv_dtype == INT4,
         "CHUNKED": shape.chunked,
-        "VALUE_D": _power_of_two(shape.head_dim) // tile.parts,
+        "VALUE_D": _power_of_two(shape.value_dim) // tile.parts,
         "BULK": tile.tma,
         "PAIRED": paired,
         "IS_E4M3": paired and shape.kv_dtype == "float8_e4m3fn",
@@ -490,7 +517,10 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, sm: int, **c
 
 
 def _head_constants(shape: AttentionShape) -> dict[str, int]:
-    return {"HEAD_DIM": shape.head_dim, "BLOCK_D": _power_of_two(shape.head_dim)}
+    dim, value_dim = shape.head_dim, shape.value_dim
+    return {
+        "HEAD_DIM": dim, "BLOCK_D": _power_of_two(dim), "VALUE_DIM": value_dim, "BLOCK_V": _power_of_two(value_dim)
+    }  # fmt: skip
 
 
 def _typed(signature: tuple[str, ...], shape: AttentionShape, paired: bool) -> tuple[tuple[str, str], ...]:

@@ -63,11 +63,12 @@ def has_all_blocks(table, first, end):
 @JITFunction
 def place_tile(
     key, value, tile, earliest, latest, window, sink, table, block_stride, scale_stride,
-    ROW: tl.constexpr, SCALE_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    INTERIOR: tl.constexpr, CHUNKED: tl.constexpr,
+    ROW: tl.constexpr, VALUE_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, VALUE_SCALE_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERIOR: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """(tokens, mapped, key, value, at_token, scales_at) of a tile, see `attend_tile`: its positions, which of them some
-    query may see, and where it lies. ``ROW`` and ``SCALE_ROW`` are numbers in memory of a key, or of a value."""
+    """(tokens, mapped, key, value, keys_at, values_at, scales_at, value_scales_at) of a tile, see `attend_tile`: its
+    positions, which of them some query may see, and where it lies. ``..._ROW`` are numbers in memory of a key, of a
+    value, and of the scales of either."""
     within = tl.arange(0, BLOCK_N)
     tokens = tile * BLOCK_N + within
     if BLOCK_SIZE >= BLOCK_N:  # the tile lies within one block: one base, and offsets that no step computes anew
@@ -76,9 +77,13 @@ def place_tile(
         base = tl.maximum(block, 0).to(tl.int64) * block_stride
         skipped = tile * BLOCK_N % BLOCK_SIZE
         key += base + skipped * ROW
-        value += base + skipped * ROW
-        at_token = within * ROW
+        value += base + skipped * VALUE_ROW
+        keys_at = within * ROW
         scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + (skipped + within) * SCALE_ROW
+        values_at, value_scales_at = keys_at, scales_at
+        if VALUE_ROW != ROW:
+            values_at = within * VALUE_ROW
+            value_scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + (skipped + within) * VALUE_SCALE_ROW
     else:
         if INTERIOR:
             block = tl.load(table + tokens // BLOCK_SIZE)
@@ -86,11 +91,15 @@ def place_tile(
             block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
         mapped = block >= 0
         block = tl.maximum(block, 0).to(tl.int64)
-        at_token = block * block_stride + tokens % BLOCK_SIZE * ROW
+        keys_at = block * block_stride + tokens % BLOCK_SIZE * ROW
         scales_at = block * scale_stride + tokens % BLOCK_SIZE * SCALE_ROW
+        values_at, value_scales_at = keys_at, scales_at
+        if VALUE_ROW != ROW:
+            values_at = block * block_stride + tokens % BLOCK_SIZE * VALUE_ROW
+            value_scales_at = block * scale_stride + tokens % BLOCK_SIZE * VALUE_SCALE_ROW
     if not INTERIOR:
         mapped = mapped & ((tokens > unseen_before(earliest, window, CHUNKED)) | (tokens < sink))
-    return tokens, mapped, key, value, at_token, scales_at
+    return tokens, mapped, key, value, keys_at, values_at, scales_at, value_scales_at
 
 
 @JITFunction
@@ -99,7 +108,7 @@ def attend_tile(
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr, INTERIOR: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
-    PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
+    PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
 
@@ -108,22 +117,29 @@ def attend_tile(
     first ``VALUE_D`` elements from ``value`` on are read. ``score_scale`` is ``[BLOCK_M]``.
     """
     row: tl.constexpr = HEAD_DIM // 2 if PACKED else HEAD_DIM
-    tokens, mapped, key, value, at_token, scales_at = place_tile(
+    value_row: tl.constexpr = VALUE_DIM // 2 if PACKED else VALUE_DIM
+    tokens, mapped, key, value, keys_at, values_at, scales_at, value_scales_at = place_tile(
         key, value, tile, earliest, latest, window, sink, table, block_stride, scale_stride,
-        row, HEAD_DIM // 32 if PACKED else 1, BLOCK_N, BLOCK_SIZE, INTERIOR, CHUNKED,
+        row, value_row, HEAD_DIM // 32 if PACKED else 1, VALUE_DIM // 32 if PACKED else 1,
+        BLOCK_N, BLOCK_SIZE, INTERIOR, CHUNKED,
     )  # fmt: skip
 
     if PACKED:
-        keys = load_packed(key, key_scale, at_token, scales_at, mapped, HEAD_DIM, BLOCK_D, INTERIOR, queries.dtype)
+        keys = load_packed(key, key_scale, keys_at, scales_at, mapped, HEAD_DIM, BLOCK_D, INTERIOR, queries.dtype)
     else:
         dims = tl.arange(0, BLOCK_D)
-        at = at_token[:, None] + dims[None, :]
+        at = keys_at[:, None] + dims[None, :]
         loaded = (dims < HEAD_DIM)[None, :]
         if not INTERIOR:
             loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
         value_at, value_loaded = at, loaded
-        if VALUE_D != BLOCK_D:
-            value_at, value_loaded = at_token[:, None] + tl.arange(0, VALUE_D)[None, :], mapped[:, None]
+        if VALUE_D != BLOCK_D or VALUE_DIM != HEAD_DIM:
+            value_dims = tl.arange(0, VALUE_D)
+            value_at, value_loaded = values_at[:, None] + value_dims[None, :], mapped[:, None]
+            if VALUE_DIM < VALUE_D:
+                value_loaded = (value_dims < VALUE_DIM)[None, :]
+                if not INTERIOR:
+                    value_loaded = mapped[:, None] & value_loaded
         keys = widened(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if QUANTISED:
@@ -160,10 +176,10 @@ def attend_tile(
         total = total * fading + tl.sum(weights, 1)
     if PACKED:
         values = load_packed(
-            value, value_scale, at_token, scales_at, mapped, HEAD_DIM, VALUE_D, INTERIOR, queries.dtype
+            value, value_scale, values_at, value_scales_at, mapped, VALUE_DIM, VALUE_D, INTERIOR, queries.dtype
         )  # fmt: skip
     else:
-        values = widened(load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
+        values = widened(load_tile(value + value_at, value_loaded, INTERIOR and VALUE_DIM >= VALUE_D), queries.dtype)
     if QUANTISED and queries.dtype != tl.float16:
         weights *= value_scales[None, :]
     accumulator = tl.dot(weights.to(values.dtype), values, accumulator * fading[:, None], input_precision="ieee")
@@ -183,23 +199,27 @@ def weigh(scores, highest):
 def attend_paired_tile(
     first, second, highest, total, first_queries, second_queries, tile, position, window, sink,
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, CHUNKED: tl.constexpr, IS_E4M3: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKED: tl.constexpr,
+    IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """`attend_tile` of one query over a cache of 8 bits, which is read as pairs of elements: see `split_pairs`.
 
     Queries and results are in two halves, of first and of second elements: all sums are the same in any order.
     """
     pair: tl.constexpr = HEAD_DIM // 2
-    _, mapped, key, value, at_token, scales_at = place_tile(
+    value_pair: tl.constexpr = VALUE_DIM // 2
+    _, mapped, key, value, keys_at, values_at, scales_at, _ = place_tile(
         key, value, tile, position, position, window, sink, table, block_stride, scale_stride,
-        pair, 1, BLOCK_N, BLOCK_SIZE, False, CHUNKED,
+        pair, value_pair, 1, 1, BLOCK_N, BLOCK_SIZE, False, CHUNKED,
     )  # fmt: skip
-    dims = tl.arange(0, BLOCK_D // 2)
+    dims, value_dims = tl.arange(0, BLOCK_D // 2), tl.arange(0, VALUE_D // 2)
     loaded, upright = mapped[None, :], mapped[:, None]
     if HEAD_DIM != BLOCK_D:
-        loaded, upright = loaded & (dims < pair)[:, None], upright & (dims < pair)[None, :]
-    keys = tl.load(key + at_token[None, :] + dims[:, None], mask=loaded, other=0)
+        loaded = loaded & (dims < pair)[:, None]
+    if VALUE_DIM != VALUE_D:
+        upright = upright & (value_dims < value_pair)[None, :]
+    keys = tl.load(key + keys_at[None, :] + dims[:, None], mask=loaded, other=0)
     first_keys, second_keys = split_pairs(keys, IS_E4M3)
     scores = tl.dot(second_queries, second_keys, tl.dot(first_queries, first_keys))
     scores = capped(scores * tl.load(key_scale + scales_at, mask=mapped, other=0.0)[None, :], score_scale, cap, SOFTCAP)
@@ -210,7 +230,7 @@ def attend_paired_tile(
     weights, fading, highest = weigh(scores * score_scale[:, None] + exponents[None, :], highest)
     total = total * fading + tl.sum(weights * inverses[None, :], 1)
     weights = weights.to(tl.float16)
-    values = tl.load(value + at_token[:, None] + dims[None, :], mask=upright, other=0)
+    values = tl.load(value + values_at[:, None] + value_dims[None, :], mask=upright, other=0)
     first_values, second_values = split_pairs(values, IS_E4M3)
     first = tl.dot(weights, first_values, first * fading[:, None])
     second = tl.dot(weights, second_values, second * fading[:, None])
@@ -222,22 +242,27 @@ def attend_quartered_tile(
     first, second, third, fourth, highest, total, first_queries, second_queries, third_queries, fourth_queries,
     tile, position, window, sink,
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, CHUNKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """`attend_paired_tile` over a cache of 4 bits, which is read as words of four elements: see `split_quarters`."""
     word: tl.constexpr = HEAD_DIM // 4
+    value_word: tl.constexpr = VALUE_DIM // 4
     groups: tl.constexpr = BLOCK_D // 32
-    _, mapped, key, value, at_token, scales_at = place_tile(
+    value_groups: tl.constexpr = VALUE_D // 32
+    _, mapped, key, value, keys_at, values_at, scales_at, value_scales_at = place_tile(
         key, value, tile, position, position, window, sink, table, block_stride, scale_stride,
-        word, HEAD_DIM // 32, BLOCK_N, BLOCK_SIZE, False, CHUNKED,
+        word, value_word, HEAD_DIM // 32, VALUE_DIM // 32, BLOCK_N, BLOCK_SIZE, False, CHUNKED,
     )  # fmt: skip
     dims, group = tl.arange(0, BLOCK_D // 4), tl.arange(0, groups)
+    value_dims, value_group = tl.arange(0, VALUE_D // 4), tl.arange(0, value_groups)
     loaded, upright, some, some_upright = mapped[None, :], mapped[:, None], mapped[None, :], mapped[:, None]
     if HEAD_DIM != BLOCK_D:
-        loaded, upright = loaded & (dims < word)[:, None], upright & (dims < word)[None, :]
-        some, some_upright = some & (group < HEAD_DIM // 32)[:, None], some_upright & (group < HEAD_DIM // 32)[None, :]
-    keys = tl.load(key + at_token[None, :] + dims[:, None], mask=loaded, other=0)
+        loaded, some = loaded & (dims < word)[:, None], some & (group < HEAD_DIM // 32)[:, None]
+    if VALUE_DIM != VALUE_D:
+        upright = upright & (value_dims < value_word)[None, :]
+        some_upright = some_upright & (value_group < VALUE_DIM // 32)[None, :]
+    keys = tl.load(key + keys_at[None, :] + dims[:, None], mask=loaded, other=0)
     scales = tl.load(key_scale + scales_at[None, :] + group[:, None], mask=some, other=0)
     scales = tl.reshape(tl.broadcast_to(scales[:, None, :], [groups, 8, BLOCK_N]), [BLOCK_D // 4, BLOCK_N])
     first_keys, second_keys, third_keys, fourth_keys = split_quarters(keys, scales)
@@ -250,9 +275,9 @@ def attend_quartered_tile(
     weights, fading, highest = weigh(scores, highest)
     total = total * fading + tl.sum(weights, 1)
     weights = weights.to(tl.float16)
-    values = tl.load(value + at_token[:, None] + dims[None, :], mask=upright, other=0)
-    scales = tl.load(value_scale + scales_at[:, None] + group[None, :], mask=some_upright, other=0)
-    scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, groups, 8]), [BLOCK_N, BLOCK_D // 4])
+    values = tl.load(value + values_at[:, None] + value_dims[None, :], mask=upright, other=0)
+    scales = tl.load(value_scale + value_scales_at[:, None] + value_group[None, :], mask=some_upright, other=0)
+    scales = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, value_groups, 8]), [BLOCK_N, VALUE_D // 4])
     first_values, second_values, third_values, fourth_values = split_quarters(values, scales)
     first = tl.dot(weights, first_values, first * fading[:, None])
     second = tl.dot(weights, second_values, second * fading[:, None])
@@ -313,7 +338,8 @@ def attend(
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
     score_scale, cap, units, fewest_units, fewest_queries, tokens_of_step, own_heads,
-    SHARE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SHARE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr, BULK: tl.constexpr,
@@ -323,14 +349,14 @@ def attend(
     """Attention of one tile of query rows over one KV head.
 
     With ``DECODE`` the grid is (``units + batch``, KV heads), for sequences with exactly one query; without, (KV heads
-    x tiles of the batch), for those with at least ``fewest_queries``. Where ``VALUE_D`` is less than ``BLOCK_D``, as of
+    x tiles of the batch), for those with at least ``fewest_queries``. Where ``VALUE_D`` is less than ``BLOCK_V``, as of
     heads whose results have no room in registers, so many more programs each make ``VALUE_D`` of a result's elements,
     of all scores. Without ``SOFTCAP``, ``score_scale`` is
     ``scale * log2(e)``; with it, ``2 * log2(e) * scale / softcap``, and ``cap`` is ``softcap * log2(e)``.
 
     Decode is cut into splits of equal length by what the head sees of all sequences, at most about ``units`` in all
     (`walk_jit.split_of`): a long one among short ones has as many programs as it needs. A sequence that is one split
-    goes straight to ``out``. Of others each split writes its normalised ``partial [q_heads, 2 * units, HEAD_DIM]`` and
+    goes straight to ``out``. Of others each split writes its normalised ``partial [q_heads, 2 * units, VALUE_DIM]`` and
     ``partial_lse [q_heads, 2 * units]``, in base 2. There are no more: what has several splits is longer than one, so
     twice its length holds them.
     ``counters [KV heads, 2 * units]`` are 0, and are again at the end.
@@ -344,7 +370,7 @@ def attend(
 
     With ``OF_RANKS`` there is one KV head, and ``query`` is ``[ranks, tokens_of_step, own_heads, HEAD_DIM]``: the
     ``SHARE`` heads over it are those of one rank after the other. ``out`` is ``[ranks, tokens_of_step, own_heads,
-    HEAD_DIM + BESIDE]``, see `merge_jit.store_seen`. A sequence may have no token here: its one tile has none that is
+    VALUE_DIM + BESIDE]``, see `merge_jit.store_seen`. A sequence may have no token here: its one tile has none that is
     visible, and no block is read but for the first one's id.
     """
     if OVERLAPS:
@@ -368,9 +394,9 @@ def attend(
     else:
         # The tiles that see most begin first, so that none of them is left alone at the end.
         program = tl.num_programs(0) - 1 - tl.program_id(0)
-        if VALUE_D != BLOCK_D:  # programs beside each other read the same keys
-            part = program % (BLOCK_D // VALUE_D)
-            program = program // (BLOCK_D // VALUE_D)
+        if VALUE_D != BLOCK_V:  # programs beside each other read the same keys
+            part = program % (BLOCK_V // VALUE_D)
+            program = program // (BLOCK_V // VALUE_D)
         split, kv_head = 0, program % kv_heads
         sequence, first = find_tile(cu_seqlens_q, batch, program // kv_heads, TOKENS)
     query_begin = tl.load(cu_seqlens_q + sequence)
@@ -422,7 +448,7 @@ def attend(
     slot_base = slot * (slot_bytes // KV_BYTES)
     scale_base = slot * (slot_bytes // 4)
     table = block_tables + (sequence * groups + group).to(tl.int64) * max_blocks
-    if VALUE_D != BLOCK_D:
+    if VALUE_D != BLOCK_V:
         value += part * (VALUE_D // 2 if PACKED else VALUE_D)
         if PACKED:
             value_scale += part * (VALUE_D // 32)
@@ -463,7 +489,8 @@ def attend(
                     offset + first, last, window, sink,
                     key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                     block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                    HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
+                    HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED,
+                    VALUE_DIM, VALUE_D,
                 )  # fmt: skip
     if PAIRED and PACKED:
         first_sums = tl.zeros([BLOCK_M, VALUE_D // 4], tl.float32)
@@ -477,11 +504,11 @@ def attend(
                 step + tl.where(step >= sink_tiles, jump, 0), last, window, sink,
                 key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                 block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFTCAP, CHUNKED,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, VALUE_D, BLOCK_N, BLOCK_SIZE, SOFTCAP, CHUNKED,
             )  # fmt: skip
         halves = tl.join(tl.join(first_sums, third_sums), tl.join(second_sums, fourth_sums))
-        halves = tl.permute(tl.reshape(halves, [BLOCK_M, BLOCK_D // 32, 8, 2, 2]), [0, 1, 3, 2, 4])
-        accumulator = tl.reshape(halves, [BLOCK_M, BLOCK_D])
+        halves = tl.permute(tl.reshape(halves, [BLOCK_M, VALUE_D // 32, 8, 2, 2]), [0, 1, 3, 2, 4])
+        accumulator = tl.reshape(halves, [BLOCK_M, VALUE_D])
     elif PAIRED:
         first_sums = tl.zeros([BLOCK_M, VALUE_D // 2], tl.float32)
         second_sums = tl.zeros([BLOCK_M, VALUE_D // 2], tl.float32)
@@ -491,7 +518,7 @@ def attend(
                 step + tl.where(step >= sink_tiles, jump, 0), last, window, sink,
                 key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                 block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFTCAP, CHUNKED, IS_E4M3,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, VALUE_D, BLOCK_N, BLOCK_SIZE, SOFTCAP, CHUNKED, IS_E4M3,
             )  # fmt: skip
         accumulator = tl.interleave(first_sums, second_sums)
     else:
@@ -502,7 +529,8 @@ def attend(
                 offset + first, last, window, sink,
                 key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                 block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, PACKED, CHUNKED,
+                VALUE_DIM, VALUE_D,
             )  # fmt: skip
 
     if PACKED:
@@ -510,27 +538,27 @@ def attend(
     if DECODE:
         if used > 1:
             place = head.to(tl.int64) * (2 * units) + unit
-            store_part(partial, partial_lse, place, accumulator, highest, total, real_row, HEAD_DIM, BLOCK_D)
+            store_part(partial, partial_lse, place, accumulator, highest, total, real_row, VALUE_DIM, BLOCK_V)
             first_head = kv_head * SHARE
             first_place = first_head.to(tl.int64) * (2 * units) + unit - split
             if OF_RANKS:
                 merge_parts(
-                    counters + unit - split, partial + first_place * HEAD_DIM, partial_lse + first_place, 2 * units,
-                    split, used, out, partial_lse, SHARE, HEADS, HEAD_DIM, BLOCK_D, False,
+                    counters + unit - split, partial + first_place * VALUE_DIM, partial_lse + first_place, 2 * units,
+                    split, used, out, partial_lse, SHARE, HEADS, VALUE_DIM, BLOCK_V, False,
                     True, query_begin, first_head, tokens_of_step, own_heads,
                 )  # fmt: skip
             else:
                 merge_parts(
                     counters + kv_head * (2 * units) + unit - split,
-                    partial + first_place * HEAD_DIM, partial_lse + first_place, 2 * units, split, used,
-                    out + query_begin.to(tl.int64) * out_stride + first_head * HEAD_DIM, sink_logits + first_head,
-                    SHARE, HEADS, HEAD_DIM, BLOCK_D, SINKS,
+                    partial + first_place * VALUE_DIM, partial_lse + first_place, 2 * units, split, used,
+                    out + query_begin.to(tl.int64) * out_stride + first_head * VALUE_DIM, sink_logits + first_head,
+                    SHARE, HEADS, VALUE_DIM, BLOCK_V, SINKS,
                 )  # fmt: skip
             return
     if OF_RANKS:
-        store_seen(out, at_seen, accumulator, highest, total, real_row, HEAD_DIM, BLOCK_D)
+        store_seen(out, at_seen, accumulator, highest, total, real_row, VALUE_DIM, BLOCK_V)
     else:
         if SINKS:  # once for a sequence: of splits by the last
             total = with_sink(total, highest, tl.load(sink_logits + head, mask=real_row, other=0.0))
-        at_out = (query_begin + token).to(tl.int64) * out_stride + head * HEAD_DIM
-        store_mean(out, at_out, accumulator, total, real_row, HEAD_DIM, VALUE_D)
+        at_out = (query_begin + token).to(tl.int64) * out_stride + head * VALUE_DIM
+        store_mean(out, at_out, accumulator, total, real_row, VALUE_DIM, VALUE_D)

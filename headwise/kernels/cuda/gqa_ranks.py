@@ -161,7 +161,7 @@ class RanksAttention:
         packed = self._empty((tokens, own_heads, size), query.dtype)
         for run, here in side_by_side(runs):
             self._around.pack(query[run], 0, packed[here], lengths, ranks.share)
-        seen = self._empty((ranks.share.parts, tokens, own_heads, size + BESIDE), np.float32)
+        seen = self._empty((ranks.share.parts, tokens, own_heads, out.shape[2] + BESIDE), np.float32)
         attend(ranks.all_gather(packed), out=seen)
         told = ranks.exchange(seen)
         for run, here in side_by_side(runs):

@@ -5,14 +5,19 @@
 // 8 elements each, 16 of rows that a warp would not hold else, so that rows are loaded and stored in whole vectors and
 // reduced by shuffles.
 //
-// Macros of a variant: HEAD_DIM, a multiple of 16 up to 256, or of 32 up to 512; INPUT, one of F16, BF16, F32; CACHE, the same or one of
-// INT8, E4M3, which store a scale per row, or INT4, of whole groups of 32, which stores a scale and a minimum for each.
+// Macros of a variant: HEAD_DIM, a multiple of 16 up to 256, or of 32 up to 512; VALUE_DIM, likewise and no more, where
+// values are smaller; INPUT, one of F16, BF16, F32; CACHE, the same or one of INT8, E4M3, which store a scale per row, or
+// INT4, of whole groups of 32, which stores a scale and a minimum for each.
 
 #include "overlap.cuh"
 #include "numbers.cuh"
 #include "e4m3.cuh"
 #include "nibbles.cuh"
 #include "sequences.cuh"
+
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#endif
 
 constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
 constexpr bool PACKED = CACHE == INT4;
@@ -26,10 +31,15 @@ constexpr int WORDS = ELEMENTS / WORD_ELEMENTS;                  // in a lane
 constexpr int INPUT_ROW = HEAD_DIM * 4 / WORD_ELEMENTS;          // bytes
 constexpr int CACHE_ROW = PACKED ? HEAD_DIM / 2 : QUANTISED ? HEAD_DIM : INPUT_ROW;
 constexpr int SCALES_ROW = PACKED ? HEAD_DIM / SCALED * 4 : 4;   // of a token
+constexpr int VALUE_LANES = VALUE_DIM / ELEMENTS;                // the same of a row of values
+constexpr int VALUE_INPUT_ROW = VALUE_DIM * 4 / WORD_ELEMENTS;
+constexpr int VALUE_CACHE_ROW = PACKED ? VALUE_DIM / 2 : QUANTISED ? VALUE_DIM : VALUE_INPUT_ROW;
+constexpr int VALUE_SCALES_ROW = PACKED ? VALUE_DIM / SCALED * 4 : 4;
 constexpr int HALF_LANES = HALF / ELEMENTS;                      // that hold half of a group of INT4
 
 static_assert(QUANTISED || PACKED || int(CACHE) == int(INPUT), "only quantised caches differ from their input");
-static_assert(!PACKED || HEAD_DIM % SCALED == 0, "a row must be whole groups");
+static_assert(!PACKED || (HEAD_DIM % SCALED == 0 && VALUE_DIM % SCALED == 0), "a row must be whole groups");
+static_assert(VALUE_DIM <= HEAD_DIM && VALUE_DIM % ELEMENTS == 0, "lanes of keys must hold a row of values");
 static_assert(HEAD_DIM % (2 * ELEMENTS) == 0 && HEAD_DIM <= WARP * ELEMENTS, "a row must fit a warp");
 
 struct Lane {  // what one lane holds of a row, in the input's numbers
@@ -196,9 +206,9 @@ __device__ __forceinline__ void store_packed(char* to, char* scales, const Packe
     if (within == 0) reinterpret_cast<unsigned*>(scales)[group] = packed.steps.word();
 }
 
-// query, key, value:  [tokens, heads, HEAD_DIM]; their strides are bytes from token to token
+// query, key, value:  [tokens, heads, HEAD_DIM], of values VALUE_DIM; their strides are bytes from token to token
 // cosines, sines:     [tokens, HEAD_DIM / 2], or null: nothing is rotated. Queries are only there to be rotated.
-// bias:               [query_heads + 2 * kv_heads, HEAD_DIM] of queries, keys, values, or null
+// bias:               of a token's queries, keys and values, as these lie one behind the other, or null
 // arena, layout:      see BlockLayout; *_at are byte offsets of the roles within a slot
 // batch, tables, ...: see AttentionBatch and HeadTable; table_stride is from row to row of block_tables
 // part, parts:        of the tokens whose keys and values are stored, see TokenShare; block_size is of these
@@ -227,15 +237,17 @@ extern "C" __global__ void write_kv(
     for (int first = blockIdx.y * (blockDim.x / GROUP); first < rows; first += gridDim.y * (blockDim.x / GROUP)) {
         const int row = first + threadIdx.x / GROUP;
         const bool is_query = row < query_heads, is_value = row >= query_heads + kv_heads;
-        const bool here = row < rows && at < LANES;
+        const bool here = row < rows && at < (is_value ? VALUE_LANES : LANES);
         const int head = is_query ? row : is_value ? row - query_heads - kv_heads : row - query_heads;
-        const long long within = static_cast<long long>(head) * INPUT_ROW + at * (INPUT_ROW / LANES);
+        const int in_row = at * (INPUT_ROW / LANES);
+        const long long within = static_cast<long long>(head) * (is_value ? VALUE_INPUT_ROW : INPUT_ROW) + in_row;
+        const long long before = is_query ? 0 : static_cast<long long>(is_value ? query_heads + kv_heads : query_heads) * INPUT_ROW;
         const char* from = is_query ? query + token * query_stride
                          : is_value ? value + token * value_stride : key + token * key_stride;
 
         Lane lane = {};  // zeros where there is no row: they change no maximum
         if (here) lane = load(from + within);
-        if (here && bias) lane = sum_of(lane, load(bias + static_cast<long long>(row) * INPUT_ROW + at * (INPUT_ROW / LANES)));
+        if (here && bias) lane = sum_of(lane, load(bias + before + within));
         if (cosines) {
             const long long angles = static_cast<long long>(token) * (HEAD_DIM / 2);
             const Lane turned = rotated(lane, cosines + angles, sines + angles, at);
@@ -256,8 +268,8 @@ extern "C" __global__ void write_kv(
         const int block = table[head_groups[head] * table_stride];
         if (block < 0) continue;
         char* slot = arena + block * block_bytes + head_slots[head] * slot_bytes;
-        char* to = slot + (is_value ? value_at : 0) + offset * CACHE_ROW;
-        char* scales = slot + (is_value ? value_scale_at : key_scale_at) + offset * SCALES_ROW;
+        char* to = slot + (is_value ? value_at + offset * VALUE_CACHE_ROW : offset * CACHE_ROW);
+        char* scales = slot + (is_value ? value_scale_at + offset * VALUE_SCALES_ROW : key_scale_at + offset * SCALES_ROW);
         if constexpr (PACKED) {
             store_packed(to, scales, packed, at);
         } else if constexpr (QUANTISED) {

@@ -16,7 +16,7 @@ from headwise.kernels.cuda.attention import HEAD_DIMS
 from headwise.kernels.cuda.elementwise import is_dense
 from headwise.kernels.cuda.launch import Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
-from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
+from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of, value_dim_of
 from headwise.kernels.latest import OfLatest
 from headwise.kernels.nibbles import INT4
 
@@ -43,6 +43,7 @@ class _Variant:
 
     input: np.dtype[Any]
     head_dim: int
+    value_dim: int
     kernel: Kernel
     places: tuple[int, ...]
     """In bytes: blocks, slots, and roles in these."""
@@ -56,8 +57,8 @@ class _Variant:
 class CudaKvWrite:
     """`AttentionKernels.write_kv` on device arrays: one launch for keys and values, on the current stream.
 
-    Inputs are float16, bfloat16 or float32 ``[tokens, heads, head_dim]``, a token's heads side by side (slices of a
-    fused projection are fine). The cache has the same dtype, or is quantised. Arrays of the batch are C-contiguous
+    Inputs are float16, bfloat16 or float32 ``[tokens, heads, size]``, a token's heads side by side (slices of a fused
+    projection are fine). The cache has the same dtype, or is quantised. Arrays of the batch are C-contiguous
     but for ``block_tables``, whose rows may have gaps. The grid depends on shapes alone. Tokens beyond
     ``cu_seqlens_q[-1]`` and sequences without queries are padding. With a ``share``, tokens are stored that are of it,
     in blocks of these alone; what is rotated of queries is all tokens'.
@@ -90,7 +91,7 @@ class CudaKvWrite:
         at = layout.role_offsets
         roles = (at["value"], at.get("key_scale", 0), at.get("value_scale", 0))
         places = (layout.block_bytes, layout.slot_bytes, *roles)
-        return _Variant(input_dtype, head_dim_of(layout), self._kernels[key], places)
+        return _Variant(input_dtype, head_dim_of(layout), value_dim_of(layout), self._kernels[key], places)
 
     def write_kv(
         self,
@@ -125,10 +126,10 @@ class CudaKvWrite:
             wanted = (tokens, head_dim // 2)
             if angles.shape not in (wanted, (tokens, 1, head_dim // 2)) or angles.dtype != np.float32:
                 raise ConfigError(f"{name} are {angles.dtype} {list(angles.shape)}: give float32 {list(wanted)}")
-        rows = query.shape[1] + 2 * key.shape[1]
-        if bias is not None and not (is_dense(bias, (rows * head_dim,), key.dtype)):
+        projected = (query.shape[1] + key.shape[1]) * head_dim + value.shape[1] * value.shape[2]
+        if bias is not None and not (is_dense(bias, (projected,), key.dtype)):
             raise ConfigError(
-                f"a bias of {bias.dtype} {list(bias.shape)}: give {key.dtype} {[rows * head_dim]}, aligned to "
+                f"a bias of {bias.dtype} {list(bias.shape)}: give {key.dtype} {[projected]}, aligned to "
                 f"{VECTOR_BYTES} bytes"
             )
         self._launch(query, key, value, cosines, sines, bias, arena, layout, batch, heads, share)
@@ -152,9 +153,10 @@ class CudaKvWrite:
             return
         variant = self._variant(layout, key.dtype)
         kv_heads, q_heads = heads.group.shape[0], 0 if query is None else query.shape[1]
-        query_at, query_stride = _rows("query", query, tokens, q_heads, variant)
-        key_at, key_stride = _rows("key", key, tokens, kv_heads, variant)
-        value_at, value_stride = _rows("value", value, tokens, kv_heads, variant)
+        dim, value_dim, given = variant.head_dim, variant.value_dim, variant.input
+        query_at, query_stride = _rows("query", query, (tokens, q_heads, dim), given)
+        key_at, key_stride = _rows("key", key, (tokens, kv_heads, dim), given)
+        value_at, value_stride = _rows("value", value, (tokens, kv_heads, value_dim), given)
         arena_at = address_of(arena)
         if arena_at % VECTOR_BYTES:
             raise ConfigError(f"the arena begins at {arena_at:#x}: align it to {VECTOR_BYTES} bytes")
@@ -175,10 +177,13 @@ def variant_of(layout: BlockLayout, input_dtype: np.dtype[Any]) -> Defines:
     Raises:
         ConfigError: there is no such variant.
     """
-    head_dim, cache, given = head_dim_of(layout), kv_dtype_of(layout), str(input_dtype)
-    if head_dim not in HEAD_DIMS:
+    head_dim, value_dim = head_dim_of(layout), value_dim_of(layout)
+    cache, given = kv_dtype_of(layout), str(input_dtype)
+    if head_dim not in HEAD_DIMS or value_dim not in HEAD_DIMS or value_dim > head_dim:
+        sizes = f"{head_dim}" if value_dim == head_dim else f"{head_dim}, of values {value_dim},"
         raise ConfigError(
-            f"head size {head_dim} is not supported on a GPU: choose one of {', '.join(map(str, HEAD_DIMS))}"
+            f"head size {sizes} is not supported on a GPU: choose one of {', '.join(map(str, HEAD_DIMS))}, of values "
+            "no larger"
         )
     if given not in FLOATS or cache not in (given, *SCALED):
         raise ConfigError(
@@ -187,7 +192,8 @@ def variant_of(layout: BlockLayout, input_dtype: np.dtype[Any]) -> Defines:
         )
     if layout.alignment % VECTOR_BYTES:
         raise ConfigError(f"blocks aligned to {layout.alignment} bytes: a GPU needs a multiple of {VECTOR_BYTES}")
-    return {"HEAD_DIM": head_dim, "INPUT": NUMBERS[given], "CACHE": NUMBERS[cache]}
+    defines: Defines = {"HEAD_DIM": head_dim, "INPUT": NUMBERS[given], "CACHE": NUMBERS[cache]}
+    return defines if value_dim == head_dim else {**defines, "VALUE_DIM": value_dim}
 
 
 def all_variants(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Defines]:
@@ -209,17 +215,14 @@ def _address(array: Array | None) -> int:
     return 0 if array is None else address_of(array)
 
 
-def _rows(name: str, array: Array | None, tokens: int, heads: int, variant: _Variant) -> tuple[int, int]:
-    """(address, bytes from token to token) of rows that the kernel can read."""
+def _rows(name: str, array: Array | None, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> tuple[int, int]:
+    """(address, bytes from token to token) of rows of this shape that the kernel can read."""
     if array is None:
         return 0, 0
-    head_dim, itemsize = variant.head_dim, variant.input.itemsize
-    if array.shape != (tokens, heads, head_dim) or array.dtype != variant.input:
-        raise ConfigError(
-            f"{name} is {array.dtype} {list(array.shape)}: give {variant.input} {[tokens, heads, head_dim]}"
-        )
+    if array.shape != shape or array.dtype != dtype:
+        raise ConfigError(f"{name} is {array.dtype} {list(array.shape)}: give {dtype} {list(shape)}")
     address, (stride, *within) = address_of(array), array.strides
-    if within != [head_dim * itemsize, itemsize] or (address | stride) % VECTOR_BYTES:
+    if within != [shape[2] * dtype.itemsize, dtype.itemsize] or (address | stride) % VECTOR_BYTES:
         raise ConfigError(
             f"{name} at {address:#x} with strides {array.strides}: a token's heads must lie side by side, each token "
             f"aligned to {VECTOR_BYTES} bytes"

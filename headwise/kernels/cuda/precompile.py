@@ -38,7 +38,7 @@ from headwise.kernels.cuda import (
     step_tokens,
 )
 from headwise.kernels.cuda.all_reduce import RankSums
-from headwise.kernels.cuda.attention import AttentionShape, check_supported, variants_of
+from headwise.kernels.cuda.attention import AttentionShape, check_shape, variants_of
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.delta import variants_of as delta_variants
@@ -131,7 +131,7 @@ def precompile(
     for target in targets:
         cubins = CubinCache(directory, target)
         for shape in shapes:
-            check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, target.sm, shape.block_size)
+            check_shape(shape, target.sm)
             for variant in variants_of(shape, target.sm, tma):
                 yield cubins.get(variant).path
             for source, defines in _programs(shape, target.sm):
@@ -139,7 +139,7 @@ def precompile(
         for shared in shared_shapes:
             own = shared.own
             gqa_ranks.check_parts(shared)
-            check_supported(own.head_dim, own.q_dtype, own.kv_dtype, target.sm, own.block_size)
+            check_shape(own, target.sm)
             for variant in gqa_ranks.variants_of_shared(shared, target.sm, tma):
                 yield cubins.get(variant).path
             for source, defines in (*_programs(own, target.sm), *gqa_ranks.programs_of(shared)):
@@ -176,7 +176,8 @@ def precompile(
 
 def _programs(shape: AttentionShape, sm: int) -> Iterator[tuple[str, Defines]]:
     """The CUDA C++ files that a model of ``shape`` needs, with their macros."""
-    layout, dtype = gqa_layout(shape.block_size, 1, shape.head_dim, shape.kv_dtype), numpy_dtype(shape.q_dtype)
+    layout = gqa_layout(shape.block_size, 1, shape.head_dim, shape.kv_dtype, shape.value_dim)
+    dtype = numpy_dtype(shape.q_dtype)
     yield kv_write.SOURCE, kv_write.variant_of(layout, dtype)
     yield from _any_programs(dtype, sm)
 
@@ -233,6 +234,9 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-heads", type=_numbers, help="KV heads of a layer; where layers differ, of each kind: 16,4"
     )
     parser.add_argument("--head-dim", type=_numbers, help="size of heads; likewise: 256,512")
+    parser.add_argument(
+        "--value-dim", type=_numbers, help="size of their values, where that is another; likewise (default: --head-dim)"
+    )
     parser.add_argument(
         "--kv-parts",
         type=_numbers,
@@ -321,13 +325,14 @@ def _shapes(options: argparse.Namespace) -> Iterator[tuple[AttentionShape, int]]
         return
     if options.kv_heads is None or options.head_dim is None:
         raise ConfigError("give --kv-heads and --head-dim, or --latent-rank of a model with latent attention")
-    every = options.kv_heads, options.head_dim, options.kv_parts or [1] * len(options.kv_heads)
+    value_dims = options.value_dim or options.head_dim
+    every = options.kv_heads, options.head_dim, value_dims, options.kv_parts or [1] * len(options.kv_heads)
     if len(set(map(len, every))) > 1:
         raise ConfigError(
-            f"--kv-heads {every[0]}, --head-dim {every[1]} and --kv-parts {every[2]} do not go together: give "
-            "as many of each, one for each kind of layer"
+            f"--kv-heads {every[0]}, --head-dim {every[1]}, --value-dim {every[2]} and --kv-parts {every[3]} do not go "
+            "together: give as many of each, one for each kind of layer"
         )
-    for kv_heads, head_dim, parts in zip(*every, strict=True):
+    for kv_heads, head_dim, value_dim, parts in zip(*every, strict=True):
         if min(kv_heads, parts) < 1 or options.q_heads % (kv_heads * parts):
             raise ConfigError(
                 f"{options.q_heads} query heads cannot share {kv_heads} KV heads evenly on {parts} ranks: give a "
@@ -347,6 +352,7 @@ def _shapes(options: argparse.Namespace) -> Iterator[tuple[AttentionShape, int]]
             softcap=options.softcap,
             sink_logits=options.sink_logits,
             chunked=options.chunked,
+            smaller_value=0 if value_dim == head_dim else value_dim,
         )
         yield shape, parts
 

@@ -40,10 +40,12 @@ _QUANTISED = {
     32: Tile(64, 64, 4, 3), 64: Tile(64, 32, 4, 3), 96: Tile(64, 64, 8, 2), 128: Tile(128, 64, 8, 2),
     256: Tile(32, 32, 8, 2), 512: Tile(16, 32, 8, 2),
 }  # fmt: skip
+_QUANTISED[192] = _QUANTISED[256]
 _QUANTISED_LARGE = {
     32: Tile(128, 64, 8, 2), 64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2),
     256: Tile(64, 64, 8, 2), 512: Tile(64, 32, 8, 2, parts=2),
 }  # fmt: skip
+_QUANTISED_LARGE[192] = _QUANTISED_LARGE[256]
 """Of a prompt over a quantised cache, by head size: besides what others have in registers, all of a tile's numbers are
 there before they are stored, and two scales for each column."""
 
@@ -53,11 +55,12 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
 
     From sm_90 on, 128 rows are two warp groups' worth; 128 keys let one instruction of theirs work at full speed. Keys
     and values that are converted first are in registers at some time: half as many fit there. Heads of 96 are padded to
-    128, and masked: with 128 keys that spills. Results of 512 elements have no room beside anything else, so two
-    programs have half of them each; two warp groups for 64 rows would compute the scores twice just as well, and read
-    twice as many keys and values. Other cards have half as many rows, and twice as many warps for them. But of 128
-    numbers over quantised caches they have as many rows: half of these take nearly twice the instructions for a
-    product. And so they have where shared memory, of 99 KiB, holds one program: that has eight warps then, not four.
+    128, and masked: with 128 keys that spills. Those of 192 are padded to 256. Results of 512 elements have no room
+    beside anything else, so two programs have half of them each; two warp groups for 64 rows would compute the scores
+    twice just as well, and read twice as many keys and values. Other cards have half as many rows, and twice as many
+    warps for them. But of 128 numbers over quantised caches they have as many rows: half of these take nearly twice the
+    instructions for a product. And so they have where shared memory, of 99 KiB, holds one program: that has eight warps
+    then, not four.
     """
     is_large = sm >= 90 and SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90
     if q_dtype == "float32":
@@ -70,12 +73,12 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
         tile = Tile(128, 32, 8, 2, parts=2) if is_large else Tile(32, 32, 8, 2)
     elif sm >= 90:
         keys = 128 if kv_dtype == q_dtype else 64
-        tile = {64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 256: Tile(128, 64, 8, 2)}.get(
-            head_dim, Tile(128, keys, 8, 2)
-        )
+        padded = Tile(128, 64, 8, 2)
+        tile = {64: Tile(128, 64, 8, 3), 96: padded, 192: padded, 256: padded}.get(head_dim, Tile(128, keys, 8, 2))
     else:
         keys = 64 if kv_dtype == q_dtype else 32
-        tile = {64: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)}.get(head_dim, Tile(64, keys, 4, 2))
+        wide = Tile(64, 32, 8, 3)
+        tile = {64: Tile(64, 64, 4, 3), 192: wide, 256: wide}.get(head_dim, Tile(64, keys, 4, 2))
         if head_dim == 128 and kv_dtype == q_dtype and SHARED_BYTES.get(sm) == 99 << 10:
             tile = Tile(128, keys, 8, 2)
     return _fitting(tile, head_dim, q_dtype, kv_dtype, sm)
@@ -107,7 +110,7 @@ def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size:
     """Small and deep: 16 rows, the least the tensor cores take, and loads far ahead, several programs side by side."""
     if q_dtype == "float32" and head_dim not in _EXACT:
         return _fitting(_EXACT_WIDE, head_dim, q_dtype, kv_dtype, sm)
-    keys = {256: 32, 512: 16}.get(head_dim, 64)
+    keys = {192: 32, 256: 32, 512: 16}.get(head_dim, 64)
     if is_read_by_words(head_dim, q_dtype, kv_dtype) and kv_dtype in QUANTISED and 64 <= head_dim <= 128:
         # As many bytes as of 16 bits: with half of them, what a tile costs whatever its size bounds it. Three stages
         # though it spans blocks: on an H200 four are slower.

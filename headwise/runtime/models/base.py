@@ -182,12 +182,25 @@ class TemperConfig:
 class LayerHeads:
     """Keys and values of one layer.
 
+    head_dim:    of a query, and of a key
     cache_layer: whose keys and values it attends to: its own, or those of an earlier one, which has such heads, too
+    smaller_value: size of a value, where that is less than a key's; else 0
     """
 
     kv_heads: int
     head_dim: int
     cache_layer: int
+    smaller_value: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value."""
+        return self.smaller_value or self.head_dim
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Sizes of a key and of a value."""
+        return self.head_dim, self.value_dim
 
 
 @dataclass(frozen=True)
@@ -314,11 +327,13 @@ class ModelConfig:
             return self.eagle.layer.intermediate_size
         return self.intermediate_size
 
-    def with_draft_layer(self) -> ModelConfig:
-        """The same with a layer that drafts, which is as the decoder's last one that attends to all tokens."""
-        alike = max(layer for layer, row in enumerate(self.policies) if row and all(each.is_full for each in row))
-        moe = self.moe
-        if moe is not None and alike in moe.layers:
+    def with_draft_layer(self, *, has_window: bool = False) -> ModelConfig:
+        """The same with a layer that drafts, which is as the decoder's last one that attends to all tokens; or with
+        ``has_window`` to a window, without experts."""
+        rows = enumerate(self.policies)
+        alike = max(layer for layer, row in rows if row and all(each.is_full != has_window for each in row))
+        moe, heads = self.moe, self.layer_heads
+        if moe is not None and alike in moe.layers and not has_window:
             moe = replace(moe, layers=(*moe.layers, self.num_layers))
         return replace(
             self,
@@ -327,6 +342,7 @@ class ModelConfig:
             policies=(*self.policies, self.policies[alike]),
             ropes=(*self.ropes, self.ropes[alike]),
             moe=moe,
+            layer_heads=(*heads, replace(heads[alike], cache_layer=self.num_layers)) if heads else (),
         )
 
     @property

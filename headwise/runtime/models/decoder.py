@@ -204,6 +204,7 @@ class Decoder(DecoderWeights):
             q_heads=sum(stop - start for start, stop in own),
             kv_heads=len(own),
             head_dim=self.config.heads_of(index).head_dim,
+            value_dim=self.config.heads_of(index).value_dim,
             rotation=self.rotation_of[index],
             qkv_bias=attention.qkv.bias,
             out_bias=attention.out.bias,
@@ -371,12 +372,20 @@ class Decoder(DecoderWeights):
         return self._linear(heads.reshape([rows, -1]), out) if rows else heads
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Queries ``[T, q_heads, D]``, keys and values ``[T, kv_heads, D]``, as they are before they are rotated."""
-        dim, kv_heads = self.config.heads_of(index).head_dim, len(self._shard.kv_heads[index])
-        qkv = self._linear(x, layer.attention.qkv).reshape([x.shape[0], -1, dim])
-        q_heads = qkv.shape[1] - 2 * kv_heads
-        query, key = self.normed_heads(layer, qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads])
-        return query, key, qkv[:, q_heads + kv_heads :]
+        """Queries ``[T, q_heads, D]``, keys ``[T, kv_heads, D]`` and values ``[T, kv_heads, V]``, as they are before
+        they are rotated."""
+        dim, value_dim = self.config.heads_of(index).dims
+        kv_heads, rows = len(self._shard.kv_heads[index]), x.shape[0]
+        qkv = self._linear(x, layer.attention.qkv)
+        if value_dim == dim:
+            qkv = qkv.reshape([rows, -1, dim])
+            query_key, value = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
+        else:
+            values_at = qkv.shape[1] - kv_heads * value_dim
+            query_key = qkv[:, :values_at].reshape([rows, -1, dim])
+            value = qkv[:, values_at:].reshape([rows, kv_heads, value_dim])
+        query, key = self.normed_heads(layer, query_key[:, :-kv_heads], query_key[:, -kv_heads:])
+        return query, key, value
 
     def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed per head where the model does."""

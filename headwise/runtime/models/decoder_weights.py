@@ -186,17 +186,16 @@ class DecoderWeights(Model):
 
     def load_attention(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` of a layer's attention."""
-        config, shard, heads = self.config, self._shard, self.config.heads_of(layer)
-        dim, has_bias = heads.head_dim, config.attention_bias
-        kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
-        q = [(start * dim, stop * dim) for start, stop in shard.query_heads(config, layer)]
-        query, *others = self.projections(layer)
-        qkv = self._split_rows([(at + query, q), *((at + name, kv) for name in others)], has_bias)
+        config, shard, dims = self.config, self._shard, self.config.heads_of(layer).dims
+        q, seen = ([(start * dim, stop * dim) for start, stop in shard.query_heads(config, layer)] for dim in dims)
+        keys, values = ([(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]] for dim in dims)
+        rows = zip(self.projections(layer), (q, keys, values), strict=False)  # the last ones may have no projection
+        qkv = self._split_rows([(at + name, ranges) for name, ranges in rows], config.attention_bias)
         is_normed = bool({"query", "key"} & self.norms_of(layer).keys())
         adds_later = self.ops.leaves_biases and self.attends_to_projected and not is_normed
         return QkvProjections(
             qkv=replace(qkv, bias=None) if adds_later else qkv,
-            out=self._split_columns(f"{at}o_proj", q, config.out_bias, self.adds_later(layer, "after_attention")),
+            out=self._split_columns(f"{at}o_proj", seen, config.out_bias, self.adds_later(layer, "after_attention")),
             sink_logits=self._sink_logits(at, layer) if config.sink_logits else None,
             bias=qkv.bias if adds_later else None,
         )
@@ -209,7 +208,8 @@ class DecoderWeights(Model):
         """Hugging Face's names of what queries, and keys and values, are projected by."""
         return "q_proj", "k_proj", "v_proj"
 
-    def _sink_logits(self, at: str, layer: int) -> KernelArray:
+    def _sink_logits(self, at: str, layer: int) -> KernelArray | None:
+        """None: this layer has none."""
         every = self._weights.tensor(f"{at}sinks")
         if every.shape != (self.config.num_heads,):
             raise ModelError(f"{at}sinks has the shape {every.shape}, config.json says {self.config.num_heads} heads")

@@ -104,10 +104,10 @@ def _corrected(
     is_normed = flag(config, "norm_topk_prob", default=True)
     asked = groups, per_token, fields
     moe = _grouped(config, num_layers, *asked, scored_by="sigmoid", best_of_group=2, is_normed=is_normed)
-    return replace(moe, layers=_named_layers(config, moe.layers, num_layers))
+    return replace(moe, layers=named_sparse_layers(config, moe.layers, num_layers))
 
 
-def _named_layers(config: HfConfig, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+def named_sparse_layers(config: HfConfig, default: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     """The layers with experts: as ``mlp_layer_types`` names them, or where that is missing ``default``."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:

@@ -66,7 +66,7 @@ class V4Config(ModelConfig):
     hyper: HyperConfig | None = None
     window_rope: RopeConfig | None = None
 
-    def with_draft_layer(self) -> ModelConfig:
+    def with_draft_layer(self, *, has_window: bool = False) -> ModelConfig:
         """It has a window alone, and experts that are routed."""
         compressed, moe, rope = self.compressed, self.moe, self.window_rope
         assert compressed is not None and moe is not None and rope is not None, "parsed so"  # noqa: PT018

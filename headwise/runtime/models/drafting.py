@@ -26,6 +26,8 @@ class DraftingNames:
     join:      of the projection of ``[embedding | hidden state]``; ..._norm: of what goes into it, and of what comes
                out of the layer
     has_hidden_first: that projection is of ``[hidden state | embedding]``
+    has_window: the layer is as the decoder's last one with windows, but has a dense MLP; else it is as the last one
+                that attends to all tokens
     """
 
     is_nested: bool
@@ -35,6 +37,7 @@ class DraftingNames:
     join: str
     final_norm: str
     has_hidden_first: bool = False
+    has_window: bool = False
 
     def of(self, name: str, prefix: str, layer: int) -> str:
         """One of these names, of the layer with that number, in a decoder whose weights have that prefix."""
@@ -115,4 +118,4 @@ def with_draft_layer(config: ModelConfig, names: DraftingNames | None, weights: 
     join = names.of(names.join, "", config.num_layers) + ".weight"
     if not any(name == join or name.endswith(f".{join}") for name in weights):
         return config
-    return config.with_draft_layer()
+    return config.with_draft_layer(has_window=names.has_window)

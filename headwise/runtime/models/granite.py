@@ -53,12 +53,12 @@ class GraniteConfig(ModelConfig):
 
 
 def parse(config: HfConfig) -> GraniteConfig:
-    return _scaled(config, decoder_config(config, DENSE))
+    return scaled(config, decoder_config(config, DENSE))
 
 
 def parse_moe(config: HfConfig) -> GraniteConfig:
     decoder = decoder_config(config, MOE)
-    return _scaled(config, local_experts(config, decoder, experts=8, per_token=2))
+    return scaled(config, local_experts(config, decoder, experts=8, per_token=2))
 
 
 def parse_hybrid(config: HfConfig) -> GraniteConfig:
@@ -77,21 +77,21 @@ def parse_hybrid(config: HfConfig) -> GraniteConfig:
         ssm = ssm_config(with_head_dim(config), MAMBA_FIELDS, layers, has_group_norms=False, eps=decoder.rms_norm_eps)
         decoder = with_states(decoder, ssm)
     if has_experts:
-        decoder = _with_shared(local_experts(config, decoder, experts=8, per_token=2), _shared_size(config))
-    return _scaled(config, decoder)
+        decoder = with_shared(local_experts(config, decoder, experts=8, per_token=2), _shared_size(config))
+    return scaled(config, decoder)
 
 
 def _shared_size(config: HfConfig) -> int:
     return positive(config, "shared_intermediate_size", default=1024)
 
 
-def _with_shared(decoder: ModelConfig, size: int) -> ModelConfig:
+def with_shared(decoder: ModelConfig, size: int) -> ModelConfig:
     moe = decoder.moe
     assert moe is not None, "made so"
     return replace(decoder, moe=replace(moe, num_shared_experts=1, shared_expert_size=size))
 
 
-def _scaled(config: HfConfig, decoder: ModelConfig) -> GraniteConfig:
+def scaled(config: HfConfig, decoder: ModelConfig) -> GraniteConfig:
     """With the factors.
 
     What goes into the residual stream has one, ``m``. All that reads the stream is RMS norms, so it is kept divided by
@@ -134,7 +134,7 @@ class GraniteHybrid(StateSpaceDecoder, GraniteMoe):
     def view(self, weights: Weights) -> Weights:
         moe = self.config.moe
         size = self.config.intermediate_size if moe is None else moe.shared_size
-        return _SharedMlp(_JoinedExperts(weights), size)
+        return SharedMlp(_JoinedExperts(weights), size)
 
     def load_mlp(self, layer: int, at: str) -> Any:
         return super().load_mlp(layer, at if self.config.moe else f"{at}{self.shared_name}.")
@@ -144,7 +144,7 @@ class _JoinedExperts(ExpertWeights):
     joined: ClassVar[tuple[str, str]] = ("input_linear.weight", "output_linear.weight")
 
 
-class _SharedMlp(WeightView):
+class SharedMlp(WeightView):
     """What is asked for below a layer's experts, and a checkpoint has beside them, with gate above up."""
 
     def __init__(self, source: Weights, size: int) -> None:

@@ -24,6 +24,9 @@ class _Kind:
     is_of_layers: bool = False
 
 
+_PASSED_OVER = {"MiMoV2FlashForCausalLM": ("attention_chunk_size",)}
+"""Fields that published files of an architecture have and nothing is computed by."""
+
 _KINDS = (
     _Kind(
         "an indexer",
@@ -75,7 +78,8 @@ def check_kinds(config: Mapping[str, Any], model: ModelConfig) -> None:
     for kind in _KINDS:
         if kind.is_of_layers and are_all_attention:
             continue
-        field = next((field for field in kind.fields if every.get(field)), "")
+        passed_over = _PASSED_OVER.get(model.architecture, ())
+        field = next((field for field in kind.fields if every.get(field) and field not in passed_over), "")
         if field and not kind.is_served(model):
             _refuse(model, f"{field!r} {shown(every[field])}, {kind.what}")
     named = {kind for kind in types if isinstance(kind, str)} if isinstance(types, list) else set()

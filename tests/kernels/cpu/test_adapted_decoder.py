@@ -40,7 +40,7 @@ MODELS = {
 SOME = ("llama_biased_tied", "gemma3", "mistral_window", "wide", "odd", "qwen3_moe")
 TINY = (
     "gemma4", "gemma4-moe", "llama4", "qwen3-next", "qwen3.5", "afmoe", "cohere2", "minimax-m2", "olmo3", "phi3",
-    "glm4", "arcee", "granite-hybrid-ssm", "gpt-oss",
+    "glm4", "arcee", "granite-hybrid-ssm", "gpt-oss", "mimo-v2",
 )  # fmt: skip
 """See `test_decoder.TINY`; and fused projections."""
 

@@ -95,6 +95,17 @@ def test_common_head_geometries_of_any_dtype(kernels: NumbaKernels, dtype: str, 
         assert_right(kernels, case)
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (96, 64), (64, 16), (80, 48)])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_values_that_are_smaller_than_keys(
+    kernels: NumbaKernels, dtype: str, head_dim: int, value_dim: int, block_size: int
+) -> None:
+    sizes = {"head_dim": head_dim_for(dtype, head_dim), "value_dim": head_dim_for(dtype, value_dim)}
+    for queries, lengths in (((1, 1), (331, 90)), ((1, 170), (131, 300)), ((1, 40), (1999, 4500))):
+        case = Case(queries, lengths, ((0, 0), (128, 4)), share=3, block_size=block_size, dtype=dtype, **sizes)
+        assert_right(kernels, replace(case, has_sink_logits=True))
+
+
 def test_contexts_long_enough_to_be_split(kernels: NumbaKernels, dtype: str) -> None:
     for queries, length in ((1, 1999), (40, 4500)):
         assert_right(kernels, Case((queries,), (length,), ((0, 0),), share=3, head_dim=64, block_size=64, dtype=dtype))
@@ -189,11 +200,13 @@ def spied_items(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class Writing:
     """A step of several sequences whose new tokens are slices of one ``[tokens, heads, dim]`` array."""
 
-    def __init__(self, dtype: str, head_dim: int, query_lens: tuple[int, ...], seed: int = 0) -> None:
+    def __init__(
+        self, dtype: str, head_dim: int, query_lens: tuple[int, ...], seed: int = 0, value_dim: int | None = None
+    ) -> None:
         rng = np.random.default_rng(seed)
         scene = Scene(Case(query_lens, tuple(n + 9 for n in query_lens), ((0, 0), (7, 2)), head_dim=head_dim))
         self.batch, self.heads, tokens = scene.batch, scene.heads, sum(query_lens)
-        self.layout = gqa_layout(4, scene.slots, head_dim, dtype)
+        self.layout = gqa_layout(4, scene.slots, head_dim, dtype, value_dim)
         self.blocks = scene.arena.size // scene.layout.block_bytes
         sizes = 2.0 ** rng.integers(-12, 12, (tokens, 8, 1))
         self.qkv = (rng.standard_normal((tokens, 8, head_dim)) * sizes).astype(np.float32)
@@ -241,6 +254,19 @@ def test_with_rope_views_of_one_array_are_rotated_and_written_without_a_copy(
     np.testing.assert_array_equal(step.qkv[:, 4:], before[:, 4:])
 
 
+@pytest.mark.parametrize("value_dim", [16, 48, 64])
+def test_values_of_another_size_are_written_bit_by_bit_as_the_reference_does(
+    kernels: NumbaKernels, dtype: str, value_dim: int
+) -> None:
+    value_dim = head_dim_for(dtype, value_dim)
+    step = Writing(dtype, 96, (3, 0, 9), value_dim=value_dim)
+    query, key, value = step.qkv[:, :4], step.qkv[:, 4:6], step.qkv[:, :2, :value_dim].copy()
+    expected, arena = step.arena(), step.arena()
+    ReferenceKernels().write_kv(step.rotated(key), value, expected, step.layout, step.batch, step.heads)
+    kernels.write_kv_rope(query, key, value, step.cosines, step.sines, arena, step.layout, step.batch, step.heads)
+    np.testing.assert_array_equal(arena, expected)
+
+
 def test_nan_is_written_as_nan(kernels: NumbaKernels) -> None:
     step = Writing("bfloat16", 16, (1,))
     step.qkv[:] = np.array([0x7F800001], np.uint32).view(np.float32)  # whose highest 16 bits alone would be infinity
@@ -271,6 +297,8 @@ def test_arrays_that_do_not_fit_are_refused(kernels: NumbaKernels) -> None:
             kernels.write_kv_rope(query, key, value, np.ascontiguousarray(cosines), np.ascontiguousarray(sines), *rest)
     with pytest.raises(ValueError, match="contiguous"):
         kernels.write_kv(turned[:, 4:6], value, *rest)
+    with pytest.raises(ValueError, match="the size of values is 32, larger than that of the block layout, 16"):
+        kernels.write_kv(key, np.zeros((3, 2, 32), np.float32), *rest)
     with pytest.raises(ConfigError, match=r"float32, bfloat16, int8, float8_e4m3fn, int4, got float16"):
         kernels.prepare("float16")
 

@@ -78,10 +78,12 @@ MODELS["gemma3 of other sizes"] = {**CONFIGS["gemma3"], **SIZES["one head for al
 TINY = (
     "gemma4", "gemma4-shared", "gemma4-moe", "llama4", "qwen3-next", "qwen3.5", "qwen3.5-moe", "afmoe", "cohere2",
     "minimax-m2", "olmo3", "granite-hybrid-ssm", "granite-hybrid-moe", "arcee", "nemotron-h", "nemotron-h-moe",
+    "mimo-v2", "cohere2-moe",
 )  # fmt: skip
 """Heads of two sizes, shared caches, side inputs, experts beside MLPs; chunks; delta-nets, gated heads and experts;
 MLPs beside attention, rows without their mean; norms of all heads as one, and none before attention; state space
-models; MLPs without gates; layers without MLPs."""
+models; MLPs without gates; layers without MLPs; values smaller than keys; experts
+beside attention."""
 
 WHOLE_GROUPS = {"intermediate_size": 64, "moe_intermediate_size": 32}
 """Of int8, in every weight."""

@@ -53,7 +53,7 @@ class TypedScene(Scene):
         self.query = self.query.astype(numpy_dtype(dtypes.query))
         exact = kv_views(self.arena, self.layout)
         num_blocks = exact[0].shape[0]
-        self.layout = gqa_layout(case.block_size, self.slots, case.head_dim, dtypes.kv)
+        self.layout = gqa_layout(case.block_size, self.slots, case.head_dim, dtypes.kv, case.value_dim or None)
         self.arena = np.full(num_blocks * self.layout.block_bytes, 0xFF, np.uint8)  # NaN in every float there is
         written = ~np.isnan(exact[0][..., 0])
         for role, rows in enumerate(exact):
@@ -64,7 +64,7 @@ class TypedScene(Scene):
             kv_views(self.arena, self.layout)[role][written] = stored
 
     def answer(self, kernels: Any) -> np.ndarray:
-        out = np.full_like(self.query, 7.0)
+        out = np.full(self.room, 7.0, self.query.dtype)
         arguments = (self.query, self.arena, self.layout, self.batch, self.heads)
         scores = {"scale": self.scale, "softcap": self.case.softcap, "sink_logits": self.sink_logits}
         kernels.attend(*arguments, **scores, out=out)
@@ -129,6 +129,23 @@ def test_decodes_over_few_bits_in_tiles_of_production(share: int, head_dim: int,
     case = Case((1, 1, 1), (300, 70, 1), policies, share=share, head_dim=head_dim, block_size=block_size)
     assert_right(replace(case, softcap=5.0), Dtypes("bfloat16", kv), triton_attention(Tuning(split_bytes=0)))
     assert_right(replace(case, has_sink_logits=True), Dtypes("float16", kv), triton_attention(Tuning(), sms=1))
+
+
+@pytest.mark.parametrize("kv", ["float16", "int8", "float8_e4m3fn", INT4])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "block_size"), [(192, 128, 64), (96, 64, 16), (128, 96, 64), (192, 192, 64)]
+)
+def test_values_that_are_smaller_than_keys_in_tiles_of_production(
+    head_dim: int, value_dim: int, block_size: int, kv: str
+) -> None:
+    policies, sizes = ((0, 0), (128, 4)), {"head_dim": head_dim, "value_dim": value_dim, "block_size": block_size}
+    case = Case((1, 40), (300, 210), policies, share=4, has_sink_logits=True, **sizes)
+    assert_right(case, Dtypes("float16", kv), triton_attention(Tuning(split_bytes=0)))
+
+
+def test_results_of_512_that_two_programs_share_may_be_of_smaller_values() -> None:
+    case = Case((1, 70), (131, 90), ((0, 0), (40, 4)), share=4, head_dim=512, value_dim=256, block_size=32)
+    assert_right(case, Dtypes("bfloat16", "bfloat16"), triton_attention(Tuning()))
 
 
 @pytest.mark.parametrize(("share", "head_dim", "block_size"), [(4, 128, 64), (4, 128, 128), (4, 256, 128)])
@@ -243,7 +260,7 @@ def count_tiles(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
     step = scope["attend_tile"]
 
     def counted(*arguments: Any) -> Any:
-        if arguments[-7]:  # decode
+        if arguments[-8]:  # decode
             tiles[interpreter_builder.grid_idx] += 1
         return step(*arguments)
 
@@ -387,7 +404,9 @@ def test_what_is_not_supported_is_refused_by_name_with_the_remedy() -> None:
     check_supported(**fine)
     for change, message in (
         ({"sm": 75}, r"7\.5 is too old.*8\.0"),
-        ({"head_dim": 80}, "head_dim 80.*64, 96, 128, 256, 512"),
+        ({"head_dim": 80}, "head_dim 80.*64, 96, 128, 192, 256, 512"),
+        ({"value_dim": 192}, "values of 192 beside keys of 128 are not supported.*only 32, 64, 96, 128"),
+        ({"value_dim": 80}, "values of 80 beside keys of 128 are not supported.*only 32, 64, 96, 128"),
         ({"q_dtype": "float64"}, "float64.*bfloat16"),
         ({"kv_dtype": "int2"}, "int2.*int8.*int4"),
         ({"kv_dtype": "float8_e4m3fn", "sm": 80}, r"float8_e4m3fn needs .*8\.9.*8\.0.*int8"),

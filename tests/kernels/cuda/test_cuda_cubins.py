@@ -200,6 +200,22 @@ def test_decode_over_few_bits_moves_them_16_bytes_at_once_and_takes_few_instruct
 
 
 @pytest.mark.parametrize("kernel", [PREFILL, DECODE])
+@pytest.mark.parametrize(
+    ("sm", "kv_dtype"),
+    [
+        (90, "bfloat16"),
+        *(pytest.param(*where, marks=SOAK) for where in ((80, "bfloat16"), (100, "bfloat16"), (90, "int8"))),
+    ],
+)
+def test_keys_of_192_and_values_of_128_fit_the_card(sm: int, kv_dtype: str, kernel: int) -> None:
+    shape = AttentionShape(8, 192, 64, "bfloat16", kv_dtype, sink_logits=True, smaller_value=128)
+    compiled = variant_code(variants_of(shape, sm)[kernel], Target(sm, cuda=12))
+    assert not compiled.is_serialised
+    assert compiled.spilled_bytes == 0
+    assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+
+
+@pytest.mark.parametrize("kernel", [PREFILL, DECODE])
 def test_learned_sinks_take_no_more_registers_than_there_are(kernel: int) -> None:
     shape = AttentionShape(8, 64, 64, "bfloat16", "bfloat16", sink_logits=True)
     compiled = variant_code(variants_of(shape, 90)[kernel], Target(90, cuda=12))
@@ -409,6 +425,13 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     assert "multiply_experts" not in made_now
     with pytest.raises(SystemExit, match="--weight-floats are FP8, which has 8 bits: give --weight-bits 8, not 4"):
         precompile.main([str(tmp_path), "--sm", "90", *model, "--weight-bits", "4", "--weight-floats"])
+    small_values = ["--q-heads", "16", "--kv-heads", "1,2", "--head-dim", "192,192", "--value-dim"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *small_values, "128,128"])
+    assert "attend" in {Path(line).name.partition("-")[0] for line in capsys.readouterr().out.splitlines()}
+    with pytest.raises(SystemExit, match=r"--value-dim \[128\] and --kv-parts \[1, 1\] do not go together"):
+        precompile.main([str(tmp_path), "--sm", "90", *small_values, "128"])
+    with pytest.raises(SystemExit, match="values of 256 beside keys of 192 are not supported on a GPU"):
+        precompile.main([str(tmp_path), "--sm", "90", *small_values, "128,256"])
     latents = ["--q-heads", "16", "--latent-rank", "512", "--index-heads", "64"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *latents])
     made_of = {Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()}
@@ -442,7 +465,7 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *gemma])
     unlike = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
     assert unlike.count("attend") == 4
-    with pytest.raises(SystemExit, match=r"--kv-heads \[16, 4\], --head-dim \[256\] .* do not go together"):
+    with pytest.raises(SystemExit, match=r"--kv-heads \[16, 4\], --head-dim \[256\], .* do not go together"):
         precompile.main([str(tmp_path), "--sm", "90", *gemma, "--head-dim", "256"])
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *gemma, "--kv-parts", "1,2"])
     together = [Path(line) for line in capsys.readouterr().out.splitlines()]

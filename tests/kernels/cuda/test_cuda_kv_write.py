@@ -21,7 +21,7 @@ from headwise.kernels.cuda.kv_write import CudaKvWrite
 from headwise.kernels.gqa import gqa_layout, kv_views, scale_views
 from headwise.kernels.reference import ReferenceKernels
 
-VARIANTS = [
+ALIKE = [
     ("float16", "float16", 64),
     ("bfloat16", "bfloat16", 128),
     ("float32", "float32", 256),
@@ -34,6 +34,14 @@ VARIANTS = [
     ("bfloat16", "int4", 96),
     ("float32", "int4", 512),
 ]
+VARIANTS = [
+    *((*each, each[2]) for each in ALIKE),
+    ("bfloat16", "bfloat16", 192, 128),
+    ("float16", "int8", 96, 64),
+    ("bfloat16", "int4", 192, 128),
+    ("float32", "float32", 512, 32),
+]
+"""Dtypes of what is given and kept, and sizes of keys and values."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +82,7 @@ class Step:
 
 
 @st.composite
-def steps(draw: st.DrawFn, dtype: str, cache: str, head_dim: int) -> Step:
+def steps(draw: st.DrawFn, dtype: str, cache: str, head_dim: int, value_dim: int) -> Step:
     """Sequences with and without queries, blocks that are not there, padding, rows within wider ones or not."""
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     lengths = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=40))
@@ -89,7 +97,7 @@ def steps(draw: st.DrawFn, dtype: str, cache: str, head_dim: int) -> Step:
     wide = np.full(((len(lengths) + spare_sequences) * groups, columns + draw(st.integers(0, 2))), -1, np.int32)
     wide[: len(lengths) * groups, :columns] = tables.reshape(-1, columns)
 
-    layout = gqa_layout(block_size, kv_heads, head_dim, cache)
+    layout = gqa_layout(block_size, kv_heads, head_dim, cache, value_dim)
     arena = rng.integers(0, 256, len(tables) * layout.block_bytes, dtype=np.uint8)
     heads = HeadTable(
         rng.integers(0, groups, kv_heads, dtype=np.int32), rng.permutation(kv_heads).astype(np.int32),
@@ -99,9 +107,12 @@ def steps(draw: st.DrawFn, dtype: str, cache: str, head_dim: int) -> Step:
     padded = AttentionBatch(
         np.pad(cu, (0, spare_sequences), mode="edge"), np.pad(seq_lens, (0, spare_sequences)), wide[:, :columns], groups
     )
-    rows = some_rows(rng, (int(cu[-1]) + spare_tokens, q_heads + 2 * kv_heads, head_dim), dtype)
-    rows[int(cu[-1]) :] = np.nan
-    query, key, value = np.split(rows, [q_heads, q_heads + kv_heads], axis=1)
+    tokens, sizes = int(cu[-1]) + spare_tokens, [(q_heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim)]
+    rows = [some_rows(rng, (tokens, *size), dtype).reshape(tokens, size[0] * size[1]) for size in sizes]
+    parts = np.split(np.concatenate(rows, axis=1), np.cumsum([each.shape[1] for each in rows])[:-1], axis=1)
+    query, key, value = (each.reshape(tokens, *size) for each, size in zip(parts, sizes, strict=True))
+    for each in (query, key, value):
+        each[int(cu[-1]) :] = np.nan
     if draw(st.booleans()):
         query, key, value = query.copy(), key.copy(), value.copy()
     return Step(query, key, value, arena, layout, batch, padded, heads)
@@ -123,26 +134,33 @@ def rotated(rows: np.ndarray, cosines: np.ndarray, sines: np.ndarray) -> np.ndar
     return np.concatenate([first * cosines - second * sines, second * cosines + first * sines], -1).astype(rows.dtype)
 
 
-@pytest.mark.parametrize(("dtype", "cache", "head_dim"), VARIANTS)
+@pytest.mark.parametrize(("dtype", "cache", "head_dim", "value_dim"), VARIANTS)
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), backwards=st.booleans())
 def test_writes_what_the_reference_writes_and_nothing_else(
-    shim: ShimPrograms, dtype: str, cache: str, head_dim: int, data: st.DataObject, backwards: bool
+    shim: ShimPrograms, dtype: str, cache: str, head_dim: int, value_dim: int, data: st.DataObject, backwards: bool
 ) -> None:
-    step = data.draw(steps(dtype, cache, head_dim))
+    step = data.draw(steps(dtype, cache, head_dim, value_dim))
     expected = step.expected(step.key)
     shim.backwards = backwards
     CudaKvWrite(shim).write_kv(step.key, step.value, *step.arguments)
     np.testing.assert_array_equal(step.arena, expected)
 
 
-@pytest.mark.parametrize(("dtype", "cache", "head_dim"), VARIANTS)
+@pytest.mark.parametrize(("dtype", "cache", "head_dim", "value_dim"), VARIANTS)
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), seed=st.integers(0, 99), backwards=st.booleans())
 def test_with_rope_queries_are_rotated_in_place_and_rotated_keys_are_written(
-    shim: ShimPrograms, dtype: str, cache: str, head_dim: int, data: st.DataObject, seed: int, backwards: bool
+    shim: ShimPrograms,
+    dtype: str,
+    cache: str,
+    head_dim: int,
+    value_dim: int,
+    data: st.DataObject,
+    seed: int,
+    backwards: bool,
 ) -> None:
-    step = data.draw(steps(dtype, cache, head_dim))
+    step = data.draw(steps(dtype, cache, head_dim, value_dim))
     angles = np.random.default_rng(seed).uniform(0, 2 * np.pi, (len(step.key), head_dim // 2)).astype(np.float32)
     cosines, sines = np.cos(angles), np.sin(angles)
     key, query = step.key.copy(), step.query.copy()
@@ -155,16 +173,24 @@ def test_with_rope_queries_are_rotated_in_place_and_rotated_keys_are_written(
     np.testing.assert_array_equal(bits(step.key), bits(key))
 
 
-@pytest.mark.parametrize(("dtype", "cache", "head_dim"), VARIANTS)
+@pytest.mark.parametrize(("dtype", "cache", "head_dim", "value_dim"), VARIANTS)
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), seed=st.integers(0, 99), backwards=st.booleans())
 def test_a_bias_is_added_before_anything_else(
-    shim: ShimPrograms, dtype: str, cache: str, head_dim: int, data: st.DataObject, seed: int, backwards: bool
+    shim: ShimPrograms,
+    dtype: str,
+    cache: str,
+    head_dim: int,
+    value_dim: int,
+    data: st.DataObject,
+    seed: int,
+    backwards: bool,
 ) -> None:
-    step, rng = data.draw(steps(dtype, cache, head_dim)), np.random.default_rng(seed)
-    heads = [rows.shape[1] for rows in (step.query, step.key, step.value)]
-    bias = rng.standard_normal((sum(heads), head_dim)).astype(step.key.dtype)
-    of_query, of_key, of_value = np.split(bias, np.cumsum(heads)[:-1])
+    step, rng = data.draw(steps(dtype, cache, head_dim, value_dim)), np.random.default_rng(seed)
+    of_query, of_key, of_value = (
+        rng.standard_normal(rows.shape[1:]).astype(step.key.dtype) for rows in (step.query, step.key, step.value)
+    )
+    bias = np.concatenate([each.reshape(-1) for each in (of_query, of_key, of_value)])
     angles = rng.uniform(0, 2 * np.pi, (len(step.key), head_dim // 2)).astype(np.float32)
     cosines, sines = np.cos(angles), np.sin(angles)
     query, given_query = rotated(summed(step.query, of_query), cosines, sines), step.query.copy()
@@ -172,26 +198,25 @@ def test_a_bias_is_added_before_anything_else(
     step.value = value
     expected = step.expected(rotated(key, cosines, sines))
     shim.backwards = backwards
-    CudaKvWrite(shim).write_kv_rope(
-        step.query, step.key, given_value, cosines, sines, *step.arguments, bias=bias.reshape(-1)
-    )
+    CudaKvWrite(shim).write_kv_rope(step.query, step.key, given_value, cosines, sines, *step.arguments, bias=bias)
     np.testing.assert_array_equal(step.arena, expected)
     given_query[: step.tokens] = query[: step.tokens]
     np.testing.assert_array_equal(bits(step.query), bits(given_query))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize(("dtype", "cache", "head_dim"), VARIANTS)
+@pytest.mark.parametrize(("dtype", "cache", "head_dim", "value_dim"), VARIANTS)
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), has_bias=st.booleans(), backwards=st.booleans())
 def test_a_share_of_tokens_is_stored_and_queries_of_all_are_rotated(
-    shim: ShimPrograms, dtype: str, cache: str, head_dim: int, parts: int, data: st.DataObject, has_bias: bool,
-    backwards: bool,
+    shim: ShimPrograms, dtype: str, cache: str, head_dim: int, value_dim: int, parts: int, data: st.DataObject,
+    has_bias: bool, backwards: bool,
 ) -> None:  # fmt: skip
-    step, rng, write = data.draw(steps(dtype, cache, head_dim)), np.random.default_rng(0), CudaKvWrite(shim)
+    step, rng, write = data.draw(steps(dtype, cache, head_dim, value_dim)), np.random.default_rng(0), CudaKvWrite(shim)
     shim.backwards, own = backwards, step.layout
     whole = replace(own, block_size=parts * own.block_size)
-    bias = rng.standard_normal((step.query.shape[1] + 2 * step.key.shape[1]) * head_dim).astype(step.key.dtype)
+    numbers = sum(rows.shape[1] * rows.shape[2] for rows in (step.query, step.key, step.value))
+    bias = rng.standard_normal(numbers).astype(step.key.dtype)
     angles = rng.uniform(0, 2 * np.pi, (len(step.key), head_dim // 2)).astype(np.float32)
     turning, more = (np.cos(angles), np.sin(angles)), {"bias": bias if has_bias else None}
     turned, where = step.query.copy(), (step.padded, step.heads)
@@ -330,7 +355,7 @@ def a_step(dtype: str = "float16", cache: str = "float16", head_dim: int = 64) -
 @pytest.mark.parametrize(
     ("dtype", "cache", "head_dim", "message"),
     [
-        ("float16", "float16", 80, r"head.* 80 .* 64, 96, 128, 256, 512"),
+        ("float16", "float16", 80, r"head.* 80 .* 64, 96, 128, 192, 256, 512"),
         ("float16", "bfloat16", 64, "float16 cannot be kept as bfloat16"),
         ("int8", "int8", 64, "int8 cannot be kept"),
         ("float64", "float64", 64, "float64 cannot be kept"),

@@ -56,7 +56,7 @@ def seen_by_numpy(scene: RanksScene, queries: np.ndarray, share: TokenShare) -> 
     asked, cap = queries.astype(np.float64), scene.case.softcap
     means, sums = np.zeros(queries.shape), np.full(queries.shape[:3], -np.inf)
     for token, sequence in enumerate(np.flatnonzero(scene.case.query_lens)):
-        key, value = scene.kv[sequence][:, share.part :: share.parts, 0].astype(np.float64)
+        key, value = (rows[share.part :: share.parts, 0].astype(np.float64) for rows in scene.kv[sequence])
         if len(key):
             scores = scene.scale * np.einsum("phd,nd->phn", asked[:, token], key)
             weights = np.exp(cap * np.tanh(scores / cap) if cap else scores)
@@ -130,6 +130,15 @@ def test_decodes_of_any_length_see_the_tokens_of_all_ranks(
         ("exchange", (parts, 4, 3, 64 + mla.BESIDE), np.float32),
     ]
     assert [name for name, _ in scene.launched()] == ["attend"]
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
+def test_values_that_are_smaller_than_keys(kept: str) -> None:
+    """Of decodes, whose queries go to tokens, and of a prompt, whose tokens go to queries."""
+    case = Case((1, 1), (70, 34), ONE, 4, 96, 32, has_sink_logits=True, dtype=kept, value_dim=64)
+    scene = RanksScene(case, 2, "bfloat16").decoding()
+    assert assert_all_see_all(scene)[1] == ("exchange", (2, 2, 2, 64 + mla.BESIDE), np.float32)
+    assert_all_see_all(RanksScene(replace(case, query_lens=(40, 1)), 2, "bfloat16").knowing())
 
 
 def test_padding_is_nobodys_and_what_is_launched_and_told_hangs_on_shapes_alone() -> None:
@@ -242,8 +251,10 @@ def test_what_cancels_out_between_ranks_leaves_no_rounding_errors_of_theirs() ->
     """Their means are a thousand times what is left of them."""
     scene = RanksScene(Case((1,), (64,), ONE, share=2, head_dim=32, block_size=32, dtype="bfloat16"), 2, "bfloat16")
     scene.query[:], draw = 0, np.random.default_rng(2).uniform(1, 2, (32, 1, 32))
-    scene.kv[0][1, ::2], scene.kv[0][1, 1::2] = 1000 * draw, -1000 * draw + 8 * draw
-    scene.kv[0][:] = scene.kv[0].astype(scene.dtype).astype(np.float32)
+    key, value = scene.kv[0]
+    value[::2], value[1::2] = 1000 * draw, -1000 * draw + 8 * draw
+    for rows in (key, value):
+        rows[:] = rows.astype(scene.dtype).astype(np.float32)
     scene.write_shared(scene.kernels[0])
     found, _ = scene.decoding().attend_as_threads()
     np.testing.assert_allclose(found.astype(np.float64), scene.expected(), rtol=1e-2)

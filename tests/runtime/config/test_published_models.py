@@ -130,13 +130,14 @@ def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(publi
     "name",
     [
         "deepseek-v3", "deepseek-v3.2", "glm-4.5", "glm-4.7-flash", "glm-5", "qwen3-next-80b-a3b", "qwen3.5-27b",
-        "qwen3.5-35b-a3b", "qwen3.5-397b-a17b",
+        "qwen3.5-35b-a3b", "qwen3.5-397b-a17b", "mimo-v2-flash",
     ],
 )  # fmt: skip
 def test_padding_is_as_small_with_a_layer_that_drafts(name: str) -> None:
     """Which is one more of those that keep tokens."""
     model = model_config(json.loads((PUBLISHED[0].parent / f"{name}.json").read_text()))
-    drafting = drafting_config(model, ["mtp.fc.weight", f"model.layers.{model.num_layers}.eh_proj.weight"])
+    joins = f"model.layers.{model.num_layers}.eh_proj", "model.mtp.layers.0.eh_proj", "mtp.fc"
+    drafting = drafting_config(model, [f"{name}.weight" for name in joins])
     assert (drafting.num_layers, drafting.decoder_layers) == (model.num_layers + 1, model.num_layers)
     for size in sizes_up_to_eight(model):
         assert max(paddings(plan_of_model(drafting, size)).values()) <= MOST_PADDING
@@ -249,6 +250,12 @@ def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
             "8 query and 2 KV heads of 256 or 2 KV heads of 512, 18 layers use an earlier one's cache",
             "7 x 4 or 8 slots per rank (auto, padding 0.0%)",
             {"full attention, 4 (layer, KV head) pairs", "window of 512, 8 (layer, KV head) pairs"},
+        ),
+        (
+            "mimo-v2-flash",
+            "64 query and 4 KV heads of 192 (values 128) or 8 KV heads of 192 (values 128)",
+            "29 x 12 slots per rank (auto, padding 0.0%)",
+            {"full attention, 12 (layer, KV head) pairs", "window of 128, 12 (layer, KV head) pairs"},
         ),
     ],
 )

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "qwen3-moe": (INT4, in_int4),
     "deepseek-v3": (FP8, in_fp8),
     "kimi-linear": (FP8, in_fp8),
+    "mimo-v2": (FP8, in_fp8),
 }
 
 
@@ -76,7 +77,7 @@ def test_ranks_of_a_gpu_that_compute_from_fp8_add_up_to_the_expanded_model(tmp_p
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["phi3-long", "llama4", "qwen3.5", "deepseek-v2", "kimi-linear"])
+@pytest.mark.parametrize("name", ["phi3-long", "llama4", "qwen3.5", "deepseek-v2", "kimi-linear", "cohere2-moe"])
 def test_models_that_reorder_rows_compute_from_codes_the_same(name: str, tmp_path: Path) -> None:
     quantised, _ = write_quantised(tmp_path, name, INT4, in_int4)
     config = served_up_to(model_config(without_scheme(read_json(quantised / "config.json"))), 512)
@@ -101,7 +102,7 @@ class ToldCheckpoint(Checkpoint):
 
 
 STILL_WIDE = re.compile(
-    r".*[.](gate|router|router[.]layer|shared_expert_gate|([qkv]_)?conv1d|kv_b_proj|indexer[.]\w+)[.]weight"
+    r".*[.](gate|gate[.]wg|router|router[.]layer|shared_expert_gate|([qkv]_)?conv1d|kv_b_proj|indexer[.]\w+)[.]weight"
     r"|.*[.]A_log|.*[.]experts[.]\w+_proj(_bias)?|.*[.](hc_\w+|ape|tid2eid)"
 )
 """Routers, convolutions and speeds of decays, which are small; up-projections of latents, and indexers; gpt-oss'

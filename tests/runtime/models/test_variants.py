@@ -16,8 +16,12 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.models.cohere2_moe import Cohere2MoeModelConfig
+from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.granite import GraniteConfig
+from headwise.runtime.models.mimo_v2 import MiMoV2Config
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.rope import rotated_elements
 from headwise.runtime.ops.comm import SingleRank
 
 PUBLISHED = Path(__file__).parents[2] / "support" / "published"
@@ -47,6 +51,22 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
         ("glm4-moe", {"n_routed_experts": 2}, "'num_experts_per_tok' 3 cannot be chosen from .* 'n_routed_experts' 2"),
         ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must name 3 layers 'dense' or 'sparse'"),
         ("hunyuan3", {"num_experts": 2}, "'num_experts_per_tok' 3 cannot be chosen from .* 'num_experts' 2"),
+        ("hunyuan-v1", {"use_cla": True}, "'use_cla' is True, which cannot be served"),
+        ("hunyuan-v1", {"use_qk_norm": False}, "'use_qk_norm' is False, which cannot be served"),
+        (
+            "hunyuan-v1",
+            {"rope_scaling": {"type": "dynamic", "alpha": "x"}},
+            "'alpha' must be a positive number",
+        ),
+        ("hunyuan-v1-moe", {"moe_topk": [3, 2, 3]}, "'moe_topk' must be the same number for each of 3 layers, got"),
+        ("hunyuan-v1-moe", {"moe_topk": []}, "'moe_topk' must be the same number for each of 3 layers, got"),
+        ("hunyuan-v1-moe", {"num_experts": 2}, "'moe_topk' must be at most 2, got 3"),
+        (
+            "hunyuan-v1-moe",
+            {"num_shared_expert": [2, 2, 2]},
+            "'num_shared_expert' is .*, and 1 in each layer is",
+        ),
+        ("hunyuan-v1-moe", {"moe_layer_num_skipped": 1}, "'moe_layer_num_skipped' is 1, which cannot be served"),
         ("afmoe", {"score_func": "softmax"}, "'score_func' is 'softmax', which cannot be served"),
         ("afmoe", {"num_dense_layers": "two"}, "'num_dense_layers' must be an integer of at least 0, got 'two'"),
         (
@@ -55,6 +75,36 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
             r"'attn_type_list' is \[1, 0, 1\]; MiniMaxM2ForCausalLM is served",
         ),
         ("minimax-m2", {"qk_norm_type": "per_head"}, "'qk_norm_type' is 'per_head', which cannot be served"),
+        (
+            "mimo-v2",
+            {"attention_projection_layout": "fused_qkv"},
+            "'attention_projection_layout' is 'fused_qkv'",
+        ),
+        ("mimo-v2", {"attention_bias": True}, "'attention_bias' is True, which cannot be served"),
+        (
+            "mimo-v2",
+            {"v_head_dim": 128},
+            "4 attention heads of 96 for 1 key-value heads, with values of 128, of",
+        ),
+        ("mimo-v2", {"v_head_dim": 0}, "'v_head_dim' must be a positive integer, got 0"),
+        ("mimo-v2", {"swa_num_key_value_heads": 3}, "4 attention heads of 96 for 3 key-value heads"),
+        ("mimo-v2", {"swa_head_dim": 64}, "'swa_head_dim' 64 is not 96, as that of other layers: not served"),
+        ("mimo-v2", {"swa_num_attention_heads": 8}, "'swa_num_attention_heads' 8 is not 4, as that of other layers"),
+        ("mimo-v2", {"sliding_window_size": 25}, "'sliding_window' 24 and 'sliding_window_size' 25 must be the same"),
+        (
+            "mimo-v2",
+            {"hybrid_layer_pattern": [0, 2, 1, 0]},
+            "'hybrid_layer_pattern' must be a 0 or 1 for each of 4",
+        ),
+        ("mimo-v2", {"hybrid_layer_pattern": "0110"}, "'hybrid_layer_pattern' must be a 0 or 1 for each of 4 layers"),
+        ("mimo-v2", {"hybrid_layer_pattern": [1, 1, 1, 0]}, "'layer_types' and 'hybrid_layer_pattern' tell of other"),
+        ("mimo-v2", {"moe_layer_freq": [1, 1, 1, 1]}, "'mlp_layer_types' and 'moe_layer_freq' tell of other experts"),
+        ("mimo-v2", {"attention_value_scale": 0}, "'attention_value_scale' must be a positive number, got 0"),
+        (
+            "mimo-v2",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
+            "with a scaling of rotary embedding for each kind of layer alone, in 'rope_parameters'",
+        ),
         ("minimax-m2", {"rotary_dim": 65}, "'partial_rotary_factor' must be a number above 0 and up to 1, got 1.0"),
         (
             "exaone4",
@@ -64,7 +114,29 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
         ("olmo3", {"sliding_window": 0}, "'sliding_window' must be a positive integer, got 0"),
         ("cohere2", {"use_qk_norm": True}, "'use_qk_norm' is True, which cannot be served"),
         ("cohere2", {"logit_scale": 0}, "'logit_scale' must be a positive number, got 0"),
+        ("cohere2-moe", {"expert_selection_fn": "tanh"}, "'expert_selection_fn' is 'tanh', which cannot be served"),
+        ("cohere2-moe", {"shared_expert_combination_strategy": "max"}, "'shared_expert_combination_strategy' is 'max'"),
+        ("cohere2-moe", {"num_experts": 2}, "'num_experts_per_tok' 3 is more than 'num_experts' 2"),
+        (
+            "cohere2-moe",
+            {"prefix_dense_intermediate_size": None},
+            "'prefix_dense_intermediate_size' must be a",
+        ),
+        ("cohere2-moe", {"mlp_layer_types": ["sparse"]}, "'mlp_layer_types' must name 4 layers 'dense' or 'sparse'"),
+        ("cohere2-moe", {"layer_norm_eps": "small"}, "'layer_norm_eps' must be a positive number, got 'small'"),
         ("granite", {"residual_multiplier": 0}, "'residual_multiplier' must be a positive number, got 0"),
+        (
+            "granite-swa",
+            {"layer_rope_theta": [0, 1e4]},
+            "'layer_rope_theta' must be 0 or a positive number",
+        ),
+        ("granite-swa", {"layer_rope_theta": [0, 1e4, -1, 0]}, "'layer_rope_theta' must be 0 or a positive number for"),
+        ("granite-swa", {"layer_rope_theta": "fast"}, "'layer_rope_theta' must be 0 or a positive number for each of"),
+        ("granite-swa", {"sliding_window": 0}, "'sliding_window' must be a positive integer, got 0"),
+        ("granite-moe-swa", {"shared_intermediate_size": -1}, "'shared_intermediate_size' must be an integer of at le"),
+        ("mellum", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must name 4 layers 'dense' or 'sparse'"),
+        ("mellum", {"num_experts": 2}, "'num_experts_per_tok' 3 is more than 'num_experts' 2"),
+        ("mellum", {"rope_parameters": {"full_attention": 3}}, "'full_attention' must be an object, got 3"),
         ("granite-hybrid", {"layer_types": None}, "none of 3 layers has attention; at least one must"),
         ("granite-hybrid", {"position_embedding_type": "alibi"}, "'position_embedding_type' is 'alibi', which cannot"),
         ("granite-hybrid", {"num_local_experts": 8}, "'num_experts_per_tok' must be a positive integer, got 0"),
@@ -105,6 +177,82 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 def test_what_cannot_be_served_is_told_by_its_field(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_config({**TINY_CONFIGS[name], **changes})
+
+
+def test_a_command_with_experts_has_layers_by_its_fields() -> None:
+    named = {**TINY_CONFIGS["cohere2-moe"], "layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 8}
+    model = model_config({**named, "first_k_dense_replace": 3, "norm_topk_prob": False})
+    assert isinstance(model, Cohere2MoeModelConfig)
+    assert isinstance(model.moe, GroupedMoeConfig)
+    assert [row[0].window for row in model.policies] == [0, 0, 0, 24, 24, 24, 0, 24]
+    assert [rope.is_none for rope in model.ropes] == [False] * 6 + [True, False], "the first ones turn without windows"
+    assert (model.moe.layers, model.intermediate_size, model.moe.expert_size) == ((3, 4, 5, 6, 7), 96, 32)
+    assert (model.moe.is_normed, model.moe.scale, model.halves_shared) == (False, 0.5, True)
+    by_two = model_config({**named, "first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2})
+    assert [row[0].window for row in by_two.policies] == [24, 0, 24, 24, 24, 24, 0, 24]
+    assert [rope.is_none for rope in by_two.ropes] == [False, True] + [False] * 4 + [True, False]
+    alone = model_config({**TINY_CONFIGS["cohere2-moe"], "num_shared_experts": 0})
+    assert isinstance(alone, Cohere2MoeModelConfig)
+    assert not alone.halves_shared
+
+
+def test_granite_swa_s_first_layer_of_four_sees_all_and_mellum_s_do_if_none_are_named() -> None:
+    bare = {key: value for key, value in TINY_CONFIGS["granite-moe-swa"].items() if key != "layer_rope_theta"}
+    model = model_config({**bare, "num_hidden_layers": 6})
+    assert [row[0].window for row in model.policies] == [0, 24, 24, 24, 0, 24]
+    assert {rope.theta for rope in model.ropes} == {10000.0}
+    named = {**TINY_CONFIGS["mellum"], "layer_types": None, "mlp_layer_types": None, "rope_parameters": None}
+    mellum = model_config(
+        {key: value for key, value in named.items() if key != "num_experts"} | {"num_local_experts": 9}
+    )
+    assert mellum.moe is not None
+    assert (mellum.moe.layers, mellum.moe.num_experts) == ((0, 1, 2, 3), 9)
+    assert {(row, rope.theta) for row, rope in zip(mellum.policies, mellum.ropes, strict=True)} == {((FULL,) * 2, 5e5)}
+
+
+def test_mimo_v2_is_read_as_it_was_published_and_as_hugging_face_writes_it() -> None:
+    theirs = TINY_CONFIGS["mimo-v2"]
+    gone = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "v_head_dim", "sliding_window")
+    ours = {key: value for key, value in theirs.items() if key not in gone} | {
+        "hybrid_layer_pattern": [0, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "layernorm_epsilon": 1e-5,
+        "rope_theta": 50000,
+        "swa_rope_theta": 10000,
+        "partial_rotary_factor": 0.334,
+        "v_head_dim": 64,
+        "swa_v_head_dim": 64,
+        "swa_num_key_value_heads": 2,
+        "sliding_window_size": 24,
+        "attention_chunk_size": 24,
+        "routed_scaling_factor": None,
+    }
+    found, expected = model_config(ours), model_config(theirs)
+    assert replace(found, ropes=()) == replace(expected, ropes=())
+    for one, other in zip(found.ropes, expected.ropes, strict=True):
+        assert (one.theta, one.share) == (other.theta, other.share)
+
+
+def test_mimo_v2_flash_has_unlike_heads_in_layers_with_windows() -> None:
+    model = model_config(published("mimo-v2-flash"))
+    assert isinstance(model, MiMoV2Config)
+    full = [layer for layer, row in enumerate(model.policies) if row == (FULL,) * 4]
+    assert full == [0, 5, 11, 17, 23, 29, 35, 41, 47]
+    assert model.policies[1] == (HeadPolicy(window=128),) * 8
+    assert (model.heads_of(0).dims, model.heads_of(1).kv_heads) == ((192, 128), 8)
+    assert [layer for layer in range(48) if not model.has_sinks(layer)] == full
+    assert [(model.ropes[layer].theta, rotated_elements(model.ropes[layer], 192)) for layer in (0, 1)] == [
+        (5e6, 64),
+        (1e4, 64),
+    ]
+    assert model.moe is not None
+    assert (model.moe.layers, model.moe.num_shared_experts) == (tuple(range(1, 48)), 0)
+    sunk = model_config(published("mimo-v2-flash", add_full_attention_sink_bias=True, attention_value_scale=None))
+    assert isinstance(sunk, MiMoV2Config)
+    assert all(map(sunk.has_sinks, range(48)))
+    assert (sunk.value_scale, sunk.attention_scale) == (1.0, 192**-0.5)
+    bare = model_config(published("mimo-v2-flash", hybrid_layer_pattern=None, moe_layer_freq=None))
+    assert (bare.policies, bare.moe) == (model.policies, model.moe), "Hugging Face's defaults"
 
 
 def test_a_mistral_s_text_is_a_mistral_or_a_ministral_3() -> None:

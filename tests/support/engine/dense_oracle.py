@@ -59,16 +59,16 @@ class DenseAttention:
         c, heads, kept = self._config, self._shard.kv_heads[layer], self._config.heads_of(layer).cache_layer
         assert (key is None) == (kept != layer)
         if bias is not None:
-            ends = np.cumsum([query.shape[1], key.shape[1]])
-            of_query, of_key, of_value = np.split(bias.reshape(-1, query.shape[2]), ends)
-            query, key, value = query + of_query, key + of_key, value + of_value
+            given = query, key, value
+            parts = np.split(bias, np.cumsum([each[0].size for each in given])[:-1])
+            query, key, value = (each + part.reshape(each.shape[1:]) for each, part in zip(given, parts, strict=True))
         if key is not None:
             tensors = self._ops.rope(key, *rotation), value
             self._kept[layer] = [self._ops.kernel_array(t).astype(np.float64) for t in tensors]
         k, v = self._kept[kept]
         q = self._ops.kernel_array(self._ops.rope(query, *rotation)).astype(np.float64)
         share = q.shape[1] // len(heads)
-        out = np.empty_like(q)
+        out = np.empty((*q.shape[:2], v.shape[2]))
         for local, head in enumerate(heads):
             mask = visible(c.policies[kept][head], len(q))
             if c.chunk and c.policies[kept][head].window:

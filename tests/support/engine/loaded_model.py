@@ -32,7 +32,8 @@ _LIKE_ANOTHER_S = {
     "deepseek-v3-bias", "qwen3.5-moe", "gpt-oss-mxfp4", "qwen2-moe", "dots1", "smollm3", "seed-oss", "ministral3",
     "glm4", "glm4-moe", "glm4-moe-lite", "glm5", "minimax-m2", "olmo2", "exaone4", "exaone-moe", "afmoe", "hunyuan3",
     "solar-open", "mimo", "cohere2", "granite", "granite-moe", "granite-hybrid", "arcee", "granite-hybrid-moe",
-    "nemotron-h-moe", "nemotron-h-latent", "bamba",
+    "nemotron-h-moe", "nemotron-h-latent", "bamba", "granite-swa", "granite-moe-swa", "mellum",
+    "cohere2-moe", "cohere2-moe-rms", "hunyuan-v1", "hunyuan-v1-moe",
 }  # fmt: skip
 TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS]
 CACHE_KINDS = [*DEMO_MODELS, *TINY_KINDS]

@@ -40,7 +40,7 @@ class RanksScene(SharedScene):
         super().__init__(case, parts, dtype)
         self.query = self.query.astype(self.dtype).astype(np.float32)
         if case.dtype == dtype:
-            self.kv = [kv.astype(self.dtype).astype(np.float32) for kv in self.kv]
+            self.kv = [tuple(rows.astype(self.dtype).astype(np.float32) for rows in kv) for kv in self.kv]
         self.kernels = [head_kernels(tuning, sms) for _ in range(parts)]
         self.write_shared(self.kernels[0])
 

@@ -11,7 +11,7 @@ from headwise.cache_controller.planner import Sharing, can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, BiasingKernels, HeadTable, RotatingKernels
-from headwise.kernels.cuda.attention import AttentionShape, check_supported
+from headwise.kernels.cuda.attention import AttentionShape, check_shape
 from headwise.kernels.cuda.gqa_ranks import RanksShape
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
@@ -36,7 +36,8 @@ class GroupedQueryAttention:
     is_replicated = False
 
     def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
-        return gqa_layout(block_size, slots, self.config.heads_of(layer).head_dim, kv_dtype)
+        heads = self.config.heads_of(layer)
+        return gqa_layout(block_size, slots, heads.head_dim, kv_dtype, heads.value_dim)
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`: ranks may not fit the heads, or kernels have no quantised cache of them."""
@@ -45,7 +46,7 @@ class GroupedQueryAttention:
         check_power_of_two(serving)
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
-        dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
+        dims = sorted({dim for layer in range(self.config.num_layers) for dim in self.config.heads_of(layer).dims})
         odd = next((dim for dim in dims if dim % CPU_QUANTISED_HEAD_MULTIPLE), None)
         if odd is not None:
             raise ConfigError(
@@ -75,7 +76,7 @@ class GroupedQueryAttention:
             for share in query_shares(self.config, layer, tp_size)
         }
         for (shape, keeping), layout in shapes.items():
-            check_supported(shape.head_dim, dtype, shape.kv_dtype, parts.launcher.sm, shape.block_size)
+            check_shape(shape, parts.launcher.sm)
             if keeping == 1:
                 kernels.prepare(layout, shape)
             else:
@@ -105,12 +106,14 @@ class GroupedQueryAttention:
     def weight_elements(self, layer: int = 0) -> int:
         c, heads = self.config, self.config.heads_of(layer)
         own = heads.kv_heads if heads.cache_layer == layer else 0
-        return 2 * c.hidden_size * heads.head_dim * (c.num_heads + own)
+        return c.hidden_size * sum(heads.dims) * (c.num_heads + own)
 
     def geometry(self) -> str:
         c = self.config
-        kinds = list(dict.fromkeys((heads.kv_heads, heads.head_dim) for heads in map(c.heads_of, range(c.num_layers))))
-        kv_heads = " or ".join(f"{count} KV heads of {dim}" for count, dim in kinds)
+        kinds = list(dict.fromkeys((heads.kv_heads, *heads.dims) for heads in map(c.heads_of, range(c.num_layers))))
+        kv_heads = " or ".join(
+            f"{count} KV heads of {dim}" + (f" (values {value})" if value != dim else "") for count, dim, value in kinds
+        )
         shared = sum(heads.cache_layer != layer for layer, heads in enumerate(c.layer_heads))
         return f"{c.num_heads} query and {kv_heads}" + (
             f", {shared} layers use an earlier one's cache" if shared else ""
@@ -159,8 +162,8 @@ class GroupedQueryOverCache:
         sink_logits: KernelArray | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``, or of
-        the wanted rows.
+        """``query [T, q_heads, D]``, ``key [T, kv_heads, D]`` and ``value [T, kv_heads, V]`` of this rank ->
+        ``[T, q_heads, V]``, or of the wanted rows.
 
         Without keys and values the step's are there: an earlier layer wrote them. ``sink_logits`` are as for
         `AttentionKernels.attend`. ``bias`` is what queries, keys and values still lack, see `BiasingKernels`.
@@ -172,7 +175,7 @@ class GroupedQueryOverCache:
             queries = self.written(cache, query, key, value, rotation, bias)
         cache.wait()
         cache, queries = of_wanted(cache, queries, ops)
-        seen = ops.empty_like(queries) if cache.out is None else cache.out
+        seen = self._room(queries, value) if cache.out is None else cache.out
         if queries.shape[0]:
             self.attend(cache, queries, sink_logits, seen)
         return ops.from_kernel_array(seen)
@@ -207,7 +210,13 @@ class GroupedQueryOverCache:
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""
-        return self._ops.empty_like(self._ops.kernel_array(projected[0]))
+        query, _, value, *_ = projected
+        return self._room(self._ops.kernel_array(query), value)
+
+    def _room(self, queries: KernelArray, value: Tensor | None) -> KernelArray:
+        """For what they see: means of values, which are as large as keys where these are an earlier layer's."""
+        size = queries.shape[2] if value is None else value.shape[2]
+        return self._ops.empty_like(queries, (*queries.shape[:2], size))
 
     def seen(self, cache: LayerCache) -> tuple[AttentionBatch, HeadTable]:
         """What the kernels attend to for this layer."""
