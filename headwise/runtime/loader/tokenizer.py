@@ -149,6 +149,10 @@ class Tokenizer:
         unknown = getattr(self._backend.model, "unk_token", None)
         return None if unknown is None else self._backend.token_to_id(unknown)
 
+    def control_token(self, text: str) -> int | None:
+        """The id of the control token that is written so; None: there is none, or users' text may become it."""
+        return next((token for token in self._hidden if self._added[token] == text), None)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The ids' text, without special tokens."""
         return str(self._backend.decode(ids, skip_special_tokens=True))

@@ -35,6 +35,7 @@ class ScriptedPreprocessor:
         cache_salt: str,
         items: Any,
         adapter: str,
+        images: Any,
     ) -> GenerateRequest:
         text = prompt if messages is None else "".join(message["content"] or "" for message in messages["messages"])
         tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
