@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def answer(model: Any, name: str, ids: list[int], given: list[Any]) -> dict[str, Any]:
-    """Greedy tokens and by how much each was the best. Images of different sizes are padded to one, as they are taken."""
+    """Greedy tokens and by how much each was the best. Images are padded to one size, as transformers takes them."""
     more: dict[str, Any] = {}
     if given:
         height, width = (max(int(each["image_sizes"][0][axis]) for each in given) for axis in (0, 1))

@@ -52,10 +52,11 @@ class ImageEncoder:
             settings, _processor(directory), open_weights(directory), _ops(config), tokenizer.control_token
         )
         tower = kind.build(parts)
-        if tokenizer.control_token(tokenizer.written([kind.placeholder_of(settings)])) is None:
+        placeholder = kind.placeholder_of(settings)
+        if tokenizer.control_token(tokenizer.written([placeholder])) != placeholder:
             raise ModelError(
-                f"the token {kind.placeholder_of(settings)} that stands for an image is no control token of the model's "
-                "tokenizer: users could write it"
+                f"the token {placeholder}, which stands for an image, is no control token of the model's tokenizer: users "
+                "could write it"
             )
         return cls(tower, parse_bytes(config.image_cache), config.dtype_name == "bfloat16")
 
@@ -81,6 +82,13 @@ class ImageEncoder:
             )
         embeds.flags.writeable = False
         return EncodedImage(PromptImage(digest(embeds), made.tokens), embeds)
+
+    def warm_up(self) -> None:
+        """Compile what the first images would wait for: nobody is answered meanwhile."""
+        from PIL import Image
+
+        for size in ((8, 8), (256, 256)):
+            self._tower.encode(Image.new("RGB", size))
 
     def stats(self) -> dict[str, int]:
         cache = self.cache

@@ -48,7 +48,8 @@ def decode(data: bytes) -> Image:
     try:
         image.load()
         turned: Any = ImageOps.exif_transpose(image)
-        return turned if turned.mode == "RGB" else turned.convert("RGB")
+        rgb: Image = turned if turned.mode == "RGB" else turned.convert("RGB")
+        return rgb
     except Exception as error:  # decoders raise whatever the file leads them to
         raise InvalidRequestError(f"the image is broken, it cannot be decoded: {first_line(error):.200}") from None
 

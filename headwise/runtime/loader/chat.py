@@ -189,7 +189,8 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     """Check a user's messages, and copy them into the form that templates and the wire need.
 
     Each has a role of `ROLES`, its content as one string (text parts ``{"type": "text", "text": ...}`` are joined), or
-    where there are images as a list of text parts and `IMAGE_PART`, and else only plain data. An assistant's message with ``tool_calls`` needs no content.
+    where there are images as a list of text parts and `IMAGE_PART`, and else only plain data. An assistant's message
+    with ``tool_calls`` needs no content.
 
     Raises:
         InvalidRequestError: they are not such messages; the text names the part at fault.

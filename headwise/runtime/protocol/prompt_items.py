@@ -23,8 +23,10 @@ from headwise.runtime.protocol.values import as_integer, as_items, check_text
 MAX_ITEMS = 1024
 MAX_HASH_CHARACTERS = 128
 MAX_EMBED_BYTES = 62 << 20
-"""Of a prompt's token ids and embeddings together: with what else a request has, they are one message. An image of 3,000
-tokens at a hidden size of 5,120 takes 59 MiB in float32, and half in bfloat16."""
+"""Of a prompt's token ids and embeddings together: with what else a request has, they are one message. An image of
+3,000 tokens at a hidden size of 5,120 takes 59 MiB in float32, and half in bfloat16."""
+_EXPONENT = np.uint16(0x7F80)
+"""Of bfloat16: all of its bits are set in what is not finite."""
 DIGEST = "embeds:"
 """What the hash of an item begins with that is named by the digest of its embeddings."""
 
@@ -190,7 +192,8 @@ def _check_bytes(num_bytes: int) -> None:
 
 def _check_finite(values: NDArray[np.float32] | NDArray[np.uint16], start: int, end: int) -> None:
     is_half = values.dtype == np.uint16
-    is_finite = ((values & 0x7F80) != 0x7F80).all() if is_half else np.isfinite(values).all()
+    exponents = np.bitwise_and(values.view(np.uint16), _EXPONENT) if is_half else None
+    is_finite = np.isfinite(values).all() if exponents is None else (exponents != _EXPONENT).all()
     if not is_finite:
         raise InvalidRequestError(
             f"the embeddings at [{start}, {end}) are not all finite numbers (of {'bfloat16' if is_half else 'float32'})"

@@ -221,7 +221,8 @@ def _dict(key_hint: Any, value_hint: Any) -> tuple[Convert | None, Convert]:
 
 def _dtype(hint: Any) -> np.dtype[Any]:
     """Of an ``NDArray[...]``."""
-    return np.dtype(get_args(get_args(hint)[1])[0])
+    dtype: np.dtype[Any] = np.dtype(get_args(get_args(hint)[1])[0])
+    return dtype
 
 
 def _array_check(*dtypes: np.dtype[Any]) -> Convert:

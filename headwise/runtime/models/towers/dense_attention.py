@@ -20,11 +20,11 @@ def dense_attention(ops: TensorOps, query: Tensor, key: Tensor, value: Tensor, s
     Scores and sums are float32, of what the operations' dtype is.
     """
     given = [ops.kernel_array(each) for each in (query, key, value)]
-    wide = [each.astype(np.float32, copy=False).transpose(1, 0, 2) for each in given]
+    q, k, v = (each.astype(np.float32, copy=False).transpose(1, 0, 2) for each in given)
     out = ops.empty_like(given[0])
 
     def head(index: int) -> None:
-        _head(out[:, index], *(each[index] for each in wide), np.float32(scale))
+        _head(out[:, index], q[index], k[index], v[index], np.float32(scale))
 
     if isinstance(out, np.ndarray):
         # NumPy lets go of the interpreter, and its own threads are few: heads are computed beside one another.

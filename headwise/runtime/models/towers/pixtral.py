@@ -175,7 +175,8 @@ class _Source:
         found = self._weights.tensor(self._names[end])
         if found.size != int(np.prod(shape)) or found.shape[0] != shape[0]:
             raise ModelError(f"{self._names[end]!r} has the shape {found.shape}, its config.json says {shape}")
-        return found.reshape(shape)
+        whole: NDArray[np.float32] = found.reshape(shape)
+        return whole
 
     def linear(self, end: str, outputs: int, inputs: int) -> Weight:
         return self._ops.linear_weight(self.array(end, outputs, inputs))
@@ -189,7 +190,8 @@ class _Source:
     def row(self, end: str, index: int) -> NDArray[np.float32]:
         if end not in self._names:
             raise ModelError(f"the checkpoint lacks the tensor {end!r}: fetch the model again")
-        return self._weights.rows(self._names[end], index, index + 1)[0]
+        found: NDArray[np.float32] = self._weights.rows(self._names[end], index, index + 1)[0]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,12 +208,15 @@ class _Layer:
 
     @classmethod
     def read(cls, source: _Source, index: int, config: PixtralConfig) -> _Layer:
-        at, hidden = f"vision_tower.transformer.layers.{index}.", config.hidden
-        inner = config.inner
+        at, hidden, inner = f"vision_tower.transformer.layers.{index}.", config.hidden, config.inner
+        query, key, value, out = (source.linear(f"{at}attention.{name}_proj.weight", hidden, hidden) for name in "qkvo")
         return cls(
             source.norm(f"{at}attention_norm.weight", hidden),
             source.norm(f"{at}ffn_norm.weight", hidden),
-            *(source.linear(f"{at}attention.{name}_proj.weight", hidden, hidden) for name in "qkvo"),
+            query,
+            key,
+            value,
+            out,
             source.linear(f"{at}feed_forward.gate_proj.weight", inner, hidden),
             source.linear(f"{at}feed_forward.up_proj.weight", inner, hidden),
             source.linear(f"{at}feed_forward.down_proj.weight", hidden, inner),
