@@ -295,8 +295,8 @@ class Deployment:
                 raise self._failure
             if time.monotonic() > deadline:
                 raise DeploymentError(
-                    f"no encoder of images has started in {self.config.start_timeout_s:g} s (start_timeout_s): each needs "
-                    f"{roles[0].site.needs()}; lower image_encoder_cpus, or add nodes"
+                    f"no encoder of images has started in {self.config.start_timeout_s:g} s (start_timeout_s): each "
+                    f"needs {roles[0].site.needs()}; lower image_encoder_cpus, or add nodes"
                 )
             time.sleep(_LOOK_S)
         failed = [role.error for role in roles if role.error is not None]

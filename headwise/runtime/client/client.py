@@ -21,7 +21,7 @@ from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of, plain_chat
 from headwise.runtime.loader.chat_images import take_images
-from headwise.runtime.protocol.images import MAX_IMAGE_BYTES, MAX_IMAGES
+from headwise.runtime.protocol.images import IMAGE_LIMITS
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
@@ -309,13 +309,13 @@ def _as_asked(
 
 
 def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Asked:
-    """The message for a call, its embeddings, and its images; raises `InvalidRequestError` for what no deployment accepts."""
+    """The message for a call, its embeddings and images; raises `InvalidRequestError` for what nobody accepts."""
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     session, adapter = (as_string(name, options.pop(name, "")) for name in ("session", "adapter"))
     if messages is not None:
         messages = chat_of(messages, **{name: options.pop(name, None) for name in CHAT_OPTIONS})
-    messages, files = take_images(messages, MAX_IMAGES, MAX_IMAGE_BYTES)
+    messages, files = take_images(messages, IMAGE_LIMITS)
     text, token_ids, plain = _prompt(prompt, messages)
     items = _placed(options.pop("items", ()), token_ids)
     chosen = SamplingParams.of(sampling, options)

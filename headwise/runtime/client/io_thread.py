@@ -386,7 +386,7 @@ class ClientIO:
             self._take_pong(peer, message)
         elif isinstance(message, Stats):
             self._answer(peer, message.key, message.stats)
-        elif isinstance(message, Engines) or isinstance(message, Encoders):
+        elif isinstance(message, Engines | Encoders):
             self._answer(peer, message.key, message.endpoints)
         elif isinstance(message, Encoded):
             self._answer(peer, message.key, message)

@@ -27,7 +27,7 @@ from headwise.runtime.loader.chat_images import take_images
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.executor import Executor
-from headwise.runtime.protocol.images import MAX_IMAGE_BYTES, MAX_IMAGES, with_embeds
+from headwise.runtime.protocol.images import IMAGE_LIMITS, with_embeds
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.memory_check import check_memory
@@ -128,7 +128,7 @@ class LocalEngine:
     ) -> Iterator[OutputDelta]:
         """Like `stream`, for a chat; see `Client.chat`. Images are encoded in this thread."""
         chat = chat_of(messages, **{name: kwargs.pop(name, None) for name in CHAT_OPTIONS})
-        chat, files = take_images(chat, MAX_IMAGES, MAX_IMAGE_BYTES)
+        chat, files = take_images(chat, IMAGE_LIMITS)
         if not files:
             return self._calls.run([self.preprocessor.prepare(messages=chat, sampling=sampling, **kwargs)])
         if self._encoder is None:

@@ -55,8 +55,8 @@ class ImageEncoder:
         placeholder = kind.placeholder_of(settings)
         if tokenizer.control_token(tokenizer.written([placeholder])) != placeholder:
             raise ModelError(
-                f"the token {placeholder}, which stands for an image, is no control token of the model's tokenizer: users "
-                "could write it"
+                f"the token {placeholder}, which stands for an image, is no control token of the model's tokenizer: "
+                "users could write it"
             )
         return cls(tower, parse_bytes(config.image_cache), config.dtype_name == "bfloat16")
 

@@ -22,7 +22,7 @@ class Job:
 
 
 class JobQueue:
-    """Safe to use from several threads. One client's images keep no other client's waiting for more than one of them."""
+    """Safe to use from several threads. Nobody's image waits for more than one of each other client."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[bytes, deque[Job]] = OrderedDict()  # by client, the next one first

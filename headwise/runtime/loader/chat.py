@@ -254,6 +254,8 @@ def _plain_part(name: str, part: Any) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == IMAGE_PART["type"] and part == IMAGE_PART:
         return dict(IMAGE_PART)
+    if kind in ("image", "image_url"):
+        raise InvalidRequestError(f"{name} is an image, which is not taken here: leave it out")
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
         got = shown(part) if kind in (None, "text") else f"one of type {shown(kind)}"

@@ -10,6 +10,7 @@ import io
 import re
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,42 @@ _MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 """Of Pillow's images, that a PNG keeps as they are."""
 
 
-def take_images(chat: Any, most: int, most_bytes: int) -> tuple[Any, tuple[bytes, ...]]:
-    """A chat, or its messages, with `IMAGE_PART` in place of each image, and the images' files in their order.
+@dataclass(frozen=True)
+class ImageLimits:
+    """most: images of a chat; most_bytes: of each as a file"""
 
-    most, most_bytes: of images, and of each as a file
+    most: int
+    most_bytes: int
+
+
+def take_images(chat: Any, limits: ImageLimits) -> tuple[Any, tuple[bytes, ...]]:
+    """A chat, or its messages, with `IMAGE_PART` in place of each image, and the images' files in their order.
 
     Raises `InvalidRequestError` naming the part that has no such image. What else is wrong with messages is not told.
     """
+    return _changed(chat, limits, keeps=False)
+
+
+def with_files(chat: Any, limits: ImageLimits) -> Any:
+    """A chat, or its messages, with each image as a file's bytes, so that it is decoded once however often it is sent.
+    Raises as `take_images`.
+    """
+    return _changed(chat, limits, keeps=True)[0]
+
+
+def _changed(chat: Any, limits: ImageLimits, keeps: bool) -> tuple[Any, tuple[bytes, ...]]:
+    """keeps: whether images stay in the chat"""
     if isinstance(chat, Mapping) and "messages" in chat:
-        messages, files = take_images(chat["messages"], most, most_bytes)
+        messages, files = _changed(chat["messages"], limits, keeps)
         return ({**chat, "messages": messages} if files else chat), files
     if isinstance(chat, str | bytes | Mapping) or not isinstance(chat, Sequence):
         return chat, ()
-    files_: list[bytes] = []
-    taken = [_without(f"messages[{at}]", message, files_, most, most_bytes) for at, message in enumerate(chat)]
-    return (taken if files_ else chat), tuple(files_)
+    found: list[bytes] = []
+    changed = [_of_message(f"messages[{at}]", message, found, limits, keeps) for at, message in enumerate(chat)]
+    return (changed if found else chat), tuple(found)
 
 
-def _without(name: str, message: Any, files: list[bytes], most: int, most_bytes: int) -> Any:
+def _of_message(name: str, message: Any, files: list[bytes], limits: ImageLimits, keeps: bool) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
         return message
@@ -53,11 +72,11 @@ def _without(name: str, message: Any, files: list[bytes], most: int, most_bytes:
         if field is None:
             parts.append(part)
             continue
-        if len(files) == most:
-            raise InvalidRequestError(f"more than {most} images were given; at most {most} are allowed")
+        if len(files) == limits.most:
+            raise InvalidRequestError(f"more than {limits.most} images were given; at most {limits.most} are allowed")
         where = f"{name}['content'][{at}]"
-        files.append(_checked(where, _file_of(where, part.get(field), most_bytes), most_bytes))
-        parts.append(dict(IMAGE_PART))
+        files.append(_checked(where, _file_of(where, part.get(field), limits.most_bytes), limits.most_bytes))
+        parts.append({**IMAGE_PART, "image": files[-1]} if keeps else dict(IMAGE_PART))
     return {**message, "content": parts}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import InvalidRequestError
+from headwise.runtime.loader.chat_images import ImageLimits
 from headwise.runtime.protocol.prompt_items import PromptEmbeds, PromptItem
 from headwise.runtime.protocol.request import GenerateRequest
 
@@ -16,6 +17,7 @@ MAX_IMAGES = 64
 """Of a request."""
 MAX_IMAGE_BYTES = 12 << 20
 """Of an image as a file: with its envelope it is one message, and in Base64 a body of HTTP's default size."""
+IMAGE_LIMITS = ImageLimits(MAX_IMAGES, MAX_IMAGE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
