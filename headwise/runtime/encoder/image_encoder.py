@@ -51,13 +51,12 @@ class ImageEncoder:
         parts = TowerParts(
             settings, _processor(directory), open_weights(directory), _ops(config), tokenizer.control_token
         )
-        tower = kind.build(parts)
-        placeholder = kind.placeholder_of(settings)
-        if tokenizer.control_token(tokenizer.written([placeholder])) != placeholder:
+        if tokenizer.control_token(kind.placeholder) is None:
             raise ModelError(
-                f"the token {placeholder}, which stands for an image, is no control token of the model's tokenizer: "
-                "users could write it"
+                f"{kind.placeholder}, which stands for an image, is no control token of the model's tokenizer: users "
+                "could write it"
             )
+        tower = kind.build(parts)
         return cls(tower, parse_bytes(config.image_cache), config.dtype_name == "bfloat16")
 
     def encode(self, data: bytes) -> EncodedImage:

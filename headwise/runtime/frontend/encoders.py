@@ -49,11 +49,14 @@ class KnownEncoders:
         """Of those that serve, or why there is none."""
         if self._refusal:
             return InvalidRequestError(self._refusal)
-        found = tuple(sorted(at for at, known in self._known.items() if now - known.heard < _SILENT_S))
+        found = tuple(sorted(known.status.endpoint for known in self._heard(now)))
         return found or NotReadyError(
             "no encoder of images is ready: it is starting, or was lost and is started again; try again later"
         )
 
-    def stats(self) -> dict[str, dict[str, Any]]:
+    def stats(self, now: float) -> dict[str, dict[str, Any]]:
         """By name."""
-        return {known.status.name: known.status.stats for known in self._known.values()}
+        return {known.status.name: known.status.stats for known in self._heard(now)}
+
+    def _heard(self, now: float) -> list[_Known]:
+        return [known for known in self._known.values() if now - known.heard < _SILENT_S]

@@ -154,7 +154,7 @@ class Preprocessor:
     def _with_images(
         self, tokens: NDArray[np.int32], messages: Chat | None, images: Sequence[PromptImage]
     ) -> tuple[NDArray[np.int32], list[PromptItem]]:
-        placeholder = self.card.config.image_token
+        placeholder = self.tokenizer.control_token(self.card.config.image_token)
         if messages is None:
             raise InvalidRequestError("images are parts of a chat's messages: a prompt has items instead")
         if placeholder is None:

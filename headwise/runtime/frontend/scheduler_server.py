@@ -552,7 +552,7 @@ class SchedulerServer:
                 "index": dict(self._index.counts),
             },
             "engines": self._router.table.stats(now),
-            "encoders": self._encoders.stats(),
+            "encoders": self._encoders.stats(now),
             "index": self._index.stats(),
             "faults": self._router.faults(),
             "fleet": {

@@ -249,10 +249,9 @@ def test_content_may_be_a_list_of_text_parts_which_are_put_together(chatty: Path
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (
-            {"type": "image_url", "image_url": {"url": "x"}},
-            "must be a text part .*, got one of type 'image_url'",
-        ),
+        ({"type": "input_audio", "input_audio": {}}, "must be a text part .*, got one of type 'input_audio'"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "is an image, which is not taken here"),
+        ({"type": "image", "image": "x"}, "is an image, which is not taken here"),
         ({"type": "text"}, "must be a text part"),
         ("Hello", "must be a text part"),
         (None, "must be a text part"),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.runtime.models.hf_config import positive
 from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.towers import pixtral
 from headwise.runtime.models.towers.base import BuildTower
@@ -15,29 +14,21 @@ from headwise.runtime.models.towers.base import BuildTower
 
 @dataclass(frozen=True)
 class TowerKind:
-    """build:       makes the tower
-    placeholder: the fields of ``config.json`` that may have the id of the token which chat templates write for an image
-    default:     that id where the config has none of them
-    """
+    """build: makes the tower; placeholder: the control token that chat templates write for an image"""
 
     build: BuildTower
-    placeholder: tuple[str, ...]
-    default: int
-
-    def placeholder_of(self, config: Mapping[str, Any]) -> int:
-        found = next((name for name in self.placeholder if config.get(name) is not None), self.placeholder[0])
-        return positive(config, found, default=self.default)
+    placeholder: str
 
 
 _TOWERS = {
-    "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, ("image_token_id", "image_token_index"), 10),
+    "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, "[IMG]"),
 }
 
 
-def image_token(config: Mapping[str, Any]) -> int | None:
-    """The id of the token that a model's chat template writes for an image; None: its images are not served."""
+def image_token(config: Mapping[str, Any]) -> str:
+    """The control token that a model's chat template writes for an image; empty: its images are not served."""
     kind = _kind(config)
-    return None if kind is None else kind.placeholder_of(config)
+    return "" if kind is None else kind.placeholder
 
 
 def tower_of(config: Mapping[str, Any]) -> TowerKind:
