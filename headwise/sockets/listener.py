@@ -96,7 +96,7 @@ class Listener:
     max_frame_bytes:   most bytes of a frame; a larger one ends the connection
     max_frames:        most frames of a message; of a longer one, one frame more is returned and the rest is dropped
     send_queue:        messages that a peer may leave unread before its connection is closed; 0: any number
-    max_unread_bytes:  bytes that it may leave unread, besides one message of the largest size
+    max_unread_bytes:  bytes that it may leave unread, besides one message of the largest size; 0: `MAX_UNREAD_BYTES`
     max_joined_bytes:  most bytes of pieces whose messages are not complete, of all peers; 0: `MAX_JOINED_BYTES`
     keys:              only clients with these keys may connect, encrypted; None: all may
     prepare:           sets further options of the socket before it is bound
@@ -114,7 +114,7 @@ class Listener:
         max_frame_bytes: int = PIECE_BYTES,
         max_frames: int = 1,
         send_queue: int = 0,
-        max_unread_bytes: int = MAX_UNREAD_BYTES,
+        max_unread_bytes: int = 0,
         max_joined_bytes: int = 0,
         keys: ServerKeys | None = None,
         prepare: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
@@ -332,7 +332,7 @@ class Listener:
             if counts is None:
                 continue
             acked, connection.taken = counts
-            if connection.sent - acked > self._max_unread + self._max_bytes:
+            if connection.sent - acked > (self._max_unread or MAX_UNREAD_BYTES) + self._max_bytes:
                 self._close(connection, f"left {connection.sent - acked} bytes unread that it was sent")
         self._counted_at = started
         self._num_read = 0
