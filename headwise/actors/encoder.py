@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from headwise.actors.addresses import engine_host, listen_at_free_port, ports_in_turn, scheduler_host
 from headwise.actors.ending import Ending, die_when_told_to
@@ -15,7 +15,8 @@ from headwise.log_lines import show_log_lines
 from headwise.runtime.config.addresses import parse_ports
 from headwise.runtime.config.engine_config import EngineConfig
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from headwise.runtime.encoder.image_encoder import Place
 
 _LEAST_CPUS = 0.1
 
@@ -49,7 +50,8 @@ class ImageEncoderActor:
         from headwise.runtime.loader.resolve import resolve_model
 
         config, keys = self._config, self._keys
-        encoder = ImageEncoder.open(config, resolve_model(config.model, config.cache_path))
+        directory = resolve_model(config.model, config.cache_path)
+        encoder = ImageEncoder.open(config, directory, place=_gpu(config) if config.image_encoder_gpus else None)
         encoder.warm_up()
         reporting = Reporting(self._scheduler, keys.secret, self._name, config.advertise_host, keys.own)
         server = listen_at_free_port(
@@ -89,13 +91,22 @@ class ImageEncoderActor:
         self._ending.come()
 
 
+def _gpu(config: EngineConfig) -> Place:
+    """The GPU that Ray shows this process, of which others may have a part, too."""
+    from headwise.runtime.encoder.image_encoder import Place
+    from headwise.runtime.worker.cuda_device import CudaDevice
+
+    device = CudaDevice(replace(config, tensor_ops="cupy", weights_dtype="auto"))
+    return Place(device.ops, device.current)
+
+
 class EncoderSite:
-    """Where an encoder runs: wherever Ray finds the CPUs that it asks for, as it keeps nothing that others miss."""
+    """Where an encoder runs: wherever Ray finds what it asks for, as it keeps nothing that others miss."""
 
     node = address = ""
 
     def __init__(self, config: EngineConfig, is_detached: bool) -> None:
-        self._cpus = config.image_encoder_cpus or _LEAST_CPUS
+        self._cpus, self._gpus = config.image_encoder_cpus or _LEAST_CPUS, config.image_encoder_gpus
         self._is_detached = is_detached
 
     @property
@@ -114,10 +125,10 @@ class EncoderSite:
 
     def options(self) -> dict[str, Any]:
         lifetime = {"lifetime": "detached"} if self._is_detached else {}
-        return {"num_cpus": self._cpus, "scheduling_strategy": "SPREAD", **lifetime}
+        return {"num_cpus": self._cpus, "num_gpus": self._gpus, "scheduling_strategy": "SPREAD", **lifetime}
 
     def needs(self) -> str:
-        return f"a node with {self._cpus:g} CPU"
+        return f"a node with {self._cpus:g} CPU" + (f" and {self._gpus:g} GPU" if self._gpus else "")
 
     def release(self) -> None:
         """It took nothing."""

@@ -121,6 +121,13 @@ class EngineConfig:
         0.0,
         65536.0,
     )
+    image_encoder_gpus: float = _option(
+        0.0,
+        "Part of a GPU that each of them asks Ray for, and computes on; 0: none, it computes on CPU cores. Engines take "
+        "whole GPUs: it is none of theirs. Needs device cuda.",
+        0.0,
+        1.0,
+    )
     image_cache: str = _option(
         "1GiB", "Memory of each of them for what it has made of images, so that none is encoded twice; 0: none."
     )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headwise.cores import usable_cores
-from headwise.errors import InvalidRequestError, ModelError
+from headwise.errors import ConfigError, InvalidRequestError, ModelError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.encoder.embed_cache import EmbedCache
 from headwise.runtime.encoder.images import check_pillow, decode
@@ -20,10 +22,19 @@ from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.towers.base import Tower, TowerParts
 from headwise.runtime.models.towers.select import tower_of
+from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.protocol.images import EncodedImage, PromptImage
 from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES, as_bfloat16, digest
 from headwise.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """current: for as long as its context lasts, this thread's work goes to where the operations compute"""
+
+    ops: TensorOps
+    current: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class ImageEncoder:
@@ -32,15 +43,24 @@ class ImageEncoder:
     as_bfloat16: whether embeddings are given in bfloat16: the model computes in it, so no token depends on that
     """
 
-    def __init__(self, tower: Tower, cache_bytes: int, as_bfloat16: bool) -> None:
+    def __init__(self, tower: Tower, cache_bytes: int, as_bfloat16: bool, place: Place) -> None:
         self._tower = tower
+        self._place = place
         self._as_bfloat16 = as_bfloat16
         self.cache = EmbedCache(cache_bytes)
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, config: EngineConfig, directory: Path, tokenizer: Tokenizer | None = None) -> ImageEncoder:
-        """Load the tower of the model in ``directory``, on this process's CPU cores.
+    def open(
+        cls,
+        config: EngineConfig,
+        directory: Path,
+        tokenizer: Tokenizer | None = None,
+        place: Place | None = None,
+    ) -> ImageEncoder:
+        """Load the tower of the model in ``directory``.
+
+        place: where it computes; None: on this process's CPU cores
 
         Raises `ModelError` if the model has none that is served, and `ConfigError` where Pillow lacks.
         """
@@ -48,16 +68,17 @@ class ImageEncoder:
         settings = read_json(directory / "config.json")
         kind = tower_of(settings)
         tokenizer = tokenizer or Tokenizer.from_directory(directory, config.chat_template)
-        parts = TowerParts(
-            settings, _processor(directory), open_weights(directory), _ops(config), tokenizer.control_token
-        )
+        place = place or Place(_ops(config))
+        weights = open_weights(directory)
+        parts = TowerParts(settings, _processor(directory), weights, place.ops, tokenizer.control_token)
         if tokenizer.control_token(kind.placeholder) is None:
             raise ModelError(
                 f"{kind.placeholder}, which stands for an image, is no control token of the model's tokenizer: users "
                 "could write it"
             )
-        tower = kind.build(parts)
-        return cls(tower, parse_bytes(config.image_cache), config.dtype_name == "bfloat16")
+        with place.current():
+            tower = kind.build(parts)
+        return cls(tower, parse_bytes(config.image_cache), config.dtype_name == "bfloat16", place)
 
     def encode(self, data: bytes) -> EncodedImage:
         """Of an image's file. Raises `InvalidRequestError` if it is none, or larger than a request may be."""
@@ -70,7 +91,9 @@ class ImageEncoder:
             return found
 
     def _encode(self, data: bytes) -> EncodedImage:
-        made = self._tower.encode(decode(data))
+        image = decode(data)
+        with self._place.current():
+            made = self._tower.encode(image)
         if not np.isfinite(made.embeds).all():
             raise InvalidRequestError("the vision tower makes numbers of this image that are not finite")
         embeds = as_bfloat16(made.embeds) if self._as_bfloat16 else np.ascontiguousarray(made.embeds, np.float32)
@@ -87,7 +110,8 @@ class ImageEncoder:
         from PIL import Image
 
         for size in ((8, 8), (256, 256)):
-            self._tower.encode(Image.new("RGB", size))
+            with self._place.current():
+                self._tower.encode(Image.new("RGB", size))
 
     def stats(self) -> dict[str, int]:
         cache = self.cache
@@ -99,6 +123,10 @@ def check_images(config: EngineConfig, directory: Path) -> None:
     if config.image_encoders:
         check_pillow()
         tower_of(read_json(directory / "config.json"))
+    if config.image_encoder_gpus and not config.on_gpu:
+        raise ConfigError(
+            f"image_encoder_gpus {config.image_encoder_gpus:g} needs device cuda, got {config.device}: leave it out"
+        )
 
 
 def _processor(directory: Path) -> Mapping[str, Any]:
@@ -113,7 +141,7 @@ def _processor(directory: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _ops(config: EngineConfig) -> Any:
+def _ops(config: EngineConfig) -> TensorOps:
     """On CPU cores, also where engines compute on GPUs."""
     threads = int(config.image_encoder_cpus) or usable_cores()
     if config.on_gpu or config.tensor_ops == "cupy":

@@ -43,4 +43,4 @@ def _head(out: Any, query: Any, key: Any, value: Any, scale: np.float32) -> None
         scores = query[start : start + step] * scale @ key.T
         scores -= scores.max(axis=1, keepdims=True)
         weights = np.exp(scores)
-        out[start : start + step] = weights @ value / weights.sum(axis=1, keepdims=True)
+        out[start : start + step] = (weights @ value / weights.sum(axis=1, keepdims=True)).astype(out.dtype, copy=False)
