@@ -123,8 +123,8 @@ class EngineConfig:
     )
     image_encoder_gpus: float = _option(
         0.0,
-        "Part of a GPU that each of them asks Ray for, and computes on; 0: none, it computes on CPU cores. It is of none "
-        "that an engine has. Needs device cuda.",
+        "Part of a GPU that each of them asks Ray for, and computes on; 0: none, it computes on CPU cores. It is of no "
+        "GPU that an engine has. Needs device cuda.",
         0.0,
         1.0,
     )
