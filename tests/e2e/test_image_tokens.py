@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.reference import CLOSE
 from support.tiny_checkpoints import checkpoint
-from support.tiny_images import IMG, encoded, image_model, picture, references
+from support.tiny_images import FAMILIES, IMG, encoded, image_model, picture, references
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
 from headwise.errors import ConfigError, InvalidRequestError, ModelError
@@ -50,20 +50,21 @@ def assert_judged(prompt: dict[str, Any], tokens: list[int]) -> None:
     assert tokens[:stop] == prompt["output_ids"][:stop]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("changes", [{}, {"tensor_ops": "numpy"}, {"max_batched_tokens": 24}], ids=str)
 def test_chats_with_images_say_what_transformers_says_and_hit_the_cache_when_they_come_again(
-    changes: dict[str, Any],
+    name: str, changes: dict[str, Any]
 ) -> None:
-    with engine_of(image_model(), **changes) as engine:
+    with engine_of(image_model(name), **changes) as engine:
         for round_ in range(2):
-            for prompt in references()["prompts"]:
+            for prompt in references(name)["prompts"]:
                 tokens, usage = said(engine.stream_chat(chat_of(prompt), GREEDY))
                 assert usage.prompt_tokens == len(prompt["prompt_ids"])
                 assert_judged(prompt, tokens)
                 assert not round_ or usage.cached_tokens >= len(prompt["prompt_ids"]) // 16 * 16 - 16
         assert engine._encoder is not None
         stats = engine._encoder.stats()
-        assert stats["misses"] == len({name for prompt in references()["prompts"] for name in prompt["images"]})
+        assert stats["misses"] == len({image for prompt in references(name)["prompts"] for image in prompt["images"]})
         engine.core.cache.check_integrity()
 
 

@@ -1,13 +1,14 @@
-"""A tiny random model of Mistral 3 with a vision tower, and images for it.
+"""Tiny random models with vision towers, and images for them.
 
-What transformers makes of both is in `tests/references/images.json`, with the config and the shapes of the weights,
-which are drawn anew from a fixed seed, here and where the references were made; so are the images.
+What transformers makes of both is in `tests/references/images-NAME.json`, with the shapes of the weights, which are
+drawn anew from a fixed seed, here and where the references were made; so are the images.
 """
 
 from __future__ import annotations
 
 import io
 import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,13 +16,14 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from support.tiny_checkpoints import draw_weights
+from support.tiny_checkpoints import TINY_CONFIGS, draw_weights
 from support.tiny_models import byte_level_tokenizer
 from tokenizers import AddedToken
 
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 
-REFERENCES = Path(__file__).parent.parent / "references" / "images.json"
+REFERENCES = Path(__file__).parent.parent / "references"
+FIRST_ID = 263
 IMG, IMG_BREAK, IMG_END = 263, 264, 265
 IMAGE_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 PATCH, MERGE, LONGEST = 4, 2, 64
@@ -70,6 +72,33 @@ CONFIG: dict[str, Any] = {
 }
 PROCESSOR = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": LONGEST}, "patch_size": PATCH}
 
+LLAMA4_CONFIG: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "image_token_index": 264,
+    "boi_token_index": 265,
+    "eoi_token_index": 266,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "text_config": {**TINY_CONFIGS["llama4"], "vocab_size": 272},
+    "vision_config": {
+        "model_type": "llama4_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 4,
+        "projector_input_dim": 48,
+        "projector_output_dim": 48,
+        "vision_output_dim": 48,
+        "pixel_shuffle_ratio": 0.5,
+        "rope_theta": 10000.0,
+    },
+}
+
 SIZES = {"exact": (24, 16), "odd": (37, 21), "tall": (9, 50), "large": (200, 130), "tiny": (2, 17), "thin": (300, 9)}
 """Width and height: whole squares of patches, others, and some that are scaled down."""
 
@@ -103,24 +132,46 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     return file.getvalue()
 
 
-@cache
-def references() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(REFERENCES.read_text())
-    return found
+@dataclass(frozen=True)
+class Family:
+    """tokens: those that stand for images and around them, by their ids from 263 on; the first one is the template's"""
+
+    name: str
+    config: dict[str, Any]
+    processor: dict[str, Any]
+    tokens: tuple[str, ...]
+
+    @property
+    def references(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((REFERENCES / f"images-{self.name}.json").read_text())
+        return found
+
+    def id_of(self, token: str) -> int:
+        return FIRST_ID + self.tokens.index(token)
 
 
-def write_image_model(directory: Path, shapes: dict[str, list[int]]) -> Path:
+MISTRAL3 = Family("mistral3", CONFIG, PROCESSOR, IMAGE_TOKENS)
+LLAMA4 = Family(
+    "llama4",
+    LLAMA4_CONFIG,
+    {"size": {"height": 16, "width": 16}, "max_patches": 4},
+    ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+)
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4)}
+
+
+def write_image_model(directory: Path, family: Family, shapes: dict[str, list[int]]) -> Path:
     """A whole checkpoint: weights, tokenizer, chat template, and what says how images are prepared."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "config.json").write_text(json.dumps(family.config))
+    (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("[IMG]", family.tokens[0]))
     tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in IMAGE_TOKENS])
-    assert [tokenizer.token_to_id(token) for token in IMAGE_TOKENS] == [IMG, IMG_BREAK, IMG_END]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in family.tokens])
+    assert all(tokenizer.token_to_id(token) == family.id_of(token) for token in family.tokens)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text("{}")
-    weights = draw_weights(CONFIG["text_config"], shapes)
+    weights = draw_weights(family.config["text_config"], shapes)
     forms = {name: TensorForm("F32", array.shape) for name, array in weights.items()}
     write_safetensors(directory / "model.safetensors", forms, (weights[name] for name in forms))
     return directory
@@ -132,6 +183,11 @@ def _scratch() -> TemporaryDirectory[str]:
 
 
 @cache
-def image_model() -> Path:
+def references(name: str = "mistral3") -> dict[str, Any]:
+    return FAMILIES[name].references
+
+
+@cache
+def image_model(name: str = "mistral3") -> Path:
     """The checkpoint that the references are of, once a process."""
-    return write_image_model(Path(_scratch().name) / "mistral3", references()["shapes"])
+    return write_image_model(Path(_scratch().name) / name, FAMILIES[name], references(name)["shapes"])

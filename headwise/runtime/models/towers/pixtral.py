@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.hf_config import HfConfig, flag, integer, mapping, number, positive, text_of
+from headwise.runtime.models.hf_config import HfConfig, flag, mapping, number, positive, text_of
+from headwise.runtime.models.towers.activations import activated
 from headwise.runtime.models.towers.base import EncodedImage, TowerParts
 from headwise.runtime.models.towers.dense_attention import dense_attention
 from headwise.runtime.models.towers.pixels import PixelForm, normalised, pixel_form
+from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.values import shown
-from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Tensor, TensorOps, Weight
 
 if TYPE_CHECKING:
@@ -112,13 +113,13 @@ class Pixtral:
     def __init__(self, parts: TowerParts) -> None:
         self.config = config = PixtralConfig.of(parts.config, parts.processor)
         self._ops = ops = parts.ops
-        source = _Source(parts.weights, ops)
+        source = TowerWeights(parts.weights, ops, ("vision_tower.", "multi_modal_projector."))
         self._patches = source.linear("vision_tower.patch_conv.weight", config.hidden, 3 * config.patch**2)
         self._norm = source.norm("vision_tower.ln_pre.weight", config.hidden)
         self._layers = [_Layer.read(source, index, config) for index in range(config.layers)]
         self._projector = _Projector.read(source, config)
-        self._tokens = _tokens_of(parts)
-        self._ends = {name: source.row("embed_tokens.weight", token) for name, token in self._tokens.items()}
+        self._tokens = control_tokens(parts, ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
+        self._ends = {name: source.text_embedding(token) for name, token in self._tokens.items()}
 
     def encode(self, image: Image) -> EncodedImage:
         config = self.config
@@ -156,44 +157,6 @@ def build(parts: TowerParts) -> Pixtral:
     return Pixtral(parts)
 
 
-class _Source:
-    """Reads a checkpoint's weights by the ends of their names: what is before them differs between versions."""
-
-    def __init__(self, weights: Weights, ops: TensorOps) -> None:
-        self._weights, self._ops = weights, ops
-        self._names: dict[str, str] = {}
-        for name in weights.names:
-            for first in ("vision_tower.", "multi_modal_projector.", "embed_tokens."):
-                at = name.find(first)
-                if at >= 0:
-                    self._names[name[at:]] = name
-
-    def array(self, end: str, *shape: int) -> NDArray[np.float32]:
-        """Raises `ModelError` where it is missing, or of another size."""
-        if end not in self._names:
-            raise ModelError(f"the checkpoint lacks the tensor {end!r} of its vision tower: fetch the model again")
-        found = self._weights.tensor(self._names[end])
-        if found.size != int(np.prod(shape)) or found.shape[0] != shape[0]:
-            raise ModelError(f"{self._names[end]!r} has the shape {found.shape}, its config.json says {shape}")
-        whole: NDArray[np.float32] = found.reshape(shape)
-        return whole
-
-    def linear(self, end: str, outputs: int, inputs: int) -> Weight:
-        return self._ops.linear_weight(self.array(end, outputs, inputs))
-
-    def norm(self, end: str, size: int) -> Tensor:
-        return self._ops.norm_weight(self.array(end, size))
-
-    def bias(self, end: str, size: int) -> Tensor:
-        return self._ops.linear_bias(self.array(end, size))
-
-    def row(self, end: str, index: int) -> NDArray[np.float32]:
-        if end not in self._names:
-            raise ModelError(f"the checkpoint lacks the tensor {end!r}: fetch the model again")
-        found: NDArray[np.float32] = self._weights.rows(self._names[end], index, index + 1)[0]
-        return found
-
-
 @dataclass(frozen=True, eq=False)
 class _Layer:
     attention_norm: Tensor
@@ -207,7 +170,7 @@ class _Layer:
     down: Weight
 
     @classmethod
-    def read(cls, source: _Source, index: int, config: PixtralConfig) -> _Layer:
+    def read(cls, source: TowerWeights, index: int, config: PixtralConfig) -> _Layer:
         at, hidden, inner = f"vision_tower.transformer.layers.{index}.", config.hidden, config.inner
         query, key, value, out = (source.linear(f"{at}attention.{name}_proj.weight", hidden, hidden) for name in "qkvo")
         return cls(
@@ -231,7 +194,7 @@ class _Layer:
         seen = dense_attention(ops, query, key, value, config.head_dim**-0.5)
         x = x + ops.linear(seen.reshape((heads[0], config.hidden)), self.out)
         given = ops.rms_norm(x, self.mlp_norm, _EPS)
-        inner = _activated(ops, ops.linear(given, self.gate), config.activation) * ops.linear(given, self.up)
+        inner = activated(ops, ops.linear(given, self.gate), config.activation) * ops.linear(given, self.up)
         return x + ops.linear(inner, self.down)
 
 
@@ -245,7 +208,7 @@ class _Projector:
     second_bias: Tensor | None
 
     @classmethod
-    def read(cls, source: _Source, config: PixtralConfig) -> _Projector:
+    def read(cls, source: TowerWeights, config: PixtralConfig) -> _Projector:
         at, hidden, size = "multi_modal_projector.", config.hidden, config.text_hidden
         biases = [source.bias(f"{at}linear_{n}.bias", size) if config.projector_bias else None for n in (1, 2)]
         return cls(
@@ -267,7 +230,7 @@ class _Projector:
         merged = ops.linear(
             ops.tensor(np.ascontiguousarray(squares.reshape(-1, config.hidden * merge**2), np.float32)), self.merger
         )
-        inner = _activated(ops, ops.linear(merged, self.first, self.first_bias), config.projector_activation)
+        inner = activated(ops, ops.linear(merged, self.first, self.first_bias), config.projector_activation)
         return np.asarray(ops.numpy(ops.linear(inner, self.second, self.second_bias)), np.float32)
 
 
@@ -278,22 +241,6 @@ def _angles(config: PixtralConfig, rows: int, columns: int) -> tuple[NDArray[np.
     row, column = np.divmod(np.arange(rows * columns, dtype=np.float32), np.float32(columns))
     turned = np.concatenate((row[:, None] * frequencies[0::2], column[:, None] * frequencies[1::2]), axis=1)
     return np.cos(turned)[:, None], np.sin(turned)[:, None]
-
-
-def _activated(ops: TensorOps, x: Tensor, name: str) -> Tensor:
-    """SiLU, or GELU by the error function (Abramowitz and Stegun 7.1.26, to 1.5e-7), of each element."""
-    wide = ops.kernel_array(x).astype(np.float32)
-    if name == "silu":
-        with np.errstate(over="ignore"):  # exp(-x) may be inf: the quotient is then 0, which is right
-            return ops.from_kernel_array((wide / (1 + np.exp(-wide))).astype(ops.kernel_array(x).dtype))
-    z = abs(wide) * np.float32(0.5**0.5)
-    t = 1 / (1 + np.float32(0.3275911) * z)
-    series = np.float32(1.061405429)
-    for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        series = series * t + np.float32(factor)
-    tail = np.float32(0.5) * series * t * np.exp(-z * z)  # of the normal distribution, beyond |x|
-    share = np.where(wide < 0, tail, 1 - tail)
-    return ops.from_kernel_array((wide * share).astype(ops.kernel_array(x).dtype))
 
 
 def _activation(config: Mapping[str, Any], key: str) -> str:
@@ -313,15 +260,3 @@ def _layers(config: HfConfig, num_layers: int) -> int:
             f"config.json: 'vision_feature_layer' must be one of the tower's {num_layers} layers, got {shown(found)}"
         )
     return found if found >= 0 else num_layers + 1 + found
-
-
-def _tokens_of(parts: TowerParts) -> dict[str, int]:
-    """The ids of the tokens that stand for an image."""
-    vocabulary = integer(text_of(parts.config), "vocab_size", 131072, least=1)
-    found: dict[str, int] = {}
-    for name in ("[IMG]", "[IMG_BREAK]", "[IMG_END]"):
-        token = parts.token_id(name)
-        if token is None or token >= vocabulary:
-            raise ModelError(f"the model's tokenizer has no control token {name}, which its images need")
-        found[name] = token
-    return found
