@@ -10,8 +10,8 @@ import numpy as np
 from headwise.cores import usable_cores
 from headwise.runtime.ops.base import Tensor, TensorOps
 
-_TILE_BYTES = 16 << 20
-"""Of a tile's scores, float32."""
+_TILE_BYTES = 2 << 20
+"""Of a tile's scores, float32: they stay in a core's cache. 16 MiB take twice as long."""
 
 
 def dense_attention(ops: TensorOps, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -39,8 +39,11 @@ def dense_attention(ops: TensorOps, query: Tensor, key: Tensor, value: Tensor, s
 def _head(out: Any, query: Any, key: Any, value: Any, scale: np.float32) -> None:
     tokens = len(query)
     step = max(1, _TILE_BYTES // (4 * tokens))
+    query, key, value = query * scale, key.T.copy(), value.copy()
     for start in range(0, tokens, step):
-        scores = query[start : start + step] * scale @ key.T
+        scores = query[start : start + step] @ key
         scores -= scores.max(axis=1, keepdims=True)
-        weights = np.exp(scores)
-        out[start : start + step] = (weights @ value / weights.sum(axis=1, keepdims=True)).astype(out.dtype, copy=False)
+        np.exp(scores, out=scores)
+        seen = scores @ value
+        seen /= scores.sum(axis=1, keepdims=True)
+        out[start : start + step] = seen.astype(out.dtype, copy=False)
