@@ -285,9 +285,16 @@ class Deployment:
 
     def _wait_for_encoders(self, progress: Progress) -> None:
         """Until each serves or has failed; raises why, where none does."""
+        from headwise.actors import placement
+
         roles = [role for role in self._supervisor.roles.values() if role.name.startswith(ENCODER)]
         if not roles:
             return
+        if self._cluster.owned and not placement.could_hold_encoder(self.config):
+            raise DeploymentError(
+                f"this machine has no room for an encoder of images: it needs {roles[0].site.needs()}; lower "
+                "image_encoder_cpus or image_encoder_gpus"
+            )
         progress.stage(f"loading the vision tower in {len(roles)} encoder(s)")
         deadline = time.monotonic() + self.config.start_timeout_s
         while any(role.life.phase is not Phase.RUNNING and role.error is None for role in roles):

@@ -77,6 +77,8 @@ class ImageEncoderActor:
 
     def follow(self, front: Front) -> None:
         """The scheduler is there from now on, or soon."""
+        if front == self._front:
+            return
         self._front = front
         if self._server is not None:
             self._server.follow(self._scheduler)

@@ -80,10 +80,11 @@ def _check(image: Image, data: bytes) -> None:
             "allowed"
         )
     try:
-        is_animated = bool(getattr(image, "is_animated", False))
+        # Of cameras' files of several pictures (MPO) the first one is the photo.
+        is_animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     except Exception as error:  # the second frame was looked for
         raise InvalidRequestError(f"the image is broken: {first_line(error):.200}") from None
     if is_animated:
         raise InvalidRequestError(f"the {image.format} moves: send one frame of it as an image of its own")
-    if image.format == "JPEG" and data.count(_SCAN) > MAX_SCANS:
+    if image.format in ("JPEG", "MPO") and data.count(_SCAN) > MAX_SCANS:
         raise InvalidRequestError(f"the JPEG has {data.count(_SCAN)} scans; at most {MAX_SCANS} are allowed")

@@ -8,6 +8,10 @@ from typing import Any
 from headwise.errors import HeadwiseError, InvalidRequestError, NotReadyError
 from headwise.runtime.protocol.messages import EncoderStatus
 
+WAIT_S = 10.0
+"""Longest wait for an encoder, where none serves."""
+MAX_WAITING = 4096
+"""Questions that may wait for one; further ones are dropped, and their clients ask again, or give up."""
 _SILENT_S = 5.0
 """One that says nothing for so long is not named any more."""
 
@@ -19,6 +23,13 @@ class _Known:
     heard: float
 
 
+@dataclass(frozen=True)
+class _Question:
+    identity: bytes
+    key: int
+    until: float
+
+
 class KnownEncoders:
     """Used by the scheduler's thread.
 
@@ -28,6 +39,7 @@ class KnownEncoders:
     def __init__(self, refusal: str) -> None:
         self._refusal = refusal
         self._known: dict[str, _Known] = {}  # by endpoint
+        self._waiting: list[_Question] = []
 
     def update(self, identity: bytes, status: EncoderStatus, now: float) -> None:
         """One has said that it is there: one of the same name that was elsewhere is not any more."""
@@ -40,19 +52,34 @@ class KnownEncoders:
 
     def forget(self, ended: frozenset[bytes]) -> list[str]:
         """Connections have ended; the endpoints of those that reported by them."""
+        self._waiting = [each for each in self._waiting if each.identity not in ended]
         gone = [endpoint for endpoint, known in self._known.items() if known.identity in ended]
         for endpoint in gone:
             del self._known[endpoint]
         return gone
 
-    def endpoints(self, now: float) -> tuple[str, ...] | HeadwiseError:
-        """Of those that serve, or why there is none."""
-        if self._refusal:
-            return InvalidRequestError(self._refusal)
+    def ask(self, identity: bytes, key: int, now: float) -> None:
+        """A client asks who encodes: see `answers`. That it asks again changes nothing."""
+        if len(self._waiting) < MAX_WAITING and not any(
+            (each.identity, each.key) == (identity, key) for each in self._waiting
+        ):
+            self._waiting.append(_Question(identity, key, now + (0.0 if self._refusal else WAIT_S)))
+
+    def answers(self, now: float) -> list[tuple[bytes, int, tuple[str, ...] | HeadwiseError]]:
+        """Who is answered now, and what: the endpoints of those that serve; or why there is none, once that is sure, or
+        none has come for `WAIT_S`: one that is lost is started again, and a scheduler that is new hears of them soon.
+        """
         found = tuple(sorted(known.status.endpoint for known in self._heard(now)))
-        return found or NotReadyError(
-            "no encoder of images is ready: it is starting, or was lost and is started again; try again later"
-        )
+        answer: tuple[str, ...] | HeadwiseError = found
+        if self._refusal:
+            answer = InvalidRequestError(self._refusal)
+        elif not found:
+            answer = NotReadyError(
+                "no encoder of images is ready: it is starting, or was lost and is started again; try again later"
+            )
+        over = [each for each in self._waiting if self._refusal or found or now >= each.until]
+        self._waiting = [each for each in self._waiting if each not in over]
+        return [(each.identity, each.key, answer) for each in over]
 
     def stats(self, now: float) -> dict[str, dict[str, Any]]:
         """By name."""

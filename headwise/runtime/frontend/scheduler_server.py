@@ -281,10 +281,15 @@ class SchedulerServer:
             return
         self._encoders.update(identity, status, self._clock())
         self._proxy.relay.allow(status.endpoint, status.address)
+        self._tell_encoders()
 
-    def _send_encoders(self, identity: bytes, get: GetEncoders) -> None:
-        found = self._encoders.endpoints(self._clock())
-        self._send(identity, failure(found, get.key) if isinstance(found, HeadwiseError) else Encoders(get.key, found))
+    def _find_encoders(self, identity: bytes, get: GetEncoders) -> None:
+        self._encoders.ask(identity, get.key, self._clock())
+        self._tell_encoders()
+
+    def _tell_encoders(self) -> None:
+        for identity, key, found in self._encoders.answers(self._clock()):
+            self._send(identity, failure(found, key) if isinstance(found, HeadwiseError) else Encoders(key, found))
 
     def _scale(self, identity: bytes, scale: Scale) -> None:
         try:
@@ -503,6 +508,7 @@ class SchedulerServer:
             self._router.note("the index does not answer: routed without it")
         self._exchange.observe(observe(self._router.table, self._router.options, now, *self._dispatcher.held()))
         self._tell_waiting(now)
+        self._tell_encoders()
         for (identity, key), told in self._scale_requests.answers(now):
             self._send(identity, failure(told, key) if isinstance(told, HeadwiseError) else Scaled(key, told))
         while self._tickets:
@@ -579,6 +585,6 @@ class SchedulerServer:
         Scale: _scale,
         Roll: _roll,
         EngineStatus: _take_status,
-        GetEncoders: _send_encoders,
+        GetEncoders: _find_encoders,
         EncoderStatus: _take_encoder,
     }

@@ -30,6 +30,7 @@ from headwise.runtime.encoder import job_queue
 from headwise.runtime.encoder.job_queue import Job, JobQueue
 from headwise.runtime.encoder.reports import Reporting
 from headwise.runtime.encoder.server import EncoderServer
+from headwise.runtime.frontend import encoders
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.images import EncodedImage, PromptImage
 from headwise.runtime.protocol.messages import Encode, Encoded, EncoderStatus, Failed, Ping, Pong
@@ -60,7 +61,8 @@ class ScriptedEncoder:
 
 
 @pytest.fixture
-def deployment() -> Iterator[Deployment]:
+def deployment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
+    monkeypatch.setattr(encoders, "WAIT_S", 0.5)
     deployment = Deployment(without_images="")
     yield deployment
     deployment.close()
@@ -315,6 +317,19 @@ def test_a_call_that_is_cancelled_while_its_image_is_encoded_is_never_routed(dep
         with pytest.raises(RequestAbortedError):
             waiting.read()
     encoder.free.set()
+    server.stop()
+
+
+def test_who_asks_while_no_encoder_serves_waits_for_one(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoders, "WAIT_S", 60.0)
+    deployment.add_engine(ScriptedCore())
+    with Client(deployment.address) as client:
+        stream = client.stream_chat(chat(b"abc"), max_tokens=1)
+        eventually(lambda: deployment.scheduler._encoders._waiting)
+        server = encoder_of(deployment, ScriptedEncoder())
+        assert len(stream.read().token_ids) == 1
     server.stop()
 
 

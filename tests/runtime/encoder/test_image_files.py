@@ -105,6 +105,12 @@ def test_a_jpeg_of_a_thousand_scans_is_refused(monkeypatch: pytest.MonkeyPatch) 
         decode(data[:-2] + 1000 * scan + data[-2:])
 
 
+def test_of_a_camera_s_file_of_several_pictures_the_first_one_is_taken() -> None:
+    found = decode(encoded(picture("odd"), "MPO", save_all=True, append_images=[picture("tall")], quality=95))
+    assert found.size == picture("odd").size
+    assert found.mode == "RGB"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_damaged_files_are_refused_or_decoded_and_nothing_else(seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -11,7 +11,7 @@ from headwise.cores import usable_cores
 from headwise.runtime.ops.base import Tensor, TensorOps
 
 _TILE_BYTES = 2 << 20
-"""Of a tile's scores, float32: they stay in a core's cache. 16 MiB take twice as long."""
+"""Of a tile's scores, float32: they stay in a core's cache."""
 
 
 def dense_attention(ops: TensorOps, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
