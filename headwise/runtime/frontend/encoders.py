@@ -11,7 +11,7 @@ from headwise.runtime.protocol.messages import EncoderStatus
 WAIT_S = 10.0
 """Longest wait for an encoder, where none serves."""
 MAX_WAITING = 4096
-"""Questions that may wait for one; further ones are dropped, and their clients ask again, or give up."""
+"""Questions that may wait for one; further ones are answered at once."""
 _SILENT_S = 5.0
 """One that says nothing for so long is not named any more."""
 
@@ -23,13 +23,6 @@ class _Known:
     heard: float
 
 
-@dataclass(frozen=True)
-class _Question:
-    identity: bytes
-    key: int
-    until: float
-
-
 class KnownEncoders:
     """Used by the scheduler's thread.
 
@@ -39,7 +32,7 @@ class KnownEncoders:
     def __init__(self, refusal: str) -> None:
         self._refusal = refusal
         self._known: dict[str, _Known] = {}  # by endpoint
-        self._waiting: list[_Question] = []
+        self._waiting: dict[tuple[bytes, int], float] = {}  # until when, by client and its question's key
 
     def update(self, identity: bytes, status: EncoderStatus, now: float) -> None:
         """One has said that it is there: one of the same name that was elsewhere is not any more."""
@@ -52,7 +45,7 @@ class KnownEncoders:
 
     def forget(self, ended: frozenset[bytes]) -> list[str]:
         """Connections have ended; the endpoints of those that reported by them."""
-        self._waiting = [each for each in self._waiting if each.identity not in ended]
+        self._waiting = {which: until for which, until in self._waiting.items() if which[0] not in ended}
         gone = [endpoint for endpoint, known in self._known.items() if known.identity in ended]
         for endpoint in gone:
             del self._known[endpoint]
@@ -60,26 +53,25 @@ class KnownEncoders:
 
     def ask(self, identity: bytes, key: int, now: float) -> None:
         """A client asks who encodes: see `answers`. That it asks again changes nothing."""
-        if len(self._waiting) < MAX_WAITING and not any(
-            (each.identity, each.key) == (identity, key) for each in self._waiting
-        ):
-            self._waiting.append(_Question(identity, key, now + (0.0 if self._refusal else WAIT_S)))
+        may_wait = not self._refusal and len(self._waiting) < MAX_WAITING
+        self._waiting.setdefault((identity, key), now + (WAIT_S if may_wait else 0.0))
 
     def answers(self, now: float) -> list[tuple[bytes, int, tuple[str, ...] | HeadwiseError]]:
         """Who is answered now, and what: the endpoints of those that serve; or why there is none, once that is sure, or
         none has come for `WAIT_S`: one that is lost is started again, and a scheduler that is new hears of them soon.
         """
+        if not self._waiting:
+            return []
         found = tuple(sorted(known.status.endpoint for known in self._heard(now)))
-        answer: tuple[str, ...] | HeadwiseError = found
+        answer: tuple[str, ...] | HeadwiseError = found or NotReadyError(
+            "no encoder of images is ready: it is starting, or was lost and is started again; try again later"
+        )
         if self._refusal:
             answer = InvalidRequestError(self._refusal)
-        elif not found:
-            answer = NotReadyError(
-                "no encoder of images is ready: it is starting, or was lost and is started again; try again later"
-            )
-        over = [each for each in self._waiting if self._refusal or found or now >= each.until]
-        self._waiting = [each for each in self._waiting if each not in over]
-        return [(each.identity, each.key, answer) for each in over]
+        over = [which for which, until in self._waiting.items() if self._refusal or found or now >= until]
+        for which in over:
+            del self._waiting[which]
+        return [(identity, key, answer) for identity, key in over]
 
     def stats(self, now: float) -> dict[str, dict[str, Any]]:
         """By name."""

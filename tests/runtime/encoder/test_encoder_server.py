@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.runtime.client.client import Client
-from headwise.runtime.client.image_calls import ImageCalls
+from headwise.runtime.client.image_calls import ImageCalls, in_order
 from headwise.runtime.encoder import job_queue
 from headwise.runtime.encoder.job_queue import Job, JobQueue
 from headwise.runtime.encoder.reports import Reporting
@@ -258,12 +259,23 @@ def reporting_of(deployment: Deployment, name: str) -> Reporting:
 
 def first_choice(endpoint: str, other: str) -> bytes:
     """A file for which the encoder at this endpoint is asked first."""
-    calls = ImageCalls(lambda deliver: deliver((endpoint, other)), lambda at, file, _: asked.append((at, file)))
-    asked: list[tuple[str, bytes]] = []
-    for length in range(1, 200):
-        calls._asked = 0
-        calls.encode([bytes(length)], lambda answer: None)
-    return next(file for at, file in asked if at == endpoint)
+    files = (bytes(length) for length in range(1, 200))
+    return next(file for file in files if in_order(sha256(file).digest(), (endpoint, other))[0] == endpoint)
+
+
+def test_an_encoder_is_asked_for_two_images_of_a_client_at_a_time_and_every_encoder_is() -> None:
+    asked: list[tuple[str, Any]] = []
+    calls = ImageCalls(lambda deliver: deliver(("a", "b")), lambda at, file, answer: asked.append((at, answer)))
+    ended: list[Any] = []
+    calls.encode([bytes(length) for length in range(1, 30)], ended.append)
+    assert sorted(at for at, _ in asked) == ["a", "a", "b", "b"]
+    encoded = Encoded(0, PromptImage("x", np.zeros(1, np.int32)), np.zeros((1, 1), np.float32))
+    for at in range(29):
+        asked[at][1](encoded)
+    assert len(ended[0]) == 29
+    assert {at for at, _ in asked} == {"a", "b"}
+    assert not calls._queues
+    assert not calls._images
 
 
 def test_the_images_of_a_lost_encoder_go_to_another_one(deployment: Deployment) -> None:
