@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_WAITING = 256
@@ -13,12 +12,11 @@ MAX_WAITING_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """client: whose it is; key: of its question; is_wanted: whether the client is still there"""
+    """client: whose it is; key: of its question"""
 
     client: bytes
     key: int
     image: bytes
-    is_wanted: Callable[[], bool]
 
 
 class JobQueue:
@@ -44,20 +42,18 @@ class JobQueue:
             return True
 
     def get(self) -> Job | None:
-        """Wait for the next one that is wanted; None once the queue is closed."""
+        """Wait for the next one; None once the queue is closed."""
         with self._change:
-            while True:
-                while not self._jobs and not self._is_closed:
-                    self._change.wait()
-                if self._is_closed:
-                    return None
-                client, jobs = self._jobs.popitem(last=False)
-                job = jobs.popleft()
-                if jobs:
-                    self._jobs[client] = jobs
-                self._count(job, -1)
-                if job.is_wanted():
-                    return job
+            while not self._jobs and not self._is_closed:
+                self._change.wait()
+            if self._is_closed:
+                return None
+            client, jobs = self._jobs.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._jobs[client] = jobs
+            self._count(job, -1)
+            return job
 
     def drop(self, client: bytes) -> None:
         """Forget what a client that has gone asked for."""

@@ -105,8 +105,9 @@ class EncoderServer:
 
     def follow(self, scheduler: str) -> None:
         """The scheduler has moved to this endpoint."""
-        if self._reports is not None:
-            self._commands.put(lambda: self._reports.follow(scheduler) if self._reports is not None else None)
+        reports = self._reports
+        if reports is not None:
+            self._commands.put(lambda: reports.follow(scheduler))
 
     def stop(self) -> None:
         """End the threads, when the image that is being encoded is done, and close the sockets."""
@@ -178,9 +179,7 @@ class EncoderServer:
     def _take(self, identity: bytes, message: Encode | Ping) -> None:
         if isinstance(message, Ping):
             self._send(identity, Pong(self._instance))
-        elif not self._jobs.put(
-            Job(identity, message.key, message.image, lambda: self._listener.is_connected(identity))
-        ):
+        elif not self._jobs.put(Job(identity, message.key, message.image)):
             self._counts["overloaded"] += 1
             error = OverloadedError(f"{len(self._jobs)} images wait to be encoded already; try again later")
             self._send(identity, failure(error, message.key))

@@ -189,10 +189,10 @@ def test_clients_are_served_in_turn_and_bytes_that_wait_have_a_limit(monkeypatch
     monkeypatch.setattr(job_queue, "MAX_WAITING_BYTES", 10)
     jobs = JobQueue()
     for client, key in ((b"a", 1), (b"a", 2), (b"a", 3), (b"b", 4), (b"c", 5)):
-        assert jobs.put(Job(client, key, b"xx", lambda: True))
-    assert not jobs.put(Job(b"d", 6, b"x", lambda: True))
+        assert jobs.put(Job(client, key, b"xx"))
+    assert not jobs.put(Job(b"d", 6, b"x"))
     jobs.drop(b"c")
-    assert jobs.put(Job(b"d", 6, b"xx", lambda: True))
+    assert jobs.put(Job(b"d", 6, b"xx"))
     taken = [jobs.get() for _ in range(5)]
     assert [job.key for job in taken if job is not None] == [1, 4, 6, 2, 3]
     assert len(jobs) == 0
