@@ -15,6 +15,7 @@ from support.tiny_images import FAMILIES, IMG, encoded, image_model, picture, re
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
 from headwise.errors import ConfigError, InvalidRequestError, ModelError
+from headwise.runtime.encoder.image_encoder import check_images
 from headwise.runtime.loader.safetensors_file import SafetensorsFile
 from headwise.runtime.protocol.request import OutputDelta, Usage
 
@@ -193,3 +194,8 @@ def test_embeddings_in_bfloat16_say_nearly_the_same() -> None:
 def test_a_cache_whose_size_is_none_is_told() -> None:
     with pytest.raises(ConfigError, match="much"):
         replace(SMALL, image_cache="much")
+
+
+def test_a_part_of_a_gpu_without_one_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"image_encoder_gpus 0\.5 needs device cuda, got cpu"):
+        check_images(replace(SMALL, model=str(image_model()), device="cpu", image_encoder_gpus=0.5), image_model())
