@@ -20,7 +20,7 @@ from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
 from headwise.actors.found import Found, find_scheduler, names_of, wait_until_gone
 from headwise.actors.front import Front, Keys, Notice
 from headwise.actors.http_server import check_http_start, http_address
-from headwise.actors.names import ENGINE, HTTP, SCHEDULER, STANDBY, STORE, actor_name
+from headwise.actors.names import ENCODER, ENGINE, HTTP, SCHEDULER, STANDBY, STORE, actor_name
 from headwise.actors.notice import FAREWELL_S, drain_time
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
@@ -118,6 +118,7 @@ class Deployment:
         self._frontend.start()
         self._supervise()
         self._wait_for_engines(progress)
+        self._wait_for_encoders(progress)
         self._have_standby()
 
     def adopt(self, found: Found) -> None:
@@ -130,7 +131,8 @@ class Deployment:
         self._frontend.adopt(found, self._supervisor.now())
         names = {name for name in (*found.actors, *found.groups) if name.startswith(ENGINE)}
         adopted = set(map(found.name_of, self._frontend.roles)) & found.serving
-        for name in found.actors.keys() - adopted - names:
+        encoders = {name for name in found.actors if name.startswith(ENCODER)}
+        for name in found.actors.keys() - adopted - names - encoders:
             if name in found.leaving | found.late:
                 self._adopt_former(name, found.actors[name], is_told=name in found.leaving)
             else:
@@ -159,12 +161,14 @@ class Deployment:
         from headwise.runtime.config.info import chosen
         from headwise.runtime.config.model_card import read_model_card
         from headwise.runtime.config.peer_blocks import check_exchanges
+        from headwise.runtime.encoder.image_encoder import check_images
         from headwise.runtime.loader.resolve import resolve_model
 
         self.config = resolve(self.config)
         directory = resolve_model(self.config.model, self.config.cache_path, progress)  # for the scheduler, here
         card = read_model_card(self.config, directory, progress)
         check_exchanges(self.config, card)
+        check_images(self.config, directory)
         log.info(chosen(self.config, card, directory))
         log.info(
             "engines fetch blocks from each other: %s",
@@ -182,9 +186,10 @@ class Deployment:
 
         assert self._frontend is not None
         config, supervisor, frontend = self.config, self._supervisor, self._frontend
-        self._watchdog = FrontendWatchdog(supervisor, list(frontend.roles), config)
+        encoders = self._encoder_roles(found)
+        self._watchdog = FrontendWatchdog(supervisor, [*frontend.roles, *encoders], config)
         self._front_move = FrontMove(frontend, supervisor, draining_nodes, self._names, config.drain_timeout_s)
-        for role in frontend.roles.values():
+        for role in (*frontend.roles.values(), *encoders.values()):
             supervisor.add(role)
         number = None if found is None else len(set(engines) - found.leaving)
         self._fleet = Fleet(config, supervisor, self._engine_role, number)
@@ -227,7 +232,8 @@ class Deployment:
             self._front_move.look(now, self._fleet.engines)
         front = self._frontend.front
         servers = [role for role in self._frontend.roles.values() if role.name.startswith(HTTP)]
-        for role in (*self._fleet.engines, *servers, *self._supervisor.formers):
+        encoders = [role for role in self._supervisor.roles.values() if role.name.startswith(ENCODER)]
+        for role in (*self._fleet.engines, *servers, *encoders, *self._supervisor.formers):
             actor = self._supervisor.serving(role.name)
             if actor is not None and self._followers.get(role.name) != (actor, front):
                 self._followers[role.name] = actor, front
@@ -258,6 +264,51 @@ class Deployment:
         site = EngineSite(config, others, actor_name(self.config.name, name) if self._is_detached else "", group)
         life = Life(_SLOWEST_START * self.config.start_timeout_s)
         return Role(self.config.name, name, Engine, arguments, site, life)
+
+    def _encoder_roles(self, found: Found | None) -> dict[str, Role]:
+        """By name; those that are found are taken over."""
+        from headwise.actors.encoder import EncoderSite, ImageEncoderActor
+        from headwise.actors.role import Role
+
+        def role(name: str) -> Role:
+            def arguments() -> tuple[Any, ...]:
+                assert self._frontend is not None
+                return self.config, name, self._frontend.front, self._keys
+
+            site, life = EncoderSite(self.config, self._is_detached), Life(self.config.start_timeout_s)
+            made = Role(self.config.name, name, ImageEncoderActor, arguments, site, life)
+            if found is not None and name in found.actors:
+                made.adopt(found.actors[name], self._supervisor.now())
+            return made
+
+        return {name: role(name) for name in (f"{ENCODER}{n}" for n in range(self.config.image_encoders))}
+
+    def _wait_for_encoders(self, progress: Progress) -> None:
+        """Until each serves or has failed; raises why, where none does."""
+        from headwise.actors import placement
+
+        roles = [role for role in self._supervisor.roles.values() if role.name.startswith(ENCODER)]
+        if not roles:
+            return
+        if self._cluster.owned and not placement.could_hold_encoder(self.config):
+            raise DeploymentError(
+                f"this machine has no room for an encoder of images: it needs {roles[0].site.needs()}; lower "
+                "image_encoder_cpus or image_encoder_gpus"
+            )
+        progress.stage(f"loading the vision tower in {len(roles)} encoder(s)")
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while any(role.life.phase is not Phase.RUNNING and role.error is None for role in roles):
+            if self._failure is not None:
+                raise self._failure
+            if time.monotonic() > deadline:
+                raise DeploymentError(
+                    f"no encoder of images has started in {self.config.start_timeout_s:g} s (start_timeout_s): each "
+                    f"needs {roles[0].site.needs()}; lower image_encoder_cpus, or add nodes"
+                )
+            time.sleep(_LOOK_S)
+        failed = [role.error for role in roles if role.error is not None]
+        if len(failed) == len(roles) and failed[0] is not None:
+            raise failed[0]
 
     def _wait_for_engines(self, progress: Progress) -> None:
         """Wait until the deployment serves; raises what keeps it from it. What engines log meanwhile is logged here."""
@@ -410,10 +461,13 @@ def _check_here(config: EngineConfig, progress: Progress) -> None:
     from headwise.actors.placement import gpus_here
     from headwise.runtime.config.device import resolve_device
     from headwise.runtime.config.model_card import read_model_card
+    from headwise.runtime.encoder.image_encoder import check_images
     from headwise.runtime.loader.resolve import resolve_model
 
     config = resolve_device(config, gpus_here())
-    read_model_card(config, resolve_model(config.model, config.cache_path, progress), identify=False)
+    directory = resolve_model(config.model, config.cache_path, progress)
+    read_model_card(config, directory, identify=False)
+    check_images(config, directory)
 
 
 def resolve_client(cluster: str, name: str) -> tuple[str, ClientKeys | None]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from headwise.actors.names import ENGINE, SCHEDULERS, STORE, role_of, turn_of
+from headwise.actors.names import APART, SCHEDULERS, STORE, role_of, turn_of
 from headwise.actors.notice import drain_time
 
 ENGINES_S = 5.0
@@ -107,7 +107,7 @@ def sort_out(names: Iterable[str], leaving: Collection[str], knowing: Collection
     leaving: of those that do not
     knowing: of those that know where the front is: a scheduler among them is no standby
     """
-    staying = [name for name in names if not name.startswith(ENGINE)]
+    staying = [name for name in names if not name.startswith(APART)]
     turn = front_turn(staying, leaving, knowing)
     ours, late, idle = dict[str, str](), set[str](), set[str]()
     for name in staying:
@@ -127,7 +127,7 @@ def sort_out(names: Iterable[str], leaving: Collection[str], knowing: Collection
 
 def front_turn(staying: Iterable[str], leaving: Iterable[str], knowing: Collection[str]) -> int:
     """The turn of the front: the earliest one that nobody has left, and whose scheduler serves if any does."""
-    left = [turn_of(name) for name in leaving if not name.startswith(ENGINE)]
+    left = [turn_of(name) for name in leaving if not name.startswith(APART)]
     least = max(left) + 1 if left else 0
     able = [name for name in staying if turn_of(name) >= least]
     serve = [turn_of(name) for name in able if role_of(name) in SCHEDULERS and name in knowing]

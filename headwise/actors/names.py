@@ -12,6 +12,10 @@ ENGINE = "engine-"
 """Begins the names of engines' roles, before their numbers."""
 HTTP = "http-"
 """The same of HTTP servers."""
+ENCODER = "encoder-"
+"""The same of encoders of images."""
+APART = (ENGINE, ENCODER)
+"""Begin the names of all that is not the front's."""
 OWNER = "owner"
 """The role of the actor that owns a detached deployment."""
 STANDBY = "-standby"
@@ -22,9 +26,9 @@ _TURN = re.compile(r"\.(\d+)$")
 
 
 def actor_name(deployment: str, role: str) -> str:
-    """``role`` is ``scheduler``, ``scheduler-standby``, ``store``, ``engine-N`` or ``http-N``, and in a detached
-    deployment ``owner``. The placement group of a detached engine has the engine's name. Scheduler, store and HTTP
-    servers that have gone to another node have a number behind it: see `in_turn`.
+    """``role`` is ``scheduler``, ``scheduler-standby``, ``store``, ``engine-N``, ``http-N`` or ``encoder-N``, and in a
+    detached deployment ``owner``. The placement group of a detached engine has the engine's name. Scheduler, store and
+    HTTP servers that have gone to another node have a number behind it: see `in_turn`.
     """
     return f"{deployment}/{role}"
 

@@ -33,6 +33,13 @@ def could_fit(config: EngineConfig) -> bool:
     return all(amount <= total.get(name, 0.0) for name, amount in _least(config).total.items())
 
 
+def could_hold_encoder(config: EngineConfig) -> bool:
+    """Whether the cluster has what an encoder of images asks for, in use or not."""
+    total = _ray.cluster_resources()
+    asked = {"CPU": config.image_encoder_cpus, "GPU": config.image_encoder_gpus}
+    return all(amount <= total.get(name, 0.0) for name, amount in asked.items())
+
+
 def _least(config: EngineConfig) -> Demand:
     """Of an engine with the fewest ranks."""
     return Demand.of(config.of_ranks(min(config.tp_sizes)))

@@ -18,6 +18,7 @@ from headwise.errors import DeploymentError
 from headwise.log_lines import show_log_lines
 from headwise.runtime.client.client import Client
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.images import without_images
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.frontend.routing import RouterOptions
 from headwise.runtime.frontend.scaling import Exchange, FleetState, SchedulerNews
@@ -119,6 +120,7 @@ class GlobalScheduler:
                 exchange=self._exchange,
                 size=preprocessor.limits.size,
                 tokenizers=config.tokenizer_processes,
+                without_images=without_images(config, preprocessor.card.config),
             )
         except DeploymentError:
             store.close()

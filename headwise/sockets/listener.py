@@ -96,6 +96,8 @@ class Listener:
     max_frame_bytes:   most bytes of a frame; a larger one ends the connection
     max_frames:        most frames of a message; of a longer one, one frame more is returned and the rest is dropped
     send_queue:        messages that a peer may leave unread before its connection is closed; 0: any number
+    max_unread_bytes:  bytes that it may leave unread, besides one message of the largest size; 0: `MAX_UNREAD_BYTES`
+    max_joined_bytes:  most bytes of pieces whose messages are not complete, of all peers; 0: `MAX_JOINED_BYTES`
     keys:              only clients with these keys may connect, encrypted; None: all may
     prepare:           sets further options of the socket before it is bound
     failed_handshakes: connections of peers that spoke another protocol, or lacked the keys
@@ -112,6 +114,8 @@ class Listener:
         max_frame_bytes: int = PIECE_BYTES,
         max_frames: int = 1,
         send_queue: int = 0,
+        max_unread_bytes: int = 0,
+        max_joined_bytes: int = 0,
         keys: ServerKeys | None = None,
         prepare: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
         clock: Callable[[], float] = time.monotonic,
@@ -122,6 +126,7 @@ class Listener:
         self._max_bytes = max_frame_bytes
         self._joiner = PieceJoiner(max_message_bytes)
         self._max_frames = max_frames
+        self._max_unread, self._max_joined = max_unread_bytes, max_joined_bytes
         self._clock = clock
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._peers: dict[Identity, _Connection] = {}
@@ -209,10 +214,11 @@ class Listener:
         except PieceError as error:
             self.drop(identity, str(error))
             return None
-        while self._joiner.num_bytes > MAX_JOINED_BYTES:
+        most = self._max_joined or MAX_JOINED_BYTES
+        while self._joiner.num_bytes > most:
             largest = self._joiner.largest()
             self._joiner.forget(largest)
-            self.drop(largest, f"sent most of {MAX_JOINED_BYTES} bytes of messages that are not complete")
+            self.drop(largest, f"sent most of {most} bytes of messages that are not complete")
         return whole
 
     def _note_read(self, identity: Identity, frame: zmq.Frame) -> None:
@@ -326,7 +332,7 @@ class Listener:
             if counts is None:
                 continue
             acked, connection.taken = counts
-            if connection.sent - acked > MAX_UNREAD_BYTES + self._max_bytes:
+            if connection.sent - acked > (self._max_unread or MAX_UNREAD_BYTES) + self._max_bytes:
                 self._close(connection, f"left {connection.sent - acked} bytes unread that it was sent")
         self._counted_at = started
         self._num_read = 0

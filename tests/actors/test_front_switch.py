@@ -114,8 +114,10 @@ def test_where_the_scheduler_has_died_the_one_that_stands_by_takes_its_place() -
     assert found.idle == {"scheduler-standby.4"}
 
 
-def test_engines_are_of_no_front() -> None:
+def test_engines_and_encoders_are_of_no_front() -> None:
     assert sort_out(["engine-0", "engine-1"], ["engine-2"], ["engine-0"]) == sort_out([], [], [])
+    found = sort_out(["encoder-0", "store", "http-0", *NEW], ["scheduler"], ["scheduler.1", "encoder-0"])
+    assert found == sort_out(["store", "http-0", *NEW], ["scheduler"], ["scheduler.1"])
     assert front_turn([*OLD, "engine-0"], ["engine-1"], ["scheduler"]) == 0
 
 

@@ -10,6 +10,7 @@ import ray
 
 from headwise.actors import placement
 from headwise.actors.demand import Demand, Places
+from headwise.actors.encoder import EncoderSite
 from headwise.actors.restarts import Life
 from headwise.runtime.config.engine_config import EngineConfig
 
@@ -31,6 +32,28 @@ def test_a_cluster_is_large_enough_if_it_has_what_one_engine_with_its_workers_ta
 ) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
     assert placement.could_fit(EngineConfig(**options)) is fits
+
+
+@pytest.mark.parametrize(
+    ("resources", "options", "fits"),
+    [
+        ({"CPU": 2.0}, {}, True),
+        ({"CPU": 2.0}, {"image_encoder_cpus": 2.0}, True),
+        ({"CPU": 2.0}, {"image_encoder_cpus": 3.0}, False),
+        ({"CPU": 2.0}, {"image_encoder_gpus": 0.5}, False),
+        ({"CPU": 2.0, "GPU": 1.0}, {"image_encoder_gpus": 0.5}, True),
+    ],
+)
+def test_an_encoder_of_images_has_room_where_there_is_what_it_asks_for(
+    monkeypatch: pytest.MonkeyPatch, resources: dict[str, float], options: dict[str, Any], fits: bool
+) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+    config = EngineConfig(image_encoders=1, **options)
+    assert placement.could_hold_encoder(config) is fits
+    site = EncoderSite(config, is_detached=True)
+    assert site.options()["num_cpus"] == options.get("image_encoder_cpus", 0.1)
+    assert site.options()["num_gpus"] == options.get("image_encoder_gpus", 0.0)
+    assert site.options()["lifetime"] == "detached"
 
 
 @pytest.mark.parametrize(("way", "target"), [("spread", "c"), ("pack", "a")])

@@ -20,6 +20,8 @@ from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of, plain_chat
+from headwise.runtime.loader.chat_images import take_images
+from headwise.runtime.protocol.images import IMAGE_LIMITS
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
@@ -31,8 +33,8 @@ Messages = Chat
 Sampling = SamplingParams | Mapping[str, Any] | None
 Items = Sequence[PromptItem | Mapping[str, Any]]
 
-Asked = tuple[Route, tuple[PromptEmbeds, ...]]
-"""A call's message to the scheduler, and the embeddings that go to an engine only."""
+Asked = tuple[Route, tuple[PromptEmbeds, ...], tuple[bytes, ...]]
+"""A call's message to the scheduler, the embeddings that go to an engine only, and files of images to encode."""
 
 
 class Client:
@@ -91,7 +93,9 @@ class Client:
     def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
         """Answer a chat: messages of ``role`` (system, developer, user, assistant, tool) and ``content`` (a string or a
         list of text parts), which stays text, also where it looks like a control token. An assistant's message may have
-        ``tool_calls``.
+        ``tool_calls``. Messages of the user may have images, for models and deployments that take them: parts
+        ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``, or ``{"type": "image", "image":
+        ...}`` with a file's bytes, a `pathlib.Path` or an image of Pillow's.
 
         tools, chat_template_kwargs: options for the model's chat template: functions that the model may call, in
                                      OpenAI's form, and further variables. Calls come as the model writes them: as text,
@@ -305,19 +309,20 @@ def _as_asked(
 
 
 def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Asked:
-    """The message for a call, and its embeddings; raises `InvalidRequestError` for what no deployment accepts."""
+    """The message for a call, its embeddings and images; raises `InvalidRequestError` for what nobody accepts."""
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     session, adapter = (as_string(name, options.pop(name, "")) for name in ("session", "adapter"))
     if messages is not None:
         messages = chat_of(messages, **{name: options.pop(name, None) for name in CHAT_OPTIONS})
+    messages, files = take_images(messages, IMAGE_LIMITS)
     text, token_ids, plain = _prompt(prompt, messages)
     items = _placed(options.pop("items", ()), token_ids)
     chosen = SamplingParams.of(sampling, options)
     check_one_sample(chosen)
     wire = chosen.to_wire()
     route = Route(0, text, token_ids, plain, wire, priority, cache_salt, session, items.extra_keys, adapter)
-    return route, items.embeds
+    return route, items.embeds, files
 
 
 def _placed(items: Items, token_ids: NDArray[np.int32] | None) -> PlacedItems:

@@ -23,10 +23,12 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.client.image_calls import ImageCalls
 from headwise.runtime.client.locator import LOCATE_S, SILENT_S, Locator
 from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
 from headwise.runtime.client.ways import RelayMode, Ways
 from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import (
     FIRST_ANSWER_S,
     FORGOTTEN,
@@ -35,8 +37,12 @@ from headwise.runtime.protocol.messages import (
     PEER_TIMEOUT_S,
     PING_INTERVAL_S,
     Abort,
+    Encode,
+    Encoded,
+    Encoders,
     Engines,
     Failed,
+    GetEncoders,
     GetEngines,
     Operate,
     Operated,
@@ -99,6 +105,7 @@ class ClientIO:
         self._keys = itertools.count(1)
         self._scheduler = Peer(self._context, endpoint, keys)
         self._engines: dict[str, Peer] = {}
+        self._images = ImageCalls(self._find_encoders, self._ask_encoder)
         self._calls: dict[str, Call] = {}  # those that engines serve, by request id
         self._may_move = locate is not None
         self._reason = ""  # why it is closed
@@ -113,6 +120,10 @@ class ClientIO:
     def start(self, call: Call) -> None:
         """Begin a call; raises `DeploymentError` on a closed client, `InvalidRequestError` if it cannot be sent."""
         call.key = next(self._keys)
+        if call.files:
+            call.is_encoding = True
+            self._command(lambda: self._images.encode(call.files, partial(self._take_encoded, call)))
+            return
         data = _encode(replace(call.route, key=call.key))
         self._command(lambda: self._scheduler.ask(call.key, call, data, self._clock()))
 
@@ -229,6 +240,33 @@ class ClientIO:
             self._engines[endpoint] = self._ways.open(self._context, endpoint)
         return self._engines[endpoint]
 
+    # ---- images ----
+
+    def _find_encoders(self, deliver: Callable[[Any], None]) -> None:
+        key = next(self._keys)
+        self._scheduler.ask(key, deliver, wire.encode(GetEncoders(key)), self._clock())
+
+    def _ask_encoder(self, endpoint: str, image: bytes, deliver: Callable[[Any], None]) -> None:
+        key = next(self._keys)
+        self._engine(endpoint).ask(key, deliver, wire.encode(Encode(key, image)), self._clock())
+
+    def _take_encoded(self, call: Call, answer: list[EncodedImage] | HeadwiseError) -> None:
+        """What stands for a call's images is known: it can be routed now."""
+        if not call.is_encoding:
+            return  # it was cancelled
+        call.is_encoding, call.files = False, ()
+        if isinstance(answer, HeadwiseError):
+            call.deliver(answer)
+            return
+        call.encoded = answer
+        call.route = replace(call.route, images=tuple(each.image for each in answer))
+        try:
+            data = _encode(replace(call.route, key=call.key))
+        except InvalidRequestError as error:
+            call.deliver(error)
+            return
+        self._scheduler.ask(call.key, call, data, self._clock())
+
     # ---- calls ----
 
     def _take_ticket(self, ticket: Ticket) -> None:
@@ -298,6 +336,9 @@ class ClientIO:
         if self._scheduler.answered(call.key) is not None:
             self._scheduler.send(Withdraw(call.key))
             call.deliver(RequestAbortedError("the request was cancelled"))
+        elif call.is_encoding:
+            call.is_encoding = False
+            call.deliver(RequestAbortedError("the request was cancelled"))
         elif self._is_served(call):
             self._abort(call)
             self._end(call, RequestAbortedError(f"request {call.name} was cancelled"))
@@ -345,8 +386,10 @@ class ClientIO:
             self._take_pong(peer, message)
         elif isinstance(message, Stats):
             self._answer(peer, message.key, message.stats)
-        elif isinstance(message, Engines):
+        elif isinstance(message, Engines | Encoders):
             self._answer(peer, message.key, message.endpoints)
+        elif isinstance(message, Encoded):
+            self._answer(peer, message.key, message)
         elif isinstance(message, PrefixFound):
             self._answer(peer, message.key, {"tokens": message.tokens, "engines": message.engines})
         elif isinstance(message, Operated):

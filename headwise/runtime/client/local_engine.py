@@ -16,14 +16,18 @@ from headwise.runtime.client.worker_process import WorkerProcess, has_channel
 from headwise.runtime.config.block_storage import open_lookup
 from headwise.runtime.config.device import resolve_device
 from headwise.runtime.config.engine_config import EngineConfig, storage_without_host_cache
+from headwise.runtime.config.images import without_images
 from headwise.runtime.config.model_card import ModelCard, with_pool
+from headwise.runtime.encoder.image_encoder import ImageEncoder
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of
+from headwise.runtime.loader.chat_images import take_images
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.executor import Executor
+from headwise.runtime.protocol.images import IMAGE_LIMITS, with_embeds
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.memory_check import check_memory
@@ -72,6 +76,7 @@ class LocalEngine:
         self.preprocessor = Preprocessor(card, tokenizer)  # with the pool's size, which may have been measured
         self.core = EngineCore(config, card, tokenizer, executor, lookup=self._lookup)
         self._calls = LocalCalls(self.core)
+        self._encoder = ImageEncoder.open(config, directory, tokenizer) if config.image_encoders else None
 
     def _open_apart(self, card: ModelCard, directory: Path) -> tuple[ModelCard, Executor]:
         process = WorkerProcess(self.config, directory)
@@ -121,9 +126,17 @@ class LocalEngine:
     def stream_chat(
         self, messages: Chat, sampling: SamplingParams | None = None, **kwargs: Any
     ) -> Iterator[OutputDelta]:
-        """Like `stream`, for a chat; see `Client.chat`."""
+        """Like `stream`, for a chat; see `Client.chat`. Images are encoded in this thread."""
         chat = chat_of(messages, **{name: kwargs.pop(name, None) for name in CHAT_OPTIONS})
-        return self._calls.run([self.preprocessor.prepare(messages=chat, sampling=sampling, **kwargs)])
+        chat, files = take_images(chat, IMAGE_LIMITS)
+        if not files:
+            return self._calls.run([self.preprocessor.prepare(messages=chat, sampling=sampling, **kwargs)])
+        if self._encoder is None:
+            raise InvalidRequestError(without_images(self.config, self.preprocessor.card.config))
+        encoded = [self._encoder.encode(file) for file in files]
+        images = [each.image for each in encoded]
+        request = self.preprocessor.prepare(messages=chat, sampling=sampling, images=images, **kwargs)
+        return self._calls.run([with_embeds(request, encoded)])
 
     def sleep(self) -> None:
         """Give back the memory of weights and device cache. Requests wait until `wake`; does nothing if asleep."""

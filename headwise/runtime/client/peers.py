@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.images import EncodedImage, with_embeds
 from headwise.runtime.protocol.messages import Reroute, Route, Submit
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
@@ -41,6 +42,9 @@ class Call:
 
     key:      of the latest question to the scheduler
     embeds:   of the prompt's items: each engine that serves the request gets them, and nobody else
+    files:    of the chat's images, to be encoded before it is routed
+    encoded:  what stands for them, once that is known
+    is_encoding: whether that is waited for
     request:  as submitted to ``engine``, but for the embeddings. Each attempt has its own request id, so that a late
               message about an earlier attempt is not taken for one about the present attempt
     name:     the id by which the caller knows the request
@@ -55,6 +59,9 @@ class Call:
     route: Route
     deliver: Callable[[Event], None]
     embeds: Sequence[PromptEmbeds] = ()
+    files: Sequence[bytes] = ()
+    encoded: Sequence[EncodedImage] = ()
+    is_encoding: bool = False
     key: int = 0
     request: GenerateRequest | None = None
     engine: Peer | None = None
@@ -72,6 +79,8 @@ class Call:
         self.name = self.name or request.request_id
         self.request, self.engine, self.is_in_doubt, self.waits = request, engine, False, ""
         self.prompt = request.prompt_token_ids
+        if self.encoded:
+            return Submit(self.key, with_embeds(request, self.encoded))
         return Submit(self.key, replace(request, embeds=tuple(self.embeds)))
 
     def reroute(self, key: int, is_lost: bool) -> Reroute:

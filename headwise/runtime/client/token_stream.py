@@ -25,12 +25,17 @@ class _StreamBase:
     """
 
     def __init__(
-        self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds], deliver: Callable[[Event], None]
+        self,
+        io: ClientIO,
+        route: Route,
+        embeds: Sequence[PromptEmbeds],
+        files: Sequence[bytes],
+        deliver: Callable[[Event], None],
     ) -> None:
         self.result = GenerationResult("")
         self._io = io
         self._ended = False
-        self._call = Call(route, deliver, embeds)  # no reference to the stream: dropping the stream must end it
+        self._call = Call(route, deliver, embeds, files)  # no reference to the stream: dropping the stream must end it
         io.start(self._call)
 
     @property
@@ -70,9 +75,11 @@ class _StreamBase:
 class TokenStream(_StreamBase, Iterator[OutputDelta]):
     """Deltas of one request. Leaving the ``with`` block, `close` and dropping the stream abort it."""
 
-    def __init__(self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = ()) -> None:
+    def __init__(
+        self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = (), files: Sequence[bytes] = ()
+    ) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        super().__init__(io, route, embeds, self._events.put)
+        super().__init__(io, route, embeds, files, self._events.put)
 
     def __next__(self) -> OutputDelta:
         delta = None if self._ended else self._take(self._events.get())
@@ -101,9 +108,11 @@ class TokenStream(_StreamBase, Iterator[OutputDelta]):
 class AsyncTokenStream(_StreamBase, AsyncIterator[OutputDelta]):
     """Like `TokenStream`, for the event loop in which it was made."""
 
-    def __init__(self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = ()) -> None:
+    def __init__(
+        self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = (), files: Sequence[bytes] = ()
+    ) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        super().__init__(io, route, embeds, _into(self._events, asyncio.get_running_loop()))
+        super().__init__(io, route, embeds, files, _into(self._events, asyncio.get_running_loop()))
 
     @property
     def unread(self) -> int:

@@ -108,6 +108,29 @@ class EngineConfig:
         "",
         "LoRA adapters in PEFT's format that requests may ask for: NAME=DIRECTORY,...; on every node. Empty: none.",
     )
+    image_encoders: int = _option(
+        0,
+        "Processes that encode images of chats, for models whose vision tower is served; they load its weights. 0: "
+        "images are refused. Needs Pillow: `pip install 'headwise[images]'`.",
+        0,
+        64,
+    )
+    image_encoder_cpus: float = _option(
+        0.0,
+        "CPUs that each of them asks Ray for, and computes with; 0: 0.1, and it computes with all cores of its node.",
+        0.0,
+        65536.0,
+    )
+    image_encoder_gpus: float = _option(
+        0.0,
+        "Part of a GPU that each of them asks Ray for, and computes on; 0: none, it computes on CPU cores. It is of no "
+        "GPU that an engine has. Needs device cuda.",
+        0.0,
+        1.0,
+    )
+    image_cache: str = _option(
+        "1GiB", "Memory of each of them for what it has made of images, so that none is encoded twice; 0: none."
+    )
     tool_parser: Literal[
         "auto",
         "none",
@@ -486,6 +509,7 @@ class EngineConfig:
                 f"draft_model {self.draft_model} drafts for speculation, which is 0: give speculation 3, or leave "
                 "draft_model out"
             )
+        parse_bytes(self.image_cache)
         parse_ports(self.engine_ports)
         parse_ports(self.peer_ports, "peer_ports")
         check_advertised(self.advertise_host)

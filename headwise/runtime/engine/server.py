@@ -35,8 +35,8 @@ from headwise.runtime.engine.reports import EngineReports, Reporting
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
-    MAX_MESSAGE_BYTES,
     MAX_PING_REQUESTS,
+    MAX_SUBMIT_BYTES,
     Abort,
     AskLease,
     EndLease,
@@ -74,6 +74,9 @@ IDLE_S = 0.05
 _BURST, _BURST_S = 64, 0.005
 """Messages taken in before the next step, and the time after which no further one is begun: clients that flood the
 engine, and those whose messages take long, keep the others' tokens waiting for so long and no longer."""
+
+_MAX_JOINED_BYTES = 8 * MAX_SUBMIT_BYTES
+"""Of requests that have come in part: so many clients can send the largest at once."""
 
 _NO_WORKERS = EngineDiedError("the engine has no workers at the moment: they are being started")
 _STOPPING = DeploymentError("the deployment is stopping")
@@ -128,7 +131,8 @@ class EngineServer:
             self._listener = Listener(
                 self._context,
                 endpoint,
-                max_message_bytes=MAX_MESSAGE_BYTES,
+                max_message_bytes=MAX_SUBMIT_BYTES,
+                max_joined_bytes=_MAX_JOINED_BYTES,
                 send_queue=send_queue,
                 keys=keys,
                 clock=clock,

@@ -24,5 +24,5 @@ def step_embeds(
             first, last = max(start, each.start), min(end, each.end)
             if first < last:
                 places.append(np.arange(first, last, dtype=np.int32) + np.int32(begin - start))
-                parts.append(each.values[first - each.start : last - each.start])
+                parts.append(each.floats(first - each.start, last - each.start))
     return StepEmbeds(np.concatenate(places), np.concatenate(parts)) if places else None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headwise.errors import HeadwiseError
+from headwise.runtime.protocol.images import PromptImage
 from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.protocol.request import GenerateRequest
 
@@ -42,6 +43,7 @@ class RequestPreprocessor(Protocol):
         cache_salt: str,
         items: Sequence[PromptItem],
         adapter: str,
+        images: Sequence[PromptImage],
     ) -> GenerateRequest: ...
 
     def hashes(self, request: GenerateRequest) -> list[bytes]: ...

@@ -23,6 +23,7 @@ from headwise.runtime.loader.chat import Chat
 from headwise.runtime.loader.grammar import check_grammar
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.protocol.images import PromptImage, with_images
 from headwise.runtime.protocol.prompt_items import PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
@@ -106,6 +107,7 @@ class Preprocessor:
         request_id: str | None = None,
         items: Sequence[PromptItem] = (),
         adapter: str = "",
+        images: Sequence[PromptImage] = (),
     ) -> GenerateRequest:
         """A request for one prompt (text or token ids) or one chat; raises `InvalidRequestError`.
 
@@ -113,6 +115,7 @@ class Preprocessor:
 
         items: the prompt's multimodal items; the prompt must be token ids, for by these they are placed
         adapter: name of the one that it is computed with; empty: none
+        images: of the chat, in their order: they become items, whose embeddings the caller has
         """
         if (prompt is None) == (messages is None):
             raise InvalidRequestError("give either a prompt or messages")
@@ -122,6 +125,8 @@ class Preprocessor:
         self._check_sampling(sampling)
         check_items(items, prompt)
         tokens = self._tokens(prompt, messages)
+        if images:
+            tokens, items = self._with_images(tokens, messages, images)
         of_items = placed(items, len(tokens))
         room = self.card.max_model_len - len(tokens)
         least = 1 if sampling.fit_max_tokens else sampling.max_tokens or 1
@@ -145,6 +150,16 @@ class Preprocessor:
             extra_keys=of_items.extra_keys,
             embeds=of_items.embeds,
         )
+
+    def _with_images(
+        self, tokens: NDArray[np.int32], messages: Chat | None, images: Sequence[PromptImage]
+    ) -> tuple[NDArray[np.int32], list[PromptItem]]:
+        placeholder = self.tokenizer.control_token(self.card.config.image_token)
+        if messages is None:
+            raise InvalidRequestError("images are parts of a chat's messages: a prompt has items instead")
+        if placeholder is None:
+            raise InvalidRequestError("this model takes no images: it has no vision tower that is served")
+        return with_images(tokens, images, placeholder, self.card.config.vocab_size)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         """Raise `InvalidRequestError` for parameters that no request of this model can have."""

@@ -24,6 +24,7 @@ from headwise.liveness_clock import LivenessClock
 from headwise.runtime.frontend.client_socket import listen
 from headwise.runtime.frontend.directory import DirectoryService
 from headwise.runtime.frontend.dispatcher import Dispatched, Dispatcher, PendingCall
+from headwise.runtime.frontend.encoders import KnownEncoders
 from headwise.runtime.frontend.index_view import IndexClient, IndexView
 from headwise.runtime.frontend.preprocessing_pool import (
     Job,
@@ -43,9 +44,12 @@ from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
     FORGOTTEN,
+    Encoders,
+    EncoderStatus,
     Engines,
     EngineStatus,
     FindPrefix,
+    GetEncoders,
     GetEngines,
     GetStats,
     Ping,
@@ -102,6 +106,7 @@ class SchedulerServer:
     size:       returns a lower bound of the bytes of text to tokenise for a prompt or messages; raises
                 `InvalidRequestError` if they cannot fit. Called on the server's thread
     tokenizers: prompts that are tokenised at once, each on a thread
+    without_images: why images are refused; empty: they are encoded
     instance:   lets clients tell this scheduler from its predecessor; empty: drawn at random
     loop_count: rounds of the thread's loop in which clients could connect; it stands still when the thread hangs
     """
@@ -126,6 +131,7 @@ class SchedulerServer:
         tokenizers: int = 2,
         clock: Callable[[], float] = time.monotonic,
         instance: str = "",
+        without_images: str = "images are not enabled here",
     ) -> None:
         self._preprocessor = preprocessor
         self._secret = secret
@@ -153,6 +159,7 @@ class SchedulerServer:
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._heard: dict[bytes, float] = {}
         self._directory = DirectoryService(secret) if self._router.options.peer_loads else None
+        self._encoders = KnownEncoders(without_images)
         self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
         self._counts = dict.fromkeys(
             ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
@@ -247,6 +254,8 @@ class SchedulerServer:
             del self._reporters[endpoint]
             self._proxy.relay.forbid(endpoint)
             self._router.disconnected(endpoint, self._clock())
+        for endpoint in self._encoders.forget(ended):
+            self._proxy.relay.forbid(endpoint)
         self._scale_requests.forget(ended)
         for call in [call for call in self._calls.values() if call.identity in ended]:
             self._close(call)
@@ -265,6 +274,22 @@ class SchedulerServer:
                     self._listener.send(identity, news)
         else:
             self._counts["strangers"] += 1
+
+    def _take_encoder(self, identity: bytes, status: EncoderStatus) -> None:
+        if status.secret != self._secret:
+            self._counts["strangers"] += 1
+            return
+        self._encoders.update(identity, status, self._clock())
+        self._proxy.relay.allow(status.endpoint, status.address)
+        self._tell_encoders()
+
+    def _find_encoders(self, identity: bytes, get: GetEncoders) -> None:
+        self._encoders.ask(identity, get.key, self._clock())
+        self._tell_encoders()
+
+    def _tell_encoders(self) -> None:
+        for identity, key, found in self._encoders.answers(self._clock()):
+            self._send(identity, failure(found, key) if isinstance(found, HeadwiseError) else Encoders(key, found))
 
     def _scale(self, identity: bytes, scale: Scale) -> None:
         try:
@@ -327,6 +352,7 @@ class SchedulerServer:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
         chat, salt, adapter = asked.chat, asked.cache_salt, asked.adapter
         items = [PromptItem(start, end - start, key) for start, end, key in asked.extra_keys]
+        images = asked.images if isinstance(asked, Route) else ()
 
         def prepare() -> PreparedRequest:
             return self._prepared(
@@ -338,6 +364,7 @@ class SchedulerServer:
                     cache_salt=salt,
                     items=items,
                     adapter=adapter,
+                    images=images,
                 )
             )
 
@@ -481,6 +508,7 @@ class SchedulerServer:
             self._router.note("the index does not answer: routed without it")
         self._exchange.observe(observe(self._router.table, self._router.options, now, *self._dispatcher.held()))
         self._tell_waiting(now)
+        self._tell_encoders()
         for (identity, key), told in self._scale_requests.answers(now):
             self._send(identity, failure(told, key) if isinstance(told, HeadwiseError) else Scaled(key, told))
         while self._tickets:
@@ -530,6 +558,7 @@ class SchedulerServer:
                 "index": dict(self._index.counts),
             },
             "engines": self._router.table.stats(now),
+            "encoders": self._encoders.stats(now),
             "index": self._index.stats(),
             "faults": self._router.faults(),
             "fleet": {
@@ -556,4 +585,6 @@ class SchedulerServer:
         Scale: _scale,
         Roll: _roll,
         EngineStatus: _take_status,
+        GetEncoders: _find_encoders,
+        EncoderStatus: _take_encoder,
     }

@@ -57,6 +57,8 @@ from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
 from headwise.runtime.http.tools.choice import ToolChoice
 from headwise.runtime.http.tools.select import Parsers
+from headwise.runtime.loader.chat_images import with_files
+from headwise.runtime.protocol.images import IMAGE_LIMITS
 
 if TYPE_CHECKING:
     from headwise.runtime.http.spans import Tracing
@@ -149,7 +151,7 @@ class _Api:
     def _generation(self, model: str | None, wanted: Wanted, form: Form, echoed: Sequence[str] = ()) -> Generation:
         """What a request is answered by. model: that it asks for, which may be an adapter"""
         adapter = {} if model in (None, self._model) else {"adapter": model}
-        wanted = replace(wanted, options={**wanted.options, **adapter})
+        wanted = replace(wanted, options={**wanted.options, **adapter}, messages=_with_files(wanted))
         return Generation(self._client, wanted, form, echoed, self.counts, self._held)
 
     async def chat(self, request: Request) -> Generation:
@@ -271,6 +273,14 @@ class _Api:
             "max_model_len": self._texts.limits.tokens,
             **base,
         }
+
+
+def _with_files(wanted: Wanted) -> Any:
+    """A chat whose images are decoded from Base64, once for all answers. Raises `ApiError`."""
+    try:
+        return with_files(wanted.messages, IMAGE_LIMITS)
+    except InvalidRequestError as error:
+        raise invalid(str(error), wanted.source) from None
 
 
 def _untraced(path: str, endpoint: Endpoint) -> Endpoint:

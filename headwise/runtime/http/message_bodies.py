@@ -159,15 +159,33 @@ def _of_user(name: str, blocks: list[tuple[str, str, Mapping[str, Any]]]) -> lis
         if kind == "tool_result":
             result = _text(at, block.get("content") or "", "messages")
             found.append({"role": "tool", "tool_call_id": _string(at, block, "tool_use_id"), "content": result})
-        elif kind != "text":
+            continue
+        if kind not in ("text", "image"):
             raise invalid(
-                f"{at} is of type {shown(kind)}; text and tool_result are served in a user's message", "messages"
+                f"{at} is of type {shown(kind)}; text, image and tool_result are served in a user's message", "messages"
             )
-        elif found and found[-1]["role"] == "user":
-            found[-1]["content"] += _string(at, block, "text")
-        else:
-            found.append({"role": "user", "content": _string(at, block, "text")})
+        if not found or found[-1]["role"] != "user":
+            found.append({"role": "user", "content": []})
+        is_text = kind == "text"
+        part = {"type": "text", "text": _string(at, block, "text")} if is_text else _image(at, block.get("source"))
+        found[-1]["content"].append(part)
+    for message in found:
+        if message["role"] == "user" and all(part["type"] == "text" for part in message["content"]):
+            message["content"] = "".join(part["text"] for part in message["content"])
     return found or [{"role": "user", "content": ""}]
+
+
+def _image(name: str, source: Any) -> dict[str, Any]:
+    """As OpenAI's content parts have it."""
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind != "base64":
+        raise invalid(
+            f"{name}.source must have the image itself, of type base64 with media_type and data: URLs and files are "
+            f"not fetched; got {shown(source)}",
+            "messages",
+        )
+    media_type, data = _string(f"{name}.source", source, "media_type"), _string(f"{name}.source", source, "data")
+    return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
 
 
 def _of_assistant(name: str, blocks: list[tuple[str, str, Mapping[str, Any]]]) -> list[dict[str, Any]]:

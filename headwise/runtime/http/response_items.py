@@ -51,7 +51,7 @@ def _add(messages: list[dict[str, Any]], name: str, item: Any) -> None:
     elif item.get("role") not in _ROLES:
         raise _wrong(f"{name}.role must be one of {', '.join(_ROLES)}, got {shown(item.get('role'))}")
     else:
-        content = _content(f"{name}.content", item.get("content"))
+        content = _content(f"{name}.content", item.get("content"), takes_images=item["role"] == "user")
         if item["role"] == "assistant" and last is not None and not last["content"] and "tool_calls" not in last:
             last["content"] = content
         else:
@@ -74,18 +74,25 @@ def _thought(name: str, item: Mapping[str, Any]) -> str:
     return "".join(_string(f"{name}[{index}]", part, "text") for index, part in enumerate(parts))
 
 
-def _content(name: str, content: Any) -> str:
+def _content(name: str, content: Any, *, takes_images: bool = False) -> Any:
+    """A text, or where there are images, parts as chats have them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _wrong(f"{name} must be a text or a list of text parts, got {shown(content)}")
-    texts = []
+    parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if takes_images and kind == "input_image" and isinstance(part.get("image_url"), str):
+            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+            continue
+        if not isinstance(part, Mapping) or kind not in _TEXTS or not isinstance(part.get("text"), str):
             such = '{"type": "input_text", "text": "Hello"}'
             raise _wrong(f"{name}[{index}] must be a text part such as {such}, got {shown(part)}")
-        texts.append(part["text"])
-    return "".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 def _string(name: str, item: Mapping[str, Any], field: str) -> str:

@@ -22,6 +22,9 @@ _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "raise_exception
 _END = chr(0x10FFFF)
 """Marks where the text of a message ends; no character, and what of users' is the same comes before it."""
 
+IMAGE_PART = {"type": "image"}
+"""A content part that stands for an image, whose data goes another way: as templates of Hugging Face know it."""
+
 CHAT_OPTIONS = ("tools", "chat_template_kwargs", "continue_final_message")
 _PARTS = ("messages", *CHAT_OPTIONS)
 
@@ -149,7 +152,12 @@ def plain_chat(chat: Any) -> dict[str, Any]:
         raise InvalidRequestError(f"continue_final_message must be true or false, got {shown(goes_on)}")
     if goes_on:
         last = plain["messages"][-1]
-        if last["role"] != "assistant" or not last["content"] or "tool_calls" in last:
+        if (
+            last["role"] != "assistant"
+            or not isinstance(last["content"], str)
+            or not last["content"]
+            or "tool_calls" in last
+        ):
             raise InvalidRequestError(
                 "continue_final_message goes on with the last message, which must be the assistant's, with text and "
                 f"without calls; got {shown(last)}"
@@ -180,8 +188,9 @@ def plain_variables(variables: Any) -> dict[str, Any]:
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
     """Check a user's messages, and copy them into the form that templates and the wire need.
 
-    Each has a role of `ROLES`, its content as one string (text parts ``{"type": "text", "text": ...}`` are joined), and
-    else only plain data. An assistant's message with ``tool_calls`` needs no content.
+    Each has a role of `ROLES`, its content as one string (text parts ``{"type": "text", "text": ...}`` are joined), or
+    where there are images as a list of text parts and `IMAGE_PART`, and else only plain data. An assistant's message
+    with ``tool_calls`` needs no content.
 
     Raises:
         InvalidRequestError: they are not such messages; the text names the part at fault.
@@ -213,7 +222,7 @@ def _plain_message(name: str, message: Any) -> dict[str, Any]:
 
 def _plain_field(name: str, key: str, value: Any, role: str) -> Any:
     if key == "content" and not (value is None and role == "assistant"):
-        return _text_of(name, value)
+        return _content_of(name, value)
     if key == "tool_calls":
         if role != "assistant":
             raise InvalidRequestError(f"{name} is for messages of the role assistant: leave it out")
@@ -223,22 +232,35 @@ def _plain_field(name: str, key: str, value: Any, role: str) -> Any:
     return plain_value(name, value)
 
 
-def _text_of(name: str, content: Any) -> str:
+def _content_of(name: str, content: Any) -> str | list[dict[str, str]]:
+    """Text parts joined to one string; where images are among them, as many parts, those between them joined."""
     if isinstance(content, str):
         return str(content)
     if not isinstance(content, list | tuple):
         raise InvalidRequestError(f"{name} must be a string, got {shown(content)}; or a list of text parts")
-    texts = []
+    parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            got = shown(part) if kind in (None, "text") else f"one of type {shown(kind)}"
-            raise InvalidRequestError(
-                f'{name}[{index}] must be a text part such as {{"type": "text", "text": "Hello"}}, got {got}'
-            )
-        texts.append(text)
-    return "".join(texts)
+        plain = _plain_part(f"{name}[{index}]", part)
+        if parts and plain["type"] == parts[-1]["type"] == "text":
+            parts[-1]["text"] += plain["text"]
+        else:
+            parts.append(plain)
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _plain_part(name: str, part: Any) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == IMAGE_PART["type"] and part == IMAGE_PART:
+        return dict(IMAGE_PART)
+    if kind in ("image", "image_url"):
+        raise InvalidRequestError(f"{name} is an image, which is not taken here: leave it out")
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(text, str):
+        got = shown(part) if kind in (None, "text") else f"one of type {shown(kind)}"
+        raise InvalidRequestError(f'{name} must be a text part such as {{"type": "text", "text": "Hello"}}, got {got}')
+    return {"type": "text", "text": str(text)}
 
 
 def _to_json(

@@ -69,18 +69,26 @@ class Marks:
     def on(self, chat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, str]]:
         """A chat, as `plain_chat` returns it, with marks, and mark (as a code point) -> character.
 
-        The messages' roles are left alone: they are words of the template, not of users.
+        The messages' roles, and the types of content parts, are left alone: they are words of the template, not of
+        users.
 
         Raises:
             InvalidRequestError: there are more different characters to mark than marks.
         """
         marks: dict[str, str] = {}
         messages = [
-            {key: value if key == "role" else self._on(value, marks) for key, value in message.items()}
+            {key: value if key == "role" else self._on_field(key, value, marks) for key, value in message.items()}
             for message in chat["messages"]
         ]
         others = {key: self._on(value, marks) for key, value in chat.items() if key != "messages"}
         return {"messages": messages, **others}, {ord(mark): character for character, mark in marks.items()}
+
+    def _on_field(self, key: str, value: Any, marks: dict[str, str]) -> Any:
+        if key != "content" or not isinstance(value, list):
+            return self._on(value, marks)
+        return [
+            {name: each if name == "type" else self._on(each, marks) for name, each in part.items()} for part in value
+        ]
 
     def _on(self, value: Any, marks: dict[str, str]) -> Any:
         if isinstance(value, str):

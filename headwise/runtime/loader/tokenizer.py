@@ -149,6 +149,10 @@ class Tokenizer:
         unknown = getattr(self._backend.model, "unk_token", None)
         return None if unknown is None else self._backend.token_to_id(unknown)
 
+    def control_token(self, text: str) -> int | None:
+        """The id of the control token that is written so; None: there is none, or users' text may become it."""
+        return next((token for token in self._hidden if self._added[token] == text), None)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The ids' text, without special tokens."""
         return str(self._backend.decode(ids, skip_special_tokens=True))
@@ -253,11 +257,12 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template in ``chat_template.jinja`` or, without that file, in ``config``: of several there, ``default``."""
+    """The template in ``chat_template.jinja``, or ``chat_template.json``, as older checkpoints with images have it, or,
+    without these files, in ``config``: of several there, ``default``."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
+    template = _optional(directory / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template if isinstance(template, str) else None

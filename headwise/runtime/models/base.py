@@ -237,6 +237,7 @@ class ModelConfig:
     mlp_gate:        whether MLPs, and experts, have a gate: their activation is of both, else of one product
     logit_scale:     factor on logits
     missing_for_images: what its images need that is not served, in words; empty: nothing
+    image_token:     the control token that its chat template writes for an image; empty: no tower of its is served
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     draft_layers:    the last ones, 1 or none, which are not the decoder's: see `Model.draft`
     eagle:           the head that such a layer is of, where it is not of the model's own checkpoint
@@ -274,6 +275,7 @@ class ModelConfig:
     temper: TemperConfig | None = None
     logit_scale: float = 1.0
     missing_for_images: str = ""
+    image_token: str = ""
     draft_layers: int = 0
     eagle: EagleConfig | None = None
 

@@ -10,6 +10,9 @@ client -> scheduler   GetStats     -> Stats
 client -> scheduler   FindPrefix   -> PrefixFound | Failed
 client -> scheduler   GetEngines   -> Engines | Failed
 client -> engine      Operate      -> Operated | Failed
+client -> scheduler   GetEncoders  -> Encoders | Failed
+client -> encoder     Encode       -> Encoded | Failed
+encoder -> scheduler  EncoderStatus                 every `STATUS_INTERVAL_S`
 client -> scheduler   Scale        -> Scaled | Failed
 client -> scheduler   Roll         -> Scaled | Failed
 engine -> scheduler   EngineStatus -> Directory     every `STATUS_INTERVAL_S`; answered if the engine knows another one
@@ -29,6 +32,7 @@ from numpy.typing import NDArray
 from headwise import errors
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import HeadwiseError
+from headwise.runtime.protocol.images import PromptImage
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
 from headwise.runtime.protocol.wire import register
 
@@ -42,6 +46,8 @@ CLIENT_TIMEOUT_S = 10.0
 STATUS_INTERVAL_S = 0.5
 MAX_MESSAGE_BYTES = 16 << 20
 """Four million token ids. A server must keep so much memory for every client, also for untrusted ones."""
+MAX_SUBMIT_BYTES = 64 << 20
+"""The same of what engines take: a prompt comes with the embeddings of its images."""
 MAX_PING_REQUESTS = 100
 """Most requests that one `Ping` names: there may be as many answers to it."""
 FORGOTTEN = ""
@@ -57,6 +63,7 @@ class Route:
     session: requests of one session go to the same engine while that costs little; empty: no session
     extra_keys: of the prompt's multimodal items. Their embeddings go to the engine, with `Submit`
     adapter: its name; empty: none
+    images: of a chat, in their order, as an encoder says them. Their embeddings go to the engine, too
     """
 
     key: int
@@ -69,6 +76,7 @@ class Route:
     session: str = ""
     extra_keys: tuple[ExtraKey, ...] = ()
     adapter: str = ""
+    images: tuple[PromptImage, ...] = ()
 
 
 @register
@@ -218,6 +226,58 @@ class Engines:
 
     key: int
     endpoints: dict[str, str]
+
+
+@register
+@dataclass(frozen=True)
+class GetEncoders:
+    """Ask who encodes images."""
+
+    key: int
+
+
+@register
+@dataclass(frozen=True)
+class Encoders:
+    """The endpoints of all that do."""
+
+    key: int
+    endpoints: tuple[str, ...]
+
+
+@register
+@dataclass(frozen=True)
+class Encode:
+    """image: a file's bytes"""
+
+    key: int
+    image: bytes
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """See `headwise.runtime.protocol.images.EncodedImage`."""
+
+    key: int
+    image: PromptImage
+    embeds: NDArray[np.float32] | NDArray[np.uint16]
+
+
+@register
+@dataclass(frozen=True)
+class EncoderStatus:
+    """An encoder of images is there and serves at ``endpoint``, as clients are told.
+
+    secret:  of the deployment; a status with another one is ignored
+    address: where it is reached within the deployment
+    """
+
+    secret: str
+    name: str
+    endpoint: str
+    address: str
+    stats: dict[str, Any]
 
 
 @register

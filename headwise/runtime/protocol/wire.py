@@ -23,6 +23,7 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.batch import AskedPrompt, BatchRequest, KnownTokens, NewSequence, StepEmbeds, StepResult
 from headwise.runtime.protocol.copies import CopyReport, PeerFetch, SwapIn, SwapOut
 from headwise.runtime.protocol.guided import Guided
+from headwise.runtime.protocol.images import PromptImage
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import (
     GenerateRequest,
@@ -35,11 +36,11 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
-VERSION = 5
+VERSION = 6
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
-_DTYPES = frozenset({"|b1", "|u1", "<i4", "<i8", "<f4", "<f8"})
+_DTYPES = frozenset({"|b1", "|u1", "<u2", "<i4", "<i8", "<f4", "<f8"})
 
 T = TypeVar("T")
 Convert = Callable[[Any], Any]
@@ -162,12 +163,14 @@ def _converter(hint: Any) -> tuple[Convert | None, Convert]:
         return None, lambda value: value
     if origin in (Union, UnionType) and NoneType in args and len(args) == 2:
         return _optional(next(arg for arg in args if arg is not NoneType))
+    if origin in (Union, UnionType) and all(get_origin(arg) is np.ndarray for arg in args):
+        return None, _array_check(*(_dtype(arg) for arg in args))
     if origin is tuple:
         return _tuple(args)
     if origin is dict:
         return _dict(*args)
     if origin is np.ndarray:
-        return None, _array_check(np.dtype(get_args(args[1])[0]))
+        return None, _array_check(_dtype(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return (lambda value: value.value), _enum(hint)
     if is_dataclass(hint):
@@ -216,11 +219,17 @@ def _dict(key_hint: Any, value_hint: Any) -> tuple[Convert | None, Convert]:
     return None if pack is None else (lambda value: {key: pack(item) for key, item in value.items()}), unpack_dict
 
 
-def _array_check(dtype: np.dtype[Any]) -> Convert:
+def _dtype(hint: Any) -> np.dtype[Any]:
+    """Of an ``NDArray[...]``."""
+    dtype: np.dtype[Any] = np.dtype(get_args(get_args(hint)[1])[0])
+    return dtype
+
+
+def _array_check(*dtypes: np.dtype[Any]) -> Convert:
     def check(value: Any) -> Any:
-        if not isinstance(value, np.ndarray) or value.dtype != dtype:
+        if not isinstance(value, np.ndarray) or value.dtype not in dtypes:
             kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-            raise _Mismatch(f"must be an array of {dtype}, not {kind}")
+            raise _Mismatch(f"must be an array of {' or '.join(map(str, dtypes))}, not {kind}")
         return value
 
     return check
@@ -269,6 +278,7 @@ for _cls in (
     PeerHint,
     PromptEmbeds,
     GenerateRequest,
+    PromptImage,
     OutputDelta,
 ):
     register(_cls)

@@ -73,6 +73,7 @@ class ScriptedPreprocessor:
         cache_salt: str,
         items: Any,
         adapter: str,
+        images: Any,
     ) -> GenerateRequest:
         if not prompt:
             raise InvalidRequestError("the prompt is empty")

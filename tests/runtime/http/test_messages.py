@@ -206,7 +206,22 @@ def test_tokens_are_counted(client: Any) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0] must have a role, user or assistant"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a text or a list of blocks"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0] is of type 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0] is of type 'document'; text, image and tool_result",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].source must have the image itself",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://a"}}]}
+                ]
+            },
+            "URLs and files are not fetched",
+        ),
         ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0] must be a block with a type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

@@ -192,6 +192,12 @@ def test_a_conversation_is_rendered_with_blocks_trimmed(chatty: Path) -> None:
     assert tokenizer.render_chat(HELLO, add_generation_prompt=False) == "<|im_start|>user\nHello<|im_end|>\n"
 
 
+def test_an_older_checkpoint_s_template_is_in_a_file_of_its_own(chatty: Path) -> None:
+    (chatty / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
+    tokenizer = Tokenizer.from_directory(chatty)
+    assert tokenizer.render_chat([{"role": "user", "content": "Who"}]) == "Who?"
+
+
 def test_a_template_file_comes_before_the_configuration(chatty: Path) -> None:
     (chatty / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert Tokenizer.from_directory(chatty).render_chat(HELLO) == "Hello!"
@@ -249,10 +255,9 @@ def test_content_may_be_a_list_of_text_parts_which_are_put_together(chatty: Path
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (
-            {"type": "image_url", "image_url": {"url": "x"}},
-            "must be a text part .*, got one of type 'image_url'",
-        ),
+        ({"type": "input_audio", "input_audio": {}}, "must be a text part .*, got one of type 'input_audio'"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "is an image, which is not taken here"),
+        ({"type": "image", "image": "x"}, "is an image, which is not taken here"),
         ({"type": "text"}, "must be a text part"),
         ("Hello", "must be a text part"),
         (None, "must be a text part"),

@@ -175,14 +175,17 @@ def array_bytes(dtype: str, shape: tuple[int, ...], data: bytes) -> msgpack.ExtT
     ("data", "says"),
     [
         (forged(array_bytes("<f4", (2, 3), ROWS.tobytes()), "cat\ud800"), "not a message"),
-        (forged(array_bytes("<f8", (2, 3), ROWS.astype(np.float64).tobytes())), "must be an array of float32, not flo"),
-        (forged(array_bytes("<i4", (2, 3), ROWS.tobytes())), "must be an array of float32, not int32"),
+        (
+            forged(array_bytes("<f8", (2, 3), ROWS.astype(np.float64).tobytes())),
+            "array of float32 or uint16, not flo",
+        ),
+        (forged(array_bytes("<i4", (2, 3), ROWS.tobytes())), "must be an array of float32 or uint16, not int32"),
         (forged(array_bytes(">f4", (2, 3), ROWS.tobytes())), "arrays of dtype .* are not sent"),
         (forged(array_bytes("<f4", (2, 10**12), ROWS.tobytes())), "not a message"),
         (forged(array_bytes("<f4", (2**62, 2**62), ROWS.tobytes())), "not a message"),
         (forged(array_bytes("<f4", (0, 2**62), b"")), "not a message"),
         (forged(array_bytes("<f4", (-2, -3), ROWS.tobytes())), "negative"),
-        (forged(ROWS.tolist()), "must be an array of float32, not list"),
+        (forged(ROWS.tolist()), "must be an array of float32 or uint16, not list"),
     ],
 )
 def test_forged_embeddings_and_hashes_are_no_message(data: bytes, says: str) -> None:

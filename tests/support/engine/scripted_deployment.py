@@ -16,6 +16,7 @@ from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.scaling import Exchange
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
+from headwise.runtime.protocol.images import with_images
 from headwise.runtime.protocol.prompt_items import placed
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
 
@@ -23,7 +24,7 @@ SECRET = "of-this-deployment"
 
 
 class ScriptedPreprocessor:
-    """A preprocessor whose tokens are characters."""
+    """A preprocessor whose tokens are characters; of a chat with images, only these count."""
 
     def prepare(
         self,
@@ -35,9 +36,13 @@ class ScriptedPreprocessor:
         cache_salt: str,
         items: Any,
         adapter: str,
+        images: Any,
     ) -> GenerateRequest:
-        text = prompt if messages is None else "".join(message["content"] or "" for message in messages["messages"])
-        tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
+        if images:
+            tokens, items = with_images(as_token_ids([1, *[0] * len(images)]), images, 0, 1 << 20)
+        else:
+            text = prompt if messages is None else "".join(message["content"] or "" for message in messages["messages"])
+            tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
         if not len(tokens):
             raise InvalidRequestError("the prompt is empty")
         params = SamplingParams.from_wire(sampling)
@@ -54,7 +59,9 @@ class Deployment:
     keys: of the deployment; without, its connections are in the clear
     """
 
-    def __init__(self, replicas: int = 1, keys: Keys | None = None) -> None:
+    def __init__(
+        self, replicas: int = 1, keys: Keys | None = None, without_images: str = "images are not enabled here"
+    ) -> None:
         self.keys = keys or Keys(SECRET)
         self.exchange = Exchange()
         self.scheduler = SchedulerServer(
@@ -66,6 +73,7 @@ class Deployment:
             keys=self.keys.outer,
             replicas=replicas,
             exchange=self.exchange,
+            without_images=without_images,
         )
         self.scheduler.start()
         self.address = f"127.0.0.1:{self.scheduler.port}"

@@ -1,0 +1,125 @@
+"""The images of a client's calls: asks encoders what stands for them, before a call is routed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from headwise.errors import EngineDiedError, HeadwiseError, NotReadyError
+from headwise.runtime.protocol.images import EncodedImage
+from headwise.runtime.protocol.messages import Encoded
+
+MOST_ASKED = 2
+"""Images that an encoder is asked for at a time: what comes back of each may be as large as a message may be."""
+
+Answer = Callable[[list[EncodedImage] | HeadwiseError], None]
+
+
+@dataclass
+class _Image:
+    """One that is wanted.
+
+    waiting:   who is told
+    endpoints: of encoders to try yet, the first one next
+    """
+
+    digest: bytes
+    data: bytes
+    waiting: list[Callable[[EncodedImage | HeadwiseError], None]] = field(default_factory=list)
+    endpoints: list[str] = field(default_factory=list)
+
+
+class ImageCalls:
+    """Used on the client's I/O thread. An image that several calls want at a time is asked for once.
+
+    find: asks the scheduler for the endpoints of encoders
+    ask:  asks the encoder at an endpoint for what stands for an image
+    """
+
+    def __init__(
+        self,
+        find: Callable[[Callable[[tuple[str, ...] | HeadwiseError], None]], None],
+        ask: Callable[[str, bytes, Callable[[Encoded | HeadwiseError], None]], None],
+    ) -> None:
+        self._find, self._ask = find, ask
+        self._images: dict[bytes, _Image] = {}
+        self._asked: Counter[str] = Counter()  # images, by endpoint
+        self._queues: defaultdict[str, deque[_Image]] = defaultdict(deque)  # what is to be asked there next
+
+    def encode(self, files: Sequence[bytes], deliver: Answer) -> None:
+        """Deliver what stands for each of these, or the first error."""
+        found: dict[int, EncodedImage] = {}
+        is_over = False
+
+        def take(place: int, answer: EncodedImage | HeadwiseError) -> None:
+            nonlocal is_over
+            if is_over:
+                return
+            if isinstance(answer, HeadwiseError):
+                is_over = True
+                deliver(answer)
+                return
+            found[place] = answer
+            if len(found) == len(files):
+                is_over = True
+                deliver([found[at] for at in range(len(files))])
+
+        for place, data in enumerate(files):
+            digest = hashlib.sha256(data).digest()
+            image = self._images.get(digest)
+            if image is not None:
+                image.waiting.append(partial(take, place))
+                continue
+            image = self._images[digest] = _Image(digest, data, [partial(take, place)])
+            self._find(partial(self._found, image))
+
+    def _found(self, image: _Image, endpoints: tuple[str, ...] | HeadwiseError) -> None:
+        if isinstance(endpoints, HeadwiseError):
+            self._end(image, endpoints)
+        else:
+            image.endpoints = in_order(image.digest, endpoints)
+            self._try(image, NotReadyError("no encoder of images serves; try again later"))
+
+    def _try(self, image: _Image, error: HeadwiseError) -> None:
+        """Ask the next encoder, when it is free. Where there is none, the image ends with ``error``."""
+        if not image.endpoints:
+            self._end(image, error)
+            return
+        endpoint = image.endpoints.pop(0)
+        self._queues[endpoint].append(image)
+        self._go_on(endpoint)
+
+    def _go_on(self, endpoint: str) -> None:
+        while self._queues[endpoint] and self._asked[endpoint] < MOST_ASKED:
+            image = self._queues[endpoint].popleft()
+            self._asked[endpoint] += 1
+            self._ask(endpoint, image.data, partial(self._answered, image, endpoint))
+        if not self._queues[endpoint] and not self._asked[endpoint]:  # endpoints come and go
+            del self._queues[endpoint], self._asked[endpoint]
+
+    def _answered(self, image: _Image, endpoint: str, answer: Encoded | HeadwiseError) -> None:
+        self._asked[endpoint] -= 1
+        if isinstance(answer, EngineDiedError):
+            told = NotReadyError(
+                f"the encoder of images at {endpoint} is gone, or cannot be reached from here; it is started again: "
+                "try again later"
+            )
+            self._try(image, told)
+        elif isinstance(answer, HeadwiseError):
+            self._end(image, answer)
+        else:
+            self._end(image, EncodedImage(answer.image, answer.embeds))
+        self._go_on(endpoint)
+
+    def _end(self, image: _Image, answer: EncodedImage | HeadwiseError) -> None:
+        del self._images[image.digest]
+        for tell in image.waiting:
+            tell(answer)
+
+
+def in_order(digest: bytes, endpoints: Sequence[str]) -> list[str]:
+    """The order in which encoders are asked for an image: the same one first each time, as it may have it still."""
+    return sorted(endpoints, key=lambda endpoint: hashlib.sha256(digest + endpoint.encode()).digest())

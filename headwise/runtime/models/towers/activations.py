@@ -1,0 +1,37 @@
+"""What towers compute besides products, which the tensor operations of decoders lack. Of kernel arrays, in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+
+
+def activated(ops: TensorOps, x: Tensor, name: str) -> Tensor:
+    """Each element's SiLU (``silu``), or its GELU (``gelu``) by the error function."""
+    given = ops.kernel_array(x)
+    wide = given.astype(np.float32)
+    if name == "silu":
+        with np.errstate(over="ignore"):  # exp(-x) may be inf: the quotient is then 0, which is right
+            return ops.from_kernel_array((wide / (1 + np.exp(-wide))).astype(given.dtype, copy=False))
+    return ops.from_kernel_array(_gelu(wide).astype(given.dtype, copy=False))
+
+
+def _gelu(x: KernelArray) -> KernelArray:
+    """``x`` times the normal distribution's share below it: Abramowitz and Stegun 7.1.26, to 1.5e-7."""
+    z = abs(x) * np.float32(0.5**0.5)
+    t = 1 / (1 + np.float32(0.3275911) * z)
+    series = t * np.float32(1.061405429)
+    for factor in (-1.453152027, 1.421413741, -0.284496736):
+        series = (series + np.float32(factor)) * t
+    tail = np.float32(0.5) * (series + np.float32(0.254829592)) * t * np.exp(-z * z)
+    return x * np.where(x < 0, tail, 1 - tail)
+
+
+def layer_norm(ops: TensorOps, x: Tensor, weight: KernelArray, bias: KernelArray, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last axis of ``x [T, N]``; both are float32."""
+    given = ops.kernel_array(x)
+    wide = given.astype(np.float32)
+    wide = wide - wide.mean(axis=-1, keepdims=True)
+    deviation = np.sqrt((wide * wide).mean(axis=-1, keepdims=True) + np.float32(eps))
+    return ops.from_kernel_array((wide / deviation * weight + bias).astype(given.dtype, copy=False))

@@ -1,0 +1,63 @@
+"""The contract of a vision tower: an image in, tokens and their embeddings out.
+
+A tower serves one model. It is computed beside the engines (`headwise.runtime.encoder`), which see embeddings only. A
+family of towers is a file of this package with a function that is a `BuildTower`, and a line in `select`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.models.weights import Weights
+from headwise.runtime.ops.base import TensorOps
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+TokenId = Callable[[str], int | None]
+"""The id of a control token, by what it is written as; None: the tokenizer has no such control token."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImage:
+    """What stands for an image in a prompt.
+
+    tokens: ``int32 [n]``, in place of the one that the chat template writes; those of the image itself and, where the
+            model has some, those between its rows and around it
+    embeds: ``float32 [n, hidden]``, as the model's first layer takes them, of all of these tokens
+    """
+
+    tokens: NDArray[np.int32]
+    embeds: NDArray[np.float32]
+
+
+class Tower(Protocol):
+    """Encodes one image at a time. Called by one thread."""
+
+    def encode(self, image: Image) -> EncodedImage:
+        """An image of Pillow's, of mode RGB and of any size: how it is scaled is the tower's."""
+
+
+@dataclass(frozen=True)
+class TowerParts:
+    """What a tower is built of.
+
+    config:    ``config.json``
+    processor: what the checkpoint says of how images are prepared: ``preprocessor_config.json``, or the
+               ``image_processor`` of ``processor_config.json``; empty: nothing
+    """
+
+    config: Mapping[str, Any]
+    processor: Mapping[str, Any]
+    weights: Weights
+    ops: TensorOps
+    token_id: TokenId
+
+
+BuildTower = Callable[[TowerParts], Tower]
+"""Raises `ModelError` naming what of the checkpoint cannot be served."""

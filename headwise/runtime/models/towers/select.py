@@ -1,0 +1,52 @@
+"""Which models' images are served, and by which tower. A new tower is a new file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.errors import ModelError
+from headwise.runtime.models.images import missing_for_images
+from headwise.runtime.models.towers import llama4_vision, pixtral
+from headwise.runtime.models.towers.base import BuildTower
+
+
+@dataclass(frozen=True)
+class TowerKind:
+    """build: makes the tower; placeholder: the control token that chat templates write for an image"""
+
+    build: BuildTower
+    placeholder: str
+
+
+_TOWERS = {
+    "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, "[IMG]"),
+    "Llama4ForConditionalGeneration": TowerKind(llama4_vision.build, "<|image|>"),
+}
+
+
+def image_token(config: Mapping[str, Any]) -> str:
+    """The control token that a model's chat template writes for an image; empty: its images are not served."""
+    kind = _kind(config)
+    return "" if kind is None else kind.placeholder
+
+
+def tower_of(config: Mapping[str, Any]) -> TowerKind:
+    """The kind of a model's tower, by its ``config.json``. Raises `ModelError` if its images are not served."""
+    kind = _kind(config)
+    if kind is not None:
+        return kind
+    if lacking := missing_for_images(config):
+        why = f"its images need {lacking}, which is not served"
+    elif "vision_config" in config:
+        why = "its vision tower is not served"
+    else:
+        why = "it has no vision tower"
+    raise ModelError(f"this model takes no images: {why}; those of {', '.join(sorted(_TOWERS))} are")
+
+
+def _kind(config: Mapping[str, Any]) -> TowerKind | None:
+    names = config.get("architectures") or []
+    kinds = [_TOWERS[name] for name in names if isinstance(name, str) and name in _TOWERS]
+    return kinds[0] if kinds and config.get("vision_config") is not None else None

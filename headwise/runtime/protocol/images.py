@@ -1,0 +1,76 @@
+"""Images of a chat: what stands for one in the prompt, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import InvalidRequestError
+from headwise.runtime.loader.chat_images import ImageLimits
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, PromptItem
+from headwise.runtime.protocol.request import GenerateRequest
+
+MAX_IMAGES = 64
+"""Of a request."""
+MAX_IMAGE_BYTES = 12 << 20
+"""Of an image as a file: with its envelope it is one message, and in Base64 a body of HTTP's default size."""
+IMAGE_LIMITS = ImageLimits(MAX_IMAGES, MAX_IMAGE_BYTES)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImage:
+    """What stands for an image, as an encoder says it.
+
+    hash:   of its embeddings: see `headwise.runtime.protocol.prompt_items.digest`
+    tokens: ``int32 [n]``, in place of the one that the chat template writes for it
+    """
+
+    hash: str
+    tokens: NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImage:
+    """The same, with ``embeds``: ``[n, hidden]``, numbers as `PromptEmbeds` has them."""
+
+    image: PromptImage
+    embeds: NDArray[np.float32] | NDArray[np.uint16]
+
+
+def with_images(
+    tokens: NDArray[np.int32], images: Sequence[PromptImage], placeholder: int, vocab_size: int
+) -> tuple[NDArray[np.int32], list[PromptItem]]:
+    """A chat's tokens ``int32 [n]`` with each image's own in place of ``placeholder``, and the items that they are.
+
+    Raises `InvalidRequestError` if the template has not written one placeholder for each image, or tokens are none.
+    """
+    if len(images) > MAX_IMAGES:
+        raise InvalidRequestError(f"{len(images)} images were given; at most {MAX_IMAGES} are allowed")
+    places = np.flatnonzero(tokens == placeholder)
+    if len(places) != len(images):
+        raise InvalidRequestError(
+            f"the model's chat template has a place for {len(places)} of the chat's {len(images)} images: give images "
+            "in messages of the user"
+        )
+    parts: list[NDArray[np.int32]] = []
+    items: list[PromptItem] = []
+    done = length = 0
+    for place, image in zip(places.tolist(), images, strict=True):
+        own = image.tokens
+        if own.ndim != 1 or not len(own) or int(own.min()) < 0 or int(own.max()) >= vocab_size:
+            raise InvalidRequestError(f"an image's tokens must be one row of ids below {vocab_size}")
+        parts += (tokens[done:place], own)
+        length += place - done
+        items.append(PromptItem(length, len(own), image.hash))
+        length += len(own)
+        done = place + 1
+    return np.concatenate([*parts, tokens[done:]]), items
+
+
+def with_embeds(request: GenerateRequest, images: Sequence[EncodedImage]) -> GenerateRequest:
+    """A request whose items are those of images, one after the other, with their embeddings."""
+    places = [start for start, _, _ in request.extra_keys]
+    return replace(request, embeds=tuple(map(PromptEmbeds, places, [image.embeds for image in images])))

@@ -1,0 +1,187 @@
+"""Write what transformers computes in float32 for images of tiny random models: `images-NAME.json`.
+
+    PYTHONPATH=tests python tests/references/make_image_references.py [NAME ...]
+
+Needs torch, torchvision, transformers and Pillow. `support.tiny_images` has the configs, draws the weights, and makes
+the images. Each file holds:
+
+    shapes   each weight's shape
+    images   per image: what its processor makes of its size, its pixels, and what the projector makes of these, as the
+             sums of absolute values and some of the numbers themselves, spread evenly
+    prompts  as `make_references.py` writes them, with ``images``: the names of theirs, whose tokens are as the
+             model's processor writes them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from make_references import NEW_TOKENS
+from support.tiny_images import FAMILIES, LONGEST, MERGE, PATCH, REFERENCES, SIZES, Family, picture, write_image_model
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
+from transformers.models.llama4.processing_llama4 import Llama4Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+from headwise.runtime.loader.safetensors_file import SafetensorsFile
+from headwise.runtime.loader.tokenizer import Tokenizer
+
+PROMPTS: dict[str, tuple[str, ...]] = {
+    "one": ("odd",),
+    "two": ("large", "exact"),
+    "same": ("tall", "tall"),
+    "none": (),
+    "each": tuple(SIZES),
+}
+
+
+def spread(values: np.ndarray, most: int = 64) -> dict[str, Any]:
+    flat = values.reshape(-1).astype(np.float64)
+    at = np.unique(np.linspace(0, len(flat) - 1, most).astype(int))
+    return {
+        "shape": list(values.shape),
+        "sum": round(float(np.abs(flat).sum()), 4),
+        "at": at.tolist(),
+        "values": [round(float(each), 6) for each in flat[at]],
+    }
+
+
+class Mistral3:
+    """Pixtral's processing, with Pillow: of torchvision's, pixels may differ by a level."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._processor = PixtralImageProcessorPil(size={"longest_edge": LONGEST}, patch_size=PATCH * MERGE)
+        self._form = SimpleNamespace(
+            patch_size=PATCH,
+            spatial_merge_size=MERGE,
+            image_token="[IMG]",
+            image_break_token="[IMG_BREAK]",
+            image_end_token="[IMG_END]",
+        )
+
+    def inputs(self, name: str) -> Any:
+        return self._processor(picture(name), return_tensors="pt", patch_size=PATCH * MERGE)
+
+    def features(self, given: Any) -> torch.Tensor:
+        found = self._model.model.get_image_features(
+            given["pixel_values"], given["image_sizes"], vision_feature_layer=-1, return_dict=True
+        )
+        return torch.cat(list(found.pooler_output))
+
+    def sizes(self, given: Any) -> list[int]:
+        return given["image_sizes"][0].tolist()
+
+    def text(self, given: Any) -> str:
+        return PixtralProcessor.replace_image_token(self._form, given, 0)
+
+    def together(self, given: list[Any]) -> dict[str, Any]:
+        """Padded to one size, as transformers takes images of several."""
+        height, width = (max(int(each["image_sizes"][0][axis]) for each in given) for axis in (0, 1))
+        pixels = [each["pixel_values"] for each in given]
+        padded = [torch.nn.functional.pad(p, (0, width - p.shape[3], 0, height - p.shape[2])) for p in pixels]
+        return {"pixel_values": torch.cat(padded), "image_sizes": torch.cat([each["image_sizes"] for each in given])}
+
+
+class Llama4:
+    """Tiles; in bfloat16, as its processor gives them, and computed with in float32."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._processor = Llama4ImageProcessor(size={"height": 16, "width": 16}, max_patches=4)
+
+    def inputs(self, name: str) -> Any:
+        return self._processor(picture(name), return_tensors="pt")
+
+    def features(self, given: Any) -> torch.Tensor:
+        pixels = given["pixel_values"].float()
+        found = self._model.get_image_features(pixels).last_hidden_state
+        return self._model.multi_modal_projector(found.reshape(-1, found.shape[-1]))
+
+    def sizes(self, given: Any) -> list[int]:
+        return given["aspect_ratios"][0].tolist()
+
+    def text(self, given: Any) -> str:
+        return Llama4Processor._prompt_split_image(None, given["aspect_ratios"][0], 4)
+
+    def together(self, given: list[Any]) -> dict[str, Any]:
+        return {"pixel_values": torch.cat([each["pixel_values"].float() for each in given])}
+
+
+def load(family: Family, scratch: Path) -> tuple[Any, Path, dict[str, list[int]]]:
+    """The model, all of whose weights transformers has found a use for, its directory, and the weights' shapes."""
+    (scratch / "config.json").write_text(json.dumps(family.config))
+    empty = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(scratch), dtype=torch.float32)
+    empty.save_pretrained(scratch / "names")
+    saved = SafetensorsFile(scratch / "names" / "model.safetensors")
+    shapes = {name: list(saved.shape(name)) for name in saved.names}
+    directory = write_image_model(scratch / "model", family, shapes)
+    model, loading = AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    return model.eval(), directory, shapes
+
+
+@torch.inference_mode()
+def make(name: str) -> None:
+    family = FAMILIES[name]
+    model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
+    kind = {"mistral3": Mistral3, "llama4": Llama4}[name](model)
+    inputs = {each: kind.inputs(each) for each in SIZES}
+    images = {
+        each: {
+            "sizes": kind.sizes(given),
+            "pixels": spread(given["pixel_values"][0].float().numpy()),
+            "features": spread(kind.features(given).numpy()),
+        }
+        for each, given in inputs.items()
+    }
+    tokenizer = Tokenizer.from_directory(directory)
+    prompts = []
+    for prompt, its in PROMPTS.items():
+        parts = [{"type": "image"} for _ in its] + [{"type": "text", "text": f"Look at {prompt}, the image."}]
+        text = tokenizer.render_chat([{"role": "user", "content": parts if its else "Look at none."}])
+        before, *behind = text.split(family.tokens[0])
+        whole = before + "".join(kind.text(inputs[each]) + rest for each, rest in zip(its, behind, strict=True))
+        ids = tokenizer.encode(whole, add_special_tokens=False)
+        more = kind.together([inputs[each] for each in its]) if its else {}
+        prompts.append({"images": list(its), **answer(model, prompt, ids, more)})
+        distinct = len(set(prompts[-1]["output_ids"]))
+        print(name, prompt, len(ids), f"{distinct} different tokens, least gap {min(prompts[-1]['gaps'])}")
+    lines = ",\n".join(json.dumps(each) for each in prompts)
+    head = {"transformers": transformers.__version__, "shapes": shapes, "images": images}
+    (REFERENCES / f"images-{name}.json").write_text(f'{json.dumps(head)[:-1]}, "prompts": [\n{lines}\n]}}\n')
+
+
+def answer(model: Any, name: str, ids: list[int], more: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens and by how much each was the best."""
+    step = model(torch.tensor([ids]), use_cache=True, **more)
+    output, gaps = [], []
+    for _ in range(NEW_TOKENS):
+        best = torch.topk(step.logits[0, -1], 2)
+        output.append(int(best.indices[0]))
+        gaps.append(round(float(best.values[0] - best.values[1]), 6))
+        step = model(torch.tensor([[output[-1]]]), past_key_values=step.past_key_values, use_cache=True)
+    return {"name": name, "prompt_ids": ids, "output_ids": output, "gaps": gaps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(FAMILIES))
+    torch.set_num_threads(1)
+    for name in parser.parse_args().models:
+        make(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""An encoder behind its socket, with real clients and a real scheduler; what it makes of files is scripted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from support.engine.scripted import ScriptedCore
+from support.engine.scripted_deployment import SECRET, Deployment
+from support.hanging_encoder import HangingEncoder
+from support.waiting import eventually
+
+from headwise.actors.front import Keys
+from headwise.errors import (
+    HeadwiseError,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    RequestAbortedError,
+)
+from headwise.runtime.client.client import Client
+from headwise.runtime.client.image_calls import ImageCalls, in_order
+from headwise.runtime.encoder import job_queue
+from headwise.runtime.encoder.job_queue import Job, JobQueue
+from headwise.runtime.encoder.reports import Reporting
+from headwise.runtime.encoder.server import EncoderServer
+from headwise.runtime.frontend import encoders
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.images import EncodedImage, PromptImage
+from headwise.runtime.protocol.messages import Encode, Encoded, EncoderStatus, Failed, Ping, Pong
+from headwise.runtime.protocol.prompt_items import digest
+from headwise.sockets.pieces import split
+
+
+class ScriptedEncoder:
+    """Makes one token of a file, by its length; waits while it is held; files of some contents fail."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+        self.free = threading.Event()
+        self.free.set()
+
+    def encode(self, data: bytes) -> EncodedImage:
+        self.seen.append(data)
+        assert self.free.wait(60)
+        if data == b"bad":
+            raise InvalidRequestError("the image is bad")
+        if data == b"defect":
+            raise ZeroDivisionError("a defect")
+        embeds = np.full((1, 1), len(data), np.float32)
+        return EncodedImage(PromptImage(digest(embeds), np.array([len(data)], np.int32)), embeds)
+
+    def stats(self) -> dict[str, int]:
+        return {"seen": len(self.seen)}
+
+
+@pytest.fixture
+def deployment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
+    monkeypatch.setattr(encoders, "WAIT_S", 0.5)
+    deployment = Deployment(without_images="")
+    yield deployment
+    deployment.close()
+
+
+def encoder_of(deployment: Deployment, encoder: Any, name: str = "encoder-0", secret: str = "") -> EncoderServer:
+    reporting = reporting_of(deployment, name)
+    reporting = replace(reporting, secret=secret or reporting.secret)
+    server = EncoderServer(encoder, "tcp://127.0.0.1:*", reporting=reporting, keys=deployment.keys.outer)
+    server.start()
+    return server
+
+
+def chat(*files: bytes) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": file} for file in files]}]
+
+
+class Peer:
+    """Speaks to an encoder without our client."""
+
+    def __init__(self, server: EncoderServer) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.connect(server.endpoint)
+
+    def send(self, message: Any) -> None:
+        for piece in split(wire.encode(message)):
+            self.socket.send(piece)
+
+    def answer(self) -> Any:
+        assert self.socket.poll(60_000)
+        return wire.decode(self.socket.recv())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def scripted() -> ScriptedEncoder:
+    return ScriptedEncoder()
+
+
+@pytest.fixture
+def server(scripted: ScriptedEncoder) -> Iterator[EncoderServer]:
+    server = EncoderServer(scripted, "tcp://127.0.0.1:*")
+    server.start()
+    yield server
+    scripted.free.set()
+    server.stop()
+
+
+@pytest.fixture
+def peer(server: EncoderServer) -> Iterator[Peer]:
+    peer = Peer(server)
+    yield peer
+    peer.close()
+
+
+def test_images_are_answered_with_what_stands_for_them_or_why_not(peer: Peer) -> None:
+    for key, image in enumerate((b"abc", b"bad", b"defect", bytes(300_000))):
+        peer.send(Encode(key, image))
+    answers = [peer.answer() for _ in range(4)]
+    assert isinstance(answers[0], Encoded)
+    assert answers[0].image.tokens.tolist() == [3]
+    assert [(each.error, each.message) for each in answers[1:3]] == [
+        ("InvalidRequestError", "the image is bad"),
+        ("HeadwiseError", "the image could not be encoded: ZeroDivisionError: a defect"),
+    ]
+    assert answers[3].image.tokens.tolist() == [300_000]
+
+
+def test_it_answers_pings_while_it_encodes(peer: Peer, scripted: ScriptedEncoder) -> None:
+    scripted.free.clear()
+    peer.send(Encode(1, b"abc"))
+    eventually(lambda: scripted.seen)
+    peer.send(Ping())
+    assert isinstance(peer.answer(), Pong)
+    scripted.free.set()
+    assert isinstance(peer.answer(), Encoded)
+
+
+def test_what_is_no_message_for_it_is_refused(peer: Peer) -> None:
+    peer.socket.send(b"nonsense")
+    assert isinstance(peer.answer(), Failed)
+    peer.send(EncoderStatus("x", "y", "z", "", {}))
+    assert "expected Encode, Ping" in peer.answer().message
+
+
+def test_more_images_than_may_wait_are_refused(
+    peer: Peer, scripted: ScriptedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queue, "MAX_WAITING", 2)
+    scripted.free.clear()
+    peer.send(Encode(0, b"a"))
+    eventually(lambda: scripted.seen)  # it waits no more
+    for key in range(1, 4):
+        peer.send(Encode(key, b"abc"))
+    refused = peer.answer()
+    assert (refused.key, refused.error) == (3, "OverloadedError")
+    assert "2 images wait to be encoded already; try again later" in refused.message
+    scripted.free.set()
+    assert [peer.answer().key for _ in range(3)] == [0, 1, 2]
+
+
+def test_images_of_clients_that_have_gone_are_not_encoded(server: EncoderServer, scripted: ScriptedEncoder) -> None:
+    scripted.free.clear()
+    peers = [Peer(server) for _ in range(2)]
+    peers[0].send(Encode(0, b"first"))
+    eventually(lambda: scripted.seen)
+    for key in range(5):
+        peers[1].send(Encode(key, b"gone"))
+    eventually(lambda: len(server._jobs) == 5)
+    peers[1].close()
+    eventually(lambda: not len(server._jobs))
+    peers[0].send(Encode(1, b"last"))
+    scripted.free.set()
+    assert [peers[0].answer().key for _ in range(2)] == [0, 1]
+    assert scripted.seen == [b"first", b"last"]
+    peers[0].close()
+
+
+def test_clients_are_served_in_turn_and_bytes_that_wait_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_queue, "MAX_WAITING_BYTES", 10)
+    jobs = JobQueue()
+    for client, key in ((b"a", 1), (b"a", 2), (b"a", 3), (b"b", 4), (b"c", 5)):
+        assert jobs.put(Job(client, key, b"xx"))
+    assert not jobs.put(Job(b"d", 6, b"x"))
+    jobs.drop(b"c")
+    assert jobs.put(Job(b"d", 6, b"xx"))
+    taken = [jobs.get() for _ in range(5)]
+    assert [job.key for job in taken if job is not None] == [1, 4, 6, 2, 3]
+    assert len(jobs) == 0
+    jobs.close()
+    assert jobs.get() is None
+
+
+# ---- with a scheduler and our client ----
+
+
+def test_a_client_finds_it_by_the_scheduler_and_equal_images_are_asked_for_once(deployment: Deployment) -> None:
+    core, encoder = ScriptedCore(), ScriptedEncoder()
+    deployment.add_engine(core)
+    server = encoder_of(deployment, encoder)
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        encoder.free.clear()
+        with ThreadPoolExecutor(8) as threads:
+            calls = [threads.submit(client.chat, chat(b"same"), max_tokens=2) for _ in range(8)]
+            eventually(lambda: encoder.seen)
+            encoder.free.set()
+            assert all(len(call.result().token_ids) == 2 for call in calls)
+        assert encoder.seen.count(b"same") < 8
+        eventually(lambda: client.stats()["encoders"]["encoder-0"]["encoded"] == len(encoder.seen))
+    server.stop()
+
+
+def test_embeddings_go_to_the_engine_and_only_their_hashes_to_the_scheduler(deployment: Deployment) -> None:
+    core = ScriptedCore()
+    taken: list[Any] = []
+    add = core.add
+    core.add = lambda request: (taken.append(request), add(request))[1]  # type: ignore[method-assign]
+    deployment.add_engine(core)
+    server = encoder_of(deployment, ScriptedEncoder())
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        client.chat(chat(b"abc", b"de"), max_tokens=1)
+    (request,) = taken
+    assert [(each.start, each.values.tolist()) for each in request.embeds] == [(1, [[3.0]]), (2, [[2.0]])]
+    assert [key for _, _, key in request.extra_keys] == [digest(each.values) for each in request.embeds]
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "says"),
+    [(b"bad", InvalidRequestError, "the image is bad"), (b"defect", HeadwiseError, "could not be encoded")],
+)
+def test_what_an_encoder_refuses_fails_its_call_alone(
+    deployment: Deployment, file: bytes, error: type[HeadwiseError], says: str
+) -> None:
+    deployment.add_engine(ScriptedCore())
+    server = encoder_of(deployment, ScriptedEncoder())
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        with pytest.raises(error, match=says):
+            client.chat(chat(b"good", file), max_tokens=1)
+        assert client.chat(chat(b"good"), max_tokens=1).token_ids
+    server.stop()
+
+
+def reporting_of(deployment: Deployment, name: str) -> Reporting:
+    return Reporting(f"tcp://{deployment.address}", deployment.keys.secret, name, keys=deployment.keys.own)
+
+
+def first_choice(endpoint: str, other: str) -> bytes:
+    """A file for which the encoder at this endpoint is asked first."""
+    files = (bytes(length) for length in range(1, 200))
+    return next(file for file in files if in_order(sha256(file).digest(), (endpoint, other))[0] == endpoint)
+
+
+def test_an_encoder_is_asked_for_two_images_of_a_client_at_a_time_and_every_encoder_is() -> None:
+    asked: list[tuple[str, Any]] = []
+    calls = ImageCalls(lambda deliver: deliver(("a", "b")), lambda at, file, answer: asked.append((at, answer)))
+    ended: list[Any] = []
+    calls.encode([bytes(length) for length in range(1, 30)], ended.append)
+    assert sorted(at for at, _ in asked) == ["a", "a", "b", "b"]
+    encoded = Encoded(0, PromptImage("x", np.zeros(1, np.int32)), np.zeros((1, 1), np.float32))
+    for at in range(29):
+        asked[at][1](encoded)
+    assert len(ended[0]) == 29
+    assert {at for at, _ in asked} == {"a", "b"}
+    assert not calls._queues
+    assert not calls._images
+
+
+def test_the_images_of_a_lost_encoder_go_to_another_one(deployment: Deployment) -> None:
+    deployment.add_engine(ScriptedCore())
+    encoder, lost = ScriptedEncoder(), HangingEncoder(reporting_of(deployment, "encoder-1"))
+    server = encoder_of(deployment, encoder)
+    with Client(deployment.address) as client:
+        eventually(lambda: len(client.stats()["encoders"]) == 2)
+        file = first_choice(lost.endpoint, server.endpoint)
+        stream = client.stream_chat(chat(file), max_tokens=1)
+        assert lost.told() == file
+        lost.kill()
+        assert len(stream.read().token_ids) == 1
+        assert encoder.seen == [file]
+        eventually(lambda: list(client.stats()["encoders"]) == ["encoder-0"])
+    server.stop()
+
+
+def test_a_lost_encoder_that_was_the_last_one_is_named(deployment: Deployment) -> None:
+    deployment.add_engine(ScriptedCore())
+    lost = HangingEncoder(reporting_of(deployment, "encoder-0"))
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        stream = client.stream_chat(chat(b"abc"), max_tokens=1)
+        assert lost.told() == b"abc"
+        lost.kill()
+        with pytest.raises(NotReadyError, match=f"the encoder of images at {lost.endpoint} is gone.*started again"):
+            stream.read()
+        eventually(lambda: not client.stats()["encoders"])
+        with pytest.raises(NotReadyError, match="no encoder of images is ready"):
+            client.chat(chat(b"abc"), max_tokens=1)
+
+
+def test_a_call_that_is_cancelled_while_its_image_is_encoded_is_never_routed(deployment: Deployment) -> None:
+    deployment.add_engine(ScriptedCore())
+    encoder = ScriptedEncoder()
+    server = encoder_of(deployment, encoder)
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        encoder.free.clear()
+        stream = client.stream_chat(chat(b"abc"), max_tokens=1)
+        eventually(lambda: encoder.seen)
+        stream.cancel()
+        encoder.free.set()
+        assert client.chat(chat(b"other"), max_tokens=1).token_ids
+        assert client.stats()["scheduler"]["routed"] == 1
+        encoder.free.clear()
+        waiting = client.stream_chat(chat(b"more"), max_tokens=1)
+        eventually(lambda: len(encoder.seen) == 3)
+        client.close()
+        with pytest.raises(RequestAbortedError):
+            waiting.read()
+    encoder.free.set()
+    server.stop()
+
+
+def test_who_asks_while_no_encoder_serves_waits_for_one(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoders, "WAIT_S", 60.0)
+    deployment.add_engine(ScriptedCore())
+    with Client(deployment.address) as client:
+        stream = client.stream_chat(chat(b"abc"), max_tokens=1)
+        eventually(lambda: deployment.scheduler._encoders._waiting)
+        server = encoder_of(deployment, ScriptedEncoder())
+        assert len(stream.read().token_ids) == 1
+    server.stop()
+
+
+def test_an_overloaded_encoder_is_told_as_overload(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_queue, "MAX_WAITING", 0)
+    deployment.add_engine(ScriptedCore())
+    server = encoder_of(deployment, ScriptedEncoder())
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        with pytest.raises(OverloadedError, match="images wait to be encoded already"):
+            client.chat(chat(b"abc"), max_tokens=1)
+    server.stop()
+
+
+def test_an_encoder_of_another_deployment_is_not_asked(deployment: Deployment) -> None:
+    server = encoder_of(deployment, ScriptedEncoder(), secret=f"not-{SECRET}")
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["scheduler"]["strangers"])
+        assert client.stats()["encoders"] == {}
+        with pytest.raises(NotReadyError, match="no encoder of images is ready"):
+            client.chat(chat(b"abc"), max_tokens=1)
+    server.stop()
+
+
+def test_a_deployment_without_encoders_says_what_enables_them() -> None:
+    deployment = Deployment()
+    with Client(deployment.address) as client, pytest.raises(InvalidRequestError, match="images are not enabled here"):
+        client.chat(chat(b"abc"), max_tokens=1)
+    deployment.close()
+
+
+def test_an_encrypted_deployment_s_encoder_wants_keys_and_relayed_clients_reach_it() -> None:
+    from headwise import EngineConfig
+
+    keys = replace(Keys.generate(EngineConfig(secure=True)), secret=SECRET)
+    deployment = Deployment(keys=keys, without_images="")
+    deployment.add_engine(ScriptedCore())
+    encoder = ScriptedEncoder()
+    server = encoder_of(deployment, encoder)
+    stranger = Peer(server)
+    stranger.send(Encode(1, b"abc"))
+    with Client(deployment.address, keys=keys.own, relay="always") as client:
+        eventually(lambda: client.stats()["encoders"])
+        assert client.chat(chat(b"abcd"), max_tokens=1).token_ids
+        assert client.stats()["scheduler"]["relay"]["relayed"] >= 2
+    assert encoder.seen == [b"abcd"]
+    assert not stranger.socket.poll(0)
+    stranger.close()
+    server.stop()
+    deployment.close()

@@ -1,0 +1,103 @@
+"""A chat's images stand where its template wrote a place for each, and in 16 bits they are half as large."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.images import MAX_IMAGES, EncodedImage, PromptImage, with_embeds, with_images
+from headwise.runtime.protocol.messages import Encode, Encoded, Route
+from headwise.runtime.protocol.prompt_items import (
+    PromptEmbeds,
+    as_bfloat16,
+    as_float32,
+    check_embeds,
+    digest,
+    placed,
+)
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
+
+PLACE = 7
+
+
+def ids(*given: int) -> np.ndarray:
+    return np.array(given, np.int32)
+
+
+def image(name: str, *tokens: int) -> PromptImage:
+    return PromptImage(name, ids(*tokens))
+
+
+def test_each_place_becomes_an_image_s_tokens() -> None:
+    tokens, items = with_images(ids(1, 7, 2, 7, 7), [image("a", 7, 7, 8), image("b", 9), image("a", 7, 7, 8)], 7, 10)
+    assert tokens.tolist() == [1, 7, 7, 8, 2, 9, 7, 7, 8]
+    assert [(item.offset, item.length, item.hash) for item in items] == [(1, 3, "a"), (5, 1, "b"), (6, 3, "a")]
+    assert placed(items, len(tokens)).extra_keys == ((1, 4, "a"), (5, 6, "b"), (6, 9, "a"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "images", "says"),
+    [
+        (ids(1, 2), [image("a", 7)], "has a place for 0 of the chat's 1 images"),
+        (ids(7, 7), [image("a", 7)], "has a place for 2 of the chat's 1 images"),
+        (ids(7), [image("a", 10)], "ids below 10"),
+        (ids(7), [image("a", -1)], "ids below 10"),
+        (ids(7), [image("a")], "must be one row"),
+        (ids(7), [PromptImage("a", ids(1, 2).reshape(1, 2))], "must be one row"),
+        (ids(*[7] * 65), [image("a", 7)] * (MAX_IMAGES + 1), "65 images were given; at most 64"),
+    ],
+)
+def test_images_without_places_and_places_without_images_are_told(
+    tokens: np.ndarray, images: list[PromptImage], says: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        with_images(tokens, images, PLACE, 10)
+
+
+def test_sixteen_bits_round_to_the_nearest_even_and_back() -> None:
+    given = np.array([[1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 3.3e38, 1e-40, 0.0, 3.14159265]], np.float32)
+    back = as_float32(as_bfloat16(given))
+    assert back[0, :4].tolist() == [1.0, -2.5, 1.0, 1 + 2**-6]
+    np.testing.assert_allclose(back, given, rtol=2**-8, atol=1e-40)
+    np.testing.assert_array_equal(as_float32(as_bfloat16(back)), back)
+
+
+def test_embeddings_in_sixteen_bits_are_checked_and_named_like_others() -> None:
+    values = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    half = as_bfloat16(values)
+    assert digest(half) != digest(as_float32(half))
+    assert digest(half) != digest(half.reshape(2, 12).copy().view(np.float32))
+    key = ((2, 6, digest(half)),)
+    check_embeds(key, [PromptEmbeds(2, half)], 6)
+    np.testing.assert_array_equal(PromptEmbeds(2, half).floats(1, 3), as_float32(half)[1:3])
+    with pytest.raises(InvalidRequestError, match="named by the digest of other embeddings"):
+        check_embeds(key, [PromptEmbeds(2, half ^ np.uint16(1))], 6)
+    for wrong in (np.inf, -np.inf, np.nan):
+        spoilt = half.copy()
+        spoilt[3, 5] = np.float32(wrong).view(np.uint32) >> 16
+        with pytest.raises(InvalidRequestError, match=r"are not all finite numbers \(of bfloat16"):
+            check_embeds(((2, 6, digest(spoilt)),), [PromptEmbeds(2, spoilt)], 6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_images_cross_the_wire(dtype: type) -> None:
+    embeds = np.arange(12, dtype=dtype).reshape(3, 4)
+    encoded = wire.decode(wire.encode(Encoded(5, image("a", 1, 2), embeds)), Encoded)
+    assert (encoded.key, encoded.image.hash, encoded.image.tokens.tolist()) == (5, "a", [1, 2])
+    assert encoded.embeds.dtype == dtype
+    np.testing.assert_array_equal(encoded.embeds, embeds)
+    assert wire.decode(wire.encode(Encode(1, b"\xff\x00")), Encode).image == b"\xff\x00"
+    route = wire.decode(wire.encode(Route(1, "x", None, None, {}, 0, "", images=(image("a", 1),))), Route)
+    assert [each.hash for each in route.images] == ["a"]
+    request = GenerateRequest("r", ids(1, 7, 2), SamplingParams(), extra_keys=((1, 2, "a"),))
+    sent = with_embeds(request, [EncodedImage(image("a", 7), embeds[:1])])
+    found = wire.decode(wire.encode(sent), GenerateRequest).embeds[0]
+    assert (found.start, found.values.dtype) == (1, dtype)
+
+
+def test_numbers_of_another_kind_are_no_embeddings() -> None:
+    wrong = Encoded(1, image("a", 1), np.zeros((1, 2), np.float64))  # type: ignore[arg-type]
+    with pytest.raises(wire.WireError, match="must be an array of float32 or uint16, not float64"):
+        wire.decode(wire.encode(wrong))

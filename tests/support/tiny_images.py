@@ -1,0 +1,193 @@
+"""Tiny random models with vision towers, and images for them.
+
+What transformers makes of both is in `tests/references/images-NAME.json`, with the shapes of the weights, which are
+drawn anew from a fixed seed, here and where the references were made; so are the images.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from support.tiny_checkpoints import TINY_CONFIGS, draw_weights
+from support.tiny_models import byte_level_tokenizer
+from tokenizers import AddedToken
+
+from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
+
+REFERENCES = Path(__file__).parent.parent / "references"
+FIRST_ID = 263
+IMG, IMG_BREAK, IMG_END = 263, 264, 265
+IMAGE_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PATCH, MERGE, LONGEST = 4, 2, 64
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "model_type": "mistral3",
+    "image_token_index": IMG,
+    "spatial_merge_size": MERGE,
+    "projector_hidden_act": "gelu",
+    "multimodal_projector_bias": False,
+    "vision_feature_layer": -1,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "text_config": {
+        "model_type": "mistral",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 272,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": PATCH,
+        "image_size": LONGEST,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    },
+}
+PROCESSOR = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": LONGEST}, "patch_size": PATCH}
+
+LLAMA4_CONFIG: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "image_token_index": 264,
+    "boi_token_index": 265,
+    "eoi_token_index": 266,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "text_config": {**TINY_CONFIGS["llama4"], "vocab_size": 272},
+    "vision_config": {
+        "model_type": "llama4_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 4,
+        "projector_input_dim": 48,
+        "projector_output_dim": 48,
+        "vision_output_dim": 48,
+        "pixel_shuffle_ratio": 0.5,
+        "rope_theta": 10000.0,
+    },
+}
+
+SIZES = {"exact": (24, 16), "odd": (37, 21), "tall": (9, 50), "large": (200, 130), "tiny": (2, 17), "thin": (300, 9)}
+"""Width and height: whole squares of patches, others, and some that are scaled down."""
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{%- if message.role == 'system' %}{{ '<|im_start|>system\n' }}"
+    "{{ message.content if message.content is string else message.content[0].text }}{{ '<|im_end|>' }}"
+    "{%- else %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.content is string %}{{ message.content }}"
+    "{%- else %}{%- for part in message.content %}"
+    "{%- if part.type == 'text' %}{{ part.text }}"
+    "{%- elif part.type in ['image', 'image_url'] %}{{ '[IMG]' }}{%- endif %}"
+    "{%- endfor %}{%- endif %}{{ '<|im_end|>' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""In the manner of Mistral Small 3.1's: a system message is the text of its first part."""
+
+
+def picture(name: str, seed: int = 0) -> Image.Image:
+    """One of `SIZES`: random blocks of colour, so that scaling makes a difference but no mush."""
+    width, height = SIZES[name]
+    draw = np.random.default_rng([seed, width, height])
+    blocks = draw.integers(0, 256, ((height + 6) // 7, (width + 6) // 7, 3), dtype=np.uint8)
+    return Image.fromarray(np.ascontiguousarray(blocks.repeat(7, 0).repeat(7, 1)[:height, :width]), "RGB")
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Family:
+    """tokens: those that stand for images and around them, by their ids from 263 on; the first one is the template's"""
+
+    name: str
+    config: dict[str, Any]
+    processor: dict[str, Any]
+    tokens: tuple[str, ...]
+
+    @property
+    def references(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((REFERENCES / f"images-{self.name}.json").read_text())
+        return found
+
+    def id_of(self, token: str) -> int:
+        return FIRST_ID + self.tokens.index(token)
+
+
+MISTRAL3 = Family("mistral3", CONFIG, PROCESSOR, IMAGE_TOKENS)
+LLAMA4 = Family(
+    "llama4",
+    LLAMA4_CONFIG,
+    {"size": {"height": 16, "width": 16}, "max_patches": 4},
+    ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+)
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4)}
+
+
+def write_image_model(directory: Path, family: Family, shapes: dict[str, list[int]]) -> Path:
+    """A whole checkpoint: weights, tokenizer, chat template, and what says how images are prepared."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(family.config))
+    (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("[IMG]", family.tokens[0]))
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in family.tokens])
+    assert all(tokenizer.token_to_id(token) == family.id_of(token) for token in family.tokens)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+    weights = draw_weights(family.config["text_config"], shapes)
+    forms = {name: TensorForm("F32", array.shape) for name, array in weights.items()}
+    write_safetensors(directory / "model.safetensors", forms, (weights[name] for name in forms))
+    return directory
+
+
+@cache
+def _scratch() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="headwise-images-")
+
+
+@cache
+def references(name: str = "mistral3") -> dict[str, Any]:
+    return FAMILIES[name].references
+
+
+@cache
+def image_model(name: str = "mistral3") -> Path:
+    """The checkpoint that the references are of, once a process."""
+    return write_image_model(Path(_scratch().name) / name, FAMILIES[name], references(name)["shapes"])
