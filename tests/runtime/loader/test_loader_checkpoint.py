@@ -199,7 +199,7 @@ def test_tensors_lie_where_the_header_says_whatever_its_order(directory: Path) -
 
 def test_quantised_safetensors_are_refused(directory: Path) -> None:
     write_raw(directory / "model.safetensors", "F8_E4M3", [4], b"1234")
-    with pytest.raises(ModelError, match=r"stored as F8_E4M3; F32, F16, BF16, U8 can be read"):
+    with pytest.raises(ModelError, match=r"stored as F8_E4M3; F32, F16, BF16, I32, I64, U8 can be read"):
         Checkpoint(directory).tensor("up")
 
 
