@@ -162,13 +162,14 @@ class ModelWorker:
     def describe(self) -> str:
         """What was chosen at start, for the log."""
         plan, spec = self.card.plan, self.card.spec
+        last = min(self._layers.stop, self.card.config.num_layers) - 1
         return (
             f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} gemm={self._ops.products} "
             f"kernels={self._kernels.name} "
             f"dtype={self._config.dtype_name} weights_dtype={self._config.weights_dtype_name} "
             f"kv_dtype={self._config.kv_dtype_name} collectives={self._collectives.name} "
             f"groups={len(plan.groups)} slots={plan.slots_text} context_parallel={self.card.token_parts} "
-            f"layers={self._layers.start}-{min(self._layers.stop, self.card.config.num_layers) - 1} stages={self._stages_text()} "
+            f"layers={self._layers.start}-{last} stages={self._stages_text()} "
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'} "
             f"peers={'none' if self._copies is None else self._copies.transports} "
