@@ -21,11 +21,12 @@ from headwise.kernels.cuda.launch import Array
 from headwise.kernels.cuda.mla import TUNING, TritonLatents
 from headwise.kernels.cuda.mla_kernels import ANY_PART
 from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.cuda.turned import CudaTurned
 from headwise.kernels.dsa_base import IndexQueries
 
 
 class CudaCompressedKernels:
-    """`CompressedKernels` on device arrays; all calls only enqueue, on the current stream, by shapes alone.
+    """`TurningCompressedKernels` on device arrays; all calls only enqueue, on the current stream, by shapes alone.
 
     Queries, rows and what is kept of them are of one dtype, float16, bfloat16 or float32. Rows and queries may have
     gaps between tokens. Where block tables cannot hold more entries than may be chosen, all are attended to, and
@@ -44,6 +45,7 @@ class CudaCompressedKernels:
         """threads, score_bytes: see `CudaIndexer` and `TokenChoice`"""
         self._empty = parts.empty
         self._write = CudaLatentWrite(parts.programs)
+        self._turned = CudaTurned(parts.programs)
         self._entries = CudaEntries(parts.programs)
         self._attention = TritonCompressed(parts.launcher, parts.allocate, tuning)
         self._scores = TritonIndexed(parts.launcher, TritonLatents(parts.launcher, parts.allocate))
@@ -57,7 +59,7 @@ class CudaCompressedKernels:
             ConfigError: it is not supported.
         """
         self._attention.prepare(CompressedShape.of(window, None, heads, dtype, is_chosen=False))
-        self._write.prepare(window, numpy_dtype(dtype))
+        self._turned.prepare(dtype)
 
     def prepare_entries(
         self, window: BlockLayout, made: BlockLayout, heads: int, dtype: str, index_heads: int = 0, index_dim: int = 0
@@ -67,6 +69,7 @@ class CudaCompressedKernels:
         index_heads, index_dim: of the indexer that chooses them; 0: there is none
         """
         self._attention.prepare(CompressedShape.of(window, made, heads, dtype, is_chosen=False))
+        self._write.prepare(window, numpy_dtype(dtype))  # as of all rows of this dtype
         self._entries.prepare(dtype)
         for size in (*window.roles[0].shape, index_dim) if index_heads else window.roles[0].shape:
             check_size(size, numpy_dtype(dtype).itemsize)
@@ -74,6 +77,24 @@ class CudaCompressedKernels:
             self._attention.prepare(CompressedShape.of(window, made, heads, dtype, is_chosen=True))
             self._scores.prepare(IndexShape.of(made.own, index_heads, dtype))
             self._indexer.prepare(made.own, numpy_dtype(dtype))
+
+    def write_turned(
+        self,
+        query: Array,
+        key: Array,
+        cosines: Array,
+        sines: Array,
+        turning: int,
+        arena: Array,
+        kept: Kept,
+        batch: AttentionBatch,
+    ) -> None:
+        """See `TurningCompressedKernels.write_turned`."""
+        self._turned.write(query, key, cosines, sines, turning, arena, kept, batch)
+
+    def turn(self, heads: Array, cosines: Array, sines: Array, turning: int) -> None:
+        """See `TurningCompressedKernels.turn`."""
+        self._turned.turn(heads, cosines, sines, turning)
 
     def write_rows(self, rows: Array, arena: Array, kept: Kept, batch: AttentionBatch) -> None:
         """See `CompressedKernels.write_rows`."""

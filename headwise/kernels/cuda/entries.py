@@ -73,11 +73,11 @@ class CudaEntries:
                     made.heads.group, made.heads.slot, *_arrays(first), *_arrays(index),
                 ),
                 rows.layout.block_bytes, rows.layout.slot_bytes, made.layout.slot_bytes,
-                rows.layout.role_offsets[LATENT], rows.layout.roles[0].token_bytes, at[LATENT] + making.begin * item, own.token_bytes, at.get(INDEXER, 0),
-                index_bytes, batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.itemsize,
-                rows.layout.block_size, made.layout.own_tokens, making.rate, making.keys, first.size,
-                0 if index is None else index.size, making.firsts[0], making.firsts[1] if index else 0,
-                first.eps, 0.0 if index is None else index.eps,
+                rows.layout.role_offsets[LATENT], rows.layout.roles[0].token_bytes,
+                at[LATENT] + making.begin * item, own.token_bytes, at.get(INDEXER, 0), index_bytes,
+                batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.itemsize, rows.layout.block_size,
+                made.layout.own_tokens, making.rate, making.keys, first.size, 0 if index is None else index.size,
+                making.firsts[0], making.firsts[1] if index else 0, first.eps, 0.0 if index is None else index.eps,
             ),
         )  # fmt: skip
 

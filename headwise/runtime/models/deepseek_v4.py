@@ -348,7 +348,7 @@ class DeepseekV4(GroupedMoeDecoder):
         queries = self.norm(queries, weights.query_norm)
         asking = None
         if weights.rows is not None:
-            index_queries = None if weights.indexer is None else self._asked(weights.indexer, x, ranked, turning[0])
+            index_queries = None if weights.indexer is None else self._asked(weights.indexer, x, ranked)
             asking = Asking(self._linear(x, weights.rows), weights.making, index_queries)
         heads = attention(index, queries, key, *turning, weights.sink_logits, asking, wanted=wanted)
         if not heads.shape[0]:
@@ -360,15 +360,11 @@ class DeepseekV4(GroupedMoeDecoder):
             total = part if total is None else total + part
         return total
 
-    def _asked(self, weights: IndexerWeights, x: Tensor, ranked: Tensor, rotation: Rotation) -> IndexQueries:
+    def _asked(self, weights: IndexerWeights, x: Tensor, ranked: Tensor) -> IndexQueries:
         own, ops = self.compressed, self.ops
         queries = self._linear(ranked, weights.queries).reshape([x.shape[0], own.index_heads, own.index_dim])
-        half, turning = own.index_dim // 2, own.rotated // 2
-        cosines, sines = (ops.empty_like(angles, (*angles.shape[:2], half)) for angles in rotation)
-        cosines[:], sines[:] = 1, 0
-        cosines[..., :turning], sines[..., :turning] = rotation[0][..., :turning], rotation[1][..., :turning]
-        rotated = ops.kernel_array(ops.rope(queries, cosines, sines))
-        return IndexQueries(rotated, ops.kernel_array(self._linear(x, weights.of_heads)), own.index_top)
+        of_heads = self._linear(x, weights.of_heads)
+        return IndexQueries(ops.kernel_array(queries), ops.kernel_array(of_heads), own.index_top)
 
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, HashedMoe):
