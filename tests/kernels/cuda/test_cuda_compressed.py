@@ -18,7 +18,8 @@ from headwise.errors import ConfigError
 from headwise.kernels.base import HostLengths
 from headwise.kernels.compressed_reference import ReferenceCompressedKernels
 from headwise.kernels.dsa import index_view
-from headwise.kernels.mla import latent_view
+from headwise.kernels.mla import latent_view, load_latents
+from headwise.runtime.ops.numpy_ops import NumpyOps
 
 pytest.importorskip("triton")
 
@@ -30,6 +31,7 @@ from headwise.kernels.cuda.compressed_kernels import CudaCompressedKernels
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.entries import check_size, queries_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
+from headwise.kernels.cuda.turned import check_turning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of infinities that are meant
 
@@ -177,6 +179,41 @@ def test_in_bfloat16_the_same_is_stored_and_seen_but_for_rounding(kind: dict[str
     scene.query = scene.query.astype(np.float32)
     right = scene.attend(ReferenceCompressedKernels(), wide=True)
     assert np.linalg.norm(found - right) / np.linalg.norm(right) < 6e-3
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-6), ("bfloat16", 2e-2), ("float16", 2e-3)])
+def test_heads_are_turned_in_place_and_keys_on_the_way_to_the_cache(dtype: str, atol: float) -> None:
+    """As by a rotation of whole heads; nothing else is touched, and where there is no block nothing is stored."""
+    scene, kernels = EntriesScene(EntriesCase((4, 0, 20), (9, 3, 50), dtype=dtype, **NONE)), kernels_of()
+    batch, keys, _ = scene.steps()[1]
+    tables = batch.block_tables.copy()
+    tables[9, 2] = -1  # of the last sequence tokens 32 to 47
+    batch, padding = replace(batch, block_tables=tables), 2
+    inverse = np.array([1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, *[0.0] * 8], np.float32)
+    cosines, sines = NumpyOps().rotation(np.arange(len(keys) + padding, dtype=np.int32) * 7, inverse)
+    padded = [np.concatenate([array, np.full_like(array[:padding], 5)]) for array in (scene.query, keys)]
+    of_query, of_keys = (
+        NumpyOps().rope(array.reshape(len(array), -1, 32).astype(np.float32), cosines[:-padding], sines[:-padding])
+        for array in (scene.query, keys)
+    )
+    reference = EntriesScene(scene.case)
+    ReferenceCompressedKernels().write_rows(of_keys[:, 0], reference.arena, scene.window, batch)
+    kernels.write_turned(*padded, cosines, sines, 8, scene.arena, scene.window, batch)
+    np.testing.assert_allclose(padded[0][:-padding].astype(np.float32), of_query, rtol=0, atol=atol)
+    both = [load_latents(each.arena, scene.window.layout, np.s_[:, :, :], 32) for each in (scene, reference)]
+    assert np.isfinite(both[1]).any()
+    np.testing.assert_allclose(*both, rtol=0, atol=atol)
+    kernels.turn(padded[0], cosines, -sines, 8)
+    np.testing.assert_allclose(
+        *(each.astype(np.float32) for each in (padded[0][:-padding], scene.query)), atol=2 * atol
+    )
+
+
+def test_heads_that_are_no_whole_vectors_are_refused() -> None:
+    for size, turning in ((24, 8), (32, 4), (32, 0), (32, 24)):
+        with pytest.raises(ConfigError, match="elements turn"):
+            check_turning(size, turning, 2)
+    check_turning(512, 32, 2)
 
 
 def test_a_score_that_is_none_breaks_its_query_alone() -> None:
