@@ -28,10 +28,11 @@ SIGNATURE = (
     "window_group:*i32", "window_slot:*i32", "head_window:*i32", "entry_group:*i32", "entry_slot:*i32", "batch:i32",
     "groups:i32", "max_blocks:i32", "block_bytes:i64", "window_slot_bytes:i64", "entry_slot_bytes:i64",
     "query_stride:i32", "heads:i32", "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
+    "entry_width:i32",
 )  # fmt: skip
 MULTIPLES = (
     "query", "out", "partial", "window_rows", "entry_rows", "block_bytes", "window_slot_bytes", "entry_slot_bytes",
-    "query_stride",
+    "query_stride", "entry_width",
 )  # fmt: skip
 
 
@@ -44,7 +45,6 @@ class CompressedShape:
     block_size: tokens of a block
     dtype:      of queries, and of the cache
     rate:       tokens of an entry; 0: the layer has none
-    width:      numbers of the entries that lie side by side, this layer's among them
     is_chosen:  whether an indexer chooses entries
     """
 
@@ -53,7 +53,6 @@ class CompressedShape:
     block_size: int
     dtype: str
     rate: int = 0
-    width: int = 0
     is_chosen: bool = False
 
     @classmethod
@@ -72,7 +71,7 @@ class CompressedShape:
             )
         if made is None:
             return cls(heads, size, window.block_size, dtype)
-        return cls(heads, size, window.block_size, dtype, made.rate, made.roles[0].shape[0], is_chosen)
+        return cls(heads, size, window.block_size, dtype, made.rate, is_chosen)
 
 
 def check_compressed(shape: CompressedShape, sm: int) -> None:
@@ -103,8 +102,7 @@ def variant_of(shape: CompressedShape, sm: int, tile: Tile | None = None) -> Var
     constants = {
         "SIZE": shape.size, "BLOCK_D": power_of_two(shape.size), "NUMBER_BYTES": numpy_dtype(shape.dtype).itemsize,
         "BLOCK_SIZE": shape.block_size, "RATE": shape.rate,
-        "BLOCK_ENTRIES": max(1, shape.block_size // max(1, shape.rate)), "ENTRY_WIDTH": shape.width,
-        "CHOSEN": shape.is_chosen, "HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+        "BLOCK_ENTRIES": max(1, shape.block_size // max(1, shape.rate)), "CHOSEN": shape.is_chosen, "HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
     }  # fmt: skip
     numbers = "*" + TRITON_TYPES[shape.dtype]
     pairs = (parameter.split(":") for parameter in SIGNATURE)
@@ -227,7 +225,8 @@ def _where(arena: Array, window: Kept, entries: Entries | None) -> dict[str, Arg
     places = addresses_of(heads.group, heads.slot, heads.window)
     found |= dict(zip(("window_group", "window_slot", "head_window"), places, strict=True))
     if entries is None:
-        return found | dict.fromkeys(("entry_rows", "entry_slot_bytes", "entry_group", "entry_slot"), 0)
+        nothing = ("entry_rows", "entry_slot_bytes", "entry_group", "entry_slot", "entry_width")
+        return found | dict.fromkeys(nothing, 0)
     made = entries.made
     if made.layout.block_bytes != layout.block_bytes:
         raise ValueError(f"entries in {made.layout.identity} and tokens in {layout.identity} are not of one arena")
@@ -235,6 +234,7 @@ def _where(arena: Array, window: Kept, entries: Entries | None) -> dict[str, Arg
     begin = entries.making.begin * (role.token_bytes // role.shape[0])
     found |= dict(zip(("entry_group", "entry_slot"), addresses_of(made.heads.group, made.heads.slot), strict=True))
     found |= {
+        "entry_width": role.shape[0],
         "entry_rows": start + made.layout.role_offsets[LATENT] + begin,
         "entry_slot_bytes": made.layout.slot_bytes,
     }

@@ -40,14 +40,14 @@ def attend_compressed(
     query, out, counters, partial, partial_lse, sink_logits, window_rows, entry_rows, places, counts,
     cu_seqlens_q, seq_lens, block_tables, window_group, window_slot, head_window, entry_group, entry_slot,
     batch, groups, max_blocks, block_bytes, window_slot_bytes, entry_slot_bytes, query_stride, heads, score_scale,
-    top, splits, tokens,
+    top, splits, tokens, entry_width,
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr, NUMBER_BYTES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    RATE: tl.constexpr, BLOCK_ENTRIES: tl.constexpr, ENTRY_WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
+    RATE: tl.constexpr, BLOCK_ENTRIES: tl.constexpr, CHOSEN: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention of some heads of one query.
 
-    window_rows, entry_rows: where the first block's rows of slot 0 are; of entries, ``ENTRY_WIDTH`` numbers each, the
+    window_rows, entry_rows: where the first block's rows of slot 0 are; of entries, ``entry_width`` numbers each, the
     layer's own part
     places: ``[tokens, top]``, of which the first ``counts [tokens]`` are there; see `indexer.cu`
 
@@ -113,7 +113,7 @@ def attend_compressed(
                 block = tl.load(entry_table + column, mask=entry < entries, other=-1)
                 there = block >= 0
                 block, place = tl.maximum(block, 0), entry % BLOCK_ENTRIES
-            at = block.to(tl.int64) * (block_bytes // NUMBER_BYTES) + place * ENTRY_WIDTH
+            at = block.to(tl.int64) * (block_bytes // NUMBER_BYTES) + place * entry_width
             accumulator, highest, total = rows_step(
                 accumulator, highest, total, queries, entry_rows, at, there, score_scale, SIZE, BLOCK_D
             )  # fmt: skip

@@ -228,7 +228,7 @@ def test_a_score_that_is_none_breaks_its_query_alone() -> None:
 
 
 def test_what_the_kernels_cannot_serve_is_refused_by_name() -> None:
-    shape = CompressedShape(64, 512, 64, "bfloat16", 4, 512)
+    shape = CompressedShape(64, 512, 64, "bfloat16", 4)
     check_compressed(shape, 90)
     for change, name in (
         ({"size": 520}, "head_dim 520"),
@@ -253,9 +253,9 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name() -> None:
 
 PUBLISHED = {
     "window": CompressedShape(64, 512, 64, "bfloat16"),
-    "chosen": CompressedShape(128, 512, 64, "bfloat16", 4, 512, is_chosen=True),
-    "all": CompressedShape(64, 512, 64, "bfloat16", 128, 2560),
-    "of one of eight ranks": CompressedShape(8, 512, 64, "bfloat16", 4, 512, is_chosen=True),
+    "chosen": CompressedShape(128, 512, 64, "bfloat16", 4, is_chosen=True),
+    "all": CompressedShape(64, 512, 64, "bfloat16", 128),
+    "of one of eight ranks": CompressedShape(8, 512, 64, "bfloat16", 4, is_chosen=True),
 }
 
 
