@@ -102,7 +102,8 @@ def variant_of(shape: CompressedShape, sm: int, tile: Tile | None = None) -> Var
     constants = {
         "SIZE": shape.size, "BLOCK_D": power_of_two(shape.size), "NUMBER_BYTES": numpy_dtype(shape.dtype).itemsize,
         "BLOCK_SIZE": shape.block_size, "RATE": shape.rate,
-        "BLOCK_ENTRIES": max(1, shape.block_size // max(1, shape.rate)), "CHOSEN": shape.is_chosen, "HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+        "BLOCK_ENTRIES": max(1, shape.block_size // max(1, shape.rate)), "CHOSEN": shape.is_chosen,
+        "HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
     }  # fmt: skip
     numbers = "*" + TRITON_TYPES[shape.dtype]
     pairs = (parameter.split(":") for parameter in SIGNATURE)

@@ -56,6 +56,8 @@ class HyperConnections:
     def __init__(self, config: HyperConfig, ops: TensorOps) -> None:
         self._config, self._ops = config, ops
         self._streaming = ops if isinstance(ops, StreamingOps) else None
+        if self._streaming is not None:
+            self._streaming.prepare_streams(config.streams)
 
     def _by_kernels(self, streams: KernelArray) -> StreamingOps | None:
         """Operations that do all this in a few kernels, if there are any for these streams."""

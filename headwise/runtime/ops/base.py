@@ -284,6 +284,9 @@ class StreamingOps(TensorOps, Protocol):
     Streams are a kernel array ``[T, n, N]``. See `headwise.runtime.models.hyper`.
     """
 
+    def prepare_streams(self, count: int) -> None:
+        """Compile or load what as many streams need, and `named_logits`, so that calls only enqueue."""
+
     def takes_streams(self, streams: KernelArray) -> bool:
         """Whether there are kernels for as many of this size."""
 

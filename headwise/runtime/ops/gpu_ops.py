@@ -28,7 +28,7 @@ from headwise.kernels.cuda.packed import (
 )
 from headwise.kernels.cuda.packed_many import CudaPackedMany
 from headwise.kernels.cuda.programs import Programs
-from headwise.kernels.cuda.streams import CudaStreams
+from headwise.kernels.cuda.streams import COUNTS, CudaStreams
 from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Activation, is_gated
 from headwise.runtime.ops.array_ops import Array, ArrayOps
@@ -219,6 +219,11 @@ class GpuOps(ArrayOps):
     @abstractmethod
     def multiply_wide(self, x: Array, weight: Array, out: Array) -> None:
         """``out [T, N] = x [T, K] @ weight [K, N]``, of float32 whatever the others are; see `Cublas.product`."""
+
+    def prepare_streams(self, count: int) -> None:
+        self._named.prepare(self.dtype)
+        if count in COUNTS:
+            self._streams.prepare(self.dtype, count)
 
     def takes_streams(self, streams: Array) -> bool:
         _, count, size = streams.shape

@@ -12,13 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.entries_scene import EntriesCase, EntriesScene
+from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
 from support.gpu.machine_code import TARGETS, accesses, machine_code, variant_code
+from support.tiny_checkpoints import TINY_CONFIGS
 
 from headwise.errors import ConfigError
 from headwise.kernels.base import HostLengths
+from headwise.kernels.compressed_base import TurningCompressedKernels
 from headwise.kernels.compressed_reference import ReferenceCompressedKernels
 from headwise.kernels.dsa import index_view
 from headwise.kernels.mla import latent_view, load_latents
+from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.numpy_ops import NumpyOps
 
 pytest.importorskip("triton")
@@ -28,8 +33,11 @@ from support.gpu.interpreted_latents import SMALL, gpu_parts
 from headwise.kernels.cuda import entries
 from headwise.kernels.cuda.compressed import CompressedShape, check_compressed, variant_of
 from headwise.kernels.cuda.compressed_kernels import CudaCompressedKernels
+from headwise.kernels.cuda.compressed_model import CompressedModel
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.entries import check_size, queries_of
+from headwise.kernels.cuda.launch import Program, Variant
+from headwise.kernels.cuda.programs import Defines
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
 from headwise.kernels.cuda.turned import check_turning
 
@@ -249,6 +257,40 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name() -> None:
     unknown = replace(scene.steps()[1][0], max_query_len=None)
     with pytest.raises(ValueError, match="neither a batch's lengths nor its max_query_len"):
         queries_of(unknown)
+
+
+class Made:
+    """What is made ready of kernels."""
+
+    def __init__(self) -> None:
+        self.variants: set[Variant] = set()
+        self.programs: set[tuple[str, tuple[tuple[str, str | int], ...]]] = set()
+        self.parts = replace(gpu_parts(), launcher=self, programs=self)
+        self.sm, self.sms = 90, 4
+
+    def prepare(self, variant: Variant) -> None:
+        self.variants.add(variant)
+
+    def __call__(self, source: str, defines: Defines) -> Program:
+        self.programs.add((source, tuple(sorted(defines.items()))))
+        return ShimPrograms(LIBRARIES)(source, defines)
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_what_an_engine_makes_ready_is_what_is_compiled_ahead(tp_size: int) -> None:
+    config, made, dtype = model_config(TINY_CONFIGS["deepseek-v4"]), Made(), "float32"
+    variant, own = attention_of(config), config.compressed
+    assert own is not None
+    layouts = [variant.layout(16, 1, dtype, layer) for layer in range(len(own.rates) + len(own.caches))]
+    kernels = variant.gpu_kernels(made.parts, layouts, tp_size, dtype)
+    ahead = [
+        CompressedModel(heads, own.head_dim, 16, dtype, (4, 16), 4, own.index_heads, own.index_dim)
+        for heads in {1: (4,), 3: (1, 2)}[tp_size]
+    ]
+    assert made.variants == {each for model in ahead for each in model.variants(90)}
+    told = [(source, tuple(sorted(defines.items()))) for source, defines in ahead[0].programs()]
+    assert made.programs == set(told)
+    assert isinstance(kernels, TurningCompressedKernels)
 
 
 PUBLISHED = {
