@@ -213,7 +213,7 @@ def test_states_are_resumed_at_checkpoints_that_a_prompt_left(model: str) -> Non
         "qwen3-next",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("gpt-oss", "deepseek-v3", "kimi-linear", "nemotron-h", "granite-hybrid-ssm")
+            for name in ("gpt-oss", "deepseek-v3", "deepseek-v4", "kimi-linear", "nemotron-h", "granite-hybrid-ssm")
         ),
     ],
 )

@@ -91,6 +91,11 @@ def check_compressed(shape: CompressedShape, sm: int) -> None:
         raise ConfigError(f"dtype {shape.dtype} is not supported on a GPU: choose one of {', '.join(FLOATS)}")
     if shape.block_size & (shape.block_size - 1):
         raise ConfigError(f"block_size {shape.block_size} is not supported on a GPU: choose a power of two, 16 or more")
+    if shape.is_chosen and shape.rate > shape.block_size:
+        raise ConfigError(
+            f"entries of {shape.rate} tokens, which an indexer chooses, in blocks of {shape.block_size} are not "
+            f"supported on a GPU: choose a block_size of {shape.rate} or more"
+        )
     if shape.rate & (shape.rate - 1):
         raise ConfigError(f"entries of {shape.rate} tokens are not supported on a GPU: only of a power of two")
 

@@ -244,6 +244,7 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name() -> None:
         ({"dtype": "float64"}, "dtype float64"),
         ({"block_size": 24}, "block_size 24"),
         ({"rate": 12}, "entries of 12 tokens"),
+        ({"rate": 128, "is_chosen": True}, "choose a block_size of 128 or more"),
     ):
         with pytest.raises(ConfigError, match=name):
             check_compressed(replace(shape, **change), 90)
