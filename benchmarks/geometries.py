@@ -110,7 +110,7 @@ def geometry(config: Config) -> Geometry:
 def _served(config: Config) -> Geometry:
     model = model_config(config)
     attention = attention_of(model)
-    layers = range(model.num_layers)
+    layers = range(model.cache_layers)
     return Geometry(
         model.policies,
         tuple(attention.layout(BLOCK_SIZE, 1, DTYPE, layer).slot_bytes // BLOCK_SIZE for layer in layers),

@@ -68,6 +68,12 @@ def columns_of(entries: Any, layout: BlockLayout) -> tuple[Any, Any]:
     return ((entries + 1) * layout.rate - 1) // layout.block_size, entries % layout.own_tokens
 
 
+def table_of(table: NDArray[np.int32], layout: BlockLayout) -> NDArray[np.int32]:
+    """Of a row of a block table the columns that entries end in: as of `BlockLayout.own`, one behind the other."""
+    each = layout.rate // layout.block_size
+    return np.ascontiguousarray(table[each - 1 :: each]) if each > 1 else table
+
+
 def blocks_in(batch: AttentionBatch, sequences: Any, kept: Kept, columns: Any) -> NDArray[np.int32]:
     """Blocks that hold these columns of sequences."""
     found: NDArray[np.int32] = batch.block_tables[sequences * batch.groups + int(kept.heads.group[0]), columns]

@@ -137,6 +137,7 @@ def full_blocks(answer: Answer, block_size: int) -> int:
     ("name", "prefill", "decode"),
     [
         ("deepseek-v3.2", 1, 2),  # latents and an indexer's keys, on every rank
+        ("deepseek-v4", 2, 1),  # windows and entries of several tokens
         ("qwen3-next", 2, 1),  # states beside attention
         ("kimi-linear", 1, 2),  # states, which are dealt, beside latents, which are not
         ("gemma4", 1, 4),  # two full heads that ranks share beside four windowed ones that they do not

@@ -27,7 +27,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 
-WHOLE = ("gemma4-shared", "gemma4-moe", "deepseek-v3.2")
+WHOLE = ("gemma4-shared", "gemma4-moe", "deepseek-v3.2", "deepseek-v4")
 """Whose layers ranks compute operation by operation: those of others in a few calls."""
 
 
@@ -51,7 +51,9 @@ def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
     return [worker._runner.cache.arena.view(np.float32) for worker in ranks.workers]
 
 
-@pytest.mark.parametrize(("name", "size"), [("deepseek-v2", 2), ("deepseek-v3", 4), ("deepseek-v3.2", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("deepseek-v2", 2), ("deepseek-v3", 4), ("deepseek-v3.2", 2), ("deepseek-v4", 2)]
+)
 def test_ranks_say_the_reference_tokens_whole_chunked_batched_and_cached_twice(name: str, size: int) -> None:
     arenas = run_twice(name, size)
     for arena in arenas[1:]:
@@ -103,6 +105,7 @@ def test_four_ranks_that_share_two_heads_say_the_reference_tokens(name: str) -> 
         pytest.param("gemma4-shared", marks=pytest.mark.soak),
         pytest.param("llama4", marks=pytest.mark.soak),
         pytest.param("deepseek-v3.2", marks=pytest.mark.soak),
+        "deepseek-v4",  # parts of heads that are projected together, which three ranks cut
     ],
 )
 def test_three_ranks_that_share_four_query_heads_unequally_say_the_reference_tokens(name: str) -> None:

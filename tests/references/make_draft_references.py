@@ -26,6 +26,7 @@ from support.reference import answers
 from support.tiny_checkpoints import reference, write_checkpoint
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_sliding_window_causal_mask
 
 SECONDS = range(0, 60, 7)
 
@@ -34,7 +35,10 @@ def model_with_one_more(name: str, directory: Path) -> Any:
     """The model, with the layer that drafts as its last one."""
     known, names, layers = reference(name), drafting_names(name), number_of_layers(name)
     config = {**for_transformers(known["config"]), "num_hidden_layers": layers + 1}
-    if names["layer"].startswith("mtp."):
+    if name == "deepseek-v4":
+        config["layer_types"] = [*config["layer_types"], "sliding_attention"]
+        config["mlp_layer_types"] = [*config["mlp_layer_types"], "moe"]
+    elif names["layer"].startswith("mtp."):
         every = ["linear_attention"] * 3 + ["full_attention"]
         config["layer_types"] = [*every[:layers], "full_attention"]
     weights = {
@@ -88,12 +92,60 @@ class Drafting:
         return [(token, round(gap, 6)) for token, gap in zip(best.indices[:, 0].tolist(), gaps, strict=True)]
 
 
+class DraftingOfStreams(Drafting):
+    """DeepSeek-V4's: what it is given are all streams behind the decoder's layers, and what it gives is so, too."""
+
+    def __init__(self, name: str, model: Any) -> None:
+        weights = {key: torch.tensor(array) for key, array in drafting_weights(name).items()}
+        self._model, self._decoder = model, model.model
+        *layers, self._layer = self._decoder.layers
+        self._layers, self._join = nn.ModuleList(layers), self._decoder.hc_head
+        norm, size, eps = type(self._decoder.norm), model.config.hidden_size, model.config.rms_norm_eps
+        self._norms = {}
+        for part in ("enorm", "hnorm", "norm"):
+            self._norms[part] = norm(size, eps=eps)
+            self._norms[part].weight = nn.Parameter(weights[f"mtp.0.{part}.weight"])
+        self._projections = {part: weights[f"mtp.0.{part}_proj.weight"] for part in "eh"}
+        self._own_join = type(self._join)(model.config)
+        for part in ("fn", "base", "scale"):
+            setattr(self._own_join, f"hc_{part}", nn.Parameter(weights[f"mtp.0.hc_head_{part}"]))
+
+    def hidden(self, ids: list[int]) -> torch.Tensor:
+        caught = {}
+        self._decoder.layers = self._layers
+        hook = self._join.register_forward_pre_hook(lambda _, given: caught.update(streams=given[0]))
+        self._decoder(input_ids=torch.tensor([ids]), use_cache=False)
+        hook.remove()
+        return caught["streams"][0]
+
+    def draft(self, following: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        ids = torch.tensor([following])
+        embedded = self._norms["enorm"](self._model.get_input_embeddings()(ids)) @ self._projections["e"].T
+        streams = self._norms["hnorm"](hidden)[None] @ self._projections["h"].T + embedded[:, :, None]
+        positions = torch.arange(len(following))[None]
+        rotary = self._decoder.rotary_emb
+        angles = {kind: rotary(embedded, position_ids=positions, layer_type=kind) for kind in ("main", "compress")}
+        mask = create_sliding_window_causal_mask(
+            config=self._model.config, inputs_embeds=embedded, attention_mask=None, past_key_values=None,
+            position_ids=positions,
+        )  # fmt: skip
+        made = self._layer(
+            streams, input_ids=ids, position_embeddings=angles, position_ids=positions, attention_mask=mask,
+            past_key_values=None,
+        )  # fmt: skip
+        return made[0]
+
+    def likeliest(self, hidden: torch.Tensor) -> list[tuple[int, float]]:
+        return super().likeliest(self._norms["norm"](self._own_join(hidden[None]))[0])
+
+
 @torch.inference_mode()
 def made(name: str) -> dict[str, Any]:
     answer = next(answer for answer in answers(name) if answer.name == "more")
     ids, begin = answer.prompt_ids + answer.output_ids, len(answer.prompt_ids)
     with tempfile.TemporaryDirectory() as scratch:
-        drafting = Drafting(name, model_with_one_more(name, Path(scratch)))
+        of_it = DraftingOfStreams if name == "deepseek-v4" else Drafting
+        drafting = of_it(name, model_with_one_more(name, Path(scratch)))
     hidden = drafting.hidden(ids[:-1])
     drafted = drafting.draft(ids[1:], hidden)
     first, second = drafting.likeliest(drafted)[begin - 1 :], {}

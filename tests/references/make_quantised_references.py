@@ -1,4 +1,4 @@
-"""Writes quantised.json: matrices as compressed-tensors and vLLM pack and expand them.
+"""Writes quantised.json: matrices as compressed-tensors, vLLM and transformers pack and expand them.
 
 Needs the environment of `make peers`:
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.scalar_type import scalar_types
 
@@ -27,6 +28,7 @@ DTYPES = {
     torch.int64: "I64",
     torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 
 
@@ -46,6 +48,7 @@ def main() -> None:
     cases["gptq symmetric"] = transposed("gptq", scalar_types.uint4b8, zero_points=False)
     cases["gptq 8 bits"] = transposed("gptq", scalar_types.uint8b128, zero_points=False)
     cases["gptq by importance"] = by_importance(cases["gptq symmetric"])
+    cases["fp8 by blocks, powers of two"], cases["fp4 beside fp8"] = powers_of_two(), fp4()
     path = Path(__file__).parent / "quantised.json"
     path.write_text(json.dumps(cases, indent=1) + "\n")
     print(f"{path}: {len(cases)} matrices of {OUTPUTS} x {INPUTS}")
@@ -105,6 +108,28 @@ def fp8_blocks(block: tuple[int, int]) -> dict[str, Any]:
     stored = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
     config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block), "activation_scheme": "dynamic"}
     return case(config, {"weight": stored, "weight_scale_inv": scales}, stored.float() * spread)
+
+
+def powers_of_two(block: tuple[int, int] = (8, 32)) -> dict[str, Any]:
+    """As DeepSeek-V4's are; expanded by transformers."""
+    weight, (rows, columns) = drawn(), block
+    exponents = torch.randint(118, 122, (OUTPUTS // rows, INPUTS // columns), dtype=torch.uint8)
+    spread = (exponents.float() - 127).exp2().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    stored, scales = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn), exponents.view(torch.float8_e8m0fnu)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block), "scale_fmt": "ue8m0"}
+    return case(config, {"weight": stored, "scale": scales}, expanded(stored, scales))
+
+
+def fp4() -> dict[str, Any]:
+    """As DeepSeek-V4's experts are."""
+    stored = torch.randint(-128, 128, (OUTPUTS, INPUTS // 2), dtype=torch.int8)
+    scales = torch.randint(110, 128, (OUTPUTS, INPUTS // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    return case(config, {"weight": stored, "scale": scales}, expanded(stored, scales))
+
+
+def expanded(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return Fp8Dequantize(None)._dequantize_one(stored, scales, torch.float32)
 
 
 def transposed(method: str, kind: Any, zero_points: bool) -> dict[str, Any]:

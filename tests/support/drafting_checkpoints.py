@@ -28,10 +28,18 @@ APART = {
     "join": "mtp.fc",
     "final_norm": "mtp.norm",
 }
+OF_STREAMS = {
+    "layer": "mtp.0.",
+    "embedding_norm": "mtp.0.enorm",
+    "hidden_norm": "mtp.0.hnorm",
+    "join": "mtp.0.e_proj",
+    "final_norm": "mtp.0.norm",
+}
 DRAFTING: Mapping[str, Mapping[str, str]] = {
     "deepseek-v3": BEHIND,
     "deepseek-v3-bias": BEHIND,
     "deepseek-v3.2": BEHIND,
+    "deepseek-v4": OF_STREAMS,
     "glm4-moe": BEHIND,
     "glm4-moe-lite": BEHIND,
     "glm5": BEHIND,
@@ -69,6 +77,11 @@ def drafting_weights(name: str) -> dict[str, np.ndarray]:
     alike = {names["layer"] + key.removeprefix(last): s for key, s in known["shapes"].items() if key.startswith(last)}
     norms = {f"{names[part]}.weight": [hidden] for part in ("embedding_norm", "hidden_norm", "final_norm")}
     shapes = {**alike, **norms, f"{names['join']}.weight": [hidden, 2 * hidden]}
+    if name == "deepseek-v4":  # it sees no entries, and has a projection of each stream
+        shapes = {key: shape for key, shape in shapes.items() if ".compressor." not in key}
+        shapes |= {f"mtp.0.{part}_proj.weight": [hidden, hidden] for part in "eh"}
+        heads = {key: shape for key, shape in known["shapes"].items() if ".hc_head." in key}
+        shapes |= {key.replace("model.hc_head.hc_", "mtp.0.hc_head_"): shape for key, shape in heads.items()}
     return {**draw_weights(config, known["shapes"]), **draw_weights(config, shapes)}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -57,26 +59,54 @@ def in_fp8(matrix: NDArray[np.float32]) -> Stored:
     return {"weight": ("F8_E4M3", codes), "weight_scale_inv": ("F32", scale)}, E4M3[codes] * spread
 
 
+def in_fp8_by_powers(matrix: NDArray[np.float32]) -> Stored:
+    """As DeepSeek-V4's are, by other names and with powers of two."""
+    tensors, _ = in_fp8(matrix)
+    (_, codes), (_, scale) = tensors["weight"], tensors["weight_scale_inv"]
+    exponents = (np.round(np.log2(scale)) + 127).astype(np.uint8)
+    spread = np.exp2(exponents.astype(np.float32) - 127).repeat(BLOCK[0], 0)[: len(matrix)]
+    spread = spread.repeat(BLOCK[1], 1)[:, : matrix.shape[1]]
+    return {"weight": ("F8_E4M3", codes), "scale": ("F8_E8M0", exponents)}, E4M3[codes] * spread
+
+
+def in_fp4(matrix: NDArray[np.float32]) -> Stored:
+    """As DeepSeek-V4's experts are."""
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    grouped = matrix.reshape(len(matrix), -1, 32)
+    exponents = (np.ceil(np.log2(np.abs(grouped).max(axis=2) / 6)) + 127).astype(np.uint8)
+    scale = np.exp2(exponents.astype(np.float32) - 127)[..., None]
+    codes = np.abs(np.abs(grouped / scale)[..., None] - numbers).argmin(axis=3).astype(np.uint8)
+    expanded = (np.sign(grouped) * numbers[codes] * scale).reshape(matrix.shape)
+    codes = (codes | (grouped < 0).astype(np.uint8) << 3).reshape(matrix.shape)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(np.int8)
+    return {"weight": ("I8", packed), "scale": ("F8_E8M0", exponents)}, expanded
+
+
 def write_quantised(
     directory: Path,
     name: str,
     scheme: Mapping[str, Any],
     quantise: Callable[[NDArray[np.float32]], Stored],
     in_bfloat16: bool = False,
+    by_name: Mapping[str, Callable[[NDArray[np.float32]], Stored]] = MappingProxyType({}),
 ) -> tuple[Path, Path]:
     """The directories of a tiny model that was quantised, and of the same one expanded.
 
     in_bfloat16: what is not quantised
+    by_name:     how weights are whose names have this pattern, in place of those that are called projections
     """
     source = Checkpoint(checkpoint(name))
     stored: dict[str, tuple[str, NDArray[Any]]] = {}
     expanded: dict[str, tuple[str, NDArray[Any]]] = {}
     for weight in source.names:
         values = source.tensor(weight)
-        if not weight.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+        found = next((how for pattern, how in by_name.items() if re.search(pattern, weight)), None)
+        if not by_name and weight.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+            found = quantise
+        if found is None:
             stored[weight] = expanded[weight] = ("BF16", to_bits(values)) if in_bfloat16 else ("F32", values)
             continue
-        tensors, matrix = quantise(values)
+        tensors, matrix = found(values)
         stored |= {weight.removesuffix("weight") + part: entry for part, entry in tensors.items()}
         expanded[weight] = ("F32", matrix)
     paths = directory / "quantised", directory / "expanded"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.compressed import blocks_in, columns_of, make_entries
+from headwise.kernels.compressed import blocks_in, columns_of, make_entries, table_of
 from headwise.kernels.compressed_base import Entries, Kept
 from headwise.kernels.cpu.attention import NumbaKernels, TokenKernels
 from headwise.kernels.cpu.attention_pass import token_step
@@ -111,7 +111,7 @@ class NumbaCompressedKernels:
         found = np.full((len(positions), min(index.top, every)), -1, np.int32)
         for sequence in np.unique(sequences):
             rows = np.flatnonzero(sequences == sequence)
-            table = batch.block_tables[sequence * batch.groups + int(kept.heads.group[0])]
+            table = table_of(batch.block_tables[sequence * batch.groups + int(kept.heads.group[0])], kept.layout)
             for few in np.array_split(rows, -(-len(rows) * max(1, every) // SCORES)):
                 visible = (positions[few] + 1) // rate
                 count = int(visible.max())

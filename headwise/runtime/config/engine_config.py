@@ -124,6 +124,7 @@ class EngineConfig:
         "kimi_k2",
         "deepseek_v3",
         "deepseek_v32",
+        "deepseek_v4",
     ] = _option("auto", "How the model writes calls of tools, for HTTP; auto is what its chat template contains.")
     reasoning_parser: Literal["auto", "none", "think", "seed_oss", "gpt_oss"] = _option(
         "auto", "How the model marks what it thinks before it answers, for HTTP; auto is what its template contains."

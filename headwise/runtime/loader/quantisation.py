@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from headwise.errors import ModelError
+from headwise.runtime.loader.fp4_matrix import fp4_matrix
 from headwise.runtime.loader.packed_groups import (
     AWQ_ORDER,
     PackedCodes,
@@ -73,7 +76,9 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True)
 class ScaledScheme:
-    """``weight`` in 8 bits, and ``weight_scale`` or, by another name, ``weight_scale_inv``.
+    """``weight`` in 8 bits, and ``weight_scale`` or, by other names, ``weight_scale_inv`` or ``scale``.
+
+    In a checkpoint of FP8, int8 is FP4, two numbers in a byte: DeepSeek-V4's experts.
 
     tile: as in `scaled_matrix`
     """
@@ -85,7 +90,7 @@ class ScaledScheme:
     bits: int = 8
     has_minimum: bool = False
 
-    _SCALES = ("weight_scale_inv", "weight_scale")
+    _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 
     @property
     def group(self) -> int:
@@ -97,7 +102,12 @@ class ScaledScheme:
 
     def matrix(self, tensors: StoredTensors, at: str) -> StoredMatrix | None:
         scales = next((at + name for name in self._SCALES if at + name in tensors), None)
-        return None if scales is None else scaled_matrix(tensors, f"{at}weight", scales, self.tile)
+        if scales is None:
+            return None
+        name = f"{at}weight"
+        if self.is_fp8 and tensors.stored(name).dtype == np.int8:
+            return fp4_matrix(name, tensors.stored(name), tensors.stored(scales))
+        return scaled_matrix(tensors, name, scales, self.tile)
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,12 @@ class QuantisedCheckpoint:
     def names(self) -> tuple[str, ...]:
         """Every weight's name, a matrix's as if it were not quantised."""
         own, beside = self._scheme.suffix, self._scheme.beside
-        names = (name.rpartition(".") for name in self._source.names)
-        kept = ((at, last) for at, _, last in names if last not in beside)
+        known, names = set(self._source.names), (name.rpartition(".") for name in self._source.names)
+        kept = (
+            (at, last)
+            for at, _, last in names
+            if last not in beside or (last == "scale" and f"{at}.{own}" not in known)
+        )
         return tuple(f"{at}.{_WEIGHT if last == own else last}" if at else last for at, last in kept)
 
     @cached_property

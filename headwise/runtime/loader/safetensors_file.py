@@ -32,12 +32,14 @@ CODES: Mapping[str, np.dtype[Any]] = {
     **INTEGERS,
     **TABLES,
     "F8_E4M3": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
 }
-"""What quantised weights are made of; FP8 is read as its bits."""
+"""What quantised weights are made of; FP8, and powers of two (E8M0), are read as their bits."""
 _STORED = {**FLOATS, **CODES, **FLAGS, **WORDS}
 _NUMPY_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EXACT = 1 << 24
 """Up to which float32 holds every integer."""
+_E8M0_BIAS = 127
 _HEADER_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
 
@@ -106,10 +108,10 @@ class SafetensorsFile:
         columns: None: all, and the tensor need not be a matrix
 
         Raises:
-            ModelError: the tensor is neither of floats nor of integers, or of one that float32 does not hold exactly.
+            ModelError: the tensor has other numbers than floats, powers of two (E8M0) and integers that float32 holds.
         """
         dtype = self._entries[name].dtype
-        if dtype not in FLOATS and dtype not in TABLES:
+        if dtype not in FLOATS and dtype not in TABLES and dtype != "F8_E8M0":
             raise ModelError(_unreadable(self.path, name, dtype, FLOATS))
         stored = self.stored(name)
         part = stored[rows] if columns is None else stored[rows, columns]
@@ -117,6 +119,8 @@ class SafetensorsFile:
             bits = part.astype(np.uint32)
             bits <<= 16
             return bits.view(np.float32)
+        if dtype == "F8_E8M0":
+            return np.ldexp(np.float32(1), part.astype(np.int32) - _E8M0_BIAS).astype(np.float32)
         if dtype in TABLES and part.size and not -_EXACT <= part.min() <= part.max() <= _EXACT:
             raise ModelError(f"{self.path}: {name!r} has integers beyond {_EXACT}: no index of this model is so large")
         return part.astype(np.float32, copy=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -313,6 +313,21 @@ class ModelConfig:
         if self.eagle is not None and layer == self.decoder_layers:
             return self.eagle.layer.intermediate_size
         return self.intermediate_size
+
+    def with_draft_layer(self) -> ModelConfig:
+        """The same with a layer that drafts, which is as the decoder's last one that attends to all tokens."""
+        alike = max(layer for layer, row in enumerate(self.policies) if row and all(each.is_full for each in row))
+        moe = self.moe
+        if moe is not None and alike in moe.layers:
+            moe = replace(moe, layers=(*moe.layers, self.num_layers))
+        return replace(
+            self,
+            num_layers=self.num_layers + 1,
+            draft_layers=1,
+            policies=(*self.policies, self.policies[alike]),
+            ropes=(*self.ropes, self.ropes[alike]),
+            moe=moe,
+        )
 
     @property
     def undivided(self) -> str:

@@ -28,6 +28,7 @@ from headwise.runtime.models.base import AttentionLayer, Embeds, Rotation
 from headwise.runtime.models.compressed_config import CompressedConfig
 from headwise.runtime.models.deepseek_v4_config import ARCHITECTURE, V4Config, V4MoeConfig, parse
 from headwise.runtime.models.deepseek_v4_names import renamed
+from headwise.runtime.models.drafting import DraftingLayer, DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hyper import HyperConnections, HyperWeights
 from headwise.runtime.models.layers import Layer, Linear
@@ -99,6 +100,14 @@ class DeepseekV4(GroupedMoeDecoder):
     """A decoder over `CompressedProjections`."""
 
     activation: Activation = "limited_silu"
+    drafting_names: ClassVar[DraftingNames | None] = DraftingNames(
+        is_nested=False,
+        layer="mtp.0.",
+        embedding_norm="mtp.0.enorm",
+        hidden_norm="mtp.0.hnorm",
+        join="mtp.0.e_proj",
+        final_norm="mtp.0.norm",
+    )
     config: V4Config
     attends_to_projected: ClassVar[bool] = False
 
@@ -127,6 +136,24 @@ class DeepseekV4(GroupedMoeDecoder):
             for layer in self._places
         ]
         self._joining = self._hyper(f"{at}hc_head.hc_", joins=True)
+
+    def _load_drafting(self) -> DraftingLayer:
+        """Of streams: what goes in is a projection of each, and one of the embedding, which all are given."""
+        names, index, hidden = self.drafting_names, self.config.decoder_layers, self.config.hidden_size
+        assert names is not None, "it has such"
+        self._draft_connections = LayerConnections(
+            *(self._hyper(f"{names.layer}{part}_hc.") for part in ("attn", "ffn"))
+        )
+        self._draft_joining = self._hyper(f"{names.layer}hc_head.hc_", joins=True)
+        of_embedding, of_hidden = (f"{names.layer}{part}_proj.weight" for part in ("e", "h"))
+        return DraftingLayer(
+            embedding_norm=self._norm(f"{names.embedding_norm}.weight"),
+            hidden_norm=self._norm(f"{names.hidden_norm}.weight"),
+            of_embedding=self._made(of_embedding, lambda: self._all_of(of_embedding, hidden, hidden)),
+            of_hidden=self._made(of_hidden, lambda: self._all_of(of_hidden, hidden, hidden)),
+            layer=self._load_layer(index),
+            final_norm=self._norm(f"{names.final_norm}.weight"),
+        )
 
     def _hyper(self, at: str, joins: bool = False) -> HyperWeights:
         hyper, ops = self.config.hyper, self.ops
@@ -157,8 +184,8 @@ class DeepseekV4(GroupedMoeDecoder):
         order, size = self._order(own.head_dim), own.head_dim
 
         def into() -> Matrix:
-            queries = self._rows_of(f"{at}q_a_proj.weight", (0, own.q_rank), hidden)
-            return _stacked([queries, taken(self._rows_of(f"{at}kv_proj.weight", (0, size), hidden), order)])
+            queries = self._all_of(f"{at}q_a_proj.weight", own.q_rank, hidden)
+            return _stacked([queries, taken(self._all_of(f"{at}kv_proj.weight", size, hidden), order)])
 
         def queries() -> Matrix:
             rows = self._rows_of(f"{at}q_b_proj.weight", (first * size, last * size), own.q_rank)
@@ -191,6 +218,13 @@ class DeepseekV4(GroupedMoeDecoder):
 
     def _made(self, name: str, make: Callable[[], Matrix]) -> Linear:
         return Linear(self._prepare(name, lambda: self.ops.linear_weight(make())))
+
+    def _all_of(self, name: str, rows: int, inputs: int) -> Matrix:
+        """A whole matrix, as `_rows_of` gives rows."""
+        kept = self._weights.kept_rows(name, 0, rows)
+        found = self._weights.tensor(name) if kept is None else kept
+        self._check_shape(name, found.shape, (rows, inputs))
+        return found
 
     def _rows_of(self, name: str, part: tuple[int, int], inputs: int) -> Matrix:
         """Rows of a matrix: as codes or in the model's dtype, where kept, else float32."""
@@ -233,9 +267,7 @@ class DeepseekV4(GroupedMoeDecoder):
         def rows() -> Matrix:
             return _stacked(
                 [
-                    taken(
-                        self._rows_of(f"{name}{kind}.weight", (0, keys * size), hidden), _each(keys, self._order(size))
-                    )
+                    taken(self._all_of(f"{name}{kind}.weight", keys * size, hidden), _each(keys, self._order(size)))
                     for name, size in parts
                     for kind in ("kv_proj", "gate_proj")
                 ]
@@ -265,10 +297,10 @@ class DeepseekV4(GroupedMoeDecoder):
         order = _each(own.index_heads, self._order(own.index_dim))
 
         def queries() -> Matrix:
-            return taken(self._rows_of(f"{at}q_b_proj.weight", (0, own.index_heads * own.index_dim), own.q_rank), order)
+            return taken(self._all_of(f"{at}q_b_proj.weight", own.index_heads * own.index_dim, own.q_rank), order)
 
         def of_heads() -> Matrix:
-            return self._rows_of(f"{at}scorer.weights_proj.weight", (0, own.index_heads), hidden)
+            return self._all_of(f"{at}scorer.weights_proj.weight", own.index_heads, hidden)
 
         return IndexerWeights(
             self._made(f"{at}q_b_proj[turning]", queries), self._made(f"{at}scorer.weights_proj", of_heads)
@@ -316,20 +348,75 @@ class DeepseekV4(GroupedMoeDecoder):
         backs = [(cosines, -sines) for cosines, sines in rotations]
         streams = hyper.spread(self.embedded(token_ids, embeds))
         for index, layer, connections in zip(self._places, self._layers, self._connections, strict=True):
-            rows, norms = wanted if index == self._places[-1] else None, layer.norms
-            given, mixing = hyper.before(streams, connections.attention)
+            rows = wanted if index == self._places[-1] else None
             turning = rotations[self.rotation_of[index]], backs[self.rotation_of[index]]
-            seen = self._attended(index, layer, self.norm(given, norms.before_attention), turning, attention, rows)
-            if rows is not None:
-                at = self.ops.upload(rows)
-                streams, self._ids = streams[at], token_ids[at]
-                mixing = type(mixing)(mixing.given[at], mixing.between[at])
-            if not streams.shape[0]:
-                return self.ops.from_kernel_array(self.ops.empty_like(streams, (0, self.config.hidden_size)))
-            streams = hyper.behind(streams, self.reduce(seen), mixing)
-            given, mixing = hyper.before(streams, connections.mlp)
-            streams = hyper.behind(streams, self.mlp(layer, self.norm(given, norms.before_mlp)), mixing)
+            streams = self._through_layer(index, layer, connections, streams, turning, attention, rows)
+        self._streams_behind = streams
+        if not streams.shape[0]:
+            return self.ops.from_kernel_array(self.ops.empty_like(streams, (0, self.config.hidden_size)))
         return self.rows_of(self.norm(hyper.joined(streams, self._joining), self._final_norm), behind)
+
+    def for_drafts(self, hidden: Tensor) -> Tensor:
+        """All streams, before they are joined: ``[T, streams * hidden]``."""
+        streams, self._streams_behind = self._streams_behind, None
+        return self._flat(streams)
+
+    def draft(
+        self,
+        following: KernelArray,
+        positions: KernelArray,
+        hidden: Tensor,
+        attention: AttentionLayer,
+        wanted: NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        self._tokens, self._ids = tokens_of(attention), following
+        drafting, index, hyper = self._drafting, self.config.decoder_layers, self._streams
+        assert drafting is not None, "asked of models that have it"
+        size, tokens = self.config.hidden_size, hidden.shape[0]
+        each = self.norm(hidden.reshape([tokens, -1, size]), drafting.hidden_norm)
+        streams = self.ops.kernel_array(self._linear(each.reshape([-1, size]), drafting.of_hidden))
+        embedding = self.norm(self.embedded(following, None), drafting.embedding_norm)
+        given = self.ops.kernel_array(self._linear(embedding, drafting.of_embedding))
+        streams = hyper.spread(self.ops.from_kernel_array(given)) + streams.reshape(tokens, -1, size)
+        cosines, sines = self.rotations(positions)[self.rotation_of[index]]
+        turning = (cosines, sines), (cosines, -sines)
+        where = self._draft_connections, streams, turning, attention, wanted
+        return self._flat(self._through_layer(index, drafting.layer, *where))
+
+    def _flat(self, streams: KernelArray) -> Tensor:
+        """Streams ``[T, n, hidden]`` side by side."""
+        return self.ops.from_kernel_array(streams.reshape(streams.shape[0], streams.shape[1] * streams.shape[2]))
+
+    def drafted(self, made: Tensor) -> tuple[KernelArray, KernelArray] | None:
+        drafting = self._drafting
+        assert drafting is not None, "asked of models that have it"
+        streams = self.ops.kernel_array(made).reshape(made.shape[0], -1, self.config.hidden_size)
+        joined = self._streams.joined(streams, self._draft_joining)
+        scores = self.step_scores(self.norm(joined, drafting.final_norm))
+        return None if scores is None else self.ops.greedy(scores)
+
+    def _through_layer(
+        self,
+        index: int,
+        layer: Layer,
+        connections: LayerConnections,
+        streams: KernelArray,
+        turning: tuple[Rotation, Rotation],
+        attention: AttentionLayer,
+        rows: NDArray[np.int64] | None,
+    ) -> KernelArray:
+        """The streams behind a layer, of all rows or of these."""
+        hyper, norms = self._streams, layer.norms
+        given, mixing = hyper.before(streams, connections.attention)
+        seen = self._attended(index, layer, self.norm(given, norms.before_attention), turning, attention, rows)
+        if rows is not None:
+            at = self.ops.upload(rows)
+            streams, self._ids, mixing = streams[at], self._ids[at], mixing.of_rows(at)
+        if not streams.shape[0]:
+            return streams
+        streams = hyper.behind(streams, self.reduce(seen), mixing)
+        given, mixing = hyper.before(streams, connections.mlp)
+        return hyper.behind(streams, self.mlp(layer, self.norm(given, norms.before_mlp)), mixing)
 
     def _attended(
         self,

@@ -58,9 +58,28 @@ class V4MoeConfig(GroupedMoeConfig):
 
 @dataclass(frozen=True)
 class V4Config(ModelConfig):
-    """hyper: how layers are connected"""
+    """
+    hyper:       how layers are connected
+    window_rope: of layers with a window alone
+    """
 
     hyper: HyperConfig | None = None
+    window_rope: RopeConfig | None = None
+
+    def with_draft_layer(self) -> ModelConfig:
+        """It has a window alone, and experts that are routed."""
+        compressed, moe, rope = self.compressed, self.moe, self.window_rope
+        assert compressed is not None and moe is not None and rope is not None, "parsed so"  # noqa: PT018
+        compressed = replace(compressed, rates=(*compressed.rates, 0))
+        return replace(
+            self,
+            num_layers=self.num_layers + 1,
+            draft_layers=1,
+            compressed=compressed,
+            policies=compressed.policies,
+            ropes=(*self.ropes, rope),
+            moe=replace(moe, layers=(*moe.layers, self.num_layers)),
+        )
 
 
 def parse(config: HfConfig) -> ModelConfig:
@@ -89,7 +108,7 @@ def parse(config: HfConfig) -> ModelConfig:
         "compressed": compressed,
         "moe": _moe(config, layers, expert_size),
     }
-    return V4Config(**fields, hyper=_hyper(config, decoder.rms_norm_eps))
+    return V4Config(**fields, hyper=_hyper(config, decoder.rms_norm_eps), window_rope=main)
 
 
 def _rotated(config: HfConfig, head_dim: int) -> int:

@@ -10,7 +10,9 @@ _RENAMED = (
     (r"^(?:model\.)?embed(?:_tokens)?\.weight$", "model.embed_tokens.weight"),
     (r"^(?:lm_)?head\.weight$", "lm_head.weight"),
     (r"^(?:model\.)?hc_head(?:_|\.hc_)(fn|base|scale)$", r"model.hc_head.hc_\1"),
-    (r"^(?!model\.|lm_head\.)", "model."),
+    (r"^(?:model\.)?(mtp\.\d+)\.hc_head_(fn|base|scale)$", r"\1.hc_head.hc_\2"),
+    (r"^(?:model\.)?(?=mtp\.)", ""),
+    (r"^(?!model\.|lm_head\.|mtp\.)", "model."),
     (r"\.attn\.", ".self_attn."),
     (r"\.ffn\.", ".mlp."),
     (r"\.attn_norm\.", ".input_layernorm."),
@@ -31,12 +33,11 @@ _RENAMED = (
 )
 _PATTERNS = tuple((re.compile(pattern), name) for pattern, name in _RENAMED)
 _EXPERT = re.compile(r"\.(experts\.\d+|shared_experts)\.(w[123])\.")
-_DRAFTING = re.compile(r"^(?:model\.)?mtp\.")
 
 
 def renamed(names: Iterable[str]) -> dict[str, str]:
-    """Of each of a checkpoint's names what the module is called; layers that draft are left out."""
-    return {name: _renamed(name) for name in names if not _DRAFTING.match(name)}
+    """Of each of a checkpoint's names what the module is called; of layers that draft, ``mtp.N...``."""
+    return {name: _renamed(name) for name in names}
 
 
 def _renamed(name: str) -> str:

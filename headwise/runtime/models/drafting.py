@@ -6,7 +6,7 @@ And what stands in its place where that is no part of the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -107,23 +107,12 @@ class DraftHead(Protocol):
 def with_draft_layer(config: ModelConfig, names: DraftingNames | None, weights: Sequence[str]) -> ModelConfig:
     """``config`` with that layer, if there is one among the checkpoint's ``weights``, which are told by name.
 
-    It is as the decoder's last layer that attends to all tokens. Of several, the first is served: it was trained to
-    predict the nearest token, and what it makes goes into it again for further ones.
+    Of several, the first is served: it was trained to predict the nearest token, and what it makes goes into it again
+    for further ones.
     """
     if names is None:
         return config
     join = names.of(names.join, "", config.num_layers) + ".weight"
     if not any(name == join or name.endswith(f".{join}") for name in weights):
         return config
-    alike = max(layer for layer, row in enumerate(config.policies) if row and all(each.is_full for each in row))
-    moe = config.moe
-    if moe is not None and alike in moe.layers:
-        moe = replace(moe, layers=(*moe.layers, config.num_layers))
-    return replace(
-        config,
-        num_layers=config.num_layers + 1,
-        draft_layers=1,
-        policies=(*config.policies, config.policies[alike]),
-        ropes=(*config.ropes, config.ropes[alike]),
-        moe=moe,
-    )
+    return config.with_draft_layer()

@@ -29,6 +29,7 @@ from headwise.runtime.models.hf_config import (
 from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
 from headwise.runtime.models.weight_view import WeightView
 from headwise.runtime.models.weights import Weights
+from headwise.runtime.ops.mxfp4 import GROUP, are_exact, in_integers
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -42,14 +43,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "attention_bias": True,
 }
 """Those of Hugging Face's ``GptOssConfig``."""
-
-_GROUP = 32
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the 16 numbers of 4 bits: integers."""
-_BIAS = 128
-"""Of the exponents, and 1 because the integers are twice the numbers."""
-_EXACT = range(_BIAS - 24, _BIAS + 16)
-"""Exponents whose power of two float16 holds, which packed int8 weights keep their scales in."""
 
 
 def parse(config: HfConfig) -> ModelConfig:
@@ -113,7 +106,7 @@ class GptOssWeights(WeightView):
             return self._source.kept_columns(name, start, stop)
         if self._EXPERT.fullmatch(name) is None:
             return super().kept_columns(name, start, stop)
-        matrix = None if start % _GROUP or stop % _GROUP else self._quantised(name)
+        matrix = None if start % GROUP or stop % GROUP else self._quantised(name)
         return None if matrix is None else matrix.columns(start, stop)
 
     def _joined(self, name: str) -> re.Match[str] | None:
@@ -145,16 +138,12 @@ class GptOssWeights(WeightView):
     def _mxfp4(self, name: str, expert: int, size: tuple[int, int], rows: slice) -> Matrix:
         blocks = self._source.byte_rows(f"{name}_blocks", expert, expert + 1)[0]
         exponents = self._source.byte_rows(f"{name}_scales", expert, expert + 1)[0]
-        groups = size[0], size[1] // _GROUP
-        self._check(f"{name}_blocks", blocks.shape, (*groups, _GROUP // 2))
+        groups = size[0], size[1] // GROUP
+        self._check(f"{name}_blocks", blocks.shape, (*groups, GROUP // 2))
         self._check(f"{name}_scales", exponents.shape, groups)
         halves = blocks[rows]
-        codes = np.stack([_DOUBLED[halves & 15], _DOUBLED[halves >> 4]], axis=-1).reshape(len(halves), -1)
-        exponents = exponents[rows].astype(np.int32)
-        scale = np.ldexp(np.float32(1), exponents - _BIAS).astype(np.float32)
-        matrix = GroupQuantised(codes, scale, None, _GROUP, 8)
-        is_exact = exponents.min(initial=_BIAS) in _EXACT and exponents.max(initial=_BIAS) in _EXACT
-        return matrix if is_exact else matrix.dequantised()
+        matrix = in_integers(halves.reshape(len(halves), -1), exponents[rows])
+        return matrix if are_exact(exponents[rows]) else matrix.dequantised()
 
     @staticmethod
     def _check(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -49,6 +49,10 @@ class Mixing:
     given: KernelArray
     between: KernelArray
 
+    def of_rows(self, rows: KernelArray) -> Mixing:
+        """That of some tokens."""
+        return Mixing(self.given[rows], self.between[rows])
+
 
 class HyperConnections:
     """Mixes streams ``[T, n, hidden]``, kernel arrays."""
@@ -109,7 +113,7 @@ class HyperConnections:
     def _made(self, streams: KernelArray, weights: HyperWeights) -> KernelArray:
         """Float32 ``[T, ...]``: what ``fn`` makes of all streams as one, normed."""
         ops = self._ops
-        flat = ops.from_kernel_array(streams.reshape(len(streams), -1))
+        flat = ops.from_kernel_array(streams.reshape(streams.shape[0], streams.shape[1] * streams.shape[2]))
         made = ops.linear(ops.rms_norm(flat, weights.ones, self._config.norm_eps), weights.fn)
         return ops.kernel_array(made).astype(np.float32, copy=False)
 

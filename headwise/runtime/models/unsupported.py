@@ -21,7 +21,6 @@ _ONLY_STATES = "states of a state space model (Mamba) in place of all attention"
 _HYBRID = "GraniteMoeHybridForCausalLM"
 
 MISSING = {
-    "DeepseekV4ForCausalLM": Missing("a cache of compressed tokens", "DeepseekV32ForCausalLM"),
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": Missing("the unified form's vision and audio", "Gemma4ForCausalLM"),
     "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),
@@ -49,6 +48,7 @@ class _Feature:
 
 
 _FEATURES = (
+    _Feature("entries of several tokens", ("compress_ratios", "compress_rates"), "DeepseekV4ForCausalLM"),
     _Feature("an indexer", ("index_topk",), "DeepseekV32ForCausalLM"),
     _Feature("latents", ("kv_lora_rank",), "DeepseekV3ForCausalLM"),
     _Feature("states of linear attention", ("linear_num_key_heads", "linear_attn_config"), "Qwen3NextForCausalLM"),

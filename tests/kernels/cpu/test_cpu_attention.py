@@ -1,7 +1,9 @@
 """What the CPU's kernels promise beyond the contract: fewer bits, rotation, views, results that depend on no one else.
 
 The oracle computes on what the arena holds, so a tolerance is of the arithmetic alone: float32 throughout, or queries
-and probabilities as bfloat16 (8 bits), or, of one token over int8, as 15 bits of their row's largest.
+and probabilities as bfloat16 (8 bits), or, of one token over int8, as 15 bits of their row's largest. Keys and values
+of int4, which the arena has exactly, are rounded to bfloat16 when they are expanded: against such as are so rounded,
+errors are those of bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from headwise.kernels.gqa import bit_views, gqa_layout
 from headwise.kernels.nibbles import GROUP, INT4
 from headwise.kernels.reference import ReferenceKernels
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 1.5e-2, "float8_e4m3fn": 1.5e-2, "int4": 1.5e-2}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 1.5e-2, "float8_e4m3fn": 1.5e-2, "int4": 2.5e-2}
 ONE_TOKEN_TOLERANCE = {**TOLERANCE, "int8": 5e-4}
 
 

@@ -87,7 +87,7 @@ def test_longer_blocks_that_pad_as_much_are_chosen_where_shorter_ones_make_many_
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", [name for name in NAMES if not has_states(model_of(name))])
+@pytest.mark.parametrize("name", [name for name in NAMES if not has_states(model_of(name)) and "-v4" not in name])
 def test_without_states_longer_blocks_pad_as_much(name: str, kv_dtype: str) -> None:
     model = model_of(name)
     assert most_padding(model, kv_dtype, 64) == pytest.approx(most_padding(model, kv_dtype, 128), abs=1e-3)

@@ -52,9 +52,13 @@ MOST_PADDING = 0.05
 NO_BETTER = {("qwen3.5-27b", 8): 0.07, ("kimi-linear-48b-a3b", 8): 0.052}
 """Models, and their ranks, whose states and heads fit no better into blocks of the same bytes, of any number of tokens
 that is a power of two."""
-MORE_PADDING = {**NO_BETTER, **{("nemotron-nano-9b-v2", ranks): 0.31 for ranks in (4, 8)}}
-"""And those of which blocks of so many tokens do not suit all numbers of ranks: with 80 x 128 numbers of a head's
-state, 128 tokens would suit four, and 512 eight."""
+MORE_PADDING = {
+    **NO_BETTER,
+    **{("nemotron-nano-9b-v2", ranks): 0.31 for ranks in (4, 8)},
+    **{("deepseek-v4-flash", ranks): 0.3 for ranks in range(1, 9)},
+}
+"""DeepSeek-V4's is of windows: its entries fill blocks, see below. And those of which blocks of so many tokens do not
+suit all numbers of ranks: with 80 x 128 numbers of a head's state, 128 tokens would suit four, and 512 eight."""
 
 
 def plan_of(path: Path, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
@@ -68,7 +72,7 @@ def plan_of(path: Path, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
 def plan_of_model(model: ModelConfig, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
     """The same of a model that was read."""
     attention, block_size = attention_of(model), block_size or choose_block_size(model, "bfloat16").tokens
-    sizes = [attention.layout(block_size, 1, "bfloat16", layer).slot_bytes for layer in range(model.num_layers)]
+    sizes = [attention.layout(block_size, 1, "bfloat16", layer).slot_bytes for layer in range(model.cache_layers)]
     return plan_head_groups(model.policies, tp_size, sizes=sizes, is_replicated=attention.is_replicated)
 
 
@@ -151,6 +155,17 @@ def test_heads_come_before_states_where_both_cannot_fit() -> None:
     assert paddings(plan_of(PUBLISHED[0].parent / "qwen3.5-27b.json", 8))[False] == 0
 
 
+def test_of_a_long_context_deepseek_v4_keeps_little_and_wastes_little_of_that() -> None:
+    """Entries of 4 tokens with keys of 128, of 21 layers, and entries of 128 tokens of 20 layers, in bfloat16."""
+    plan = plan_of(PUBLISHED[0].parent / "deepseek-v4-flash.json", 1)
+    full = [group for group in plan.groups if group.policy.is_full]
+    filled = 64 // 4 * (512 + 128) * 2 * 21 + 512 * 2 * 20
+    assert [len(group.members[0]) for group in full] == [22]
+    assert plan.block_bytes == 448 << 10
+    assert 1 < plan.block_bytes / filled < 1.02
+    assert plan.block_bytes / 64 < 85_888 / 11, "bytes of a token of DeepSeek-V3.2"
+
+
 @pytest.mark.parametrize(
     ("name", "tp_size", "block_size", "told"),
     [
@@ -211,7 +226,7 @@ def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
     rows = dict(describe(config, card, tmp_path, [8192]))
     model = card.config
     heads = attention_of(model).geometry()
-    if model.mla is None and model.states is None and not model.layer_heads:
+    if model.mla is None and model.compressed is None and model.states is None and not model.layer_heads:
         assert heads == f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
     assert rows["geometry"] == f"{model.num_layers} layers, {heads}"
     assert "padding" in rows["head groups"]

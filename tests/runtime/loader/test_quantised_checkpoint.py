@@ -23,6 +23,7 @@ from headwise.runtime.ops.quantised import GroupQuantised
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "quantised.json").read_text())
 NAME = "layer.weight"
 INTEGERS = [name for name in REFERENCES if "fp8" not in name]
+FP4 = "fp4 beside fp8"
 
 
 def write(directory: Path, tensors: dict[str, dict[str, Any]], config: dict[str, Any]) -> Path:
@@ -88,7 +89,28 @@ def test_codes_are_computed_from_as_they_are(case: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ops.linear(x, packed), matrix[3:19].T, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("case", [name for name in REFERENCES if "fp8" in name])
+def test_fp4_is_computed_from_as_integers_where_packed_weights_can_hold_its_scales(tmp_path: Path) -> None:
+    weights, matrix = opened(tmp_path, FP4, keeps_codes=True), expected(FP4)
+    rows, columns = weights.kept_rows(NAME, 3, 19), weights.kept_columns(NAME, 32, 64)
+    assert rows is not None
+    assert columns is not None
+    assert (rows.bits, rows.group) == (8, 32)
+    np.testing.assert_array_equal(rows.dequantised(), matrix[3:19])
+    np.testing.assert_array_equal(columns.dequantised(), matrix[:, 32:])
+    assert weights.kept_columns(NAME, 16, 48) is None, "which cuts through a group"
+    beyond = {**REFERENCES[FP4]["tensors"]["layer.scale"], "data": b64encode(bytes([90] * 48)).decode()}
+    tiny = opened(tmp_path, FP4, keeps_codes=True, **{"layer.scale": beyond})
+    assert tiny.kept_rows(NAME, 0, 8) is None, "such powers of two are beyond float16"
+    assert np.abs(tiny.tensor(NAME)).max() <= 6 * 2.0 ** (90 - 127)
+
+
+def test_integers_beside_fp8_that_are_no_fp4_are_refused(tmp_path: Path) -> None:
+    short = {**REFERENCES[FP4]["tensors"]["layer.scale"], "shape": [48, 1]}
+    with pytest.raises(ModelError, match=r"its scales are uint8 \[48, 1\]: FP4 with a power of two"):
+        opened(tmp_path, FP4, **{"layer.scale": short}).tensor(NAME)
+
+
+@pytest.mark.parametrize("case", [name for name in REFERENCES if "fp8" in name and name != FP4])
 def test_fp8_is_computed_from_as_it_is_wherever_a_part_cuts_through_tiles(case: str, tmp_path: Path) -> None:
     weights, matrix = opened(tmp_path, case, keeps_fp8=True), expected(case)
     for start, stop in ((0, 24), (3, 19)):

@@ -46,10 +46,10 @@ def drafted(name: str, comm: Communicator, ops_name: str = "numpy") -> tuple[lis
     answer = next(answer for answer in answers(name) if answer.name == "more")
     ids, begin = np.array(answer.prompt_ids + answer.output_ids, np.int32), len(answer.prompt_ids)
     positions = np.arange(len(ids), dtype=np.int32)
-    hidden = np.array(ops.numpy(model.forward(ids[:-1], positions[:-1], attention)))
+    hidden = np.array(ops.numpy(model.for_drafts(model.forward(ids[:-1], positions[:-1], attention))))
     made = np.array(ops.numpy(model.draft(ids[1:], positions[:-1], ops.tensor(hidden), attention)))
-    logits = model.logits(ops.tensor(made[begin - 1 :]))
-    first = None if logits is None else logits.argmax(axis=1).tolist()
+    best = model.drafted(ops.tensor(made[begin - 1 :]))
+    first = None if best is None else ops.host(best[0]).tolist()
     second = {}
     for index, (token, _) in (
         (int(key), references()[name]["first"][int(key)]) for key in references()[name]["second"]
@@ -57,8 +57,9 @@ def drafted(name: str, comm: Communicator, ops_name: str = "numpy") -> tuple[lis
         end = begin + index
         again = ops.tensor(np.concatenate([hidden[:end], made[end - 1 : end]]))
         following = np.append(ids[1 : end + 1], np.int32(token))
-        found = model.logits(ops.tensor(ops.numpy(model.draft(following, positions[: end + 1], again, attention))[-1:]))
-        second[index] = -1 if found is None else int(found.argmax())
+        again = ops.numpy(model.draft(following, positions[: end + 1], again, attention))
+        best = model.drafted(ops.tensor(again[-1:]))
+        second[index] = -1 if best is None else int(ops.host(best[0])[0])
     return None if first is None else (first, second)
 
 

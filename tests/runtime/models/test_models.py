@@ -177,8 +177,8 @@ def test_window_layers_become_window_policies() -> None:
             "that is served is LlamaForCausalLM; supported are",
         ),
         (
-            {"architectures": ["DeepseekV4ForCausalLM"]},
-            "needs a cache of compressed tokens; the nearest that is served is DeepseekV32ForCausalLM",
+            {"architectures": ["PhiMoEForCausalLM"]},
+            "needs layer norms and sparse mixing of experts; the nearest that is served is MixtralForCausalLM",
         ),
         (
             {"architectures": ["Gemma9ForCausalLM"], "num_key_value_heads": None},

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine.dense_oracle import run_rank, run_ranks
-from support.quantised_models import FP8, INT4, in_fp8, in_int4, write_quantised
+from support.quantised_models import FP8, INT4, in_fp4, in_fp8, in_fp8_by_powers, in_int4, write_quantised
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
@@ -30,7 +30,12 @@ from headwise.runtime.ops.quantised import GroupQuantised
 from headwise.runtime.protocol.request import GenerationResult
 
 IDS = np.arange(3, 60, dtype=np.int32)
-CASES = {
+AS_V4 = {
+    r"[.]experts[.]\d+[.]w\d[.]weight$": in_fp4,
+    r"[.](attn|indexer)[.]w(q_a|q_b|kv|o_a|o_b)[.]weight$|[.]shared_experts[.]w\d[.]weight$": in_fp8_by_powers,
+}
+CASES: dict[str, tuple[Any, ...]] = {
+    "deepseek-v4": (FP8, in_fp8, False, AS_V4),
     "qwen3": (INT4, in_int4),
     "qwen3-moe": (INT4, in_int4),
     "deepseek-v3": (FP8, in_fp8),
@@ -97,10 +102,10 @@ class ToldCheckpoint(Checkpoint):
 
 STILL_WIDE = re.compile(
     r".*[.](gate|router|router[.]layer|shared_expert_gate|([qkv]_)?conv1d|kv_b_proj|indexer[.]\w+)[.]weight"
-    r"|.*[.]A_log|.*[.]experts[.]\w+_proj(_bias)?"
+    r"|.*[.]A_log|.*[.]experts[.]\w+_proj(_bias)?|.*[.](hc_\w+|ape|tid2eid)"
 )
 """Routers, convolutions and speeds of decays, which are small; up-projections of latents, and indexers; gpt-oss'
-experts as floats."""
+experts as floats; of DeepSeek-V4 hyper-connections, biases by place and tables."""
 
 
 @pytest.mark.parametrize("name", [name for name in TINY_CONFIGS if name != "gpt-oss-mxfp4"])

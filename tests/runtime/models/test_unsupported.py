@@ -40,6 +40,7 @@ def test_what_is_known_of_a_name_is_told(name: str, needs: str, nearest: str) ->
             "latents (kv_lora_rank), experts (n_routed_experts)",
             "DeepseekV3",
         ),
+        ({"compress_rates": {"a": 4}, "index_topk": 512}, "entries of several tokens (compress_rates)", "DeepseekV4"),
         ({"kv_lora_rank": 512, "index_topk": 2048}, "an indexer (index_topk), latents", "DeepseekV32"),
         (
             {"mamba_d_state": 64, "num_experts": 16},

@@ -22,6 +22,7 @@ from headwise.runtime.http.tools.marked_calls import (
 from headwise.runtime.http.tools.section_calls import DeepseekCalls, KimiCalls
 from headwise.runtime.http.tools.tagged_calls import (
     DeepseekTaggedCalls,
+    DeepseekV4Calls,
     GlmCalls,
     MinimaxCalls,
     Qwen3CoderCalls,
@@ -47,6 +48,7 @@ _MARKED: dict[str, type[MarkedCalls]] = {
     "kimi_k2": KimiCalls,
     "deepseek_v3": DeepseekCalls,
     "deepseek_v32": DeepseekTaggedCalls,
+    "deepseek_v4": DeepseekV4Calls,
 }
 
 Tokens = Sequence[int] | NDArray[np.int32]
@@ -102,7 +104,7 @@ class Parsers:
 
 _THINKING = {"think": (OPEN, CLOSE), "seed_oss": ("<seed:think>", "</seed:think>")}
 """What reasoning stands between."""
-_OWN_MARKS = ("granite", "nemotron", "kimi_k2", "deepseek_v3", "deepseek_v32", "minimax_m2", "seed_oss")
+_OWN_MARKS = ("granite", "nemotron", "kimi_k2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "minimax_m2", "seed_oss")
 """Forms that are known by their mark."""
 
 

@@ -284,3 +284,9 @@ class DeepseekTaggedCalls(TaggedCalls):
         ("", f"</{_DSML}parameter>"),
         f"</{_DSML}invoke>",
     )
+
+
+class DeepseekV4Calls(DeepseekTaggedCalls):
+    """DeepSeek-V4: the same in a block of another name."""
+
+    mark, close = f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>"

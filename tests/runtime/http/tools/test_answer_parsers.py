@@ -31,6 +31,7 @@ from headwise.runtime.http.tools.marked_calls import (
 from headwise.runtime.http.tools.section_calls import DeepseekCalls, KimiCalls
 from headwise.runtime.http.tools.tagged_calls import (
     DeepseekTaggedCalls,
+    DeepseekV4Calls,
     GlmCalls,
     MinimaxCalls,
     Qwen3CoderCalls,
@@ -96,6 +97,10 @@ def deepseek_v32() -> AnswerParser:
     return DeepseekTaggedCalls(SCHEMAS)
 
 
+def deepseek_v4() -> AnswerParser:
+    return DeepseekV4Calls(SCHEMAS)
+
+
 def harmony() -> AnswerParser:
     return Harmony(NAMES)
 
@@ -112,7 +117,7 @@ def some() -> AnswerParser:
     return SomeCalls(NAMES)
 
 
-TAGGED = (qwen3_coder, glm45, minimax, seed, deepseek_v32)
+TAGGED = (qwen3_coder, glm45, minimax, seed, deepseek_v32, deepseek_v4)
 IN_SECTIONS = (kimi, deepseek)
 MAKERS = (
     hermes,
@@ -206,6 +211,13 @@ WORKED: list[tuple[Make, str, list[Part]]] = [
         f'</{DSML}parameter>\n<{DSML}parameter name="text" string="true">5</{DSML}parameter>\n</{DSML}invoke>\n'
         f"</{DSML}function_calls>",
         call("look_up", TWO),
+    ),
+    (
+        deepseek_v4,
+        f'Yes.\n\n<{DSML}tool_calls>\n<{DSML}invoke name="look_up">\n<{DSML}parameter name="a" string="false">1'
+        f'</{DSML}parameter>\n<{DSML}parameter name="text" string="true">5</{DSML}parameter>\n</{DSML}invoke>\n'
+        f"</{DSML}tool_calls>",
+        [Text("Yes."), *call("look_up", TWO)],
     ),
     (
         kimi,
@@ -323,6 +335,7 @@ NO_CALLS = [
     (minimax, "<minimax:tool_call>add</minimax:tool_call>"),
     (seed, "<seed:tool_call>"),
     (deepseek_v32, f'<{DSML}function_calls><{DSML}invoke name="other"></{DSML}invoke>'),
+    (deepseek_v4, f'<{DSML}tool_calls><{DSML}invoke name="other"></{DSML}invoke>'),
     (kimi, "<|tool_calls_section_begin|><|tool_call_begin|>functions.other:0<|tool_call_argument_begin|>{}"),
     (kimi, "<|tool_calls_section_begin|>add {}"),
     (deepseek, deepseek_tokens("<calls_begin><call_begin>function<sep>add\n{}")),

@@ -1,0 +1,196 @@
+"""DeepSeek-V4: its configuration in all spellings, names of weights, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine.dense_oracle import DictWeights, run_rank
+from support.tiny_checkpoints import TINY_CONFIGS, checkpoint, draw_weights, reference
+
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.errors import ConfigError, ModelError
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.models.attention.base import Serving
+from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.compressed_config import Sides
+from headwise.runtime.models.deepseek_v4_config import V4Config
+from headwise.runtime.models.deepseek_v4_names import renamed
+from headwise.runtime.models.registry import model_config
+from headwise.runtime.ops.comm import SingleRank
+
+NAME = "deepseek-v4"
+TINY = TINY_CONFIGS[NAME]
+IDS = np.arange(3, 60, dtype=np.int32)
+PUBLISHED = Path(__file__).parents[2] / "support" / "published" / "deepseek-v4-flash.json"
+
+
+def weights() -> dict[str, np.ndarray]:
+    return draw_weights(TINY, reference(NAME)["shapes"])
+
+
+def logits(given: dict[str, np.ndarray]) -> np.ndarray:
+    found = run_rank(model_config(TINY), DictWeights(given), SingleRank(), IDS)
+    assert found is not None
+    return found
+
+
+AS_PUBLISHED: dict[str, Any] = {
+    "layer_types": None,
+    "compress_ratios": [0, 4, 128, 4, 128, 0],
+    "compress_rates": None,
+    "partial_rotary_factor": None,
+    "qk_rope_head_dim": 16,
+    "mlp_layer_types": None,
+    "num_hash_layers": 1,
+}
+AS_TRANSFORMERS_WRITES: dict[str, Any] = {
+    "rope_scaling": None,
+    "rope_parameters": {
+        "main": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "compress": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "attention_factor": 1.0,
+            "rope_theta": 40000.0, "partial_rotary_factor": 0.5,
+        },
+    },
+}  # fmt: skip
+
+
+def test_a_config_as_it_was_published_is_the_same_but_for_its_rates() -> None:
+    found, expected = model_config({**TINY, **AS_PUBLISHED}), model_config(TINY)
+    assert isinstance(found, V4Config)
+    assert found.compressed is not None
+    assert expected.compressed is not None
+    assert found.compressed.rates == (0, 4, 128, 4, 128)
+    assert (found.ropes, found.moe, found.hyper) == (expected.ropes, expected.moe, expected.hyper)
+    assert found.compressed.rotated == expected.compressed.rotated == 16
+
+
+def test_a_config_as_transformers_writes_it_is_the_same_model() -> None:
+    found, expected = model_config({**TINY, **AS_TRANSFORMERS_WRITES}), model_config(TINY)
+    assert isinstance(found, V4Config)
+    assert isinstance(expected, V4Config)
+    for one, other in zip((*found.ropes, found.window_rope), (*expected.ropes, expected.window_rope), strict=True):
+        assert one is not None
+        assert other is not None
+        scaling = [{**(rope.scaling or {})} for rope in (one, other)]
+        for each in scaling:
+            each["rope_type"] = each.pop("type", each.get("rope_type", "default"))
+            each.pop("rope_theta", None)
+        assert (one.theta, one.share, scaling[0]) == (other.theta, other.share, scaling[1])
+    assert found.compressed == expected.compressed
+
+
+def test_what_a_layer_keeps_lies_in_three_caches() -> None:
+    config = model_config(TINY)
+    assert [config.sides_of(layer) for layer in range(5)] == [(), (5, 9), (6, 11), (7, 10), (8, 11)]
+    windows = [row[0] for row in config.policies]
+    assert windows == [*[HeadPolicy(24)] * 5, *[HeadPolicy(8), HeadPolicy(16)] * 2, *[FULL] * 3]
+    assert config.compressed is not None
+    assert config.compressed.sides(4) == Sides(rows=8, entries=11, place=1)
+
+
+def test_of_the_published_model_entries_of_128_tokens_lie_side_by_side() -> None:
+    compressed = model_config(json.loads(PUBLISHED.read_text())).compressed
+    assert compressed is not None
+    assert [len(cache.layers) for cache in compressed.caches if cache.kind == "entries"] == [*[1] * 21, 20]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 5}, "'layer_types' must name 5 layers, each one of sliding_attention"),
+        ({"layer_types": ["sliding_attention"]}, "'layer_types' must name 5 layers"),
+        (
+            {"layer_types": None, "compress_ratios": [0, 4, 7, 4, 7]},
+            r"'compress_ratios' must have one of \[0, 4, 128\]",
+        ),
+        ({"layer_types": None, "compress_ratios": [0, 4]}, "for each of 5 layers, got"),
+        ({"layer_types": None, "compress_ratios": "4"}, "'compress_ratios' must have one of"),
+        ({"compress_rates": {"compressed_sparse_attention": 128}}, "must be two different numbers from 2 on"),
+        ({"compress_rates": {"compressed_sparse_attention": 1}}, "must be two different numbers from 2 on"),
+        ({"compress_rates": [4, 128]}, "'compress_rates' must be an object"),
+        ({"partial_rotary_factor": 2}, "'partial_rotary_factor' must be above 0 and up to 1"),
+        ({"partial_rotary_factor": 0.1}, "3 of a head's 32 elements are rotated: both must be even"),
+        ({"index_head_dim": 8}, "'index_head_dim' 8 must be even, and no less than the 16"),
+        ({"o_groups": 3}, "'o_groups' 3 does not divide 'num_attention_heads' 4"),
+        ({"num_experts_per_tok": 9}, "'num_experts_per_tok' 9 is more than 'n_routed_experts' 8"),
+        ({"mlp_layer_types": ["dense"] * 5}, "'mlp_layer_types' must name 5 layers 'hash_moe' or 'moe'"),
+        ({"scoring_func": "sigmoid"}, "'scoring_func' is 'sigmoid'"),
+        ({"swiglu_limit": 7.0}, "'swiglu_limit' is 7.0"),
+        ({"n_group": 8}, "'n_group' is 8"),
+        ({"tie_word_embeddings": True}, "'tie_word_embeddings' is True"),
+        ({"hc_mult": 0}, "'hc_mult' must be a positive integer"),
+        ({"sliding_window": None, "hc_sinkhorn_iters": 1 << 20}, "'hc_sinkhorn_iters' must be at most 1024"),
+        ({"head_dim": 1 << 20}, "'head_dim' must be at most"),
+        ({"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not supported"),
+    ],
+)
+def test_a_config_that_cannot_be_served_says_why(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config({**TINY, **changes})
+
+
+def test_names_of_all_three_kinds_are_one() -> None:
+    saved = {name: name for name in weights()}
+    published = {name.removeprefix("model.").replace("embed_tokens", "embed"): name for name in saved}
+    published = {name.replace("hc_head.hc_", "hc_head_"): saved for name, saved in published.items()}
+    ours = {ours: name for name, ours in renamed(saved).items()}
+    for given in (published, ours):
+        found = renamed(given)
+        assert {ours: given[name] for name, ours in found.items()} == ours
+    assert "model.layers.1.self_attn.compressor.indexer.scorer.weights_proj.weight" in ours
+    assert renamed(["mtp.0.attn.wkv.weight", "mtp.0.hc_head_fn", "mtp.0.norm.weight"]) == {
+        "mtp.0.attn.wkv.weight": "mtp.0.self_attn.kv_proj.weight",
+        "mtp.0.hc_head_fn": "mtp.0.hc_head.hc_fn",
+        "mtp.0.norm.weight": "mtp.0.norm.weight",
+    }
+
+
+def test_weights_by_their_published_names_are_the_same_model() -> None:
+    published = {
+        name.removeprefix("model.").replace("embed_tokens", "embed"): array for name, array in weights().items()
+    }
+    published = {name.replace("hc_head.hc_", "hc_head_"): array for name, array in published.items()}
+    saved = run_rank(model_config(TINY), Checkpoint(checkpoint(NAME)), SingleRank(), IDS)
+    np.testing.assert_array_equal(logits(published), saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.layers.0.ffn.gate.tid2eid", np.full((263, 3), 8.0, np.float32), "names experts that there are not"),
+        ("model.layers.0.ffn.gate.tid2eid", np.zeros((9, 3), np.float32), r"shape \(9, 3\) where config.json says"),
+        ("model.layers.1.attn.compressor.ape", np.zeros((4, 32), np.float32), r"says \(4, 64\)"),
+        ("model.layers.2.attn.compressor.wkv.weight", np.zeros((64, 64), np.float32), r"says \(32, 64\)"),
+        ("model.layers.1.attn.indexer.wq_b.weight", np.zeros((512, 16), np.float32), r"says \(512, 32\)"),
+        ("model.layers.3.hc_attn_fn", np.zeros((8, 256), np.float32), r"says \(24, 256\)"),
+        ("model.layers.3.attn.wo_a.weight", np.zeros((48, 32), np.float32), r"says \(24, 64\)"),
+        ("model.layers.3.attn.wo_b.weight", np.zeros((32, 48), np.float32), r"says \(64, 24\)"),
+    ],
+)
+def test_weights_of_another_shape_are_refused_by_name(name: str, value: np.ndarray, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        logits({**weights(), name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_dtype": "int8"}, "kv_dtype int8 cannot hold what compressed attention keeps"),
+        ({"tp_size": 5}, "tp_size 5 is more than the 4 query heads of m: choose up to that"),
+        ({"context_parallel_size": 2, "tp_size": 2}, "context_parallel_size 2: of no layer of m"),
+    ],
+)
+def test_a_deployment_that_cannot_be_served_is_told_why(changes: dict[str, Any], message: str) -> None:
+    given = {"model": "m", "tp_size": 1, "device": "cpu", "kernels": "numba", "kv_dtype": "bfloat16", **changes}
+    with pytest.raises(ConfigError, match=message):
+        attention_of(model_config(TINY)).check(Serving(**given))
+
+
+def test_stages_are_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel_size 2: entries of several layers lie side by side"):
+        model_config(TINY).stages(2)
