@@ -5,19 +5,21 @@ They are run by Triton's interpreter and the shim, on poisoned arenas, against t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.compressed_scene import CompressedCase, CompressedScene
 from support.entries_scene import EntriesCase, EntriesScene
 from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
 from support.gpu.machine_code import TARGETS, accesses, machine_code, variant_code
 from support.tiny_checkpoints import TINY_CONFIGS
 
 from headwise.errors import ConfigError
-from headwise.kernels.base import HostLengths
+from headwise.kernels.base import AttentionBatch, HostLengths
 from headwise.kernels.compressed_base import TurningCompressedKernels
 from headwise.kernels.compressed_reference import ReferenceCompressedKernels
 from headwise.kernels.dsa import index_view
@@ -93,6 +95,32 @@ def cases(draw: st.DrawFn) -> EntriesCase:
 @given(case=cases(), rows=st.integers(1, 9))
 def test_any_batch_matches_the_reference(case: EntriesCase, rows: int) -> None:
     assert_right(case, kernels_of(score_bytes=4 * 40 * rows))
+
+
+class KnownScene(CompressedScene):
+    """Of whose lengths the host knows."""
+
+    def batch(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> AttentionBatch:
+        batch = super().batch(query_lens, seq_lens)
+        return replace(batch, on_host=HostLengths(batch.cu_seqlens_q, batch.seq_lens))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CompressedCase((5, 1, 16), (61, 40, 16)),
+        CompressedCase((9, 1), (70, 33), rate=16, is_indexed=False, block_size=4),
+        CompressedCase((3, 30), (50, 30), rate=8, is_indexed=False, beside=3),
+        CompressedCase((2, 3), (2, 3)),
+    ],
+)
+def test_what_is_seen_is_what_sums_over_tokens_give(case: CompressedCase) -> None:
+    """By an oracle that makes entries one number after the other, of tokens that came in steps of seven."""
+    scene, kernels = KnownScene(case), kernels_of()
+    scene.write(kernels)
+    scene.recycle()
+    np.testing.assert_allclose(scene.attend(kernels), scene.expected(), atol=2e-5, rtol=1e-4)
+    np.testing.assert_allclose(scene.attend(kernels, with_entries=False), scene.expected(False), atol=2e-5, rtol=1e-4)
 
 
 def launches(kernels: CudaCompressedKernels, name: str) -> list[tuple[int, int, int]]:
