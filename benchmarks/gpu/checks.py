@@ -96,6 +96,7 @@ SECTIONS = {
     "ssm": Section("gpu.ssm", "ssm", 50, 12),
     "latents": Section("gpu.latents", "latents", 60, 20),
     "latent_ranks": Section("gpu.latent_ranks", "latent_ranks", 24, 12),
+    "entries": Section("gpu.entries", "entries", 18, 9),
     "copies": Section("gpu.copies", "copies", 50, 25),
     "ipc": Section("gpu.ipc", "ipc", 40),
     "products": Section("gpu.products", "products", 40, 12),

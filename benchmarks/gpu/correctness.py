@@ -32,6 +32,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
 from headwise.kernels.block_copy import ReferenceBlockCopy
 from headwise.kernels.cuda.attention import OLDEST_SM_E4M3, AttentionShape
+from headwise.kernels.cuda.compressed_model import CompressedModel
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.dsa import IndexShape
@@ -93,6 +94,13 @@ def _latent_models(sm: int) -> list[LatentModel]:
     ]
 
 
+def _compressed_model() -> CompressedModel:
+    """What the section entries needs."""
+    sizes = FULL.entries
+    indexer = sizes.indexed, sizes.index_heads, sizes.index_dim
+    return CompressedModel(sizes.heads, sizes.size, FULL.block_size, "bfloat16", sizes.rates, *indexer)
+
+
 # ---- compiling ----
 
 
@@ -121,6 +129,8 @@ def compile_kernels(bench: Bench) -> None:
                 made[each_ssm] = pool.submit(compile_ssm, each_ssm, target, work / "kernels")
             for model in _latent_models(target.sm):
                 made[model] = pool.submit(_compile_latents, model, target, work / "kernels")
+            of_entries = _compressed_model()
+            made[of_entries] = pool.submit(_compile_entries, of_entries, target, work / "kernels")
             made |= {kind: pool.submit(compile_codes, kind, target, work / "kernels") for kind in KINDS}
         for shape, each in made.items():
             with bench.rows.case(f"{shape}") as begin:
@@ -142,6 +152,10 @@ def _compile_latents(model: LatentModel, target: Target, directory: Path) -> int
     return len(list(precompile([], [target], directory, latent_models=[model])))
 
 
+def _compile_entries(model: CompressedModel, target: Target, directory: Path) -> int:
+    return len(list(precompile([], [target], directory, compressed=[model])))
+
+
 def precompile_all(target: tuple[int, int], directory: Path, layers: int | None) -> int:
     """Compile what all sections need on a card of some (compute capability, CUDA version); the number of kernels."""
     where = Target(*target)
@@ -150,6 +164,7 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
     files += sum(compile_kda(shape, where, directory) for shape in _kda_shapes(FULL))
     files += sum(compile_ssm(shape, where, directory) for _, shape in ssm_shapes(FULL, list(TOLERANCE)))
     files += sum(_compile_latents(model, where, directory) for model in _latent_models(where.sm))
+    files += _compile_entries(_compressed_model(), where, directory)
     files += sum(compile_codes(kind, where, directory) for kind in KINDS)
     return files + compile_experts(expert_shape(FULL.moe), where, directory)
 

@@ -14,6 +14,7 @@ from headwise.kernels.cuda.attention import (
     variant_of_ranks,
     variants_of,
 )
+from headwise.kernels.cuda.compressed_model import CompressedModel
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.kda import KdaShape
@@ -35,6 +36,7 @@ NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, "sigmoid", scale=2.5), 2, 2
 """Without gates."""
 DEEPSEEK_V3 = LatentShape(128, 512, 64, 16, "bfloat16", "bfloat16")
 """Of eight ranks."""
+DEEPSEEK_V4 = CompressedModel(64, 512, 64, "bfloat16", (4, 128), indexed=4, index_heads=64, index_dim=128)
 QWEN3_NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
 KIMI_LINEAR = KdaShape(32, StateSizes(128, 128, 1, 4), 128, "bfloat16", 32 * 385 + 256)
 NEMOTRON_3_NANO_STATES = SsmShape(16, 8, StateSizes(128, 64, 4, 4), 64, "bfloat16")
@@ -66,7 +68,8 @@ def served(cards: Sequence[int]) -> list[Served]:
 
 @cache
 def _of_card(sm: int) -> dict[Served, Variant]:
-    return dict([*_attention(sm), *_experts(sm), *_delta_nets(sm), *_ssms(sm), *_kdas(sm), *_together(sm)])
+    states = *_delta_nets(sm), *_ssms(sm), *_kdas(sm)
+    return dict([*_attention(sm), *_experts(sm), *states, *_together(sm), *_entries(sm)])
 
 
 SMALLER_VALUES = {192: 128}
@@ -96,6 +99,16 @@ def _together(sm: int) -> Iterator[tuple[Served, Variant]]:
         for head_dim in (64, 128, 256):
             heads = AttentionShape(8, head_dim, 16, "bfloat16", kv_dtype)
             yield Served(sm, f"{head_dim}, 8 heads of ranks", kv_dtype, KERNELS[1]), variant_of_ranks(heads, sm)
+
+
+def _entries(sm: int) -> Iterator[tuple[Served, Variant]]:
+    """Attention to entries of several tokens, of each kind, and an indexer's scores of them."""
+    for variant in DEEPSEEK_V4.variants(sm):
+        sizes = dict(variant.constants)
+        name = "scores"
+        if "RATE" in sizes:
+            name = f"{'chosen ' * sizes['CHOSEN']}entries of {sizes['RATE']}" if sizes["RATE"] else "window"
+        yield Served(sm, f"entries, {DEEPSEEK_V4.heads} heads", DEEPSEEK_V4.dtype, name), variant
 
 
 def _experts(sm: int) -> Iterator[tuple[Served, Variant]]:

@@ -109,6 +109,22 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
+class EntrySizes:
+    """Attention of one rank to a window and entries: heads of ``size``, tokens that entries stand for, in two kinds of
+    layers, of which an indexer chooses those of ``indexed``. timed: tokens of sequences whose decodes are"""
+
+    heads: int
+    size: int
+    window: int
+    rates: tuple[int, int]
+    indexed: int
+    index_heads: int
+    index_dim: int
+    index_top: int
+    timed: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """See `FULL`.
 
@@ -142,6 +158,7 @@ class Sizes:
     block_size: int
     attention: Heads
     latents: LatentSizes
+    entries: EntrySizes
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     single_from: int
@@ -250,6 +267,7 @@ FULL = Sizes(
     block_size=64,
     attention=Heads(32, 8, 128),
     latents=LatentSizes(16, 512, 64, 128, 128, index_heads=64, index_dim=128),
+    entries=EntrySizes(64, 512, 128, (4, 128), indexed=4, index_heads=64, index_dim=128, index_top=512, timed=8192),
     batches=(1, 8, 64),
     contexts=(2048, 8192, 32768),
     single_from=8192,
@@ -319,6 +337,7 @@ TINY = Sizes(
     block_size=16,
     attention=Heads(4, 2, 64),
     latents=LatentSizes(3, 32, 32, 16, 16, index_heads=2, index_dim=32),
+    entries=EntrySizes(3, 32, 24, (4, 8), indexed=4, index_heads=2, index_dim=32, index_top=6, timed=40),
     batches=(1, 2),
     contexts=(48,),
     single_from=48,

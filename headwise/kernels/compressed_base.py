@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
@@ -126,3 +126,28 @@ class CompressedKernels(Protocol):
         as `IndexedKernels.attend_chosen` has it. Scores are ``scale * query @ key``; ``sink_logits``, float32
         ``[q_heads]``, are as for `AttentionKernels.attend`. Without ``entries`` a layer has none.
         """
+
+
+@runtime_checkable
+class TurningCompressedKernels(CompressedKernels, Protocol):
+    """Kernels that can turn heads in place, and keys on the way to the cache.
+
+    Of a head of ``size`` elements ``turning`` turn with as many: element ``i`` with number ``i + size / 2``, by the
+    first ones of ``cosines, sines``, float32 ``[tokens, 1, angles]``.
+    """
+
+    def write_turned(
+        self,
+        query: Array,
+        key: Array,
+        cosines: Array,
+        sines: Array,
+        turning: int,
+        arena: Array,
+        kept: Kept,
+        batch: AttentionBatch,
+    ) -> None:
+        """Turn ``query [tokens, heads, size]`` in place, and store ``key [tokens, size]``, turned, as `write_rows`."""
+
+    def turn(self, heads: Array, cosines: Array, sines: Array, turning: int) -> None:
+        """Turn ``heads [tokens, heads, size]`` in place."""

@@ -245,6 +245,11 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
             "b2_c48_over_alone",
             *(f"{name}_{of}_error" for name in ("decodes", "mixed") for of in ("2_bfloat16", "4_bfloat16", "2_int8")),
         },
+        "entries": {
+            "b2_rate4_of_bandwidth",
+            "b2_rate8_of_bandwidth",
+            *(f"{name}_{rate}_error" for name in ("made", "seen") for rate in (4, 8)),
+        },
         "copies": {"block8_h2d", "block8_d2h", "block8_both", "block8_hidden", "block8_decode", "block16_both"},
         "model": {
             "eager_b1_of_bandwidth",

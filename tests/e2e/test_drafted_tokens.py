@@ -58,7 +58,7 @@ def test_so_are_they_behind_a_cached_prefix(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["glm4-moe", "deepseek-v3", "qwen3-next", pytest.param("deepseek-v3.2", marks=pytest.mark.soak)],
+    ["glm4-moe", "deepseek-v3", "deepseek-v4", "qwen3-next", pytest.param("deepseek-v3.2", marks=pytest.mark.soak)],
 )
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_so_are_they_on_a_gpu(name: str, tp_size: int) -> None:

@@ -22,8 +22,8 @@ from headwise.runtime.protocol.request import GenerateRequest, GenerationResult
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
 TOKENS, BLOCK = 2, 16
-KINDS = ["gpt-oss", "deepseek-v3.2", "qwen3.5"]
-"""Windows and sinks of KV heads, latents with an indexer's keys, states beside attention."""
+KINDS = ["gpt-oss", "deepseek-v3.2", "deepseek-v4", "qwen3.5"]
+"""Windows and sinks of KV heads, latents with an indexer's keys, entries of several tokens, states beside attention."""
 
 
 def wanted_of(name: str, *lengths: int) -> list[Answer]:
@@ -92,6 +92,7 @@ def serve(engine: LocalEngine, wanted: list[Answer], preempted_at: Sequence[int]
     ("name", "lengths"),
     [
         ("gpt-oss", (40,)),
+        ("deepseek-v4", (40,)),
         *(pytest.param(name, (9, 40, 90), marks=pytest.mark.soak) for name in KINDS),
     ],
 )

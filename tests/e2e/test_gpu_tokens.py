@@ -17,6 +17,7 @@ from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise import EngineConfig, LocalEngine
 from headwise.kernels.base import AttentionBatch, HostLengths
+from headwise.kernels.cuda.compressed import TritonCompressed
 from headwise.kernels.cuda.expanded import ExpandedLatents
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
@@ -109,8 +110,10 @@ def test_ranks_that_share_heads_say_the_reference_tokens(model: str, size: int) 
 
 
 def made_ready(worker: ModelWorker) -> list[set[Any]]:
-    """The shapes of grouped-query attention that a rank's kernels are there for."""
+    """The shapes of grouped-query attention, or of that to entries, that a rank's kernels are there for."""
     attention = getattr(worker._device.kernels, "_attention", None)
+    if isinstance(attention, TritonCompressed):
+        return [set(attention._prepared)]
     return [] if attention is None else [set(attention._ready), set(attention._of_ranks)]
 
 
@@ -130,6 +133,40 @@ def assert_ranks_say_the_reference_tokens(model: str, size: int, **options: Any)
         assert_same(answer.first(tokens), results[answer.name].token_ids)
     assert list(map(made_ready, ranks.workers)) == ready
     executor.close()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_ranks_that_all_have_tokens_and_entries_say_the_reference_tokens(size: int) -> None:
+    assert_ranks_say_the_reference_tokens("deepseek-v4", size)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
+def test_entries_of_several_tokens_say_the_reference_tokens_in_16_bits(dtype: str) -> None:
+    """Those of which the reference, in float32, is sure; behind them a router is not, who chooses between experts."""
+    (wanted,) = (answer for answer in answers("deepseek-v4") if len(answer.prompt_ids) == 9)
+    assert min(wanted.gaps[:2]) > 0.15
+    given = {"kv_cache": "64MiB", "max_model_len": 256, "max_num_seqs": 4}
+    config = EngineConfig(model=str(checkpoint("deepseek-v4")), device="cuda", dtype=dtype, **given)
+    with LocalEngine(config, EmulatedGpu(LIBRARIES, dtype)) as engine:
+        (result,) = engine.generate([wanted.prompt_ids], replace(GREEDY, max_tokens=2))
+    assert list(result.token_ids) == wanted.output_ids[:2]
+
+
+def test_steps_over_entries_of_several_tokens_are_graphs() -> None:
+    """Prompts in chunks, which end within entries, and decodes, from which entries come, too."""
+    wanted = [answer for answer in answers("deepseek-v4") if len(answer.prompt_ids) in (9, 40, 90)]
+    given = {"kv_cache": "64MiB", "max_model_len": 256, "max_num_seqs": 4, "max_batched_tokens": 48}
+    config = EngineConfig(model=str(checkpoint("deepseek-v4")), device="cuda", dtype="float32", **given)
+    with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
+        worker = engine._worker
+        assert worker._prefill is not None
+        assert worker._prefill.captured > 0
+        by_graphs, decode = list[int](), worker._runner.decode
+        worker._runner.decode = lambda graphs, batch: by_graphs.append(batch.num_tokens) or decode(graphs, batch)
+        results = engine.generate([answer.prompt_ids for answer in wanted], FEW)
+    for answer, result in zip(wanted, results, strict=True):
+        assert_same(answer.first(9), result.token_ids)
+    assert len(by_graphs) >= 6
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
@@ -179,7 +216,7 @@ def test_states_are_resumed_at_checkpoints_that_a_prompt_left(model: str) -> Non
         "qwen3-next",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("gpt-oss", "deepseek-v3", "kimi-linear", "nemotron-h", "granite-hybrid-ssm")
+            for name in ("gpt-oss", "deepseek-v3", "deepseek-v4", "kimi-linear", "nemotron-h", "granite-hybrid-ssm")
         ),
     ],
 )

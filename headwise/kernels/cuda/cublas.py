@@ -26,6 +26,7 @@ NUMBERS = {"float16": 2, "bfloat16": 14, "float32": 0}
 WORKSPACE_BYTES = 32 << 20
 """What NVIDIA recommends for Hopper, and more than for others. Without, graphs would allocate one at each launch."""
 
+_FLOAT32 = NUMBERS["float32"]
 _AS_IT_IS, _TRANSPOSED = 0, 1
 _COMPUTE_32F = 68
 _DEFAULT_ALGORITHM = -1
@@ -86,7 +87,8 @@ class Cublas:
         weakref.finalize(self, self._library.cublasDestroy_v2, self._handle).atexit = False
 
     def product(self, x: Array, weight: Array, out: Array) -> bool:
-        """``out [T, N] = x [T, K] @ weight [K, N]``; ``out`` is C-contiguous, all three are of one dtype.
+        """``out [T, N] = x [T, K] @ weight [K, N]``; ``out`` is C-contiguous; all three are of one dtype, or ``out`` is
+        float32.
 
         Answers whether it was enqueued. It is not, and nothing is done, where a matrix is empty, or has neither rows
         nor columns whose elements lie side by side, or the dtypes or shapes do not belong together.
@@ -94,14 +96,14 @@ class Cublas:
         Raises:
             RuntimeError: cuBLAS does not take what it should.
         """
-        number = number_of(x.dtype)
+        number, of_out = number_of(x.dtype), number_of(out.dtype)
         # To cuBLAS a matrix is columns, which makes of each of these its transpose: out.T = weight.T @ x.T.
         left, right = _operand(weight), _operand(x)
         if (
             number is None
             or left is None
             or right is None
-            or not (x.dtype == weight.dtype == out.dtype and out.flags.c_contiguous)
+            or not (x.dtype == weight.dtype and of_out in (number, _FLOAT32) and out.flags.c_contiguous)
             or not (x.shape[1] == weight.shape[0] and out.shape == (x.shape[0], weight.shape[1]))
         ):
             return False
@@ -110,7 +112,7 @@ class Cublas:
         status = self._library.cublasGemmEx(
             self._handle, left[0], right[0], width, tokens, inner,
             ctypes.addressof(self._one), address_of(weight), number, left[1], address_of(x), number, right[1],
-            ctypes.addressof(self._zero), address_of(out), number, width, _COMPUTE_32F, _DEFAULT_ALGORITHM,
+            ctypes.addressof(self._zero), address_of(out), of_out, width, _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
         if status:
             raise RuntimeError(

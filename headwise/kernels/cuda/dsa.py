@@ -111,12 +111,12 @@ def check_index(shape: IndexShape) -> None:
 
 def variants_of(shape: LatentShape, index: IndexShape, sm: int) -> tuple[Variant, ...]:
     """All that is launched besides the kernels of latent attention, on a card of compute capability ``sm``."""
-    return _score(index, sm), _attend(shape, sm)
+    return score_variant(index, sm), _attend(shape, sm)
 
 
 def variants_of_ranks(shape: LatentShape, index: IndexShape, sm: int) -> tuple[Variant, ...]:
     """The same where ``shape`` has the heads of all ranks that keep tokens together, and blocks of this one's."""
-    return _score(index, sm), _attend_of_ranks(shape, sm)
+    return score_variant(index, sm), _attend_of_ranks(shape, sm)
 
 
 class TritonIndexed:
@@ -131,7 +131,7 @@ class TritonIndexed:
     def prepare(self, shape: IndexShape) -> None:
         """Compile and load what scores need. Raises ConfigError: the shape is not supported."""
         check_index(shape)
-        self._launcher.prepare(_score(shape, self._launcher.sm))
+        self._launcher.prepare(score_variant(shape, self._launcher.sm))
 
     def prepare_latents(self, shapes: Iterable[LatentShape]) -> None:
         """Compile and load what attention to chosen tokens needs."""
@@ -159,7 +159,7 @@ class TritonIndexed:
         """
         shape = IndexShape.of(layout, index.query.shape[1], index.query.dtype.name)
         _check_index_arrays(index, shape)
-        variant = _score(shape, self._launcher.sm)
+        variant = score_variant(shape, self._launcher.sm)
         constants = dict(variant.constants)
         chunks = -(-scores.shape[1] // (constants["TILES"] * constants["BLOCK_N"]))
         query, weights = index.query, index.weights
@@ -258,7 +258,8 @@ class TritonIndexed:
 
 
 @lru_cache
-def _score(shape: IndexShape, sm: int) -> Variant:
+def score_variant(shape: IndexShape, sm: int) -> Variant:
+    """What scores of such an indexer launch on a card of compute capability ``sm``."""
     tile = score_tile(shape.dtype)
     constants = {
         "HEADS": shape.heads, "BLOCK_H": power_of_two(shape.heads), "INDEX_DIM": shape.dim,

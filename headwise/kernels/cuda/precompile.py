@@ -39,6 +39,7 @@ from headwise.kernels.cuda import (
 )
 from headwise.kernels.cuda.all_reduce import RankSums
 from headwise.kernels.cuda.attention import AttentionShape, check_shape, variants_of
+from headwise.kernels.cuda.compressed_model import CompressedModel
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.delta import variants_of as delta_variants
@@ -112,6 +113,7 @@ def precompile(
     ssms: Sequence[SsmShape] = (),
     kdas: Sequence[KdaShape] = (),
     shared_shapes: Sequence[RanksShape] = (),
+    compressed: Sequence[CompressedModel] = (),
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
@@ -124,6 +126,7 @@ def precompile(
     ssms:          state space models, of models that have them
     kdas:          Kimi Delta Attention, likewise
     shared_shapes: of layers whose KV heads ranks keep together
+    compressed:    of models with entries of several tokens
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -149,6 +152,11 @@ def precompile(
             for variant in model.variants(target.sm):
                 yield cubins.get(variant).path
             for source, defines in (*model.programs(), *_any_programs(numpy_dtype(model.latents.q_dtype), target.sm)):
+                yield cubin_path(directory, source, defines, target.sm, target.cuda)
+        for each_model in compressed:
+            for variant in each_model.variants(target.sm):
+                yield cubins.get(variant).path
+            for source, defines in (*each_model.programs(), *_any_programs(numpy_dtype(each_model.dtype), target.sm)):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for mixture in mixtures:
             experts.check_experts(mixture)
@@ -213,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             list(_ssms(options)),
             list(_kdas(options)),
             [RanksShape(shape, parts) for shape, parts in shapes if parts > 1],
+            list(_compressed(options)),
         )
         alone = [shape for shape, parts in shapes if parts == 1]
         for path in precompile(alone, targets, options.directory, *mixed):
@@ -273,6 +282,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     latent.add_argument("--index-heads", type=int, help="'index_n_heads', of a model with an indexer")
     latent.add_argument("--index-dim", type=int, default=128, help="'index_head_dim' (default: 128)")
+    entries = parser.add_argument_group(
+        "entries of several tokens",
+        "of a model that has them, in place of KV heads; with --index-heads and --index-dim",
+    )
+    entries.add_argument("--entry-size", type=int, help="'head_dim'; --q-heads are those of one rank")
+    entries.add_argument("--entry-rates", type=_numbers, default=[4, 128], help="tokens of each (default: 4,128)")
+    entries.add_argument("--indexed-rate", type=int, default=4, help="of those that are chosen (default: 4)")
+    entries.add_argument("--streams", type=int, default=4, help="of hyper-connections; 0: none (default: 4)")
     mixture = parser.add_argument_group("mixture of experts", "of a model that has one")
     mixture.add_argument("--experts", type=int, help="to choose from")
     mixture.add_argument("--experts-per-token", type=int, default=1)
@@ -321,10 +338,13 @@ def add_weight_options(parser: argparse.ArgumentParser) -> None:
 
 def _shapes(options: argparse.Namespace) -> Iterator[tuple[AttentionShape, int]]:
     """Each with the ranks that keep a KV head together, of one of which it is."""
-    if options.latent_rank is not None:
+    if options.latent_rank is not None or options.entry_size is not None:
         return
     if options.kv_heads is None or options.head_dim is None:
-        raise ConfigError("give --kv-heads and --head-dim, or --latent-rank of a model with latent attention")
+        raise ConfigError(
+            "give --kv-heads and --head-dim, or --latent-rank of a model with latent attention, or --entry-size of one "
+            "with entries of several tokens"
+        )
     value_dims = options.value_dim or options.head_dim
     every = options.kv_heads, options.head_dim, value_dims, options.kv_parts or [1] * len(options.kv_heads)
     if len(set(map(len, every))) > 1:
@@ -355,6 +375,19 @@ def _shapes(options: argparse.Namespace) -> Iterator[tuple[AttentionShape, int]]
             smaller_value=0 if value_dim == head_dim else value_dim,
         )
         yield shape, parts
+
+
+def _compressed(options: argparse.Namespace) -> Iterator[CompressedModel]:
+    if options.entry_size is None:
+        return
+    kept, rates = options.kv_dtype or options.dtype, tuple(options.entry_rates)
+    if kept != options.dtype:
+        raise ConfigError(f"entries of several tokens are kept in the dtype of queries: leave out --kv-dtype {kept}")
+    indexed = options.indexed_rate if options.index_heads else 0
+    if indexed and indexed not in rates:
+        raise ConfigError(f"--indexed-rate {indexed} is not one of --entry-rates {','.join(map(str, rates))}")
+    every = options.q_heads, options.entry_size, options.block_size, options.dtype, rates
+    yield CompressedModel(*every, indexed, options.index_heads or 0, options.index_dim, options.streams)
 
 
 def _latents(options: argparse.Namespace) -> Iterator[LatentModel]:

@@ -163,6 +163,15 @@ def latent_tile(heads: int, q_dtype: str, kv_dtype: str, sm: int, is_decode: boo
     return Tile(32 if is_wide else 16, 64 if has_room else 32, 8, 2)
 
 
+def compressed_tile(heads: int, dtype: str, sm: int) -> Tile:
+    """For rows of 512 that are keys and values at once, of some heads of one query: as of a decode over latents.
+
+    A stage more brings places, and with two the compiler spills for sm_90 where an indexer chooses.
+    """
+    tile = latent_tile(heads, dtype, dtype, sm, is_decode=True)
+    return tile if dtype == "float32" else replace(tile, stages=3)
+
+
 def score_tile(dtype: str) -> Tile:
     """For an indexer's scores: rows are its heads, whatever their number."""
     return Tile(64, 16, 4, 2) if dtype == "float32" else Tile(64, 64, 4, 3)

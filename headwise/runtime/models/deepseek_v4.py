@@ -37,7 +37,7 @@ from headwise.runtime.models.moe_decoder import tokens_of
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.models.weight_view import ExpertWeights, RenamedWeights, taken
 from headwise.runtime.models.weights import Weights
-from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.ops.base import KernelArray, StreamingOps, Tensor
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_floats
 
 __all__ = ["ARCHITECTURE", "DeepseekV4", "parse"]
@@ -129,6 +129,7 @@ class DeepseekV4(GroupedMoeDecoder):
         hyper, at = self.config.hyper, self.prefix
         assert hyper is not None, "parsed so"
         self._streams = HyperConnections(hyper, self.ops)
+        self._streaming = self.ops if isinstance(self.ops, StreamingOps) else None
         self._ones = self.ops.norm_weight(np.ones(hyper.streams * self.config.hidden_size, np.float32))
         self._connections = [
             LayerConnections(*(self._hyper(f"{at}layers.{layer}.{part}_hc.") for part in ("attn", "ffn")))
@@ -435,7 +436,7 @@ class DeepseekV4(GroupedMoeDecoder):
         queries = self.norm(queries, weights.query_norm)
         asking = None
         if weights.rows is not None:
-            index_queries = None if weights.indexer is None else self._asked(weights.indexer, x, ranked, turning[0])
+            index_queries = None if weights.indexer is None else self._asked(weights.indexer, x, ranked)
             asking = Asking(self._linear(x, weights.rows), weights.making, index_queries)
         heads = attention(index, queries, key, *turning, weights.sink_logits, asking, wanted=wanted)
         if not heads.shape[0]:
@@ -447,25 +448,28 @@ class DeepseekV4(GroupedMoeDecoder):
             total = part if total is None else total + part
         return total
 
-    def _asked(self, weights: IndexerWeights, x: Tensor, ranked: Tensor, rotation: Rotation) -> IndexQueries:
+    def _asked(self, weights: IndexerWeights, x: Tensor, ranked: Tensor) -> IndexQueries:
         own, ops = self.compressed, self.ops
         queries = self._linear(ranked, weights.queries).reshape([x.shape[0], own.index_heads, own.index_dim])
-        half, turning = own.index_dim // 2, own.rotated // 2
-        cosines, sines = (ops.empty_like(angles, (*angles.shape[:2], half)) for angles in rotation)
-        cosines[:], sines[:] = 1, 0
-        cosines[..., :turning], sines[..., :turning] = rotation[0][..., :turning], rotation[1][..., :turning]
-        rotated = ops.kernel_array(ops.rope(queries, cosines, sines))
-        return IndexQueries(rotated, ops.kernel_array(self._linear(x, weights.of_heads)), own.index_top)
+        of_heads = self._linear(x, weights.of_heads)
+        return IndexQueries(ops.kernel_array(queries), ops.kernel_array(of_heads), own.index_top)
 
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, HashedMoe):
             return super().feed_forward(mlp, x)
-        logits = self.ops.kernel_array(self._linear(x, mlp.moe.router))
-        chosen = mlp.table[self._ids]
-        known = self.ops.empty_like(logits)
+        known = self._named(self._linear(x, mlp.moe.router), mlp.table)
+        return self.ops.mix_experts(x, known, mlp.moe.experts, self._tokens)
+
+    def _named(self, logits: Tensor, table: KernelArray) -> Tensor:
+        """A router's logits, of the experts that ``table`` names for these tokens."""
+        ops = self.ops
+        if self._streaming is not None:
+            return self._streaming.named_logits(logits, table, self._ids, float(_NEVER))
+        of_all, chosen = ops.kernel_array(logits), table[self._ids]
+        known = ops.empty_like(of_all)
         known[:] = _NEVER
-        np.put_along_axis(known, chosen, np.take_along_axis(logits, chosen, axis=1), axis=1)
-        return self.ops.mix_experts(x, self.ops.from_kernel_array(known), mlp.moe.experts, self._tokens)
+        np.put_along_axis(known, chosen, np.take_along_axis(of_all, chosen, axis=1), axis=1)
+        return ops.from_kernel_array(known)
 
 
 def _each(count: int, order: Ints) -> Ints:

@@ -9,10 +9,11 @@ mHC, by Sinkhorn-Knopp), as transformers' `deepseek_v4` does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
+from headwise.runtime.ops.base import KernelArray, StreamingOps, Tensor, TensorOps, Weight
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ class HyperConnections:
 
     def __init__(self, config: HyperConfig, ops: TensorOps) -> None:
         self._config, self._ops = config, ops
+        self._streaming = ops if isinstance(ops, StreamingOps) else None
+        if self._streaming is not None:
+            self._streaming.prepare_streams(config.streams)
+
+    def _by_kernels(self, streams: KernelArray) -> StreamingOps | None:
+        """Operations that do all this in a few kernels, if there are any for these streams."""
+        ops = self._streaming
+        return ops if ops is not None and ops.takes_streams(streams) else None
 
     def spread(self, x: Tensor) -> KernelArray:
         """The streams that begin as one."""
@@ -69,6 +78,10 @@ class HyperConnections:
     def before(self, streams: KernelArray, weights: HyperWeights) -> tuple[Tensor, Mixing]:
         """What a part of a layer is given, ``[T, hidden]``, and what `behind` is to be told."""
         config, count = self._config, self._config.streams
+        if (by_kernels := self._by_kernels(streams)) is not None:
+            how: dict[str, Any] = {"iterations": config.iterations, "eps": config.eps, "norm_eps": config.norm_eps}
+            mixed, *mixing = by_kernels.mixed_streams(streams, weights.fn, weights.base, weights.scale, **how)
+            return mixed, Mixing(*mixing)
         made = self._made(streams, weights)
         taken, given, between = made[:, :count], made[:, count : 2 * count], made[:, 2 * count :]
         scale, base = weights.scale, weights.base
@@ -78,7 +91,12 @@ class HyperConnections:
         return self._mixed(streams, taken), Mixing(given, self._doubly_stochastic(between))
 
     def behind(self, streams: KernelArray, made: Tensor, mixing: Mixing) -> KernelArray:
-        """The streams behind a part of a layer that has ``made [T, hidden]`` of what it was given."""
+        """The streams behind a part of a layer that has ``made [T, hidden]`` of what it was given. Those before may be
+        overwritten.
+        """
+        if (by_kernels := self._by_kernels(streams)) is not None:
+            by_kernels.put_streams(streams, made, mixing.given, mixing.between)
+            return streams
         part = self._ops.kernel_array(made)
         mixed = np.matmul(mixing.between.transpose(0, 2, 1).astype(streams.dtype, copy=False), streams)
         mixed += mixing.given[:, :, None].astype(streams.dtype, copy=False) * part[:, None]
@@ -86,6 +104,9 @@ class HyperConnections:
 
     def joined(self, streams: KernelArray, weights: HyperWeights) -> Tensor:
         """Behind the last layer: one stream, ``[T, hidden]``."""
+        if (by_kernels := self._by_kernels(streams)) is not None:
+            eps = {"eps": self._config.eps, "norm_eps": self._config.norm_eps}
+            return by_kernels.joined_streams(streams, weights.fn, weights.base, weights.scale, **eps)
         made = self._made(streams, weights)
         return self._mixed(streams, _sigmoid(made * weights.scale + weights.base) + np.float32(self._config.eps))
 

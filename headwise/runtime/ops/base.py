@@ -277,6 +277,58 @@ class FusingOps(TensorOps, Protocol):
         """A decoder of ``layers``, whose weights and experts these operations prepared; None: not of these experts."""
 
 
+@runtime_checkable
+class StreamingOps(TensorOps, Protocol):
+    """Operations that compute in a few kernels what models with hyper-connections have besides others.
+
+    Streams are a kernel array ``[T, n, N]``. See `headwise.runtime.models.hyper`.
+    """
+
+    def prepare_streams(self, count: int) -> None:
+        """Compile or load what as many streams need, and `named_logits`, so that calls only enqueue."""
+
+    def takes_streams(self, streams: KernelArray) -> bool:
+        """Whether there are kernels for as many of this size."""
+
+    def mixed_streams(
+        self,
+        streams: KernelArray,
+        weight: Weight,
+        base: KernelArray,
+        scale: KernelArray,
+        *,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+    ) -> tuple[Tensor, KernelArray, KernelArray]:
+        """What a part of a layer is given, ``[T, N]``; and by which numbers, float32 ``[T, n]`` and ``[T, n, n]``, what
+        it makes is given to streams, and these to each other.
+
+        weight:      of `float_weight`, ``[(2 + n) * n, n * N]``
+        base, scale: float32 ``[(2 + n) * n]`` and ``[3]``
+        iterations, eps: of Sinkhorn-Knopp; norm_eps: of the norm of all streams as one
+        """
+
+    def joined_streams(
+        self,
+        streams: KernelArray,
+        weight: Weight,
+        base: KernelArray,
+        scale: KernelArray,
+        *,
+        eps: float,
+        norm_eps: float,
+    ) -> Tensor:
+        """One of all streams, ``[T, N]``. ``weight [n, n * N]``, ``base [n]``, ``scale [1]``: as of `mixed_streams`"""
+
+    def put_streams(self, streams: KernelArray, made: Tensor, given: KernelArray, between: KernelArray) -> None:
+        """Mix ``streams``, in place, and add to each its share of what a part of a layer has ``made [T, N]``."""
+
+    def named_logits(self, logits: Tensor, table: KernelArray, ids: KernelArray, never: float) -> Tensor:
+        """``logits [T, experts]``, but ``never`` of experts that ``table[ids]`` does not name: int64 ``[V, k]`` and
+        int32 ``[T]``."""
+
+
 @dataclass(frozen=True)
 class PackedParts:
     """A packed weight, taken apart for a file to hold.

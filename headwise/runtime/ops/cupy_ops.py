@@ -67,6 +67,10 @@ class CupyOps(GpuOps):
         out = cupy.empty((x.shape[0], weight.shape[1]), self.dtype)
         return out if self._cublas.product(x, weight, out) else super().matmul(x, weight)
 
+    def multiply_wide(self, x: Any, weight: Any, out: Any) -> None:
+        if not self._cublas.product(x, weight, out):
+            raise ValueError(f"{x.dtype} {x.shape} and {weight.dtype} {weight.shape} cannot be multiplied by cuBLAS")
+
     def multiply_heads(self, x: Any, weights: Any, out: Any) -> None:
         self._cublas.products_of_heads(x, weights, out)
 

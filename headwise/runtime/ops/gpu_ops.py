@@ -15,6 +15,7 @@ from headwise.kernels.cuda.elementwise import CudaElementwise
 from headwise.kernels.cuda.experts import CudaExperts, StackedExperts
 from headwise.kernels.cuda.launch import TritonLauncher, address_of
 from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
+from headwise.kernels.cuda.named_experts import CudaNamedExperts
 from headwise.kernels.cuda.packed import (
     FEW_ROWS,
     PLAIN_ROWS,
@@ -27,6 +28,7 @@ from headwise.kernels.cuda.packed import (
 )
 from headwise.kernels.cuda.packed_many import CudaPackedMany
 from headwise.kernels.cuda.programs import Programs
+from headwise.kernels.cuda.streams import COUNTS, CudaStreams
 from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Activation, is_gated
 from headwise.runtime.ops.array_ops import Array, ArrayOps
@@ -104,6 +106,7 @@ class GpuOps(ArrayOps):
             self._packed.prepare(plain_form(dtype.name))
         self._experts = CudaExperts(launcher, programs, self.xp.empty)
         self._likeliest = CudaLikeliest(programs, dtype, lambda size: xp.zeros(size, np.uint8), threads)
+        self._streams, self._named = CudaStreams(programs), CudaNamedExperts(programs)
         self._kernels = CudaElementwise(programs)
         self._kernels.prepare(dtype)
 
@@ -212,6 +215,53 @@ class GpuOps(ArrayOps):
     @abstractmethod
     def multiply_heads(self, x: Array, weights: Array, out: Array) -> None:
         """``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``, head by head; see `Cublas.products_of_heads`."""
+
+    @abstractmethod
+    def multiply_wide(self, x: Array, weight: Array, out: Array) -> None:
+        """``out [T, N] = x [T, K] @ weight [K, N]``, of float32 whatever the others are; see `Cublas.product`."""
+
+    def prepare_streams(self, count: int) -> None:
+        self._named.prepare(self.dtype)
+        if count in COUNTS:
+            self._streams.prepare(self.dtype, count)
+
+    def takes_streams(self, streams: Array) -> bool:
+        _, count, size = streams.shape
+        return self._streams.takes(count, size, streams.dtype)
+
+    def mixed_streams(
+        self, streams: Array, weight: Array, base: Array, scale: Array, *, iterations: int, eps: float, norm_eps: float
+    ) -> tuple[Array, Array, Array]:
+        tokens, count, size = streams.shape
+        mixed = self.xp.empty((tokens, size), streams.dtype)
+        given, between = (self.xp.empty((tokens, *rest), np.float32) for rest in ((count,), (count, count)))
+        made = self._made_of(streams, weight)
+        self._streams.mix(
+            streams, made, base, scale, mixed, (given, between), iterations=iterations, eps=eps, norm_eps=norm_eps
+        )
+        return mixed, given, between
+
+    def joined_streams(
+        self, streams: Array, weight: Array, base: Array, scale: Array, *, eps: float, norm_eps: float
+    ) -> Array:
+        mixed, made = self.xp.empty(streams.shape[::2], streams.dtype), self._made_of(streams, weight)
+        self._streams.mix(streams, made, base, scale, mixed, None, iterations=0, eps=eps, norm_eps=norm_eps)
+        return mixed
+
+    def _made_of(self, streams: Array, weight: Array) -> Array:
+        """Float32: products of all streams as one, not normed: what norms them divides these."""
+        made = self.xp.empty((len(streams), weight.shape[1]), np.float32)
+        if len(streams):
+            self.multiply_wide(streams.reshape(len(streams), -1), weight, made)
+        return made
+
+    def put_streams(self, streams: Array, made: Array, given: Array, between: Array) -> None:
+        self._streams.add(streams, made, given, between)
+
+    def named_logits(self, logits: Array, table: Array, ids: Array, never: float) -> Array:
+        out = self.xp.empty(logits.shape, logits.dtype)
+        self._named.keep(logits, table, ids, out, never)
+        return out
 
     def experts(self, mixture: Mixture, routed: Iterable[MlpWeights], shared: MlpWeights | None) -> GpuExperts:
         remaining = iter(routed)

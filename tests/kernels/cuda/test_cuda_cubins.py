@@ -450,6 +450,17 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     assert {path.name.split("-sm90")[0] for path in made_of_both - made_of_ranks} - {*sources, *more} == {
         "score_tokens", "attend_chosen", "indexer", "gathered",
     }  # fmt: skip
+    of_entries = ["--q-heads", "64", "--entry-size", "512", "--index-heads", "64"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *of_entries])
+    made_of_entries = {Path(line) for line in capsys.readouterr().out.splitlines()}
+    assert {path.name.split("-sm90")[0] for path in made_of_entries} - {*sources, *more} == {
+        "attend_compressed", "score_tokens", "turned", "latents", "entries", "indexer", "streams", "named_experts",
+    }  # fmt: skip
+    assert sum(path.name.startswith("attend_compressed") for path in made_of_entries) == 4
+    with pytest.raises(SystemExit, match="--indexed-rate 8 is not one of --entry-rates 4,128"):
+        precompile.main([str(tmp_path), "--sm", "90", *of_entries, "--indexed-rate", "8"])
+    with pytest.raises(SystemExit, match="leave out --kv-dtype int8"):
+        precompile.main([str(tmp_path), "--sm", "90", *of_entries, "--kv-dtype", "int8"])
     monkeypatch.setattr(cubins, "compile_variant", None)
     of_rank = ExpandedShape(LatentShape(16, 512, 64, 8, "bfloat16", "bfloat16"), 128, 128, parts=8)
     for variant in mla_ranks.variants_of(of_rank, 90):

@@ -49,6 +49,14 @@ def test_a_weight_stored_by_its_outputs_is_multiplied_as_it_lies(dtype: str, tok
     check(normal(tokens, 24, dtype=dtype), normal(40, 24, dtype=dtype).T)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_of_16_bits_may_stay_as_they_are_summed(dtype: str) -> None:
+    x, weight, out = normal(3, 24, dtype=dtype), normal(40, 24, dtype=dtype).T, np.empty((3, 40), np.float32)
+    assert cublas().product(x, weight, out)
+    np.testing.assert_allclose(out, x.astype(np.float32) @ weight.astype(np.float32), rtol=1e-5, atol=1e-5)
+    assert not cublas().product(x, weight, out.astype(np.float64))
+
+
 def test_rows_and_columns_may_have_gaps_and_lie_either_way() -> None:
     wide, tall = normal(5, 40), normal(24, 30)
     for x in (wide[:, 8:32], wide[:, :24], normal(24, 5).T, normal(24, 9)[:, 2:7].T, wide[::2, 3:27], wide[1:2, :24]):

@@ -142,7 +142,8 @@ class DenseCompressedAttention:
             made = [self._entries(making, index, rows) for index in range(len(making.makings))]
             seen = np.arange(len(made[0])) < ((np.arange(tokens) + 1) // making.rate)[:, None]
             if asking.index is not None:
-                seen &= self._best(asking.index, made[1], seen)
+                angles = np.arctan2(rotation[1], rotation[0])
+                seen &= self._best(asking.index, angles, made[1], seen)
             keys, mask = np.concatenate([keys, made[0]]), np.concatenate([mask, seen], axis=1)
         out, nothing = np.empty_like(q), np.ones((tokens, 1), bool)
         for head in range(q.shape[1]):
@@ -171,8 +172,11 @@ class DenseCompressedAttention:
             found.append(rotate(normed[None], own.start * one.inverse))
         return np.concatenate(found)
 
-    def _best(self, index, keys: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        scores = np.maximum(np.einsum("thd,kd->thk", index.query.astype(np.float64), keys), 0)
+    def _best(self, index, angles: np.ndarray, keys: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        turning = np.zeros((*angles.shape[:2], index.query.shape[2] // 2))
+        turning[..., : self._config.compressed.rotated // 2] = angles[..., : self._config.compressed.rotated // 2]
+        query = rotate(index.query.astype(np.float64), turning)
+        scores = np.maximum(np.einsum("thd,kd->thk", query, keys), 0)
         scores = np.where(seen, np.einsum("th,thk->tk", index.weights, scores), -np.inf)
         kept = np.argsort(-scores, axis=1, kind="stable")[:, : index.top]
         found = np.zeros_like(seen)

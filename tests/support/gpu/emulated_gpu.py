@@ -78,6 +78,9 @@ class EmulatedOps(GpuOps):
         assert self._cublas.product(x, weight, out), "CuPy's own product cannot be captured"
         return out
 
+    def multiply_wide(self, x: NDArray[Any], weight: NDArray[Any], out: NDArray[Any]) -> None:
+        assert self._cublas.product(x, weight, out)
+
     def multiply_heads(self, x: NDArray[Any], weights: NDArray[Any], out: NDArray[Any]) -> None:
         self._cublas.products_of_heads(x, weights, out)
 

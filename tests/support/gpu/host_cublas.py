@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.dtypes import numpy_dtype
 
 DTYPES = {0: "float32", 2: "float16", 14: "bfloat16"}
+FLOAT32 = 0
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
 HANDLE = 0x7000
 
@@ -69,7 +70,7 @@ class HostCublas:
     ) -> int:  # fmt: skip
         assert handle == HANDLE
         assert self.workspace is not None, "in a graph, cuBLAS would allocate a workspace of its own"
-        if compute != 68 or type_a != type_b or type_a != type_c or algorithm != -1:
+        if compute != 68 or type_a != type_b or type_c not in (type_a, FLOAT32) or algorithm != -1:
             return NOT_SUPPORTED
         scalars = [ctypes.c_float.from_address(at).value for at in (alpha, beta)]
         assert scalars == [1.0, 0.0]

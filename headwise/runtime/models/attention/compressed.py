@@ -10,16 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.compressed import entries_layout, rows_layout
-from headwise.kernels.compressed_base import CompressedKernels, Entries, EntryMaking, Kept
+from headwise.kernels.compressed_base import (
+    CompressedKernels,
+    Entries,
+    EntryMaking,
+    Kept,
+    TurningCompressedKernels,
+)
+from headwise.kernels.cuda.compressed_kernels import CudaCompressedKernels
 from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.cuda.turned import check_turning
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.select import make_compressed_kernels
 from headwise.kernels.token_ranks import TokenRanks
-from headwise.runtime.models.attention.base import CachedAttention, Kernels, LayerCache, Serving
+from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
+from headwise.runtime.models.attention.mla import heads_of_ranks
 from headwise.runtime.models.attention.wanted import of_wanted
 from headwise.runtime.models.base import ModelConfig, Rotation
 from headwise.runtime.models.compressed_config import CompressedConfig
@@ -58,10 +68,9 @@ class CompressedAttention:
         """See `AttentionVariant.check`."""
         own, heads = self.compressed, self.config.num_heads
         self.layout(1, 1, serving.kv_dtype)
-        if serving.device == "cuda":
+        if serving.device == "cuda" and serving.tensor_ops == "paddle":
             raise ConfigError(
-                f"{serving.model} compresses its cache (DeepSeek-V4), for which there are no kernels of a GPU yet: "
-                "choose device cpu"
+                f"tensor_ops paddle has no hyper-connections, which {serving.model} needs: choose tensor_ops cupy"
             )
         if serving.tp_size > heads:
             raise ConfigError(
@@ -69,7 +78,7 @@ class CompressedAttention:
             )
         serving.check_context(self, self.config.num_layers)
         odd = [size for size in (own.head_dim, own.index_dim) if size % CPU_SIZE_MULTIPLE]
-        if serving.kernels != "reference" and odd:
+        if serving.device != "cuda" and serving.kernels != "reference" and odd:
             raise ConfigError(
                 f"the kernels of a CPU take keys of a multiple of {CPU_SIZE_MULTIPLE} numbers, those of "
                 f"{serving.model} have {odd[0]}: choose kernels reference"
@@ -81,11 +90,23 @@ class CompressedAttention:
     def host_kernels(self, name: str, threads: int) -> CompressedKernels:
         return make_compressed_kernels(name, threads)
 
-    def gpu_kernels(self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str) -> Kernels:
-        raise ConfigError("there are no kernels of a GPU for compressed attention: choose device cpu")
+    def gpu_kernels(
+        self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
+    ) -> CudaCompressedKernels:
+        """See `AttentionVariant.gpu_kernels`. ``layouts`` are of layers, and behind them of caches beside these."""
+        kernels, own, count = CudaCompressedKernels(parts), self.compressed, len(self.compressed.rates)
+        caches = zip(layouts[count:], own.caches, strict=True)
+        made = {layout: cache.layers[0] for layout, cache in caches if cache.kind == "entries"}
+        check_turning(own.head_dim, own.rotated // 2, numpy_dtype(dtype).itemsize)
+        for heads in heads_of_ranks(self.config, tp_size):
+            kernels.prepare(layouts[0], heads, dtype)
+            for layout, layer in made.items():
+                index_heads = own.index_heads if own.is_indexed(layer) else 0
+                kernels.prepare_entries(layouts[0], layout, heads, dtype, index_heads, own.index_dim)
+        return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
-        return CompressedOverCache(ops, kernels, self.config.attention_scale)
+        return CompressedOverCache(ops, kernels, self.config.attention_scale, self.compressed.rotated)
 
     def weight_elements(self, layer: int = 0) -> int:
         own, hidden, heads = self.compressed, self.config.hidden_size, self.config.num_heads
@@ -121,7 +142,7 @@ class Asking:
     """What a layer with entries gives of a step's tokens.
 
     rows:   ``[T, width]``, that entries are made of
-    index:  what an indexer's queries ask with, rotated; None: all entries are seen
+    index:  what an indexer's queries ask with, not rotated yet; None: all entries are seen
     """
 
     rows: Tensor
@@ -130,10 +151,14 @@ class Asking:
 
 
 class CompressedOverCache:
-    """`CachedAttention` of queries and keys that are not rotated yet."""
+    """`CachedAttention` of queries and keys that are not rotated yet.
 
-    def __init__(self, ops: TensorOps, kernels: CompressedKernels, scale: float) -> None:
-        self._ops, self._kernels, self._scale = ops, kernels, scale
+    rotated: elements of heads that are, and of an indexer's
+    """
+
+    def __init__(self, ops: TensorOps, kernels: CompressedKernels, scale: float, rotated: int) -> None:
+        self._ops, self._kernels, self._scale, self._angles = ops, kernels, scale, rotated // 2
+        self._turning = kernels if isinstance(kernels, TurningCompressedKernels) else None
 
     def __call__(
         self,
@@ -150,31 +175,64 @@ class CompressedOverCache:
         back: rotates what is seen, which is keys, back to where it came from
         """
         ops, kernels = self._ops, self._kernels
-        window = Kept(cache.layout, cache.heads)
-        queries = ops.kernel_array(ops.rope(query, *rotation))
-        keys = ops.kernel_array(ops.rope(key.reshape([key.shape[0], 1, -1]), *rotation))
-        kernels.write_rows(keys[:, 0], cache.arena, window, cache.batch)
-        entries = None
+        window, entries, index = Kept(cache.layout, cache.heads), None, None
+        queries = self._written(cache, window, query, key, rotation)
         if asking is not None:
             rows, made = (Kept(*side) for side in cache.sides)
             entries = Entries(asking.making, rows, made)
             kernels.write_rows(ops.kernel_array(asking.rows), cache.arena, rows, cache.batch)
+            index = None if asking.index is None else self._turned(asking.index, rotation)
         cache.wait()
         if entries is not None:
             kernels.make_entries(cache.arena, entries, cache.batch)
-        wanted, index = cache.wanted, None if asking is None else asking.index
-        if wanted is not None:
-            at = ops.upload(wanted)
+        if cache.wanted is not None:
+            at = ops.upload(cache.wanted)
             back = back[0][at], back[1][at]
             index = None if index is None else index.of_rows(at)
         cache, queries = of_wanted(cache, queries, ops)
-        seen = ops.empty_like(queries)
+        seen = ops.empty_like(queries) if cache.out is None else cache.out
         if queries.shape[0]:
             kernels.attend(
                 queries, cache.arena, window, entries, index, cache.batch, scale=self._scale, sink_logits=sink_logits,
                 out=seen,
             )  # fmt: skip
-        return ops.rope(ops.from_kernel_array(seen), *back)
+        return self._turned_back(seen, back, is_given=cache.out is not None)
+
+    def _written(self, cache: LayerCache, window: Kept, query: Tensor, key: Tensor, rotation: Rotation) -> KernelArray:
+        """Rotated queries; the step's keys are in the cache."""
+        ops = self._ops
+        if self._turning is not None:
+            queries, (cosines, sines) = ops.kernel_array(query), rotation
+            self._turning.write_turned(
+                queries, ops.kernel_array(key), cosines, sines, self._angles, cache.arena, window, cache.batch
+            )
+            return queries
+        keys = ops.kernel_array(ops.rope(key.reshape([key.shape[0], 1, -1]), *rotation))
+        self._kernels.write_rows(keys[:, 0], cache.arena, window, cache.batch)
+        return ops.kernel_array(ops.rope(query, *rotation))
+
+    def _turned(self, index: IndexQueries, rotation: Rotation) -> IndexQueries:
+        """The same queries, rotated as an indexer's keys are: by as many angles as heads, else by none."""
+        if self._turning is not None:
+            self._turning.turn(index.query, *rotation, self._angles)
+            return index
+        ops, angles = self._ops, self._angles
+        cosines, sines = (ops.empty_like(each, (*each.shape[:2], index.query.shape[2] // 2)) for each in rotation)
+        cosines[:], sines[:] = 1, 0
+        cosines[..., :angles], sines[..., :angles] = rotation[0][..., :angles], rotation[1][..., :angles]
+        turned = ops.kernel_array(ops.rope(ops.from_kernel_array(index.query), cosines, sines))
+        return replace(index, query=turned)
+
+    def _turned_back(self, seen: KernelArray, back: Rotation, is_given: bool) -> Tensor:
+        """``seen``, rotated by ``back``. is_given: it is to be there, too"""
+        ops = self._ops
+        if self._turning is not None:
+            self._turning.turn(seen, *back, self._angles)
+            return ops.from_kernel_array(seen)
+        turned = ops.rope(ops.from_kernel_array(seen), *back)
+        if is_given:
+            seen[:] = ops.kernel_array(turned)
+        return turned
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""

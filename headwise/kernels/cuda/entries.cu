@@ -1,0 +1,149 @@
+// Makes entries of several tokens each (DeepSeek-V4) of rows in the blocks of the cache, and stores them there: see
+// kernels/compressed_base.py, whose words these are.
+//
+// A block of threads makes an entry, or an indexer's key for it: a run of threads has a row of vectors of 16 bytes, and
+// each run some of the tokens, whose weighted sums are then added up. Arithmetic is in float32.
+//
+// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of rows and entries.
+
+#include "numbers.cuh"
+#include "sequences.cuh"
+#include "vectors.cuh"
+
+constexpr int NUMBER_BYTES = 4 / WORD_ELEMENTS;
+constexpr int THREADS = 256;
+constexpr unsigned MINUS_INFINITY = 0xff800000u;
+
+// Of the numbers of one vector, what tokens make so far: their highest gates, and sums by weights relative to these.
+struct Mixed {
+    float highest[ELEMENTS], total[ELEMENTS], sum[ELEMENTS];
+};
+
+__device__ __forceinline__ void add_token(Mixed& mixed, const Floats& keys, const Floats& gates, const Floats& bias)
+{
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) {
+        const float gate = gates.at[i] + bias.at[i], highest = larger(mixed.highest[i], gate);
+        const float fading = expf(mixed.highest[i] - highest), weight = expf(gate - highest);
+        mixed.highest[i] = highest;
+        mixed.total[i] = mixed.total[i] * fading + weight;
+        mixed.sum[i] = mixed.sum[i] * fading + weight * keys.at[i];
+    }
+}
+
+// Of `value` over the block, all of whose threads take part.
+__device__ __forceinline__ float sum_of_block(float value)
+{
+    __shared__ float of_warps[WARP];
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int across = WARP / 2; across > 0; across /= 2) value += __shfl_xor_sync(ALL_LANES, value, across);
+    if (lane == 0) of_warps[threadIdx.x / WARP] = value;
+    __syncthreads();
+    value = lane < blockDim.x / WARP ? of_warps[lane] : 0.0f;
+#pragma unroll
+    for (int across = WARP / 2; across > 0; across /= 2) value += __shfl_xor_sync(ALL_LANES, value, across);
+    return value;
+}
+
+__device__ __forceinline__ void store_number(char* to, float value)
+{
+    if constexpr (NUMBER == F32) *reinterpret_cast<float*>(to) = value;
+    else *reinterpret_cast<unsigned short*>(to) = from_f32<NUMBER>(value);
+}
+
+// Of the sequences' entries whose last token may be of the step, as many as there is room for before a sequence's.
+__device__ __forceinline__ int room_before(const int* cu_seqlens_q, int sequence, int rate)
+{
+    return cu_seqlens_q[sequence] / rate + sequence;
+}
+
+// arena, batch, tables, ...: as of write_latents; rows and entries lie in blocks of their own, of the same bytes
+// bias:        [rate, keys * size], a token's by its place; keys: 2 where entries overlap, else 1
+// norm:        [size]; inverse: [size / 2]
+// index_...:   the same of keys for an indexer
+// row_bytes:   of a token's row; first, index_first: where in it, in numbers, what each is made of begins
+// row_at, entry_at, index_at: where the first row, entry and key is in a slot, in bytes; entry_bytes, index_bytes: from
+//              one to the next. entry_at is of the layer's own part of an entry
+// block_size:  tokens of a block; block_entries: entries of one
+// grid:        room for all entries, tokens / rate + batch; and 2 with an indexer, else 1. threads: THREADS
+extern "C" __global__ void __launch_bounds__(THREADS) make_entries(
+    char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
+    const int* row_groups, const int* row_slots, const int* entry_groups, const int* entry_slots,
+    const float* bias, const float* norm, const float* inverse,
+    const float* index_bias, const float* index_norm, const float* index_inverse,
+    long long block_bytes, long long row_slot_bytes, long long entry_slot_bytes, long long row_at, long long row_bytes,
+    long long entry_at, long long entry_bytes, long long index_at, long long index_bytes,
+    int batch, int groups, int table_stride, int block_size, int block_entries, int rate, int keys,
+    int size, int index_size, int first, int index_first, float eps, float index_eps)
+{
+    __shared__ float highest[THREADS * ELEMENTS], total[THREADS * ELEMENTS], sum[THREADS * ELEMENTS];
+    int sequence = 0;
+    for (int begin = 0; begin < batch; begin += WARP) {
+        const int i = begin + threadIdx.x % WARP;
+        int before = i < batch && room_before(cu_seqlens_q, i + 1, rate) <= static_cast<int>(blockIdx.x);
+#pragma unroll
+        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) before += __shfl_xor_sync(ALL_LANES, before, lanes);
+        sequence += before;
+    }
+    if (sequence == batch) return;
+    const int length = seq_lens[sequence], count = cu_seqlens_q[sequence + 1] - cu_seqlens_q[sequence];
+    const int entry = (length - count) / rate + blockIdx.x - room_before(cu_seqlens_q, sequence, rate);
+    if (entry >= length / rate) return;
+
+    if (blockIdx.y) {
+        bias = index_bias, norm = index_norm, inverse = index_inverse, eps = index_eps;
+        size = index_size, first = index_first, entry_at = index_at, entry_bytes = index_bytes;
+    }
+    const int* tables = block_tables + static_cast<long long>(sequence) * groups * table_stride;
+    const int* row_table = tables + static_cast<long long>(row_groups[0]) * table_stride;
+    const int* entry_table = tables + static_cast<long long>(entry_groups[0]) * table_stride;
+    const int to_block = entry_table[((entry + 1) * rate - 1) / block_size];
+    if (to_block < 0) return;
+
+    const int vectors = size / ELEMENTS, runs = blockDim.x / vectors;
+    const int run = threadIdx.x / vectors, column = threadIdx.x % vectors * ELEMENTS;
+    Mixed mixed;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) mixed.highest[i] = __uint_as_float(MINUS_INFINITY), mixed.total[i] = mixed.sum[i] = 0.0f;
+    const char* rows = arena + row_slots[0] * row_slot_bytes + row_at;
+    const int begin = (entry + 1 - keys) * rate;
+    for (int i = run; run < runs && i < keys * rate; i += runs) {
+        const int token = begin + i, part = i / rate * size + column;
+        const int block = token < 0 ? -1 : row_table[token / block_size];
+        if (block < 0) continue;
+        const char* row = rows + block * block_bytes + token % block_size * row_bytes + (first + part) * NUMBER_BYTES;
+        const Floats gates = widened(load(row + keys * size * NUMBER_BYTES));
+        add_token(mixed, widened(load(row)), gates, load_floats(bias + i % rate * keys * size + part));
+    }
+    if (run < runs) {
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) {
+            const int at = run * size + column + i;
+            highest[at] = mixed.highest[i], total[at] = mixed.total[i], sum[at] = mixed.sum[i];
+        }
+    }
+    __syncthreads();
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) {
+        float most = highest[i];
+        for (int other = 1; other < runs; other++) most = larger(most, highest[other * size + i]);
+        float all = 0.0f, value = 0.0f;
+        for (int other = 0; other < runs; other++) {
+            const float fading = expf(highest[other * size + i] - most);
+            all += total[other * size + i] * fading, value += sum[other * size + i] * fading;
+        }
+        value /= all;
+        sum[i] = value, squares += value * value;
+    }
+    const float scale = sqrtf(sum_of_block(squares) / size + eps);  // behind its barrier all sums are there
+
+    const int half = size / 2, at = entry % block_entries;
+    char* to = arena + to_block * block_bytes + entry_slots[0] * entry_slot_bytes + entry_at + at * entry_bytes;
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        const float angle = static_cast<float>(entry * rate) * inverse[i], cosine = cosf(angle), sine = sinf(angle);
+        const float low = sum[i] / scale * norm[i], high = sum[half + i] / scale * norm[half + i];
+        store_number(to + i * NUMBER_BYTES, low * cosine - high * sine);
+        store_number(to + (half + i) * NUMBER_BYTES, high * cosine + low * sine);
+    }
+}
