@@ -99,7 +99,7 @@ class Latents:
     latent_norm: of the part of a latent that is not rotated
     eps:         of both norms
     rotation:    index of its angles
-    out_adapters: see `GroupedQueries`
+    is_scaled, out_adapters: see `GroupedQueries`
     """
 
     into: Weight
@@ -111,6 +111,7 @@ class Latents:
     eps: float
     into_bias: Array | None = None
     out_bias: Array | None = None
+    is_scaled: bool = False
     out_adapters: Any = None
 
 

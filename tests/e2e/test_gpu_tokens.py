@@ -30,11 +30,11 @@ SHOWN_BY_OTHERS = (
     "gemma2", "gemma4", "gemma4-moe", "qwen2", "mimo", "mixtral", "phi3", "deepseek-v3-bias",
     "llama4", "dots1", "glm4-moe-lite", "qwen2-moe", "glm4", "seed-oss", "smollm3", "olmo2", "granite",
     "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-h-latent", "bamba", "granite-swa",
-    "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1",
+    "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1", "mistral4",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
 FEW = replace(GREEDY, max_tokens=9)
-OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite", "kimi-linear")
+OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite", "kimi-linear", "mistral4")
 PROMPTS = {"qwen3.5": 1, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 

@@ -22,7 +22,7 @@ import torch
 import transformers
 from make_references import reference
 from support.tiny_checkpoints import TINY_CONFIGS, write_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM, Mxfp4Config, PreTrainedModel
 
 from headwise.runtime.loader.safetensors_file import FLOATS, TABLES, SafetensorsFile
 
@@ -46,13 +46,19 @@ def for_transformers(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **_AS_ANOTHER.get(config["architectures"][0], {})}
 
 
+def class_of(config: dict[str, Any]) -> Any:
+    """What makes such a model; transformers' own choice by a config lacks Mistral 4."""
+    return Mistral4ForCausalLM if config["model_type"] == "mistral4" else AutoModelForCausalLM
+
+
 def published_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     """Names and shapes of a model's weights, as transformers saves them; with MXFP4, as they are published."""
     config = for_transformers(config)
     is_mxfp4 = config.pop("quantization_config", None) is not None
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(config))
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scratch), dtype=torch.float32)
+        given, kind = AutoConfig.from_pretrained(scratch), class_of(config)
+        model = kind.from_config(given, dtype=torch.float32) if kind is AutoModelForCausalLM else kind(given)
         model.save_pretrained(scratch)
         saved = SafetensorsFile(Path(scratch) / "model.safetensors", {**FLOATS, **TABLES})
         shapes = {name: list(saved.shape(name)) for name in saved.names}
@@ -71,9 +77,9 @@ def mxfp4_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     return found
 
 
-def load(directory: Path, is_mxfp4: bool) -> PreTrainedModel:
+def load(kind: Any, directory: Path, is_mxfp4: bool) -> PreTrainedModel:
     """The model that transformers makes of a directory, all of whose weights it must have found a use for."""
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    model, loading = kind.from_pretrained(
         directory,
         dtype=torch.float32,
         attn_implementation="eager",
@@ -90,7 +96,7 @@ def make(name: str) -> None:
     shapes = published_shapes(config)
     with tempfile.TemporaryDirectory() as scratch:
         directory = write_checkpoint(Path(scratch), for_transformers(config), shapes)
-        model = load(directory, "quantization_config" in config)
+        model = load(class_of(config), directory, "quantization_config" in config)
     entries = [reference(model, prompt, ids) for prompt, ids in prompts().items()]
     judged = [next((i for i, gap in enumerate(entry["gaps"]) if gap < 1e-3), 64) for entry in entries]
     distinct = [len(set(entry["output_ids"])) for entry in entries]

@@ -129,11 +129,13 @@ class IndexerConfig:
 
     heads, head_dim: of the indexer (``index_n_heads``, ``index_head_dim``)
     top:             tokens that are chosen for a query, at most (``index_topk``)
+    shared:          layers that have none, and see what the last one before them with one has chosen
     """
 
     heads: int
     head_dim: int
     top: int
+    shared: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,8 @@ class ModelConfig:
         """Why its layers cannot be dealt to the stages of a pipeline, in words; empty: they can."""
         if self.compressed is not None:
             return "entries of several layers lie side by side"
+        if self.mla is not None and self.mla.indexer is not None and self.mla.indexer.shared:
+            return "layers see what an earlier one's indexer has chosen"
         return "" if self.eagle is None else "draft_model drafts by what layers of all stages leave"
 
     @property

@@ -16,6 +16,7 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.models.base import MlaConfig
 from headwise.runtime.models.cohere2_moe import Cohere2MoeModelConfig
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.granite import GraniteConfig
@@ -34,14 +35,19 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("glm5", {"indexer_types": ["full", "none", "full"]}, "'indexer_types' must name 3 layers 'full' or 'shared'"),
+        ("glm5", {"indexer_types": 3}, "'indexer_types' must name 3 layers 'full' or 'shared', got 3"),
+        ("glm5", {"indexer_types": ["full", "shared"]}, "'indexer_types' must name 3 layers 'full' or 'shared', got"),
+        ("glm5", {"indexer_types": ["shared", "full", "full"]}, "the first layer must have an indexer of its own"),
+        ("glm5", {"index_topk_pattern": "FXF"}, "'index_topk_pattern' must be an F or S for each layer, got 'FXF'"),
+        ("glm5", {"index_topk_pattern": 7}, "'index_topk_pattern' must be an F or S for each layer, got 7"),
+        ("glm5", {"index_topk_pattern": "FS"}, "'indexer_types' must name 3 layers 'full' or 'shared', got"),
+        ("glm5", {"index_topk_freq": "often"}, "'index_topk_freq' must be a positive integer, got 'often'"),
         (
             "glm5",
-            {"indexer_types": ["full", "shared", "full"]},
-            "'indexer_types' is .*'shared'.* served with an indexer",
+            {"index_topk_freq": 3, "index_skip_topk_offset": 0},
+            "the first layer must have an indexer of its own",
         ),
-        ("glm5", {"indexer_types": 3}, "'indexer_types' is 3; GlmMoeDsaForCausalLM is served with an indexer in every"),
-        ("glm5", {"index_topk_pattern": "FSF"}, "'index_topk_pattern' is 'FSF'; GlmMoeDsaForCausalLM is served with"),
-        ("glm5", {"index_topk_freq": 4}, "'index_topk_freq' is 4; GlmMoeDsaForCausalLM is served with an indexer in"),
         ("glm5", {"q_lora_rank": None}, "'q_lora_rank' must be a positive integer: an indexer's queries"),
         (
             "glm4-moe",
@@ -105,6 +111,16 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
             "with a scaling of rotary embedding for each kind of layer alone, in 'rope_parameters'",
         ),
+        ("mistral4", {"scoring_func": "sigmoid"}, "'scoring_func' 'sigmoid' is no routing that is known here: softmax"),
+        ("mistral4", {"num_experts_per_tok": 5}, "'num_experts_per_tok' 5 cannot be chosen from 'topk_group' 2 of"),
+        (
+            "mistral4",
+            {"rope_parameters": None, "partial_rotary_factor": 0.5},
+            "'partial_rotary_factor' 0.5 of a head's",
+        ),
+        ("mistral4", {"rope_interleave": "no"}, "'rope_interleave' must be true or false, got 'no'"),
+        ("mistral4", {"qk_rope_head_dim": 0}, "'qk_rope_head_dim' must be a positive integer, got 0"),
+        ("mistral4", {"sliding_window": 24}, "'sliding_window' 24, windows, which Mistral4ForCausalLM is not served"),
         ("minimax-m2", {"rotary_dim": 65}, "'partial_rotary_factor' must be a number above 0 and up to 1, got 1.0"),
         (
             "exaone4",
@@ -255,7 +271,25 @@ def test_mimo_v2_flash_has_unlike_heads_in_layers_with_windows() -> None:
     assert (bare.policies, bare.moe) == (model.policies, model.moe), "Hugging Face's defaults"
 
 
-def test_a_mistral_s_text_is_a_mistral_or_a_ministral_3() -> None:
+def test_which_layers_of_a_glm_5_share_an_indexer_is_told_in_three_ways() -> None:
+    def shared(**fields: Any) -> set[int]:
+        model = model_config({**TINY_CONFIGS["glm5"], "num_hidden_layers": 8, **fields})
+        assert model.mla is not None
+        assert model.mla.indexer is not None
+        assert bool(model.mla.indexer.shared) == bool(model.undivided)
+        return set(model.mla.indexer.shared)
+
+    named = ["full", "full", "shared", "shared", "shared", "full", "shared", "shared"]
+    assert shared() == set()
+    assert shared(indexer_types=named) == {2, 3, 4, 6, 7}
+    assert shared(index_topk_pattern="FFSSSFSS") == {2, 3, 4, 6, 7}
+    assert shared(index_topk_pattern=[*"FFSSSFSS", "F"]) == {2, 3, 4, 6, 7}
+    assert shared(index_topk_freq=4) == {2, 3, 4, 6, 7}, "of the layers 1 and 5"
+    assert shared(index_topk_freq=4, index_skip_topk_offset=1) == {1, 2, 3, 5, 6, 7}
+    assert shared(indexer_types=["full"] * 8, index_topk_freq=4) == set()
+
+
+def test_a_mistral_s_text_is_a_mistral_a_ministral_3_or_a_mistral_4() -> None:
     small = model_config(published("mistral-small-3.2-24b"))
     assert (small.architecture, small.num_layers, small.temper) == ("MistralForCausalLM", 40, None)
     assert small.policies[0][0] == FULL
@@ -263,18 +297,44 @@ def test_a_mistral_s_text_is_a_mistral_or_a_ministral_3() -> None:
     assert ministral.architecture == "Ministral3ForCausalLM"
     assert ministral.temper is not None
     assert (ministral.temper.factor, ministral.temper.step) == (0.1, 16384)
-    other = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}}
-    with pytest.raises(ModelError, match="served around 'mistral' and 'ministral3', got 'model_type' 'mistral4'"):
+    four = model_config(published("mistral-small-4-119b"))
+    assert four.architecture == "Mistral4ForCausalLM"
+    assert four.temper is not None
+    assert (four.temper.factor, four.temper.step, len(four.temper.layers)) == (0.1, 8192, 36)
+    assert (four.mla, four.head_dim, four.max_position) == (MlaConfig(256, 64, 64, 128, 1024), 64, 1 << 20)
+    assert four.attention_scale == pytest.approx(128**-0.5 * (0.1 * np.log(128) + 1) ** 2)
+    other = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral9"}}
+    with pytest.raises(ModelError, match=r"served around one of 'mistral', .*'mistral4', got 'model_type' 'mistral9'"):
         model_config(other)
 
 
-def test_a_multimodal_checkpoint_of_a_mistral_has_its_decoder_s_tokens() -> None:
+def test_a_mistral_4_that_leaves_fields_out_has_hugging_face_s() -> None:
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    text = published("mistral-small-4-119b")["text_config"]
+    bare = {key: text[key] for key in (*sizes, "max_position_embeddings")}
+    found = model_config({**bare, "architectures": ["Mistral4ForCausalLM"]})
+    expected = model_config(published("mistral-small-4-119b"))
+    assert (found.mla, found.moe, found.temper) == (expected.mla, expected.moe, expected.temper)
+    assert found.attention_scale == expected.attention_scale
+    with pytest.raises(ModelError, match="'rope_parameters' must be an object, got 3"):
+        model_config({**bare, "architectures": ["Mistral4ForCausalLM"], "rope_parameters": 3})
+
+
+def test_a_mistral_4_may_turn_halves_of_what_is_rotated() -> None:
+    neighbours = model_config(TINY_CONFIGS["mistral4"])
+    halves = model_config({**TINY_CONFIGS["mistral4"], "rope_interleave": False})
+    assert neighbours.mla is not None
+    assert halves == replace(neighbours, mla=replace(neighbours.mla, in_halves=True))
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+def test_a_multimodal_checkpoint_of_a_mistral_has_its_decoder_s_tokens(name: str) -> None:
     """Images have weights beside it, which nobody asks for."""
-    text = {key: value for key, value in TINY_CONFIGS["ministral3"].items() if key != "architectures"}
+    text = {key: value for key, value in TINY_CONFIGS[name].items() if key != "architectures"}
     nested = model_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
-    plain, ids = model_config(TINY_CONFIGS["ministral3"]), np.arange(3, 90, dtype=np.int32)
+    plain, ids = model_config(TINY_CONFIGS[name]), np.arange(3, 90, dtype=np.int32)
     assert nested == plain
-    weights = Checkpoint(checkpoint("ministral3"))
+    weights = Checkpoint(checkpoint(name))
     expected = run_rank(plain, weights, SingleRank(), ids)
     np.testing.assert_array_equal(run_rank(nested, _Nested(weights), SingleRank(), ids), expected)
 
