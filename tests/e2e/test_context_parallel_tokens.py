@@ -68,6 +68,8 @@ def assert_says_the_reference_tokens(name: str, config: EngineConfig, times: int
         ("kimi-linear", 4, {}),
         ("deepseek-v3.2", 2, {"block_size": 8}),  # the best tokens of all ranks'
         ("deepseek-v3.2", 4, {"context_parallel_size": 2, "max_batched_tokens": 24}),  # of few queries at a time
+        ("hunyuan4", 2, {"block_size": 8}),  # sinks beside them
+        ("mistral4", 2, {"block_size": 8}),  # queries that grow with their position
         pytest.param("glm5", 2, {}, marks=pytest.mark.soak),
         ("qwen3", 4, {"context_parallel_size": 2}),  # two KV heads, normed queries and keys
         ("gpt-oss", 4, {"context_parallel_size": 2}),  # of layers without a window alone; learned sinks, biases

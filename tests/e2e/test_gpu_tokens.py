@@ -33,6 +33,7 @@ SHOWN_BY_OTHERS = (
     "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1", "mistral4",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
+NOT_ON_GPUS = ("hunyuan4",)
 FEW = replace(GREEDY, max_tokens=9)
 OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite", "kimi-linear", "mistral4")
 PROMPTS = {"qwen3.5": 1, "llama4": 4}
@@ -59,6 +60,7 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> list[HostLengths]:
         *(
             pytest.param(model, PROMPTS.get(model, 3), 3, marks=[pytest.mark.soak] if model in SHOWN_BY_OTHERS else [])
             for model in TINY_CONFIGS
+            if model not in NOT_ON_GPUS
         ),
     ],
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,20 @@ def for_transformers(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **_AS_ANOTHER.get(config["architectures"][0], {})}
 
 
+_PUBLISHED_HY_V4 = (
+    (r"\.hc_pre\.hc_(attn|mlp)_layer\.", r".hc_\1_layer.hc_pre."),
+    (r"\.hc_pre\.hc_head\.", ".hc_head."),
+    (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
+)
+"""Of Hunyuan 4, what transformers writes otherwise than it was published, and reads either way."""
+
+
+def as_published(name: str, model_type: str) -> str:
+    for pattern, published in _PUBLISHED_HY_V4 if model_type == "hy_v4" else ():
+        name = re.sub(pattern, published, name)
+    return name
+
+
 def class_of(config: dict[str, Any]) -> Any:
     """What makes such a model; transformers' own choice by a config lacks Mistral 4."""
     return Mistral4ForCausalLM if config["model_type"] == "mistral4" else AutoModelForCausalLM
@@ -61,7 +76,7 @@ def published_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
         model = kind.from_config(given, dtype=torch.float32) if kind is AutoModelForCausalLM else kind(given)
         model.save_pretrained(scratch)
         saved = SafetensorsFile(Path(scratch) / "model.safetensors", {**FLOATS, **TABLES})
-        shapes = {name: list(saved.shape(name)) for name in saved.names}
+        shapes = {as_published(name, config["model_type"]): list(saved.shape(name)) for name in saved.names}
     return mxfp4_shapes(shapes) if is_mxfp4 else shapes
 
 

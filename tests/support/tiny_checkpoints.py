@@ -547,6 +547,21 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         moe_topk=[3, 3, 3],
         rms_norm_eps=1e-5,
     ),
+    "hunyuan4": _config(
+        "HYV4ForCausalLM",
+        "hy_v4",
+        **{key: value for key, value in _DEEPSEEK.items() if key not in ("rms_norm_eps", "first_k_dense_replace")},
+        rms_norm_eps=1e-5,
+        num_hidden_layers=4,
+        q_lora_rank=32,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        routed_scaling_factor=2.5,
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=24,
+        indexer_types=["full", "shared", "full", "shared"],
+        hc_mult=4,
+    ),
     "solar-open": _config(
         "SolarOpenForCausalLM",
         "solar_open",
@@ -785,6 +800,8 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
             values *= np.float32(0.2)
         elif name.endswith("gate_up_proj_bias"):
             values *= np.float32(5)  # some are beyond the limit of a clamped activation
+        elif name.endswith("experts.gate_up_proj") and config["model_type"] == "hy_v4":
+            values *= np.float32(6 / shape[1] ** 0.5)  # some are beyond its limit
         elif len(shape) > 1:
             values *= np.float32(1.5 / shape[1] ** 0.5)
         found[name] = values

@@ -164,6 +164,10 @@ class MlaConfig:
         """Numbers of a latent in the cache."""
         return self.rank + self.rotated
 
+    def turning_halves(self) -> MlaConfig:
+        """The same ``in_halves``."""
+        return replace(self, in_halves=True)
+
 
 @dataclass(frozen=True)
 class TemperConfig:

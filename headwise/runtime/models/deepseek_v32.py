@@ -101,12 +101,16 @@ class DeepseekV32(Deepseek):
     asked with: the same is chosen again.
     """
 
-    key_norm_eps: float = 1e-6
     _chosen_by: tuple[IndexQueries, IndexKeys]
 
     def index_order(self) -> NDArray[np.int64]:
         """Of an indexer's head's elements, that in which the rope operation turns the pairs that the model turns."""
         return np.arange(self.indexer.head_dim)
+
+    @property
+    def key_norm_eps(self) -> float:
+        """Of the layer norm of an indexer's keys."""
+        return 1e-6
 
     @property
     def indexer(self) -> IndexerConfig:
