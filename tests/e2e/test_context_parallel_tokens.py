@@ -75,6 +75,7 @@ def assert_says_the_reference_tokens(name: str, config: EngineConfig, times: int
         ("gpt-oss", 4, {"context_parallel_size": 2}),  # of layers without a window alone; learned sinks, biases
         ("gemma4", 4, {"context_parallel_size": 2, "block_size": 16}),  # heads of two sizes, half of them on two ranks
         ("mimo-v2", 4, {"context_parallel_size": 4}),  # values smaller than keys, windows beside
+        ("laguna", 4, {"context_parallel_size": 2}),  # query heads by layer
         ("nemotron-h", 4, {"context_parallel_size": 2}),  # beside states, which are dealt out
         pytest.param("granite-hybrid", 4, {"context_parallel_size": 2}, marks=pytest.mark.soak),
         pytest.param("gemma2", 4, {"context_parallel_size": 2}, marks=pytest.mark.soak),  # softcaps

@@ -123,7 +123,7 @@ def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(publi
             for layer in range(model.num_layers):
                 heads = [head for shard in shards for part in shard.query_heads(model, layer) for head in range(*part)]
                 if model.policies[layer][:1] != (STATE,):
-                    assert sorted(heads) == list(range(model.num_heads))
+                    assert sorted(heads) == list(range(model.query_heads_of(layer)))
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import MlaConfig
 from headwise.runtime.models.cohere2_moe import Cohere2MoeModelConfig
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.granite import GraniteConfig
+from headwise.runtime.models.laguna import LagunaConfig
 from headwise.runtime.models.mimo_v2 import MiMoV2Config
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import rotated_elements
@@ -111,6 +113,25 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
             "with a scaling of rotary embedding for each kind of layer alone, in 'rope_parameters'",
         ),
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [4, 6]},
+            "'num_attention_heads_per_layer' must have a number for each of 4",
+        ),
+        ("laguna", {"num_attention_heads_per_layer": [4, 5, 6, 6]}, "has 5 attention heads, which cannot share 2 key"),
+        ("laguna", {"num_attention_heads_per_layer": [4, -6, 6, 6]}, "must be a positive integer, got -6"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 1 << 20, 6, 6]}, "'num_attention_heads_per_layer' must be at"),
+        ("laguna", {"gating": False}, "'gating' is False, which cannot be served"),
+        ("laguna", {"gating": "per-layer"}, "'gating' is 'per-layer', which cannot be served"),
+        ("laguna", {"moe_router_logit_softcapping": 30.0}, "'moe_router_logit_softcapping' is 30.0, which cannot be"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "'moe_apply_router_weight_on_input' is True, which"),
+        ("laguna", {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' must be a positive int"),
+        (
+            "laguna",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "'rope_parameters' must have those of each kind of layer, '(full|sliding)_attention' too",
+        ),
+        ("laguna", {"num_experts": 2}, "'num_experts_per_tok' 3 cannot be chosen from .* 'num_experts' 2"),
         ("mistral4", {"scoring_func": "sigmoid"}, "'scoring_func' 'sigmoid' is no routing that is known here: softmax"),
         ("mistral4", {"num_experts_per_tok": 5}, "'num_experts_per_tok' 5 cannot be chosen from 'topk_group' 2 of"),
         (
@@ -269,6 +290,42 @@ def test_mimo_v2_flash_has_unlike_heads_in_layers_with_windows() -> None:
     assert (sunk.value_scale, sunk.attention_scale) == (1.0, 192**-0.5)
     bare = model_config(published("mimo-v2-flash", hybrid_layer_pattern=None, moe_layer_freq=None))
     assert (bare.policies, bare.moe) == (model.policies, model.moe), "Hugging Face's defaults"
+
+
+def test_a_laguna_has_query_heads_by_kind_of_layer() -> None:
+    model = model_config(published("laguna-xs-2.1"))
+    full = list(range(0, 40, 4))
+    assert [layer for layer in range(40) if model.policies[layer] == (FULL,) * 8] == full
+    assert model.policies[1] == (HeadPolicy(window=512),) * 8
+    assert (model.num_heads, {model.query_heads_of(layer) for layer in full}) == (48, {48})
+    assert {model.query_heads_of(layer) for layer in range(40) if layer % 4} == {64}
+    assert [(rope.theta, rotated_elements(rope, 128)) for rope in model.ropes[:2]] == [(5e5, 64), (1e4, 128)]
+    assert model.moe is not None
+    assert (model.moe.layers, model.moe.shared_size) == (tuple(range(1, 40)), 512)
+    assert attention_of(model).geometry() == "48 or 64 query and 8 KV heads of 128"
+    of_queries = [attention_of(model).weight_elements(layer) for layer in (0, 1)]
+    assert of_queries == [2048 * 256 * (heads + 8) for heads in (48, 64)]
+    alike = model_config(published("laguna-xs-2.1", num_attention_heads_per_layer=[64] * 40))
+    assert (alike.num_heads, alike.query_heads) == (64, ())
+    bare = model_config(published("laguna-xs-2.1", rope_parameters=None))
+    assert [(rope.theta, rope.share, rope.scaling) for rope in bare.ropes[:2]] == [(5e5, 0.5, None), (1e4, 1.0, None)]
+
+
+def test_a_laguna_s_gates_are_of_heads_unless_of_each_number() -> None:
+    for gating, of_heads in ((True, True), (None, True), ("per-head", True), ("per-element", False)):
+        model = model_config({**TINY_CONFIGS["laguna"], "gating": gating})
+        assert isinstance(model, LagunaConfig)
+        assert model.gates_heads == of_heads
+
+
+def test_a_laguna_s_weights_by_the_names_of_hugging_face_s_classes_are_the_same_model() -> None:
+    drawn = draw_weights(TINY_CONFIGS["laguna"], reference("laguna")["shapes"])
+    renamed = {name.replace("experts.e_score", "gate.e_score"): array for name, array in drawn.items()}
+    renamed = {name.replace(".shared_expert.", ".shared_experts."): array for name, array in renamed.items()}
+    assert renamed.keys() != drawn.keys()
+    model, ids = model_config(TINY_CONFIGS["laguna"]), np.arange(3, 90, dtype=np.int32)
+    found, expected = (run_rank(model, DictWeights(each), SingleRank(), ids) for each in (renamed, drawn))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_which_layers_of_a_glm_5_share_an_indexer_is_told_in_three_ways() -> None:
