@@ -228,7 +228,8 @@ def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
     model = card.config
     heads = attention_of(model).geometry()
     if model.mla is None and model.compressed is None and model.states is None and not model.layer_heads:
-        assert heads == f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
+        queries = " or ".join(map(str, sorted({*map(model.query_heads_of, range(model.num_layers))})))
+        assert heads == f"{queries} query and {model.num_kv_heads} KV heads of {model.head_dim}"
     assert rows["geometry"] == f"{model.num_layers} layers, {heads}"
     assert "padding" in rows["head groups"]
     windows = {policy.window for row in model.policies for policy in row if policy.window}
