@@ -23,7 +23,14 @@ import torch
 import transformers
 from make_references import reference
 from support.tiny_checkpoints import TINY_CONFIGS, write_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral4ForCausalLM,
+    Mxfp4Config,
+    PreTrainedModel,
+    Step3p7ForConditionalGeneration,
+)
 
 from headwise.runtime.loader.safetensors_file import FLOATS, TABLES, SafetensorsFile
 
@@ -62,8 +69,9 @@ def as_published(name: str, model_type: str) -> str:
 
 
 def class_of(config: dict[str, Any]) -> Any:
-    """What makes such a model; transformers' own choice by a config lacks Mistral 4."""
-    return Mistral4ForCausalLM if config["model_type"] == "mistral4" else AutoModelForCausalLM
+    """What makes such a model; transformers' own choice by a config lacks some."""
+    others = {"mistral4": Mistral4ForCausalLM, "step3p7": Step3p7ForConditionalGeneration}
+    return others.get(config["model_type"], AutoModelForCausalLM)
 
 
 def published_shapes(config: dict[str, Any]) -> dict[str, list[int]]:

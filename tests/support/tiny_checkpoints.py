@@ -511,6 +511,53 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         shared_expert_intermediate_size=32,
         rope_theta=_ABSENT,
     ),
+    "step3": _config(
+        "Step3p7ForConditionalGeneration",
+        "step3p7",
+        rope_theta=_ABSENT,
+        text_config={
+            **{
+                key: value
+                for key, value in _BASE.items()
+                if key not in ("num_key_value_heads", "rope_theta", "pad_token_id")
+            },
+            "model_type": "step3p5",
+            "num_hidden_layers": 4,
+            "num_attention_groups": 2,
+            "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL, _SLIDING],
+            "num_nextn_predict_layers": 1,
+            "attention_other_setting": {"attention_type": _SLIDING, "num_attention_heads": 6},
+            "sliding_window": 24,
+            "rope_theta": [50000.0, 10000.0, 10000.0, 50000.0, 10000.0],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "original_max_position_embeddings": 128,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+            },
+            "yarn_only_types": [_FULL],
+            "moe_layers_enum": "1,2,3,4",
+            "moe_num_experts": 8,
+            "moe_top_k": 3,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 48,
+            "moe_router_scaling_factor": 2.5,
+            "swiglu_limits": [0.0, 0.0, 7, 7, 0.0],
+            "swiglu_limits_shared": [2.0, 0.0, 0.0, 2.0, 0.0],
+            "rms_norm_eps": 1e-5,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+            "mlp_ratio": 2.0,
+            "max_position_embeddings": 16,
+        },
+    ),
     "mellum": _config(
         "MellumForCausalLM",
         "mellum",
@@ -809,10 +856,14 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
 """Each model's ``config.json``."""
 
 
-_NORMS_FROM_ONE = ("gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_NORMS_FROM_ONE = ("step3p7", "gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose norms are stored as distances from 1."""
 _SMALL_BIASES = ("glm4", "glm4_moe", "dots1", "seed_oss", "arcee")
 """Model types whose biases leave what is projected its say."""
+
+
+_LIMITED = {"hy_v4": ("experts.gate_up_proj",), "step3p7": ("moe.gate_proj.weight", "moe.up_proj.weight")}
+"""Weights whose products go into activations with limits, by `model_type`."""
 
 
 def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
@@ -841,7 +892,7 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
             values *= np.float32(0.2)
         elif name.endswith("gate_up_proj_bias"):
             values *= np.float32(5)  # some are beyond the limit of a clamped activation
-        elif name.endswith("experts.gate_up_proj") and config["model_type"] == "hy_v4":
+        elif name.endswith(_LIMITED.get(config["model_type"], "")) and config["model_type"] in _LIMITED:
             values *= np.float32(6 / shape[1] ** 0.5)  # some are beyond its limit
         elif len(shape) > 1:
             values *= np.float32(1.5 / shape[1] ** 0.5)

@@ -46,6 +46,7 @@ from headwise.runtime.models import (
     qwen_vl,
     seed_oss,
     smollm3,
+    step3,
 )
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder
@@ -127,6 +128,8 @@ _MODELS = {
     bamba.ARCHITECTURE: _Entry(bamba.parse, bamba.Bamba),
     nemotron_h.ARCHITECTURE: _Entry(nemotron_h.parse, nemotron_h.NemotronH),
     kimi_linear_config.ARCHITECTURE: _Entry(kimi_linear_config.parse, kimi_linear.KimiLinear),
+    step3.ARCHITECTURE: _Entry(step3.parse, step3.Step3),
+    step3.MULTIMODAL: _Entry(step3.parse_multimodal, step3.Step3),
     mixtral.ARCHITECTURE: _Entry(mixtral.parse, mixtral.Mixtral),
     phi3.ARCHITECTURE: _Entry(phi3.parse, phi3.Phi3),
     gpt_oss.ARCHITECTURE: _Entry(gpt_oss.parse, gpt_oss.GptOss),
