@@ -58,6 +58,14 @@ class HyV4Config(ModelConfig):
         """See `ModelConfig.undivided`."""
         return super().undivided or "layers are connected by several streams"
 
+    @property
+    def side_elements(self) -> int:
+        """See `ModelConfig.side_elements`: of heads' gates, and of connections around both parts of each layer."""
+        mla, hyper, hidden = self.mla, self.hyper, self.hidden_size
+        assert mla is not None and hyper is not None, "parsed so"  # noqa: PT018
+        gates, shares = self.num_heads * mla.value_dim * hidden, 2 * hyper.streams * hyper.streams * hidden
+        return self.num_layers * (gates + 2 * shares) + hyper.streams**2 * hidden
+
 
 def parse(config: HfConfig) -> HyV4Config:
     check_served(config, _SERVED_VALUES)

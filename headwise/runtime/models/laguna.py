@@ -68,6 +68,12 @@ class LagunaConfig(ModelConfig):
 
     gates_heads: bool = True
 
+    @property
+    def side_elements(self) -> int:
+        """See `ModelConfig.side_elements`: of heads' gates."""
+        heads = sum(map(self.query_heads_of, range(self.num_layers)))
+        return self.hidden_size * heads * (1 if self.gates_heads else self.head_dim)
+
 
 def parse(config: HfConfig) -> LagunaConfig:
     check_served(config, _SERVED_VALUES)

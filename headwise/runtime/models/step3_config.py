@@ -77,6 +77,11 @@ class Step3Config(ModelConfig):
     clipped: frozenset[int] = frozenset()
     shared_limits: tuple[float, ...] = ()
 
+    @property
+    def side_elements(self) -> int:
+        """See `ModelConfig.side_elements`: of heads' gates."""
+        return self.hidden_size * sum(map(self.query_heads_of, range(self.num_layers)))
+
 
 def parse_multimodal(config: HfConfig) -> Step3Config:
     """The text of a Step-3.7."""

@@ -59,6 +59,12 @@ def test_layers_that_share_an_indexer_have_no_weights_of_one() -> None:
     assert own - shared == 32 * 16 * 32 + 64 * (32 + 16)
 
 
+def test_numbers_beside_attention_and_mlps_are_those_of_gates_and_connections() -> None:
+    beside = [".self_attn.linear_gate.", "_pre.hc_fn", ".hc_head_fn"]
+    found = sum(array.size for name, array in weights().items() if any(part in name for part in beside))
+    assert model_config(TINY).side_elements == found
+
+
 def test_weights_as_transformers_writes_them_are_the_same_model() -> None:
     written = {name.replace(".hc_pre.hc_", ".hc_"): array for name, array in weights().items()}
     written = {name.replace(".mlp.gate_proj.", ".mlp.linear_gate."): array for name, array in written.items()}

@@ -318,6 +318,13 @@ def test_a_laguna_s_gates_are_of_heads_unless_of_each_number() -> None:
         assert model.gates_heads == of_heads
 
 
+@pytest.mark.parametrize("name", ["laguna", "laguna-elements", "step3"])
+def test_numbers_beside_attention_and_mlps_are_those_of_gates(name: str) -> None:
+    shapes = reference(name)["shapes"]
+    gates = sum(int(np.prod(shape)) for weight, shape in shapes.items() if ".g_proj." in weight)
+    assert model_config(TINY_CONFIGS[name]).side_elements == gates
+
+
 def test_a_laguna_s_weights_by_the_names_of_hugging_face_s_classes_are_the_same_model() -> None:
     drawn = draw_weights(TINY_CONFIGS["laguna"], reference("laguna")["shapes"])
     renamed = {name.replace("experts.e_score", "gate.e_score"): array for name, array in drawn.items()}
