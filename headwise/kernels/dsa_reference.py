@@ -14,7 +14,7 @@ from headwise.kernels.dsa import load_keys, store_keys
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.mla import load_latents
 from headwise.kernels.mla_base import UpProjections
-from headwise.kernels.mla_reference import ReferenceLatentKernels
+from headwise.kernels.mla_reference import ReferenceLatentKernels, sink_of
 from headwise.kernels.reference import blocks_of, sequences_of, softmax_attention, visible_to
 from headwise.kernels.shared_context import SharedContext, gather_all
 from headwise.kernels.token_ranks import TokenRanks, own_rows
@@ -71,7 +71,9 @@ class ReferenceIndexedKernels(ReferenceLatentKernels):
                 key = np.concatenate([compressed @ up.key[head].T.astype(np.float64), rotated], axis=1)
                 value = compressed @ up.value[head].astype(np.float64)
                 one = slice(head, head + 1)
-                out[rows, one] = softmax_attention(query[rows, one], key, value, chosen, scale, softcap=0.0)
+                out[rows, one] = softmax_attention(
+                    query[rows, one], key, value, chosen, scale, softcap=0.0, sink_logits=sink_of(up, head)
+                )
             out[rows][(np.isnan(scores) & is_seen).any(axis=1)] = np.nan  # nothing can be chosen by these
 
     def write_index_own(

@@ -14,11 +14,12 @@ from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.ssm_base import SsmWeights
 from headwise.kernels.state_layout import StateSizes
 
-Activation = Literal["silu", "gelu_tanh", "clamped", "limited_silu", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "clamped", "limited_silu", "clipped_silu", "relu2"]
 """Of an MLP. ``silu`` and ``gelu_tanh`` are of a gate, which multiplies an up. ``clamped`` is gpt-oss's: ``gate *
 sigmoid(SWIGLU_ALPHA * gate) * (up + 1)``, of a gate of at most `SWIGLU_LIMIT`, and an up of a magnitude of at most
 that. ``limited_silu`` is DeepSeek-V4's: ``silu`` of a gate of at most `SILU_LIMIT`, and of an up of a magnitude of at
-most that. ``relu2`` is ``max(up, 0) ** 2`` of an MLP without a gate: see `is_gated`."""
+most that. ``clipped_silu`` is Step-3.7's: the least of ``silu`` of a gate and `SWIGLU_LIMIT`, and of an up of a
+magnitude of at most that. ``relu2`` is ``max(up, 0) ** 2`` of an MLP without a gate: see `is_gated`."""
 
 _UNGATED = ("relu2",)
 
@@ -99,7 +100,7 @@ class Latents:
     latent_norm: of the part of a latent that is not rotated
     eps:         of both norms
     rotation:    index of its angles
-    out_adapters: see `GroupedQueries`
+    is_scaled, out_adapters: see `GroupedQueries`
     """
 
     into: Weight
@@ -111,6 +112,7 @@ class Latents:
     eps: float
     into_bias: Array | None = None
     out_bias: Array | None = None
+    is_scaled: bool = False
     out_adapters: Any = None
 
 

@@ -27,12 +27,20 @@ from headwise.kernels.token_ranks import TokenRanks
 class UpProjections:
     """What one rank's query heads of a layer make of a latent; both C-contiguous, on a CPU float32.
 
-    key:   ``[q_heads, plain, rank]``, the part of the keys that is not rotated
-    value: ``[q_heads, rank, value_dim]``
+    key:         ``[q_heads, plain, rank]``, the part of the keys that is not rotated
+    value:       ``[q_heads, rank, value_dim]``
+    sink_logits: float32 ``[q_heads]``, as for `AttentionKernels.attend`; None: there are none. Kernels of a GPU take
+                 none
     """
 
     key: Array
     value: Array
+    sink_logits: Array | None = None
+
+    def of_heads(self, some: slice) -> UpProjections:
+        """Those of some of the heads."""
+        sinks = None if self.sink_logits is None else self.sink_logits[some]
+        return UpProjections(self.key[some], self.value[some], sinks)
 
 
 def saves_arithmetic(up: UpProjections, queries: Any, contexts: Any, expansion_cost: float) -> bool:

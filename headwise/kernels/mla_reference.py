@@ -64,7 +64,9 @@ class ReferenceLatentKernels:
                 key = np.concatenate([compressed @ up.key[head].T.astype(np.float64), rotated], axis=1)
                 value = compressed @ up.value[head].astype(np.float64)
                 one = slice(head, head + 1)
-                out[rows, one] = softmax_attention(query[rows, one], key, value, visible[:, seen], scale, softcap=0.0)
+                out[rows, one] = softmax_attention(
+                    query[rows, one], key, value, visible[:, seen], scale, softcap=0.0, sink_logits=sink_of(up, head)
+                )
 
     def write_own(
         self,
@@ -99,3 +101,8 @@ class ReferenceLatentKernels:
             self.attend_latent(query[whole.rows], up, *where, scale=scale, out=out[whole.rows])
 
         gather_all(ranks, (arena, layout, batch, heads), attend)
+
+
+def sink_of(up: UpProjections, head: int) -> NDArray[np.float64] | None:
+    """The logit of a head's sink, ``[1]``, if there is one."""
+    return None if up.sink_logits is None else up.sink_logits[head : head + 1].astype(np.float64)

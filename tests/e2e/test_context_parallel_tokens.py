@@ -68,11 +68,14 @@ def assert_says_the_reference_tokens(name: str, config: EngineConfig, times: int
         ("kimi-linear", 4, {}),
         ("deepseek-v3.2", 2, {"block_size": 8}),  # the best tokens of all ranks'
         ("deepseek-v3.2", 4, {"context_parallel_size": 2, "max_batched_tokens": 24}),  # of few queries at a time
+        ("hunyuan4", 2, {"block_size": 8}),  # sinks beside them
+        ("mistral4", 2, {"block_size": 8}),  # queries that grow with their position
         pytest.param("glm5", 2, {}, marks=pytest.mark.soak),
         ("qwen3", 4, {"context_parallel_size": 2}),  # two KV heads, normed queries and keys
         ("gpt-oss", 4, {"context_parallel_size": 2}),  # of layers without a window alone; learned sinks, biases
         ("gemma4", 4, {"context_parallel_size": 2, "block_size": 16}),  # heads of two sizes, half of them on two ranks
         ("mimo-v2", 4, {"context_parallel_size": 4}),  # values smaller than keys, windows beside
+        ("laguna", 4, {"context_parallel_size": 2}),  # query heads by layer
         ("nemotron-h", 4, {"context_parallel_size": 2}),  # beside states, which are dealt out
         pytest.param("granite-hybrid", 4, {"context_parallel_size": 2}, marks=pytest.mark.soak),
         pytest.param("gemma2", 4, {"context_parallel_size": 2}, marks=pytest.mark.soak),  # softcaps

@@ -31,11 +31,12 @@ SHOWN_BY_OTHERS = (
     "gemma2", "gemma4", "gemma4-moe", "qwen2", "mimo", "mixtral", "phi3", "deepseek-v3-bias",
     "llama4", "dots1", "glm4-moe-lite", "qwen2-moe", "glm4", "seed-oss", "smollm3", "olmo2", "granite",
     "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-h-latent", "bamba", "granite-swa",
-    "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1",
+    "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1", "mistral4", "laguna-elements",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
+NOT_ON_GPUS = ("hunyuan4",)
 FEW = replace(GREEDY, max_tokens=9)
-OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite", "kimi-linear")
+OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "glm4-moe-lite", "kimi-linear", "mistral4")
 PROMPTS = {"qwen3.5": 1, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 
@@ -60,6 +61,7 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> list[HostLengths]:
         *(
             pytest.param(model, PROMPTS.get(model, 3), 3, marks=[pytest.mark.soak] if model in SHOWN_BY_OTHERS else [])
             for model in TINY_CONFIGS
+            if model not in NOT_ON_GPUS
         ),
     ],
 )
@@ -87,7 +89,8 @@ def test_greedy_tokens_of_several_prompts_at_once(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("model", "size"), [("gpt-oss", 4), ("gpt-oss", 3), ("gemma4", 4), ("mimo-v2", 4), ("deepseek-v3", 3)]
+    ("model", "size"),
+    [("gpt-oss", 4), ("gpt-oss", 3), ("gemma4", 4), ("mimo-v2", 4), ("laguna", 4), ("deepseek-v3", 3)],
 )
 def test_ranks_that_share_heads_say_the_reference_tokens(model: str, size: int) -> None:
     """Their kernels are those that were made ready at start."""

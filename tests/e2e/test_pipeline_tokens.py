@@ -107,6 +107,8 @@ def assert_says_the_reference_tokens(
         ("qwen3", {"async_scheduling": False}),
         pytest.param("qwen3.5-moe", {"pipeline_parallel_size": 4}, marks=pytest.mark.soak),
         ("mimo-v2", {}),  # layers of unlike heads
+        ("laguna", {"tp_size": 2}),  # query heads by layer
+        ("mistral4", {}),  # latents whose queries grow with their position
         pytest.param("minimax-m2", {"tp_size": 2}, marks=pytest.mark.soak),  # norms of all heads of a stage's ranks
         pytest.param("gemma4-moe", {"pipeline_parallel_size": 3}, marks=pytest.mark.soak),
         pytest.param("nemotron-h-moe", {"pipeline_parallel_size": 4}, marks=pytest.mark.soak),

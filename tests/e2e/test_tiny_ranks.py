@@ -82,6 +82,7 @@ def test_two_ranks_say_the_reference_tokens_chunked_batched_and_cached_twice(nam
         "gemma4-shared",
         "deepseek-v3.2",
         "deepseek-v4",
+        "hunyuan4",
         "qwen3-next",
         "kimi-linear",
         "mimo-v2",
@@ -109,7 +110,9 @@ def test_two_ranks_say_the_reference_tokens_from_the_host_and_from_a_directory(n
         assert engine.stats()["storage"]["hit_tokens"] > 200
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3.2", "deepseek-v4", "granite-hybrid-ssm", "kimi-linear"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "deepseek-v3.2", "deepseek-v4", "hunyuan4", "granite-hybrid-ssm", "kimi-linear"]
+)
 def test_two_ranks_agree_on_which_guesses_are_right(name: str) -> None:
     wanted = some_of(name)
     with two_ranks(name, block_size=16, speculation=5) as (engine, preprocessor):

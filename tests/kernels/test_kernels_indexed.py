@@ -51,6 +51,7 @@ def cases(draw: st.DrawFn) -> IndexedCase:
         index_heads=draw(st.sampled_from([1, 4, 7])),
         index_dim=draw(st.sampled_from([32, 96])),
         top=draw(st.sampled_from([1, 2, 20, 64, 100, 150])),
+        has_sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
 

@@ -53,6 +53,7 @@ def cases(draw: st.DrawFn) -> LatentCase:
         plain=draw(st.sampled_from([8, 16, 48])),
         value_dim=draw(st.sampled_from([12, 16, 80])),
         block_size=draw(st.sampled_from([1, 3, 16, 64])),
+        has_sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -165,6 +166,9 @@ def test_wrong_use_is_refused_with_the_remedy() -> None:
     scene, numba_kernels = LatentScene(LatentCase((1,), (9,))), make_latent_kernels("numba", threads=1)
     scene.write(numba_kernels)
     scene.up = UpProjections(scene.up.key[:2], scene.up.value)
+    with pytest.raises(ValueError, match="do not fit"):
+        scene.attend(numba_kernels)
+    scene.up = replace(LatentScene(scene.case).up, sink_logits=np.zeros(2, np.float32))
     with pytest.raises(ValueError, match="do not fit"):
         scene.attend(numba_kernels)
     with pytest.raises(ConfigError, match=r"int2 cannot hold latents.*int8, bfloat16"):

@@ -17,7 +17,6 @@ from headwise.kernels import shared_context
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.cpu.dsa_attention import best_of_all
 from headwise.kernels.dsa_base import SharedIndexedKernels
-from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
 
 
@@ -48,7 +47,7 @@ class SharedScene(IndexedScene):
     def attend_on(self, ranks: RankInThread, kernels: SharedIndexedKernels) -> np.ndarray:
         heads = self.case.heads // self.parts
         some = slice(ranks.share.part * heads, (ranks.share.part + 1) * heads)
-        query, up = np.ascontiguousarray(self.query[:, some]), UpProjections(self.up.key[some], self.up.value[some])
+        query, up = np.ascontiguousarray(self.query[:, some]), self.up.of_heads(some)
         out = np.full((len(query), heads, self.case.value_dim), np.nan, np.float32)
         where = self.arenas[ranks.share.part], self.layout.own, self.batch, self.heads
         kernels.attend_chosen_shared(query, up, self.index, *where, ranks, scale=self.scale, out=out)
@@ -70,6 +69,7 @@ def cases(draw: st.DrawFn) -> tuple[IndexedCase, int]:
         block_size=parts * draw(st.sampled_from([1, 4, 16])),
         index_heads=draw(st.sampled_from([1, 4])),
         top=draw(st.sampled_from([1, 2, 20, 64])),
+        has_sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
     return case, parts

@@ -16,7 +16,7 @@ from headwise.kernels import shared_context
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.cpu import mla_attention
 from headwise.kernels.mla import latent_view
-from headwise.kernels.mla_base import SharedLatentKernels, UpProjections
+from headwise.kernels.mla_base import SharedLatentKernels
 from headwise.kernels.select import make_latent_kernels
 from headwise.kernels.token_ranks import merged, rows_over_share
 
@@ -54,7 +54,7 @@ class SharedScene(LatentScene):
     def attend_on(self, ranks: RankInThread, kernels: SharedLatentKernels) -> np.ndarray:
         heads = self.case.heads // self.parts
         some = slice(ranks.share.part * heads, (ranks.share.part + 1) * heads)
-        query, up = np.ascontiguousarray(self.query[:, some]), UpProjections(self.up.key[some], self.up.value[some])
+        query, up = np.ascontiguousarray(self.query[:, some]), self.up.of_heads(some)
         out = np.full((len(query), heads, self.case.value_dim), np.nan, np.float32)
         where = self.arenas[ranks.share.part], self.layout.own, self.batch, self.heads
         kernels.attend_shared(query, up, *where, ranks, scale=self.scale, out=out)
@@ -75,6 +75,7 @@ def cases(draw: st.DrawFn) -> tuple[LatentCase, int]:
         rank=draw(st.sampled_from([16, 80])),
         plain=draw(st.sampled_from([8, 48])),
         block_size=parts * draw(st.sampled_from([1, 4, 16])),
+        has_sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
     return case, parts

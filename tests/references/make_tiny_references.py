@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ import torch
 import transformers
 from make_references import reference
 from support.tiny_checkpoints import TINY_CONFIGS, write_checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral4ForCausalLM,
+    Mxfp4Config,
+    PreTrainedModel,
+    Step3p7ForConditionalGeneration,
+)
 
 from headwise.runtime.loader.safetensors_file import FLOATS, TABLES, SafetensorsFile
 
@@ -46,16 +54,37 @@ def for_transformers(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **_AS_ANOTHER.get(config["architectures"][0], {})}
 
 
+_PUBLISHED_HY_V4 = (
+    (r"\.hc_pre\.hc_(attn|mlp)_layer\.", r".hc_\1_layer.hc_pre."),
+    (r"\.hc_pre\.hc_head\.", ".hc_head."),
+    (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
+)
+"""Of Hunyuan 4, what transformers writes otherwise than it was published, and reads either way."""
+
+
+def as_published(name: str, model_type: str) -> str:
+    for pattern, published in _PUBLISHED_HY_V4 if model_type == "hy_v4" else ():
+        name = re.sub(pattern, published, name)
+    return name
+
+
+def class_of(config: dict[str, Any]) -> Any:
+    """What makes such a model; transformers' own choice by a config lacks some."""
+    others = {"mistral4": Mistral4ForCausalLM, "step3p7": Step3p7ForConditionalGeneration}
+    return others.get(config["model_type"], AutoModelForCausalLM)
+
+
 def published_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     """Names and shapes of a model's weights, as transformers saves them; with MXFP4, as they are published."""
     config = for_transformers(config)
     is_mxfp4 = config.pop("quantization_config", None) is not None
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(config))
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scratch), dtype=torch.float32)
+        given, kind = AutoConfig.from_pretrained(scratch), class_of(config)
+        model = kind.from_config(given, dtype=torch.float32) if kind is AutoModelForCausalLM else kind(given)
         model.save_pretrained(scratch)
         saved = SafetensorsFile(Path(scratch) / "model.safetensors", {**FLOATS, **TABLES})
-        shapes = {name: list(saved.shape(name)) for name in saved.names}
+        shapes = {as_published(name, config["model_type"]): list(saved.shape(name)) for name in saved.names}
     return mxfp4_shapes(shapes) if is_mxfp4 else shapes
 
 
@@ -71,9 +100,9 @@ def mxfp4_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     return found
 
 
-def load(directory: Path, is_mxfp4: bool) -> PreTrainedModel:
+def load(kind: Any, directory: Path, is_mxfp4: bool) -> PreTrainedModel:
     """The model that transformers makes of a directory, all of whose weights it must have found a use for."""
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    model, loading = kind.from_pretrained(
         directory,
         dtype=torch.float32,
         attn_implementation="eager",
@@ -90,7 +119,7 @@ def make(name: str) -> None:
     shapes = published_shapes(config)
     with tempfile.TemporaryDirectory() as scratch:
         directory = write_checkpoint(Path(scratch), for_transformers(config), shapes)
-        model = load(directory, "quantization_config" in config)
+        model = load(class_of(config), directory, "quantization_config" in config)
     entries = [reference(model, prompt, ids) for prompt, ids in prompts().items()]
     judged = [next((i for i, gap in enumerate(entry["gaps"]) if gap < 1e-3), 64) for entry in entries]
     distinct = [len(set(entry["output_ids"])) for entry in entries]

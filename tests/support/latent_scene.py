@@ -32,6 +32,7 @@ class LatentCase:
     slots: int = 3
     dtype: str = "float32"
     rotated_size: float = 1.0
+    has_sinks: bool = False
     seed: int = 0
 
 
@@ -61,6 +62,9 @@ class LatentScene:
         self.up = UpProjections(
             random(case.heads, case.plain, case.rank), random(case.heads, case.rank, case.value_dim)
         )
+        if case.has_sinks:  # among the scores of some tokens
+            sinks = np.random.default_rng(case.seed + 2).uniform(-2, 4, case.heads).astype(np.float32)
+            self.up = replace(self.up, sink_logits=sinks)
         self.scale = 0.3 * (case.plain + case.rotated) ** -0.5
         self.layout = latent_layout(case.block_size, case.slots, width, case.dtype, case.rotated)
         window, sink = case.policy
@@ -124,5 +128,8 @@ class LatentScene:
                 scores = self.scale * self.query[first : first + queries, head].astype(np.float64) @ key.T
                 weights = np.exp(scores) * self.visible(sequence)
                 value = latents[:, : case.rank] @ up.value[head]
-                out[first : first + queries, head] = weights / weights.sum(axis=1, keepdims=True) @ value
+                total = weights.sum(axis=1, keepdims=True)
+                if up.sink_logits is not None:
+                    total += np.exp(np.float64(up.sink_logits[head]))
+                out[first : first + queries, head] = weights / total @ value
         return out

@@ -73,6 +73,10 @@ def limited_silu_mul(ops: Any) -> Any:
     return ops.limited_silu_mul(ops.tensor(4 * X))
 
 
+def clipped_silu_mul(ops: Any) -> Any:
+    return ops.clipped_silu_mul(ops.tensor(4 * X))
+
+
 def squared_relu(ops: Any) -> Any:
     return ops.squared_relu(ops.tensor(X))
 
@@ -126,6 +130,6 @@ NARROW: list[Callable[[Any], Any]] = [
 """What Paddle computes on a CPU in float16 and bfloat16, too."""
 
 EVERY = [
-    *(*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, limited_silu_mul, squared_relu),
+    *(*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, limited_silu_mul, clipped_silu_mul, squared_relu),
     *(sigmoid_mul, sigmoid_mul_of_rows, put_rows, scatter_add_rows, residual, normed_sum),
 ]

@@ -229,6 +229,27 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.3,
         },
     ),
+    "mistral4": _config(
+        "Mistral4ForCausalLM",
+        "mistral4",
+        **{**_DEEPSEEK, "n_shared_experts": 1},
+        q_lora_rank=32,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        rope_theta=_ABSENT,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
     "glm4": _config("Glm4ForCausalLM", "glm4", attention_bias=True, partial_rotary_factor=0.5),
     "glm4-moe": _config(
         "Glm4MoeForCausalLM",
@@ -387,6 +408,18 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         index_head_dim=32,
         index_topk=24,
     ),
+    "glm5-shared": _config(
+        "GlmMoeDsaForCausalLM",
+        "glm_moe_dsa",
+        **_DEEPSEEK,
+        num_hidden_layers=4,
+        q_lora_rank=32,
+        routed_scaling_factor=2.5,
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=24,
+        indexer_types=["full", "shared", "full", "shared"],
+    ),
     "minimax-m2": _config(
         "MiniMaxM2ForCausalLM",
         "minimax_m2",
@@ -436,6 +469,94 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         sliding_window=24,
         rms_norm_eps=1e-5,
         **_FACTORS,
+    ),
+    "laguna": _config(
+        "LagunaForCausalLM",
+        "laguna",
+        num_hidden_layers=4,
+        layer_types=[_FULL, _SLIDING, _SLIDING, _SLIDING],
+        num_attention_heads_per_layer=[4, 6, 6, 6],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        sliding_window=24,
+        gating="per-head",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        moe_routed_scaling_factor=2.5,
+        rope_theta=_ABSENT,
+        rope_parameters={
+            _FULL: {
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 64.0,
+                "beta_slow": 1.0,
+                "attention_factor": 1.3465735902799727,
+                "partial_rotary_factor": 0.5,
+            },
+            _SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "laguna-elements": _config(
+        "LagunaForCausalLM",
+        "laguna",
+        layer_types=[_FULL, _SLIDING, _SLIDING],
+        sliding_window=24,
+        gating="per-element",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        rope_theta=_ABSENT,
+    ),
+    "step3": _config(
+        "Step3p7ForConditionalGeneration",
+        "step3p7",
+        rope_theta=_ABSENT,
+        text_config={
+            **{
+                key: value
+                for key, value in _BASE.items()
+                if key not in ("num_key_value_heads", "rope_theta", "pad_token_id")
+            },
+            "model_type": "step3p5",
+            "num_hidden_layers": 4,
+            "num_attention_groups": 2,
+            "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL, _SLIDING],
+            "num_nextn_predict_layers": 1,
+            "attention_other_setting": {"attention_type": _SLIDING, "num_attention_heads": 6},
+            "sliding_window": 24,
+            "rope_theta": [50000.0, 10000.0, 10000.0, 50000.0, 10000.0],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "original_max_position_embeddings": 128,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 32.0,
+            },
+            "yarn_only_types": [_FULL],
+            "moe_layers_enum": "1,2,3,4",
+            "moe_num_experts": 8,
+            "moe_top_k": 3,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 48,
+            "moe_router_scaling_factor": 2.5,
+            "swiglu_limits": [0.0, 0.0, 7, 7, 0.0],
+            "swiglu_limits_shared": [2.0, 0.0, 0.0, 2.0, 0.0],
+            "rms_norm_eps": 1e-5,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+            "mlp_ratio": 2.0,
+            "max_position_embeddings": 16,
+        },
     ),
     "mellum": _config(
         "MellumForCausalLM",
@@ -513,6 +634,21 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         num_experts=8,
         moe_topk=[3, 3, 3],
         rms_norm_eps=1e-5,
+    ),
+    "hunyuan4": _config(
+        "HYV4ForCausalLM",
+        "hy_v4",
+        **{key: value for key, value in _DEEPSEEK.items() if key not in ("rms_norm_eps", "first_k_dense_replace")},
+        rms_norm_eps=1e-5,
+        num_hidden_layers=4,
+        q_lora_rank=32,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        routed_scaling_factor=2.5,
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=24,
+        indexer_types=["full", "shared", "full", "shared"],
+        hc_mult=4,
     ),
     "solar-open": _config(
         "SolarOpenForCausalLM",
@@ -720,10 +856,14 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
 """Each model's ``config.json``."""
 
 
-_NORMS_FROM_ONE = ("gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_NORMS_FROM_ONE = ("step3p7", "gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose norms are stored as distances from 1."""
 _SMALL_BIASES = ("glm4", "glm4_moe", "dots1", "seed_oss", "arcee")
 """Model types whose biases leave what is projected its say."""
+
+
+_LIMITED = {"hy_v4": ("experts.gate_up_proj",), "step3p7": ("moe.gate_proj.weight", "moe.up_proj.weight")}
+"""Weights whose products go into activations with limits, by `model_type`."""
 
 
 def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
@@ -752,6 +892,8 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
             values *= np.float32(0.2)
         elif name.endswith("gate_up_proj_bias"):
             values *= np.float32(5)  # some are beyond the limit of a clamped activation
+        elif name.endswith(_LIMITED.get(config["model_type"], "")) and config["model_type"] in _LIMITED:
+            values *= np.float32(6 / shape[1] ** 0.5)  # some are beyond its limit
         elif len(shape) > 1:
             values *= np.float32(1.5 / shape[1] ** 0.5)
         found[name] = values

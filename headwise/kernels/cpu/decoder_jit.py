@@ -232,6 +232,18 @@ def _norm_heads(row, columns, norm, eps):
 
 
 @_pasted
+def _query_scale(step, row):
+    return floats_at(step.places[QUERY_SCALES] + row * 4, 1)[0]
+
+
+@_pasted
+def _multiply_all(numbers, factor):
+    """In place."""
+    for i in range(len(numbers)):
+        numbers[i] *= factor
+
+
+@_pasted
 def _rotate_and_write(step, phase, counters, number, thread, ahead, end):
     """See `WRITE`."""
     kind = _kind_at(step.kinds + phase.which * _KIND_BYTES)
@@ -253,9 +265,7 @@ def _rotate_and_write(step, phase, counters, number, thread, ahead, end):
             if phase.copies_keys != 0:
                 row_copy(floats_at(key, kv_heads * dim), 0, floats_at(value, kv_heads * dim), 0, kv_heads * dim)
             if phase.is_scaled != 0:
-                scale, queries = floats_at(step.places[QUERY_SCALES], rows)[row], floats_at(query, own.q_heads * dim)
-                for i in range(len(queries)):
-                    queries[i] *= scale
+                _multiply_all(floats_at(query, own.q_heads * dim), _query_scale(step, row))
             _norm_heads(query, own.q_heads * dim, query_norm, phase.eps)
             _norm_heads(key, kv_heads * dim, key_norm, phase.eps)
             _norm_heads(value, kv_heads * value_dim, value_norm, phase.eps)
@@ -291,6 +301,8 @@ def _write_latents(step, phase, counters, number, thread, ahead, end):
             row_copy(floats_at(made, width), rank, latent, rank, rotated)
             _rotate(latent[rank:], cosines, sines)
             queries = step.places[phase.gate] + row * phase.gate_row * 4
+            if phase.is_scaled != 0:
+                _multiply_all(floats_at(queries, phase.heads * head_size), _query_scale(step, row))
             for head in range(phase.heads):
                 _rotate(floats_at(queries + (head * head_size + phase.plain) * 4, rotated), cosines, sines)
         call_at(kind.write, (kind.writing, phase.record, first, last, thread))

@@ -215,7 +215,7 @@ class Maker:
         self._add({
             "kind": at.WRITE_LATENTS, "source": at.QKV, "source_row": made, "gate": place, "gate_row": row,
             "before": _span(attention.latent_norm), "eps": attention.eps, "heads": heads, "plain": sizes.plain,
-            "rank": sizes.rank, "rotated": sizes.rotated,
+            "rank": sizes.rank, "rotated": sizes.rotated, "is_scaled": attention.is_scaled,
         })  # fmt: skip
         self._add({
             "kind": at.OF_HEADS, "source": place, "source_row": row, "columns": sizes.query, "heads": heads,

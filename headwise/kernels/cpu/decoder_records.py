@@ -84,7 +84,7 @@ ATTEND:  attention, or what has states in its place, of ``record`` by kind ``whi
 MIX:     the mixture of experts at ``mixture``
 WRITE_LATENTS: the last ``rank + rotated`` numbers of rows of ``source`` become latents: normed by ``before`` but for
          those that are rotated, and written to the cache. Of rows of ``gate`` the ``rotated`` numbers of each of the
-         ``heads``, behind ``plain`` others, are rotated
+         ``heads``, behind ``plain`` others, are rotated, and all multiplied by `QUERY_SCALES`, if ``is_scaled``
 OF_HEADS: of rows ``source [rows, heads, columns]``, ``source_row`` apart, the first ``inputs`` times the head's
          matrix at ``up [heads, inputs, outputs]``, to ``out [rows, heads, out_columns]``; behind them the ``tail``
          numbers of the source that follow

@@ -255,7 +255,9 @@ class NumbaIndexedKernels(NumbaLatentKernels):
             mixed = self._attend_at(absorbed, places, arena, layout, int(heads.slot[0]), scale, lse)
             return compressed(mixed, query.shape[2] - up.key.shape[1], layout), lse
 
-        seen = seen_by_all(self._absorbed(query, up, layout), up.key.shape[2], batch, rows, ranks, attend)
+        seen = seen_by_all(
+            self._absorbed(query, up, layout), up.key.shape[2], batch, rows, ranks, attend, up.sink_logits
+        )
         seen[is_broken] = np.nan
         return seen
 
@@ -274,7 +276,10 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         rows = np.concatenate([np.arange(choice.rows.start, choice.rows.stop) for choice in choices])
         places = np.concatenate([choice.places for choice in choices])
         absorbed = self._absorbed(query[rows], up, layout)
-        mixed = self._attend_at(absorbed, places, arena, layout, int(heads_at.slot[0]), scale)
+        lse = None if up.sink_logits is None else np.empty(absorbed.shape[:2], np.float32)
+        mixed = self._attend_at(absorbed, places, arena, layout, int(heads_at.slot[0]), scale, lse)
+        if lse is not None and up.sink_logits is not None:
+            mixed *= share_without_sinks(lse, up.sink_logits)[:, :, None]
         part = np.empty_like(out, shape=(len(rows), *out.shape[1:]))
         self._multiply(compressed(mixed, query.shape[2] - up.key.shape[1], layout), up.value, part)
         part[np.concatenate([choice.is_broken for choice in choices])] = np.nan
@@ -324,6 +329,12 @@ class _Choice:
     rows: slice
     places: Ints
     is_broken: NDArray[np.bool_]
+
+
+def share_without_sinks(lse: Floats, sink_logits: Floats) -> Floats:
+    """Of softmaxes whose sums have the logarithms ``lse [.., heads]``, to base 2, what sinks leave of all."""
+    over = np.minimum(sink_logits * np.float32(np.log2(np.e)) - lse, np.float32(126))
+    return np.asarray(1 / (1 + np.exp2(over)), np.float32)
 
 
 def chosen(scores: Floats, top: int) -> NDArray[np.bool_]:

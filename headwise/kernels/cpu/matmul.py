@@ -31,6 +31,7 @@ EPILOGUES = {
     "gelu_tanh": matmul_jit.GELU,
     "clamped": matmul_jit.CLAMPED,
     "limited_silu": matmul_jit.LIMITED,
+    "clipped_silu": matmul_jit.CLIPPED,
     "relu2": matmul_jit.RELU2,
 }
 """By `Activation`; None: there is none."""

@@ -82,7 +82,7 @@ TILE = ROW_BLOCK * PANEL + (SCRATCH if TILES else 0)
 AWAKE_ROWS = 8
 """Rows that an epilogue takes 0.2 us for, at most."""
 
-PLAIN, SILU, GELU, CLAMPED, RELU2, LIMITED = range(6)
+PLAIN, SILU, GELU, CLAMPED, RELU2, LIMITED, CLIPPED = range(7)
 """Epilogues: as it is; ``act(gate) * up``, where a panel is half gate, half up; or the square of what is above 0."""
 
 AS_ROWS = 8
@@ -103,7 +103,7 @@ def _gate(typing, tile, gate_at, up_at, epilogue):
     """``tile[gate_at:] = act(tile[gate_at:]) * tile[up_at:]`` for LANES numbers.
 
     ``silu(g) = g / (1 + exp(-g))``; gelu with the tanh approximation is ``g / (1 + exp(-2 z))``,
-    ``z = sqrt(2 / pi) * (g + 0.044715 * g ** 3)``. CLAMPED and LIMITED are those of
+    ``z = sqrt(2 / pi) * (g + 0.044715 * g ** 3)``. CLAMPED, LIMITED and CLIPPED are those of
     `headwise.kernels.fused.Activation`.
     """
 
@@ -112,8 +112,8 @@ def _gate(typing, tile, gate_at, up_at, epilogue):
         tile, gate_at, up_at, epilogue = e.args
         place = e.at(tile, gate_at)
         gate, up = e.load(place), e.load(e.at(tile, up_at))
-        is_gelu, is_clamped, is_limited = (
-            builder.icmp_signed("==", epilogue, epilogue.type(kind)) for kind in (GELU, CLAMPED, LIMITED)
+        is_gelu, is_clamped, is_limited, is_clipped = (
+            builder.icmp_signed("==", epilogue, epilogue.type(kind)) for kind in (GELU, CLAMPED, LIMITED, CLIPPED)
         )
         most, least = (
             builder.select(is_limited, e.fill(sign * SILU_LIMIT), e.fill(sign * SWIGLU_LIMIT)) for sign in (1, -1)
@@ -121,7 +121,11 @@ def _gate(typing, tile, gate_at, up_at, epilogue):
         has_limit = builder.or_(is_clamped, is_limited)
         gate = builder.select(has_limit, _smaller(builder, gate, most), gate)
         within = _smaller(builder, builder.select(builder.fcmp_ordered("<", up, least), least, up), most)
-        up = builder.select(is_limited, within, builder.select(is_clamped, builder.fadd(within, e.fill(1.0)), up))
+        up = builder.select(
+            builder.or_(is_limited, is_clipped),
+            within,
+            builder.select(is_clamped, builder.fadd(within, e.fill(1.0)), up),
+        )
         scaled = e.fill(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
         cube = e.multiply_add(builder.fmul(builder.fmul(gate, gate), gate), e.fill(0.044715), gate)
         turned = builder.fmul(gate, e.fill(-math.log2(math.e)))
@@ -130,6 +134,7 @@ def _gate(typing, tile, gate_at, up_at, epilogue):
         limit = e.fill(126.0)
         exponent = builder.select(builder.fcmp_ordered(">", exponent, limit), limit, exponent)
         result = builder.fdiv(gate, builder.fadd(e.fill(1.0), e.exp2(exponent)))
+        result = builder.select(is_clipped, _smaller(builder, result, most), result)
         e.store(builder.fmul(result, up), place)
         return context.get_dummy_value()
 

@@ -175,7 +175,7 @@ class NumbaLatentKernels:
             self._latents.attend(absorbed, *where, scale=scale, softcap=0.0, out=mixed, lse=lse)
             return compressed(mixed, query.shape[2] - plain, layout), lse
 
-        return seen_by_all(self._absorbed(query, up, layout), rank, batch, rows, ranks, attend)
+        return seen_by_all(self._absorbed(query, up, layout), rank, batch, rows, ranks, attend, up.sink_logits)
 
     def _attend_absorbed(
         self,
@@ -191,7 +191,8 @@ class NumbaLatentKernels:
         tokens = int(batch.cu_seqlens_q[-1])
         absorbed = self._absorbed(query[:tokens], up, layout)
         mixed = np.empty_like(absorbed)
-        self._latents.attend(absorbed, arena, layout, batch, heads, scale=scale, softcap=0.0, out=mixed)
+        sinks, where = up.sink_logits, (arena, layout, batch, heads)
+        self._latents.attend(absorbed, *where, scale=scale, softcap=0.0, out=mixed, sink_logits=sinks)
         self._multiply(compressed(mixed, query.shape[2] - up.key.shape[1], layout), up.value, out[:tokens])
 
     def _absorbed(self, query: Floats, up: UpProjections, layout: BlockLayout) -> Floats:
@@ -223,11 +224,13 @@ class NumbaLatentKernels:
         for first in range(0, heads, each):
             some = slice(first, min(first + each, heads))
             count = some.stop - first
-            arena = self._expand(UpProjections(up.key[some], up.value[some]), latents, dim)
+            own = up.of_heads(some)
+            arena = self._expand(own, latents, dim)
             layout, table = gqa_layout(context, count, dim), HeadTable(*(_int32([0] * count) for _ in range(4)))
             table.slot[:] = np.arange(count)
             part = np.empty((len(query), count, dim), np.float32)
-            self._expanded.attend(query[:, some], arena, layout, batch, table, scale=scale, softcap=0.0, out=part)
+            where, sinks = (arena, layout, batch, table), own.sink_logits
+            self._expanded.attend(query[:, some], *where, scale=scale, softcap=0.0, out=part, sink_logits=sinks)
             out[:, some] = part[..., :value_dim]
 
     def _expand(self, up: UpProjections, latents: Floats, dim: int) -> NDArray[np.uint8]:
@@ -323,6 +326,7 @@ def _check(query: Floats, up: UpProjections, out: Floats) -> None:
     """Raise ValueError where the arrays do not fit each other."""
     heads, plain, rank = up.key.shape
     fits = up.value.shape[:2] == (heads, rank) and query.shape[1] == heads and query.shape[2] >= plain
+    fits = fits and (up.sink_logits is None or up.sink_logits.shape == (heads,))
     if not fits or out.shape != (len(query), heads, up.value.shape[2]):
         raise ValueError(
             f"query {query.shape}, out {out.shape} and up-projections {up.key.shape} and {up.value.shape} do not fit "

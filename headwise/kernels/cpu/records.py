@@ -52,7 +52,7 @@ code:     address of the compiled product with weights of this kind
 x:        float32 ``[rows, inputs]``; the same address as ``factors`` where those are the factors already
 weight:   a `WEIGHT`
 bias:     float32, of no length where there is none
-epilogue: `matmul_jit.PLAIN` to `matmul_jit.LIMITED`
+epilogue: `matmul_jit.PLAIN` to `matmul_jit.CLIPPED`
 out:      float32 ``[rows, columns]``
 tiles:    ``tile_floats`` for each thread: `matmul_jit.TILE`, and as many as the weight is deep
 counters: `matmul_jit.PRODUCT_COUNTERS` and one for each of the ``threads``, that are 0

@@ -35,6 +35,16 @@ struct LimitedSilu {
     }
 };
 
+// See `Activation` likewise.
+struct ClippedSilu {
+    static constexpr bool IS_GATED = true;
+    static __device__ __forceinline__ float of(float gate, float up)
+    {
+        gate = Silu::of(gate, 1.0f);
+        return (gate > 7.0f ? 7.0f : gate) * (up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up);
+    }
+};
+
 // A comparison, not fmaxf: NaN stays NaN.
 struct Relu2 {
     static constexpr bool IS_GATED = false;

@@ -136,6 +136,14 @@ extern "C" __global__ void limited_silu_mul(
     activated<LimitedSilu>(gate_up, out, bias, token_stride, count, vectors);
 }
 
+extern "C" __global__ void clipped_silu_mul(
+    const char* gate_up, char* out, const char* bias, long long token_stride, int count, int vectors)
+{
+    let_next_begin();
+    wait_for_earlier();
+    activated<ClippedSilu>(gate_up, out, bias, token_stride, count, vectors);
+}
+
 // As those, of x [tokens, vectors] and bias [vectors].
 extern "C" __global__ void relu2(
     const char* x, char* out, const char* bias, long long token_stride, int count, int vectors)

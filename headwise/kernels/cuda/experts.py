@@ -42,7 +42,7 @@ _FEW = {bits: CodesTile(FEW_ROWS, 2, ahead, most_warps=_FEW_WARPS) for bits, ahe
 
 _ACTIVATIONS = {
     "": "None", "silu": "Silu", "gelu_tanh": "GeluTanh", "clamped": "Clamped", "limited_silu": "LimitedSilu",
-    "relu2": "Relu2",
+    "clipped_silu": "ClippedSilu", "relu2": "Relu2",
 }  # fmt: skip
 """What `packed_experts.cu` calls each."""
 

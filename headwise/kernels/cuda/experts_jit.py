@@ -32,8 +32,11 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "limited_silu":
         gate = tl.where(gate > 10.0, 10.0, gate)  # comparisons: NaN stays NaN
         return gate * sigmoid(gate) * tl.where(up > 10.0, 10.0, tl.where(up < -10.0, -10.0, up))
-    gate = tl.where(gate > 7.0, 7.0, gate)
     up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+    if ACTIVATION == "clipped_silu":
+        gate = gate * sigmoid(gate)
+        return tl.where(gate > 7.0, 7.0, gate) * up
+    gate = tl.where(gate > 7.0, 7.0, gate)
     return gate * sigmoid(1.702 * gate) * (up + 1.0)
 
 

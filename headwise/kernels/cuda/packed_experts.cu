@@ -1,7 +1,7 @@
 // Products of few tokens with experts whose weights are codes: `experts_jit.py` has those of other weights.
 //
 // Macros of a variant: NUMBER, F16 or BF16, the dtype of x and out; those that `packed.cuh` wants, with TILES 2; ACTIVATION,
-// None, Silu, GeluTanh, Clamped, LimitedSilu or Relu2; BIAS, if there are any; WEIGHS, if rows are multiplied by the shares of assignments.
+// None, Silu, GeluTanh, Clamped, LimitedSilu, ClippedSilu or Relu2; BIAS, if there are any; WEIGHS, if rows are multiplied by the shares of assignments.
 
 #include "numbers.cuh"
 #include "matrix.cuh"

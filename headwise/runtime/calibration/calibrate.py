@@ -72,7 +72,7 @@ class DenseModel:
             raise ConfigError(f"{card.model} keeps states in some layers: no pattern of such is measured yet")
         if geometry.chunk:
             raise ConfigError(f"{card.model} has chunked attention: no pattern of such is measured yet")
-        if geometry.layer_heads:
+        if geometry.layer_heads or geometry.query_heads:
             raise ConfigError(
                 f"{card.model} has layers of unlike heads or with a shared cache: no pattern of such is measured yet"
             )

@@ -129,11 +129,13 @@ class IndexerConfig:
 
     heads, head_dim: of the indexer (``index_n_heads``, ``index_head_dim``)
     top:             tokens that are chosen for a query, at most (``index_topk``)
+    shared:          layers that have none, and see what the last one before them with one has chosen
     """
 
     heads: int
     head_dim: int
     top: int
+    shared: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,10 @@ class MlaConfig:
     def width(self) -> int:
         """Numbers of a latent in the cache."""
         return self.rank + self.rotated
+
+    def turning_halves(self) -> MlaConfig:
+        """The same ``in_halves``."""
+        return replace(self, in_halves=True)
 
 
 @dataclass(frozen=True)
@@ -227,6 +233,7 @@ class ModelConfig:
     num_kv_heads: members that a layer with attention keeps: 1 with latents
     head_dim: of keys and values; with latents, of what is rotated
     layer_heads: ``[num_layers]``, in place of the former two where layers differ; else empty. See `heads_of`
+    num_heads: of each layer; the least of any where ``query_heads [num_layers]`` are not empty. See `query_heads_of`
     policies: ``[num_layers][members]``, what each KV head may see, or that it is a state; none of layers that use
               another one's cache. Behind them those of caches that layers have besides, see `sides_of`
     ropes:    per layer
@@ -270,6 +277,7 @@ class ModelConfig:
     mla: MlaConfig | None = None
     compressed: CompressedConfig | None = None
     layer_heads: tuple[LayerHeads, ...] = ()
+    query_heads: tuple[int, ...] = ()
     states: StatesConfig | None = None
     chunk: int = 0
     temper: TemperConfig | None = None
@@ -289,6 +297,10 @@ class ModelConfig:
         if self.layer_heads:
             return self.layer_heads[layer]
         return LayerHeads(self.num_kv_heads, self.head_dim, layer)
+
+    def query_heads_of(self, layer: int) -> int:
+        """Query heads of a layer, over all ranks."""
+        return self.query_heads[layer] if self.query_heads else self.num_heads
 
     @property
     def cache_layers(self) -> int:
@@ -345,6 +357,7 @@ class ModelConfig:
             ropes=(*self.ropes, self.ropes[alike]),
             moe=moe,
             layer_heads=(*heads, replace(heads[alike], cache_layer=self.num_layers)) if heads else (),
+            query_heads=(*self.query_heads, self.query_heads[alike]) if self.query_heads else (),
         )
 
     @property
@@ -352,6 +365,8 @@ class ModelConfig:
         """Why its layers cannot be dealt to the stages of a pipeline, in words; empty: they can."""
         if self.compressed is not None:
             return "entries of several layers lie side by side"
+        if self.mla is not None and self.mla.indexer is not None and self.mla.indexer.shared:
+            return "layers see what an earlier one's indexer has chosen"
         return "" if self.eagle is None else "draft_model drafts by what layers of all stages leave"
 
     @property
@@ -470,7 +485,7 @@ class Shard:
 
     def query_heads(self, config: ModelConfig, layer: int) -> list[tuple[int, int]]:
         """Ranges of a layer's query heads that are this rank's, in the order of its KV heads."""
-        share = config.num_heads // config.heads_of(layer).kv_heads
+        share = config.query_heads_of(layer) // config.heads_of(layer).kv_heads
         part = (self.sharing[layer] if self.sharing else Sharing(0, 1)).of(share)
         return [(head * share + part.start, head * share + part.stop) for head in self.kv_heads[layer]]
 

@@ -211,8 +211,9 @@ class DecoderWeights(Model):
     def _sink_logits(self, at: str, layer: int) -> KernelArray | None:
         """None: this layer has none."""
         every = self._weights.tensor(f"{at}sinks")
-        if every.shape != (self.config.num_heads,):
-            raise ModelError(f"{at}sinks has the shape {every.shape}, config.json says {self.config.num_heads} heads")
+        heads = self.config.query_heads_of(layer)
+        if every.shape != (heads,):
+            raise ModelError(f"{at}sinks has the shape {every.shape}, config.json says {heads} heads")
         own = [every[start:stop] for start, stop in self._shard.query_heads(self.config, layer)]
         return self.ops.upload(np.concatenate(own, dtype=np.float32))
 

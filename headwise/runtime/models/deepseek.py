@@ -148,7 +148,7 @@ class Deepseek(GroupedMoeDecoder):
     # ---- weights ----
 
     def load_attention(self, layer: int, at: str) -> LatentProjections:
-        mla, ops, (first, last) = self.mla, self.ops, self._heads()
+        mla, (first, last) = self.mla, self._heads()
         values = [(first * mla.value_dim, last * mla.value_dim)]
         into = "q_proj" if mla.q_rank is None else "q_a_proj"
         queries = self._queries if mla.q_rank is None else self._whole
@@ -167,7 +167,7 @@ class Deepseek(GroupedMoeDecoder):
                 self._linear_weight(f"{at}q_b_proj", lambda: self._queries(f"{at}q_b_proj")),
             ),
             latent_norm=self._norm(f"{at}kv_a_layernorm.weight"),
-            up=UpProjections(*(ops.kernel_array(ops.tensor(part)) for part in self._up(f"{at}kv_b_proj"))),
+            up=self._up_projections(at),
             out=self._split_columns(
                 f"{at}o_proj", values, self.config.out_bias, self.adds_later(layer, "after_attention")
             ),
@@ -252,6 +252,13 @@ class Deepseek(GroupedMoeDecoder):
                 "do not belong together"
             )
 
+    def _up_projections(self, at: str) -> UpProjections:
+        key, value = (self.ops.kernel_array(self.ops.tensor(part)) for part in self._up(f"{at}kv_b_proj"))
+        if not self.config.sink_logits:
+            return UpProjections(key, value)
+        sinks = self._vector(f"{at}sinks", self.config.num_heads)[slice(*self._heads())]
+        return UpProjections(key, value, self.ops.upload(np.ascontiguousarray(sinks, np.float32)))
+
     # ---- computation ----
 
     def fusible_attention(self, index: int, attention: Any) -> Attention | None:
@@ -291,7 +298,7 @@ class Deepseek(GroupedMoeDecoder):
         queries = queries.reshape([tokens, -1, mla.plain + mla.rotated])
         latents = self.ops.rms_norm(compressed, weights.latent_norm, _NORM_EPS)
         heads = attention(index, queries, latents, shared, weights.up, rotation, *choosing, wanted=wanted)
-        return self.projected(heads, weights.out)
+        return self.projected(self.gated(layer, x, heads, wanted), weights.out)
 
     def choosing(self, weights: Any, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
         """What tokens are chosen by, for attention that sees only some: of ``x``, and of what queries are made of."""

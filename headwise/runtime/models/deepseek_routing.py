@@ -89,6 +89,14 @@ def v3_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
     return _corrected(config, num_layers, groups=8, groups_per_token=4)
 
 
+def softmax_moe(config: HfConfig, num_layers: int) -> GroupedMoeConfig:
+    """The experts of a Mistral 4 ``config.json``, by a softmax: of the groups whose two best are the likeliest."""
+    _one_of(config, "scoring_func", ("softmax",))
+    groups, per_token = positive(config, "n_group", default=1), positive(config, "topk_group", default=1)
+    is_normed = flag(config, "norm_topk_prob", default=True)
+    return _grouped(config, num_layers, groups, per_token, scored_by="softmax", best_of_group=2, is_normed=is_normed)
+
+
 def ungrouped_moe(config: HfConfig, num_layers: int, fields: RoutedFields = _DEEPSEEK) -> GroupedMoeConfig:
     """The same of models whose experts come in no groups if ``n_group`` does not say so."""
     return _corrected(config, num_layers, groups=1, groups_per_token=1, fields=fields)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from headwise.runtime.ops.base import KernelArray, Tensor
 ARCHITECTURE = "DeepseekV32ForCausalLM"
 
 _INDEXED = "indexed_attention"
-_KEY_NORM_EPS = 1e-6
+_OWN, _SHARED = "full", "shared"
 
 Floats = NDArray[np.float32]
 
@@ -32,9 +31,12 @@ def parse(config: HfConfig) -> ModelConfig:
 
 
 def parse_indexed(
-    config: HfConfig, architecture: str, read_moe: Callable[[HfConfig, int], GroupedMoeConfig]
+    config: HfConfig,
+    architecture: str,
+    read_moe: Callable[[HfConfig, int], GroupedMoeConfig],
+    shared: Callable[[int], frozenset[int]] = lambda num_layers: frozenset(),
 ) -> ModelConfig:
-    """As `parse_latents`, with an indexer in every layer."""
+    """As `parse_latents`, with an indexer in every layer but those that are ``shared(num_layers)``."""
     decoder = parse_latents(config, architecture, read_moe)
     kinds = {named_layer_types(config, lambda layer: _INDEXED)(layer) for layer in range(decoder.num_layers)}
     if kinds != {_INDEXED}:
@@ -47,6 +49,7 @@ def parse_indexed(
         heads=positive(config, "index_n_heads", default=64, most=MOST_RANK),
         head_dim=positive(config, "index_head_dim", default=128, most=MOST_RANK),
         top=positive(config, "index_topk", default=2048),
+        shared=shared(decoder.num_layers),
     )
     if indexer.head_dim < mla.rotated:
         raise ModelError(
@@ -54,6 +57,25 @@ def parse_indexed(
             "of an indexer's head that is rotated"
         )
     return replace(decoder, mla=replace(mla, indexer=indexer))
+
+
+def shared_indexers(config: HfConfig, num_layers: int) -> frozenset[int] | None:
+    """The layers that ``indexer_types`` names ``shared``; None: the field is missing. Raises ModelError naming it."""
+    kinds = config.get("indexer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) < num_layers or not {*map(str, kinds)} <= {_OWN, _SHARED}:
+        raise ModelError(
+            f"config.json: 'indexer_types' must name {num_layers} layers {_OWN!r} or {_SHARED!r}, got {shown(kinds)}"
+        )
+    return after_the_first(frozenset(layer for layer in range(num_layers) if kinds[layer] == _SHARED))
+
+
+def after_the_first(shared: frozenset[int]) -> frozenset[int]:
+    """``shared``, or ModelError where the first layer is to see what an earlier one's indexer has chosen."""
+    if 0 in shared:
+        raise ModelError("config.json: the first layer must have an indexer of its own, and is to share another one's")
+    return shared
 
 
 @dataclass(frozen=True)
@@ -74,11 +96,21 @@ class DeepseekV32(Deepseek):
     """DeepSeek-V3 over `IndexedProjections`.
 
     The indexer rotates the elements ``(i, i + D / 2)``, as the rope operation does: its rows keep their order.
+
+    A layer that sees what an earlier one's indexer has chosen keeps that one's keys once more, and is told what it
+    asked with: the same is chosen again.
     """
+
+    _chosen_by: tuple[IndexQueries, IndexKeys]
 
     def index_order(self) -> NDArray[np.int64]:
         """Of an indexer's head's elements, that in which the rope operation turns the pairs that the model turns."""
         return np.arange(self.indexer.head_dim)
+
+    @property
+    def key_norm_eps(self) -> float:
+        """Of the layer norm of an indexer's keys."""
+        return 1e-6
 
     @property
     def indexer(self) -> IndexerConfig:
@@ -86,8 +118,10 @@ class DeepseekV32(Deepseek):
         assert indexer is not None, "parsed so"
         return indexer
 
-    def load_attention(self, layer: int, at: str) -> IndexedProjections:
+    def load_attention(self, layer: int, at: str) -> LatentProjections:
         found, indexer, hidden = super().load_attention(layer, at), self.indexer, self.config.hidden_size
+        if layer in indexer.shared:
+            return found
         at, dim = f"{at}indexer.", indexer.head_dim
 
         def into() -> Floats:
@@ -118,8 +152,16 @@ class DeepseekV32(Deepseek):
             )
         return found
 
-    def choosing(self, weights: IndexedProjections, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
+    def choosing(self, weights: LatentProjections, x: Tensor, ranked: Tensor) -> tuple[IndexQueries, IndexKeys]:
         """What the indexer asks with, and tokens' keys; neither are rotated yet."""
+        if not isinstance(weights, IndexedProjections):
+            return _copied(*self._chosen_by)
+        found = self._asked(weights, x, ranked)
+        if self.indexer.shared:
+            self._chosen_by = _copied(*found)  # for layers of this pass; attention rotates what it is given
+        return found
+
+    def _asked(self, weights: IndexedProjections, x: Tensor, ranked: Tensor) -> tuple[IndexQueries, IndexKeys]:
         indexer, tokens = self.indexer, x.shape[0]
         queries = self.ops.kernel_array(self._linear(ranked, weights.index_queries))
         made = self._linear(x, weights.index_into)
@@ -127,4 +169,9 @@ class DeepseekV32(Deepseek):
         asked = IndexQueries(
             queries.reshape(tokens, indexer.heads, indexer.head_dim), self.ops.kernel_array(of_heads), indexer.top
         )
-        return asked, IndexKeys(self.ops.kernel_array(rows), *weights.key_norm, _KEY_NORM_EPS)
+        return asked, IndexKeys(self.ops.kernel_array(rows), *weights.key_norm, self.key_norm_eps)
+
+
+def _copied(asked: IndexQueries, keys: IndexKeys) -> tuple[IndexQueries, IndexKeys]:
+    asked = replace(asked, query=asked.query.copy(), weights=asked.weights.copy())
+    return asked, replace(keys, rows=keys.rows.copy())

@@ -111,9 +111,10 @@ def with_draft_layer(config: ModelConfig, names: DraftingNames | None, weights: 
     """``config`` with that layer, if there is one among the checkpoint's ``weights``, which are told by name.
 
     Of several, the first is served: it was trained to predict the nearest token, and what it makes goes into it again
-    for further ones.
+    for further ones. None is where layers share indexers: whether that layer has one is not told.
     """
-    if names is None:
+    shares = config.mla is not None and config.mla.indexer is not None and config.mla.indexer.shared
+    if names is None or shares:
         return config
     join = names.of(names.join, "", config.num_layers) + ".weight"
     if not any(name == join or name.endswith(f".{join}") for name in weights):

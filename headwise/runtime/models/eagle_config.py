@@ -80,7 +80,7 @@ def _check_target(target: ModelConfig) -> None:
         "compressed attention": target.compressed is not None,
         "states in some layers": target.states is not None,
         "attention within chunks": target.chunk > 0,
-        "layers of unlike heads": bool(target.layer_heads),
+        "layers of unlike heads": bool(target.layer_heads or target.query_heads),
         "attention scores with a cap": target.attention_softcap > 0,
         "attention scores of another scale": abs(target.attention_scale * target.head_dim**0.5 - 1) > 1e-6,
     }

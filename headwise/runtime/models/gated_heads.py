@@ -16,7 +16,7 @@ from headwise.runtime.ops.base import Tensor
 
 @dataclass(frozen=True)
 class GatedProjections(QkvProjections):
-    """One rank's part of attention with a gate for each number of its query heads' outputs."""
+    """One rank's part of attention with gates of its query heads' outputs: for each number, or for each head."""
 
     gate: Linear = field(kw_only=True)
 
@@ -27,8 +27,12 @@ class GatedHeadsDecoder(Decoder):
     gate_name: ClassVar[str]
     """Of the gates' projection, below a layer's attention."""
 
+    def gate_size(self, layer: int) -> int:
+        """Numbers of a head's gate."""
+        return self.config.heads_of(layer).head_dim
+
     def load_attention(self, layer: int, at: str) -> Any:
-        found, dim = super().load_attention(layer, at), self.config.heads_of(layer).head_dim
+        found, dim = super().load_attention(layer, at), self.gate_size(layer)
         q = [(start * dim, stop * dim) for start, stop in self._shard.query_heads(self.config, layer)]
         return GatedProjections(**vars(found), gate=self._split_rows([(f"{at}{self.gate_name}", q)], has_bias=False))
 

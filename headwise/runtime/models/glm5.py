@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2's layers, whose indexers turn neighbours."""
+"""GLM-5: DeepSeek-V3.2's layers, whose indexers turn neighbours, and several of which may share one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import ungrouped_moe
-from headwise.runtime.models.deepseek_v32 import DeepseekV32, parse_indexed
-from headwise.runtime.models.hf_config import HfConfig, integer
+from headwise.runtime.models.deepseek_v32 import DeepseekV32, after_the_first, parse_indexed, shared_indexers
+from headwise.runtime.models.hf_config import HfConfig, integer, positive
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.values import shown
 
@@ -23,28 +23,28 @@ _DEFAULTS = {
     "n_shared_experts": 1,
 }
 """Those of Hugging Face's ``GlmMoeDsaConfig``."""
+_KINDS = {"F": "full", "S": "shared"}
 
 
 def parse(config: HfConfig) -> ModelConfig:
-    _check_indexers(config)
-    return parse_indexed({**_DEFAULTS, **config}, ARCHITECTURE, ungrouped_moe)
+    own = {**_DEFAULTS, **config}
+    return parse_indexed(own, ARCHITECTURE, ungrouped_moe, lambda num_layers: _shared(own, num_layers))
 
 
-def _check_indexers(config: HfConfig) -> None:
-    """Raise ModelError if layers are to go by what an earlier one's indexer has chosen."""
-    for key, own in (("indexer_types", "full"), ("index_topk_pattern", "F")):
-        kinds = config.get(key)
-        if kinds is not None and (
-            not isinstance(kinds, list | str) or {*map(shown, kinds)} - {shown(own), shown("full")}
-        ):
+def _shared(config: HfConfig, num_layers: int) -> frozenset[int]:
+    """Layers without an indexer: as they are named, by a pattern, or but every so many-th."""
+    named, pattern = shared_indexers(config, num_layers), config.get("index_topk_pattern")
+    if named is not None:
+        return named
+    if pattern is not None:
+        if not isinstance(pattern, str | list) or not all(letter in ("F", "S") for letter in pattern):
             raise ModelError(
-                f"config.json: {key!r} is {shown(kinds)}; {ARCHITECTURE} is served with an indexer in every layer"
+                f"config.json: 'index_topk_pattern' must be an F or S for each layer, got {shown(pattern)}"
             )
-    if integer(config, "index_topk_freq", 1) > 1 and config.get("indexer_types") is None:
-        raise ModelError(
-            f"config.json: 'index_topk_freq' is {config['index_topk_freq']}; {ARCHITECTURE} is served with an indexer "
-            "in every layer"
-        )
+        return shared_indexers({"indexer_types": [_KINDS[letter] for letter in pattern]}, num_layers) or frozenset()
+    every, offset = positive(config, "index_topk_freq", default=1), integer(config, "index_skip_topk_offset", 2)
+    layers = range(num_layers)
+    return after_the_first(frozenset(layer for layer in layers if max(layer - offset + 1, 0) % every))
 
 
 class GlmMoeDsa(DeepseekV32):

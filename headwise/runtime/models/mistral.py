@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig, TemperConfig
+from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
-from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive, text_of
-from headwise.runtime.models.tempered import TemperedDecoder
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, positive, text_of
+from headwise.runtime.models.mistral4 import parse as parse_mistral4
+from headwise.runtime.models.tempered import TemperedDecoder, temper_of_scaling
 from headwise.runtime.models.values import shown
 
 ARCHITECTURES = ("MistralForCausalLM",)
@@ -40,21 +41,16 @@ def parse_ministral3(config: HfConfig) -> ModelConfig:
     """With queries that count more the further they are beyond the length that YaRN has lengthened."""
     own = {**_MINISTRAL3_DEFAULTS, **config}
     decoder = decoder_config(own, MINISTRAL3, **window_everywhere(own))
-    scaling = mapping(own, "rope_parameters")
-    factor = number(scaling, "llama_4_scaling_beta", optional=True)
-    if not factor:
-        return decoder
-    step = positive(scaling, "original_max_position_embeddings")
-    return replace(decoder, temper=TemperConfig(factor, step, ahead=0, layers=frozenset(range(decoder.num_layers))))
+    return replace(decoder, temper=temper_of_scaling(mapping(own, "rope_parameters"), decoder.num_layers))
 
 
 def parse_multimodal(config: HfConfig) -> ModelConfig:
-    """Mistral Small 3.1 and later, and Ministral 3: the text's decoder is a Mistral, or a Ministral 3."""
+    """Mistral Small 3.1 and later, and Ministral 3: the text's decoder is a Mistral, a Ministral 3, or a Mistral 4."""
     kind = mapping(config, "text_config").get("model_type", "mistral")
-    parsers = {"mistral": parse, "ministral3": parse_ministral3}
+    parsers = {"mistral": parse, "ministral3": parse_ministral3, "mistral4": parse_mistral4}
     if kind not in parsers:
         raise ModelError(
-            f"config.json: {MULTIMODAL} is served around {' and '.join(map(repr, parsers))}, got 'model_type' "
+            f"config.json: {MULTIMODAL} is served around one of {', '.join(map(repr, parsers))}, got 'model_type' "
             f"{shown(kind)} of its 'text_config'"
         )
     return parsers[kind]({"sliding_window": None, **text_of(config)})

@@ -8,11 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.fused import Besides, DecoderLayer, GroupedQueries
-from headwise.runtime.models.base import AttentionLayer, Embeds, PagedCache
+from headwise.kernels.fused import Besides, DecoderLayer, GroupedQueries, Latents
+from headwise.runtime.models.base import AttentionLayer, Embeds, PagedCache, TemperConfig
 from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.hf_config import HfConfig, number, positive
 from headwise.runtime.models.layers import Layer
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+
+
+def temper_of_scaling(scaling: HfConfig, num_layers: int) -> TemperConfig | None:
+    """What ``rope_parameters`` say of it: queries count more beyond the length that YaRN has lengthened; None: not."""
+    factor = number(scaling, "llama_4_scaling_beta", optional=True)
+    if not factor:
+        return None
+    step = positive(scaling, "original_max_position_embeddings")
+    return TemperConfig(factor, step, ahead=0, layers=frozenset(range(num_layers)))
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class TemperedDecoder(Decoder):
         found, temper = super().fusible(index, layer), self.config.temper
         if found is None or temper is None or index not in temper.layers:
             return found
-        assert isinstance(found.attention, GroupedQueries), "which have queries to be multiplied"
+        assert isinstance(found.attention, GroupedQueries | Latents), "which have queries to be multiplied"
         return replace(found, attention=replace(found.attention, is_scaled=True))
 
     def besides(self, token_ids: KernelArray, positions: KernelArray, x: Tensor, cache: PagedCache) -> Besides:

@@ -261,3 +261,43 @@ class RotatedWeights(WeightView):
 def rotated(source: Weights, order: NDArray[np.int64] | None) -> Weights:
     """`RotatedWeights`, where a head's elements are not in that order already."""
     return source if order is None else RotatedWeights(source, order)
+
+
+class RotatedByLayer(Weights):
+    """`RotatedWeights` of layers whose heads' elements come in orders of their own. orders: of each layer; None: theirs
+
+    Weights of no layer, or of none of these, are as they are.
+    """
+
+    _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+    def __init__(self, source: Weights, orders: Sequence[NDArray[np.int64] | None]) -> None:
+        self._source = source
+        self._views = [rotated(source, order) for order in orders]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._source.names
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        return self._view(name).tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        return self._view(name).rows(name, start, stop)
+
+    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        return self._view(name).columns(name, start, stop)
+
+    def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        return self._view(name).byte_rows(name, start, stop)
+
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._view(name).kept_rows(name, start, stop)
+
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._view(name).kept_columns(name, start, stop)
+
+    def _view(self, name: str) -> Weights:
+        found = self._LAYER.search(name)
+        layer = len(self._views) if found is None else int(found[1])
+        return self._views[layer] if layer < len(self._views) else self._source

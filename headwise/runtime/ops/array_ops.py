@@ -128,6 +128,13 @@ class ArrayOps(UnfusedOps):
         with np.errstate(over="ignore"):  # as in `silu_mul`
             return self._narrow(gate / (1 + self.xp.exp(-gate)) * up)
 
+    def clipped_silu_mul(self, gate_up: Array) -> Array:
+        gate, up = self._gate_up(gate_up)
+        limit = np.float32(SWIGLU_LIMIT)
+        with np.errstate(over="ignore"):  # as in `silu_mul`
+            activated = self.xp.minimum(gate / (1 + self.xp.exp(-gate)), limit)
+        return self._narrow(activated * self.xp.clip(up, -limit, limit))
+
     def squared_relu(self, x: Array) -> Array:
         kept = self.xp.maximum(self._wide(x), np.float32(0))
         return self._narrow(kept * kept)

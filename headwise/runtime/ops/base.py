@@ -217,6 +217,9 @@ class TensorOps(Protocol):
     def limited_silu_mul(self, gate_up: Tensor) -> Tensor:
         """``limited_silu(gate, up)`` of ``gate_up [T, 2 * N] = gate | up``: see `Activation`."""
 
+    def clipped_silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``clipped_silu(gate, up)`` of ``gate_up [T, 2 * N] = gate | up``: see `Activation`."""
+
     def squared_relu(self, x: Tensor) -> Tensor:
         """``max(x, 0) ** 2`` of ``x [T, N]``; NaN stays NaN."""
 

@@ -197,6 +197,10 @@ class GpuOps(ArrayOps):
         out = self._activated(gate_up, "limited_silu")
         return super().limited_silu_mul(gate_up) if out is None else out
 
+    def clipped_silu_mul(self, gate_up: Array) -> Array:
+        out = self._activated(gate_up, "clipped_silu")
+        return super().clipped_silu_mul(gate_up) if out is None else out
+
     def squared_relu(self, x: Array) -> Array:
         out = self._activated(x, "relu2")
         return super().squared_relu(x) if out is None else out

@@ -153,6 +153,11 @@ class PaddleGpuOps(UnfusedOps):
         gate, up = paddle.clip(gate, max=SILU_LIMIT), paddle.clip(up, -SILU_LIMIT, SILU_LIMIT)
         return self._narrow(_functional.silu(gate) * up)
 
+    def clipped_silu_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
+        gate, up = paddle.chunk(self._wide(gate_up), 2, axis=-1)
+        activated = paddle.clip(_functional.silu(gate), max=SWIGLU_LIMIT)
+        return self._narrow(activated * paddle.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT))
+
     def squared_relu(self, x: paddle.Tensor) -> paddle.Tensor:
         kept = _untyped.maximum(self._wide(x), paddle.zeros([1]))  # Paddle's ReLU makes 0 of NaN
         return self._narrow(paddle.square(kept))

@@ -156,6 +156,9 @@ class PaddleOps(UnfusedOps):
     def limited_silu_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
         return self.from_kernel_array(_numpy.limited_silu_mul(self.numpy(gate_up)))
 
+    def clipped_silu_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
+        return self.from_kernel_array(_numpy.clipped_silu_mul(self.numpy(gate_up)))
+
     def squared_relu(self, x: paddle.Tensor) -> paddle.Tensor:
         return paddle.square(_C_ops.maximum(x, paddle.zeros([1])))  # Paddle's ReLU makes 0 of NaN
 

@@ -75,6 +75,9 @@ class UnfusedOps(ABC):
     def limited_silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     @abstractmethod
+    def clipped_silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    @abstractmethod
     def squared_relu(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
@@ -115,6 +118,7 @@ class UnfusedOps(ABC):
             "gelu_tanh": self.gelu_tanh_mul,
             "clamped": self.clamped_mul,
             "limited_silu": self.limited_silu_mul,
+            "clipped_silu": self.clipped_silu_mul,
             "relu2": self.squared_relu,
         }
         return activations[activation](x)

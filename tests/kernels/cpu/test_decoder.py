@@ -175,7 +175,7 @@ FEW: tuple[Step, ...] = (
     [(1, 1)],
 )
 """Steps of sequences of less tokens than latents are expanded for."""
-OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "kimi-linear")
+OVER_LATENTS = ("deepseek-v2", "deepseek-v3", "deepseek-v3-bias", "kimi-linear", "mistral4")
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])

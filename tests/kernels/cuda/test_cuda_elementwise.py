@@ -125,7 +125,7 @@ def test_heads_of_a_fused_projection_are_normed(
         rounded_once(out.checked(), NumpyOps().rms_norm(wide(x), weight, 1e-6))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped", "limited_silu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped", "limited_silu", "clipped_silu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @examples
 @given(data=st.data(), seed=SEEDS, backwards=st.booleans(), with_bias=st.booleans())
@@ -352,6 +352,7 @@ def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: st
         "gelu_tanh_mul": (4, 1),
         "clamped_mul": (4, 1),
         "limited_silu_mul": (4, 1),
+        "clipped_silu_mul": (4, 1),
         "relu2": (2, 1),
         "sigmoid_mul": (2, 1),
         "sigmoid_mul_rows": (1, 1),

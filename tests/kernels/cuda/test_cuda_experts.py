@@ -134,6 +134,9 @@ def scenes() -> Iterator[Any]:
     yield pytest.param(Scene(Mixture(V3, "silu", np.tile(correction, 8)), shared=1), id="deepseek-v3")
     rooted = Mixture(replace(V4, experts=64), "limited_silu", np.tile(correction, 8))
     yield pytest.param(Scene(rooted, shared=1), id="deepseek-v4")
+    yield pytest.param(
+        Scene(Mixture(replace(V3, groups=1), "clipped_silu", np.tile(correction, 8)), shared=1), id="step"
+    )
     scales = np.linspace(0.5, 2, 8, dtype=np.float32)
     yield pytest.param(Scene(Mixture(Routing(8, 2, 1e-20), "gelu_tanh", scales=scales)), id="gemma-4")
     weighed = Mixture(Routing(8, 2, None, scored_by="sigmoid"), "silu", weighs_input=True)

@@ -123,7 +123,7 @@ def test_padding_is_small_on_one_rank_to_eight_and_groups_are_equal_on_all(publi
             for layer in range(model.num_layers):
                 heads = [head for shard in shards for part in shard.query_heads(model, layer) for head in range(*part)]
                 if model.policies[layer][:1] != (STATE,):
-                    assert sorted(heads) == list(range(model.num_heads))
+                    assert sorted(heads) == list(range(model.query_heads_of(layer)))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,8 @@ def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
     model = card.config
     heads = attention_of(model).geometry()
     if model.mla is None and model.compressed is None and model.states is None and not model.layer_heads:
-        assert heads == f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
+        queries = " or ".join(map(str, sorted({*map(model.query_heads_of, range(model.num_layers))})))
+        assert heads == f"{queries} query and {model.num_kv_heads} KV heads of {model.head_dim}"
     assert rows["geometry"] == f"{model.num_layers} layers, {heads}"
     assert "padding" in rows["head groups"]
     windows = {policy.window for row in model.policies for policy in row if policy.window}

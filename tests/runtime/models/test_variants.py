@@ -16,9 +16,12 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.base import MlaConfig
 from headwise.runtime.models.cohere2_moe import Cohere2MoeModelConfig
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.granite import GraniteConfig
+from headwise.runtime.models.laguna import LagunaConfig
 from headwise.runtime.models.mimo_v2 import MiMoV2Config
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import rotated_elements
@@ -34,14 +37,19 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("glm5", {"indexer_types": ["full", "none", "full"]}, "'indexer_types' must name 3 layers 'full' or 'shared'"),
+        ("glm5", {"indexer_types": 3}, "'indexer_types' must name 3 layers 'full' or 'shared', got 3"),
+        ("glm5", {"indexer_types": ["full", "shared"]}, "'indexer_types' must name 3 layers 'full' or 'shared', got"),
+        ("glm5", {"indexer_types": ["shared", "full", "full"]}, "the first layer must have an indexer of its own"),
+        ("glm5", {"index_topk_pattern": "FXF"}, "'index_topk_pattern' must be an F or S for each layer, got 'FXF'"),
+        ("glm5", {"index_topk_pattern": 7}, "'index_topk_pattern' must be an F or S for each layer, got 7"),
+        ("glm5", {"index_topk_pattern": "FS"}, "'indexer_types' must name 3 layers 'full' or 'shared', got"),
+        ("glm5", {"index_topk_freq": "often"}, "'index_topk_freq' must be a positive integer, got 'often'"),
         (
             "glm5",
-            {"indexer_types": ["full", "shared", "full"]},
-            "'indexer_types' is .*'shared'.* served with an indexer",
+            {"index_topk_freq": 3, "index_skip_topk_offset": 0},
+            "the first layer must have an indexer of its own",
         ),
-        ("glm5", {"indexer_types": 3}, "'indexer_types' is 3; GlmMoeDsaForCausalLM is served with an indexer in every"),
-        ("glm5", {"index_topk_pattern": "FSF"}, "'index_topk_pattern' is 'FSF'; GlmMoeDsaForCausalLM is served with"),
-        ("glm5", {"index_topk_freq": 4}, "'index_topk_freq' is 4; GlmMoeDsaForCausalLM is served with an indexer in"),
         ("glm5", {"q_lora_rank": None}, "'q_lora_rank' must be a positive integer: an indexer's queries"),
         (
             "glm4-moe",
@@ -105,6 +113,35 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
             "with a scaling of rotary embedding for each kind of layer alone, in 'rope_parameters'",
         ),
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [4, 6]},
+            "'num_attention_heads_per_layer' must have a number for each of 4",
+        ),
+        ("laguna", {"num_attention_heads_per_layer": [4, 5, 6, 6]}, "has 5 attention heads, which cannot share 2 key"),
+        ("laguna", {"num_attention_heads_per_layer": [4, -6, 6, 6]}, "must be a positive integer, got -6"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 1 << 20, 6, 6]}, "'num_attention_heads_per_layer' must be at"),
+        ("laguna", {"gating": False}, "'gating' is False, which cannot be served"),
+        ("laguna", {"gating": "per-layer"}, "'gating' is 'per-layer', which cannot be served"),
+        ("laguna", {"moe_router_logit_softcapping": 30.0}, "'moe_router_logit_softcapping' is 30.0, which cannot be"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "'moe_apply_router_weight_on_input' is True, which"),
+        ("laguna", {"shared_expert_intermediate_size": 0}, "'shared_expert_intermediate_size' must be a positive int"),
+        (
+            "laguna",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "'rope_parameters' must have those of each kind of layer, '(full|sliding)_attention' too",
+        ),
+        ("laguna", {"num_experts": 2}, "'num_experts_per_tok' 3 cannot be chosen from .* 'num_experts' 2"),
+        ("mistral4", {"scoring_func": "sigmoid"}, "'scoring_func' 'sigmoid' is no routing that is known here: softmax"),
+        ("mistral4", {"num_experts_per_tok": 5}, "'num_experts_per_tok' 5 cannot be chosen from 'topk_group' 2 of"),
+        (
+            "mistral4",
+            {"rope_parameters": None, "partial_rotary_factor": 0.5},
+            "'partial_rotary_factor' 0.5 of a head's",
+        ),
+        ("mistral4", {"rope_interleave": "no"}, "'rope_interleave' must be true or false, got 'no'"),
+        ("mistral4", {"qk_rope_head_dim": 0}, "'qk_rope_head_dim' must be a positive integer, got 0"),
+        ("mistral4", {"sliding_window": 24}, "'sliding_window' 24, windows, which Mistral4ForCausalLM is not served"),
         ("minimax-m2", {"rotary_dim": 65}, "'partial_rotary_factor' must be a number above 0 and up to 1, got 1.0"),
         (
             "exaone4",
@@ -255,7 +292,68 @@ def test_mimo_v2_flash_has_unlike_heads_in_layers_with_windows() -> None:
     assert (bare.policies, bare.moe) == (model.policies, model.moe), "Hugging Face's defaults"
 
 
-def test_a_mistral_s_text_is_a_mistral_or_a_ministral_3() -> None:
+def test_a_laguna_has_query_heads_by_kind_of_layer() -> None:
+    model = model_config(published("laguna-xs-2.1"))
+    full = list(range(0, 40, 4))
+    assert [layer for layer in range(40) if model.policies[layer] == (FULL,) * 8] == full
+    assert model.policies[1] == (HeadPolicy(window=512),) * 8
+    assert (model.num_heads, {model.query_heads_of(layer) for layer in full}) == (48, {48})
+    assert {model.query_heads_of(layer) for layer in range(40) if layer % 4} == {64}
+    assert [(rope.theta, rotated_elements(rope, 128)) for rope in model.ropes[:2]] == [(5e5, 64), (1e4, 128)]
+    assert model.moe is not None
+    assert (model.moe.layers, model.moe.shared_size) == (tuple(range(1, 40)), 512)
+    assert attention_of(model).geometry() == "48 or 64 query and 8 KV heads of 128"
+    of_queries = [attention_of(model).weight_elements(layer) for layer in (0, 1)]
+    assert of_queries == [2048 * 256 * (heads + 8) for heads in (48, 64)]
+    alike = model_config(published("laguna-xs-2.1", num_attention_heads_per_layer=[64] * 40))
+    assert (alike.num_heads, alike.query_heads) == (64, ())
+    bare = model_config(published("laguna-xs-2.1", rope_parameters=None))
+    assert [(rope.theta, rope.share, rope.scaling) for rope in bare.ropes[:2]] == [(5e5, 0.5, None), (1e4, 1.0, None)]
+
+
+def test_a_laguna_s_gates_are_of_heads_unless_of_each_number() -> None:
+    for gating, of_heads in ((True, True), (None, True), ("per-head", True), ("per-element", False)):
+        model = model_config({**TINY_CONFIGS["laguna"], "gating": gating})
+        assert isinstance(model, LagunaConfig)
+        assert model.gates_heads == of_heads
+
+
+@pytest.mark.parametrize("name", ["laguna", "laguna-elements", "step3"])
+def test_numbers_beside_attention_and_mlps_are_those_of_gates(name: str) -> None:
+    shapes = reference(name)["shapes"]
+    gates = sum(int(np.prod(shape)) for weight, shape in shapes.items() if ".g_proj." in weight)
+    assert model_config(TINY_CONFIGS[name]).side_elements == gates
+
+
+def test_a_laguna_s_weights_by_the_names_of_hugging_face_s_classes_are_the_same_model() -> None:
+    drawn = draw_weights(TINY_CONFIGS["laguna"], reference("laguna")["shapes"])
+    renamed = {name.replace("experts.e_score", "gate.e_score"): array for name, array in drawn.items()}
+    renamed = {name.replace(".shared_expert.", ".shared_experts."): array for name, array in renamed.items()}
+    assert renamed.keys() != drawn.keys()
+    model, ids = model_config(TINY_CONFIGS["laguna"]), np.arange(3, 90, dtype=np.int32)
+    found, expected = (run_rank(model, DictWeights(each), SingleRank(), ids) for each in (renamed, drawn))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_which_layers_of_a_glm_5_share_an_indexer_is_told_in_three_ways() -> None:
+    def shared(**fields: Any) -> set[int]:
+        model = model_config({**TINY_CONFIGS["glm5"], "num_hidden_layers": 8, **fields})
+        assert model.mla is not None
+        assert model.mla.indexer is not None
+        assert bool(model.mla.indexer.shared) == bool(model.undivided)
+        return set(model.mla.indexer.shared)
+
+    named = ["full", "full", "shared", "shared", "shared", "full", "shared", "shared"]
+    assert shared() == set()
+    assert shared(indexer_types=named) == {2, 3, 4, 6, 7}
+    assert shared(index_topk_pattern="FFSSSFSS") == {2, 3, 4, 6, 7}
+    assert shared(index_topk_pattern=[*"FFSSSFSS", "F"]) == {2, 3, 4, 6, 7}
+    assert shared(index_topk_freq=4) == {2, 3, 4, 6, 7}, "of the layers 1 and 5"
+    assert shared(index_topk_freq=4, index_skip_topk_offset=1) == {1, 2, 3, 5, 6, 7}
+    assert shared(indexer_types=["full"] * 8, index_topk_freq=4) == set()
+
+
+def test_a_mistral_s_text_is_a_mistral_a_ministral_3_or_a_mistral_4() -> None:
     small = model_config(published("mistral-small-3.2-24b"))
     assert (small.architecture, small.num_layers, small.temper) == ("MistralForCausalLM", 40, None)
     assert small.policies[0][0] == FULL
@@ -263,18 +361,44 @@ def test_a_mistral_s_text_is_a_mistral_or_a_ministral_3() -> None:
     assert ministral.architecture == "Ministral3ForCausalLM"
     assert ministral.temper is not None
     assert (ministral.temper.factor, ministral.temper.step) == (0.1, 16384)
-    other = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}}
-    with pytest.raises(ModelError, match="served around 'mistral' and 'ministral3', got 'model_type' 'mistral4'"):
+    four = model_config(published("mistral-small-4-119b"))
+    assert four.architecture == "Mistral4ForCausalLM"
+    assert four.temper is not None
+    assert (four.temper.factor, four.temper.step, len(four.temper.layers)) == (0.1, 8192, 36)
+    assert (four.mla, four.head_dim, four.max_position) == (MlaConfig(256, 64, 64, 128, 1024), 64, 1 << 20)
+    assert four.attention_scale == pytest.approx(128**-0.5 * (0.1 * np.log(128) + 1) ** 2)
+    other = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral9"}}
+    with pytest.raises(ModelError, match=r"served around one of 'mistral', .*'mistral4', got 'model_type' 'mistral9'"):
         model_config(other)
 
 
-def test_a_multimodal_checkpoint_of_a_mistral_has_its_decoder_s_tokens() -> None:
+def test_a_mistral_4_that_leaves_fields_out_has_hugging_face_s() -> None:
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    text = published("mistral-small-4-119b")["text_config"]
+    bare = {key: text[key] for key in (*sizes, "max_position_embeddings")}
+    found = model_config({**bare, "architectures": ["Mistral4ForCausalLM"]})
+    expected = model_config(published("mistral-small-4-119b"))
+    assert (found.mla, found.moe, found.temper) == (expected.mla, expected.moe, expected.temper)
+    assert found.attention_scale == expected.attention_scale
+    with pytest.raises(ModelError, match="'rope_parameters' must be an object, got 3"):
+        model_config({**bare, "architectures": ["Mistral4ForCausalLM"], "rope_parameters": 3})
+
+
+def test_a_mistral_4_may_turn_halves_of_what_is_rotated() -> None:
+    neighbours = model_config(TINY_CONFIGS["mistral4"])
+    halves = model_config({**TINY_CONFIGS["mistral4"], "rope_interleave": False})
+    assert neighbours.mla is not None
+    assert halves == replace(neighbours, mla=replace(neighbours.mla, in_halves=True))
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+def test_a_multimodal_checkpoint_of_a_mistral_has_its_decoder_s_tokens(name: str) -> None:
     """Images have weights beside it, which nobody asks for."""
-    text = {key: value for key, value in TINY_CONFIGS["ministral3"].items() if key != "architectures"}
+    text = {key: value for key, value in TINY_CONFIGS[name].items() if key != "architectures"}
     nested = model_config({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
-    plain, ids = model_config(TINY_CONFIGS["ministral3"]), np.arange(3, 90, dtype=np.int32)
+    plain, ids = model_config(TINY_CONFIGS[name]), np.arange(3, 90, dtype=np.int32)
     assert nested == plain
-    weights = Checkpoint(checkpoint("ministral3"))
+    weights = Checkpoint(checkpoint(name))
     expected = run_rank(plain, weights, SingleRank(), ids)
     np.testing.assert_array_equal(run_rank(nested, _Nested(weights), SingleRank(), ids), expected)
 

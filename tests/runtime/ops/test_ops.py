@@ -144,6 +144,7 @@ def test_gated_activations(ops) -> None:
     with np.errstate(over="ignore"):
         close(ops, ops.clamped_mul(ops.tensor(np.concatenate([gate, up], axis=1))), clamped(gate, up))
         close(ops, ops.limited_silu_mul(ops.tensor(np.concatenate([gate, up], axis=1))), limited(gate, up))
+        close(ops, ops.clipped_silu_mul(ops.tensor(np.concatenate([gate, up], axis=1))), clipped(gate, up))
 
 
 def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -158,7 +159,13 @@ def limited(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return up * gate / (1 + np.exp(-gate))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped", "limited_silu"])
+def clipped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """As transformers' Step-3.7 has it."""
+    gate, up = gate.astype(np.float64), np.clip(up.astype(np.float64), -7, 7)
+    return up * np.minimum(gate / (1 + np.exp(-gate)), 7)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped", "limited_silu", "clipped_silu"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_gated_weight_gives_the_activated_gate_times_the_rest(ops, activation: str, has_bias: bool) -> None:
     x, weight, bias = 2 * normal(5, 24), normal(2 * 11, 24), normal(2 * 11) if has_bias else np.zeros(22, np.float32)
@@ -167,6 +174,8 @@ def test_a_gated_weight_gives_the_activated_gate_times_the_rest(ops, activation:
         expected = clamped(gate, up)
     elif activation == "limited_silu":
         expected = limited(gate, up)
+    elif activation == "clipped_silu":
+        expected = clipped(gate, up)
     else:
         inner = gate if activation == "silu" else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)
         with np.errstate(over="ignore"):

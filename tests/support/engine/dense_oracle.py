@@ -102,7 +102,11 @@ class DenseLatentAttention:
         out = np.empty((tokens, query.shape[1], mla.value_dim))
         for head in range(query.shape[1]):
             scores = plain[:, head] @ (latents @ up.key[head].T).T + turned[:, head] @ rotated.T
-            out[:, head] = softmax(scores * self._config.attention_scale, mask) @ (latents @ up.value[head])
+            scores, seen = scores * self._config.attention_scale, mask
+            if up.sink_logits is not None:  # a column more, whose value is 0
+                scores = np.column_stack([scores, np.full(tokens, up.sink_logits[head])])
+                seen = np.column_stack([mask, np.ones(tokens, bool)])
+            out[:, head] = softmax(scores, seen)[:, :tokens] @ (latents @ up.value[head])
         return ops.from_kernel_array(out.astype(np.float32))
 
     def _chosen(self, index, keys, rotation, mask: np.ndarray) -> np.ndarray:

@@ -33,7 +33,8 @@ _LIKE_ANOTHER_S = {
     "glm4", "glm4-moe", "glm4-moe-lite", "glm5", "minimax-m2", "olmo2", "exaone4", "exaone-moe", "afmoe", "hunyuan3",
     "solar-open", "mimo", "cohere2", "granite", "granite-moe", "granite-hybrid", "arcee", "granite-hybrid-moe",
     "nemotron-h-moe", "nemotron-h-latent", "bamba", "granite-swa", "granite-moe-swa", "mellum",
-    "cohere2-moe", "cohere2-moe-rms", "hunyuan-v1", "hunyuan-v1-moe",
+    "cohere2-moe", "cohere2-moe-rms", "hunyuan-v1", "hunyuan-v1-moe", "mistral4", "glm5-shared",
+    "hunyuan4", "laguna-elements",
 }  # fmt: skip
 TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS]
 CACHE_KINDS = [*DEMO_MODELS, *TINY_KINDS]

@@ -82,6 +82,8 @@ class IndexedLatentAttention(LatentAttention):
 
     def weight_elements(self, layer: int = 0) -> int:
         indexer, hidden = self.indexer, self.config.hidden_size
+        if layer in indexer.shared:
+            return super().weight_elements(layer)
         queries = (self.mla.q_rank or hidden) * indexer.heads * indexer.head_dim
         return super().weight_elements(layer) + queries + hidden * (indexer.head_dim + indexer.heads)
 

@@ -61,7 +61,7 @@ class GroupedQueryAttention:
         heads = c.heads_of(layer)
         copies, rest = divmod(tp_size, heads.kv_heads)
         is_whole = all(policy.is_full for policy in c.policies[heads.cache_layer])
-        return most if is_whole and not (rest or copies % most or c.num_heads % tp_size) else 1
+        return most if is_whole and not (rest or copies % most or c.query_heads_of(layer) % tp_size) else 1
 
     def host_kernels(self, name: str, threads: int) -> AttentionKernels:
         return make_kernels(name, threads)
@@ -106,7 +106,7 @@ class GroupedQueryAttention:
     def weight_elements(self, layer: int = 0) -> int:
         c, heads = self.config, self.config.heads_of(layer)
         own = heads.kv_heads if heads.cache_layer == layer else 0
-        return c.hidden_size * sum(heads.dims) * (c.num_heads + own)
+        return c.hidden_size * sum(heads.dims) * (c.query_heads_of(layer) + own)
 
     def geometry(self) -> str:
         c = self.config
@@ -115,9 +115,8 @@ class GroupedQueryAttention:
             f"{count} KV heads of {dim}" + (f" (values {value})" if value != dim else "") for count, dim, value in kinds
         )
         shared = sum(heads.cache_layer != layer for layer, heads in enumerate(c.layer_heads))
-        return f"{c.num_heads} query and {kv_heads}" + (
-            f", {shared} layers use an earlier one's cache" if shared else ""
-        )
+        queries = " or ".join(map(str, dict.fromkeys(map(c.query_heads_of, range(c.num_layers)))))
+        return f"{queries} query and {kv_heads}" + (f", {shared} layers use an earlier one's cache" if shared else "")
 
     def members(self, count: int, policy: HeadPolicy) -> str:
         return f"{count} (layer, KV head) pairs"
@@ -126,7 +125,7 @@ class GroupedQueryAttention:
 def query_shares(config: ModelConfig, layer: int, tp_size: int) -> list[int]:
     """Query heads over each of a rank's KV heads of a layer, ascending: ranks that share these may differ."""
     kv_heads = config.heads_of(layer).kv_heads
-    share = config.num_heads // kv_heads
+    share = config.query_heads_of(layer) // kv_heads
     keeping = {tp_size // kv_heads, -(-tp_size // kv_heads)} if tp_size > kv_heads else {1}
     return sorted({len(Sharing(part, ranks).of(share)) for ranks in keeping for part in range(ranks)})
 

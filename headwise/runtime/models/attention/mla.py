@@ -51,6 +51,11 @@ class LatentAttention:
                 f"{serving.model} has latent attention (MLA), which tensor_ops paddle does not compute on a GPU: "
                 "choose tensor_ops cupy, or device cpu"
             )
+        if serving.device == "cuda" and self.config.sink_logits:
+            raise ConfigError(
+                f"{serving.model} has sinks in its latent attention, for which there are no kernels of a GPU yet: "
+                "choose device cpu"
+            )
         if serving.device == "cuda" and serving.kv_dtype == INT4:
             check_groups(self.mla.rank, self.mla.rotated)
         if serving.tp_size > heads:
