@@ -22,15 +22,15 @@ from headwise.errors import ModelError
 from headwise.kernels.compressed_base import EntryMaking, Making
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.experts import Mixture
-from headwise.kernels.fused import Activation, Attention
+from headwise.kernels.fused import Activation
 from headwise.runtime.models.attention.compressed import Asking
-from headwise.runtime.models.base import AttentionLayer, Embeds, Rotation
+from headwise.runtime.models.base import AttentionLayer, Rotation
 from headwise.runtime.models.compressed_config import CompressedConfig
 from headwise.runtime.models.deepseek_v4_config import ARCHITECTURE, V4Config, V4MoeConfig, parse
 from headwise.runtime.models.deepseek_v4_names import renamed
 from headwise.runtime.models.drafting import DraftingLayer, DraftingNames
-from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
-from headwise.runtime.models.hyper import HyperConnections, HyperWeights
+from headwise.runtime.models.hyper import HyperConfig
+from headwise.runtime.models.hyper_decoder import HyperDecoder, check_shape
 from headwise.runtime.models.layers import Layer, Linear
 from headwise.runtime.models.moe import MoeMlp
 from headwise.runtime.models.moe_decoder import tokens_of
@@ -88,15 +88,7 @@ class HashedMoe:
     table: KernelArray
 
 
-@dataclass(frozen=True)
-class LayerConnections:
-    """Of one layer, around its two parts."""
-
-    attention: HyperWeights
-    mlp: HyperWeights
-
-
-class DeepseekV4(GroupedMoeDecoder):
+class DeepseekV4(HyperDecoder):
     """A decoder over `CompressedProjections`."""
 
     activation: Activation = "limited_silu"
@@ -125,26 +117,21 @@ class DeepseekV4(GroupedMoeDecoder):
     def _find_prefix(self, weights: Weights) -> str:
         return super()._find_prefix(self._weights)
 
-    def load_more(self) -> None:
-        hyper, at = self.config.hyper, self.prefix
+    @property
+    def hyper(self) -> HyperConfig:
+        hyper = self.config.hyper
         assert hyper is not None, "parsed so"
-        self._streams = HyperConnections(hyper, self.ops)
+        return hyper
+
+    def load_more(self) -> None:
+        super().load_more()
         self._streaming = self.ops if isinstance(self.ops, StreamingOps) else None
-        self._ones = self.ops.norm_weight(np.ones(hyper.streams * self.config.hidden_size, np.float32))
-        self._connections = [
-            LayerConnections(*(self._hyper(f"{at}layers.{layer}.{part}_hc.") for part in ("attn", "ffn")))
-            for layer in self._places
-        ]
-        self._joining = self._hyper(f"{at}hc_head.hc_", joins=True)
 
     def _load_drafting(self) -> DraftingLayer:
         """Of streams: what goes in is a projection of each, and one of the embedding, which all are given."""
         names, index, hidden = self.drafting_names, self.config.decoder_layers, self.config.hidden_size
         assert names is not None, "it has such"
-        self._draft_connections = LayerConnections(
-            *(self._hyper(f"{names.layer}{part}_hc.") for part in ("attn", "ffn"))
-        )
-        self._draft_joining = self._hyper(f"{names.layer}hc_head.hc_", joins=True)
+        self._draft_connections, self._draft_joining = self.connections_at(names.layer), self.joining_at(names.layer)
         of_embedding, of_hidden = (f"{names.layer}{part}_proj.weight" for part in ("e", "h"))
         return DraftingLayer(
             embedding_norm=self._norm(f"{names.embedding_norm}.weight"),
@@ -154,30 +141,6 @@ class DeepseekV4(GroupedMoeDecoder):
             layer=self._load_layer(index),
             final_norm=self._norm(f"{names.final_norm}.weight"),
         )
-
-    def _hyper(self, at: str, joins: bool = False) -> HyperWeights:
-        hyper, ops = self.config.hyper, self.ops
-        assert hyper is not None, "parsed so"
-        rows, scales = (hyper.streams, 1) if joins else ((2 + hyper.streams) * hyper.streams, 3)
-        fn = self._tensor(f"{at}fn", (rows, hyper.streams * self.config.hidden_size))
-        base, scale = self._tensor(f"{at}base", (rows,)), self._tensor(f"{at}scale", (scales,))
-        weight = self._prepare(f"{at}fn", lambda: ops.float_weight(fn))
-        return HyperWeights(
-            weight, ops.upload(np.ascontiguousarray(base)), ops.upload(np.ascontiguousarray(scale)), self._ones
-        )
-
-    def _tensor(self, name: str, expected: tuple[int, ...]) -> Floats:
-        found = self._weights.tensor(name)
-        self._check_shape(name, found.shape, expected)
-        return found
-
-    @staticmethod
-    def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        if tuple(shape) != expected:
-            raise ModelError(
-                f"{name} has the shape {shape} where config.json says {expected}: weights and config.json do not "
-                "belong together"
-            )
 
     def load_attention(self, layer: int, at: str) -> CompressedProjections:
         own, hidden, ops, (first, last) = self.compressed, self.config.hidden_size, self.ops, self._heads()
@@ -194,8 +157,8 @@ class DeepseekV4(GroupedMoeDecoder):
         entries: dict[str, Any] = self._entries(layer, f"{at}compressor.") if own.rates[layer] else {}
         return CompressedProjections(
             into=self._made(f"{at}q_a_proj + kv_proj[turning]", into),
-            into_norm=ops.norm_weight(self._tensor(f"{at}q_a_norm.weight", (own.q_rank,))),
-            key_norm=ops.norm_weight(self._tensor(f"{at}kv_norm.weight", (size,))[order]),
+            into_norm=ops.norm_weight(self.tensor_of(f"{at}q_a_norm.weight", (own.q_rank,))),
+            key_norm=ops.norm_weight(self.tensor_of(f"{at}kv_norm.weight", (size,))[order]),
             queries=self._made(f"{at}q_b_proj[heads {first}:{last}, turning]", queries),
             query_norm=ops.norm_weight(np.ones(size, np.float32)),
             out=self._out(at),
@@ -223,14 +186,14 @@ class DeepseekV4(GroupedMoeDecoder):
         """A whole matrix, as `_rows_of` gives rows."""
         kept = self._weights.kept_rows(name, 0, rows)
         found = self._weights.tensor(name) if kept is None else kept
-        self._check_shape(name, found.shape, (rows, inputs))
+        check_shape(name, found.shape, (rows, inputs))
         return found
 
     def _rows_of(self, name: str, part: tuple[int, int], inputs: int) -> Matrix:
         """Rows of a matrix: as codes or in the model's dtype, where kept, else float32."""
         kept = self._weights.kept_rows(name, *part)
         rows = self._weights.rows(name, *part) if kept is None else kept
-        self._check_shape(name, rows.shape, (part[1] - part[0], inputs))
+        check_shape(name, rows.shape, (part[1] - part[0], inputs))
         return rows
 
     def _out(self, at: str) -> tuple[tuple[int, int, Linear, Linear], ...]:
@@ -249,7 +212,7 @@ class DeepseekV4(GroupedMoeDecoder):
                 name = f"{at}o_b_proj.weight"
                 kept = self._weights.kept_columns(name, *part)
                 columns = self._weights.columns(name, *part) if kept is None else kept
-                self._check_shape(name, columns.shape, (self.config.hidden_size, rank))
+                check_shape(name, columns.shape, (self.config.hidden_size, rank))
                 return columns
 
             named = f"{at}o_a_proj[group {group}, heads {start}:{stop}, turning]"
@@ -286,8 +249,8 @@ class DeepseekV4(GroupedMoeDecoder):
         order, upload = self._order(size), self.ops.upload
         rope = self.config.ropes[layer]
         inverse = inverse_frequencies(replace(rope, share=self.compressed.rotated / size), size)
-        bias = self._tensor(f"{at}position_bias", (rate, keys * size))[:, _each(keys, order)]
-        norm = self._tensor(f"{at}kv_norm.weight", (size,))[order]
+        bias = self.tensor_of(f"{at}position_bias", (rate, keys * size))[:, _each(keys, order)]
+        norm = self.tensor_of(f"{at}kv_norm.weight", (size,))[order]
         arrays = (upload(np.ascontiguousarray(each, np.float32)) for each in (bias, norm, inverse))
         bias, norm, inverse = arrays
         return Making(size, bias, norm, self.config.rms_norm_eps, inverse)
@@ -320,7 +283,7 @@ class DeepseekV4(GroupedMoeDecoder):
         if layer not in moe.hashed:
             return made
         name = f"{at}gate.tid2eid"
-        table = self._tensor(name, (self.config.vocab_size, moe.experts_per_token)).astype(np.int64)
+        table = self.tensor_of(name, (self.config.vocab_size, moe.experts_per_token)).astype(np.int64)
         if table.size and not 0 <= table.min() <= table.max() < moe.num_experts:
             raise ModelError(f"{name} names experts that there are not: config.json says {moe.num_experts}")
         return HashedMoe(made, self.ops.upload(table))
@@ -329,32 +292,6 @@ class DeepseekV4(GroupedMoeDecoder):
         return Mixture(moe.routing, self.activation, correction)
 
     # ---- computation ----
-
-    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
-        return None
-
-    def forward(
-        self,
-        token_ids: KernelArray,
-        positions: KernelArray,
-        attention: AttentionLayer,
-        embeds: Embeds | None = None,
-        wanted: NDArray[np.int64] | None = None,
-        stream: Tensor | None = None,
-    ) -> Tensor:
-        self._tokens, self._ids = tokens_of(attention), token_ids  # for the layers of this pass
-        behind, wanted = self.taken_last(wanted)
-        rotations, hyper = self.rotations(positions), self._streams
-        backs = [(cosines, -sines) for cosines, sines in rotations]
-        streams = hyper.spread(self.embedded(token_ids, embeds))
-        for index, layer, connections in zip(self._places, self._layers, self._connections, strict=True):
-            rows = wanted if index == self._places[-1] else None
-            turning = rotations[self.rotation_of[index]], backs[self.rotation_of[index]]
-            streams = self._through_layer(index, layer, connections, streams, turning, attention, rows)
-        self._streams_behind = streams
-        if not streams.shape[0]:
-            return self.ops.from_kernel_array(self.ops.empty_like(streams, (0, self.config.hidden_size)))
-        return self.rows_of(self.norm(hyper.joined(streams, self._joining), self._final_norm), behind)
 
     def for_drafts(self, hidden: Tensor) -> Tensor:
         """All streams, before they are joined: ``[T, streams * hidden]``."""
@@ -378,10 +315,9 @@ class DeepseekV4(GroupedMoeDecoder):
         embedding = self.norm(self.embedded(following, None), drafting.embedding_norm)
         given = self.ops.kernel_array(self._linear(embedding, drafting.of_embedding))
         streams = hyper.spread(self.ops.from_kernel_array(given)) + streams.reshape(tokens, -1, size)
-        cosines, sines = self.rotations(positions)[self.rotation_of[index]]
-        turning = (cosines, sines), (cosines, -sines)
+        turning = _there_and_back(self.rotations(positions)[self.rotation_of[index]])
         where = self._draft_connections, streams, turning, attention, wanted
-        return self._flat(self._through_layer(index, drafting.layer, *where))
+        return self._flat(self.through_layer(index, drafting.layer, *where))
 
     def _flat(self, streams: KernelArray) -> Tensor:
         """Streams ``[T, n, hidden]`` side by side."""
@@ -395,39 +331,19 @@ class DeepseekV4(GroupedMoeDecoder):
         scores = self.step_scores(self.norm(joined, drafting.final_norm))
         return None if scores is None else self.ops.greedy(scores)
 
-    def _through_layer(
-        self,
-        index: int,
-        layer: Layer,
-        connections: LayerConnections,
-        streams: KernelArray,
-        turning: tuple[Rotation, Rotation],
-        attention: AttentionLayer,
-        rows: NDArray[np.int64] | None,
-    ) -> KernelArray:
-        """The streams behind a layer, of all rows or of these."""
-        hyper, norms = self._streams, layer.norms
-        given, mixing = hyper.before(streams, connections.attention)
-        seen = self._attended(index, layer, self.norm(given, norms.before_attention), turning, attention, rows)
-        if rows is not None:
-            at = self.ops.upload(rows)
-            streams, self._ids, mixing = streams[at], self._ids[at], mixing.of_rows(at)
-        if not streams.shape[0]:
-            return streams
-        streams = hyper.behind(streams, self.reduce(seen), mixing)
-        given, mixing = hyper.before(streams, connections.mlp)
-        return hyper.behind(streams, self.mlp(layer, self.norm(given, norms.before_mlp)), mixing)
+    def turnings(self, positions: KernelArray) -> Sequence[tuple[Rotation, Rotation]]:
+        """Of queries and keys, and of what was seen, which is turned back."""
+        return [_there_and_back(rotation) for rotation in self.rotations(positions)]
 
-    def _attended(
+    def attended(
         self,
         index: int,
         layer: Layer,
         x: Tensor,
-        turning: tuple[Rotation, Rotation],
+        turning: Any,
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None,
     ) -> Tensor:
-        """This rank's part of a layer's attention: of all rows, or of the wanted ones."""
         own, weights, ops = self.compressed, layer.attention, self.ops
         made = self._linear(x, weights.into)
         ranked = self.norm(made[:, : own.q_rank], weights.into_norm)
@@ -470,6 +386,11 @@ class DeepseekV4(GroupedMoeDecoder):
         known[:] = _NEVER
         np.put_along_axis(known, chosen, np.take_along_axis(of_all, chosen, axis=1), axis=1)
         return ops.from_kernel_array(known)
+
+
+def _there_and_back(rotation: Rotation) -> tuple[Rotation, Rotation]:
+    cosines, sines = rotation
+    return rotation, (cosines, -sines)
 
 
 def _each(count: int, order: Ints) -> Ints:

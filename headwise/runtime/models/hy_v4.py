@@ -15,22 +15,20 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import ModelError
 from headwise.kernels.experts import Mixture
-from headwise.kernels.fused import Attention
-from headwise.runtime.models.base import AttentionLayer, Embeds, MoeConfig, Rotation
+from headwise.runtime.models.base import MoeConfig
 from headwise.runtime.models.deepseek import LatentProjections
 from headwise.runtime.models.deepseek_v32 import DeepseekV32, IndexedProjections
 from headwise.runtime.models.drafting import DraftingNames
 from headwise.runtime.models.hy_v4_config import ARCHITECTURE, HyV4Config, parse
-from headwise.runtime.models.hyper import HyperWeights
+from headwise.runtime.models.hyper import HyperConnections
+from headwise.runtime.models.hyper_decoder import HyperDecoder
 from headwise.runtime.models.identity_hyper import IdentityConnections, IdentityHyperConfig
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear
 from headwise.runtime.models.moe import MoeMlp
-from headwise.runtime.models.moe_decoder import tokens_of
 from headwise.runtime.models.weight_view import ExpertWeights, RenamedWeights
 from headwise.runtime.models.weights import Weights
-from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.ops.base import Tensor
 
 __all__ = ["ARCHITECTURE", "HyV4", "parse"]
 
@@ -69,16 +67,9 @@ class SharedBeside:
     shared: DenseMlp
 
 
-@dataclass(frozen=True)
-class LayerConnections:
-    """Of one layer, around its two parts."""
-
-    attention: HyperWeights
-    mlp: HyperWeights
-
-
-class HyV4(DeepseekV32):
+class HyV4(HyperDecoder, DeepseekV32):
     config: HyV4Config
+    connections_kind: ClassVar[type[HyperConnections]] = IdentityConnections
     drafting_names: ClassVar[DraftingNames | None] = None
 
     # ---- weights ----
@@ -91,7 +82,7 @@ class HyV4(DeepseekV32):
         return self.config.rms_norm_eps
 
     @property
-    def _hyper_config(self) -> IdentityHyperConfig:
+    def hyper(self) -> IdentityHyperConfig:
         hyper = self.config.hyper
         assert hyper is not None, "parsed so"
         return hyper
@@ -119,79 +110,7 @@ class HyV4(DeepseekV32):
     def mixture(self, moe: MoeConfig, correction: Floats | None) -> Mixture:
         return Mixture(moe.routing, "limited_silu", correction)
 
-    def load_more(self) -> None:
-        hyper, at = self._hyper_config, self.prefix
-        self._streams = IdentityConnections(hyper, self.ops)
-        self._ones = self.ops.norm_weight(np.ones(hyper.streams * self.config.hidden_size, np.float32))
-        both, scales = 2 * hyper.streams, 2
-        self._connections = [
-            LayerConnections(*(self._hyper(f"{at}layers.{layer}.{part}_hc.", both, scales) for part in ("attn", "ffn")))
-            for layer in self._places
-        ]
-        self._joining = self._hyper(f"{at}hc_head.hc_", hyper.streams, 1)
-
-    def _hyper(self, at: str, rows: int, scales: int) -> HyperWeights:
-        ops, width = self.ops, self._hyper_config.streams * self.config.hidden_size
-        fn, base = self._given(f"{at}fn", (rows, width)), self._given(f"{at}base", (rows,))
-        weight = self._prepare(f"{at}fn", lambda: ops.float_weight(fn))
-        return HyperWeights(weight, ops.upload(base), ops.upload(self._given(f"{at}scale", (scales,))), self._ones)
-
-    def _given(self, name: str, expected: tuple[int, ...]) -> Floats:
-        found = self._weights.tensor(name)
-        if found.shape != expected:
-            raise ModelError(
-                f"{name} has the shape {found.shape} where config.json says {expected}: weights and config.json do not "
-                "belong together"
-            )
-        return np.ascontiguousarray(found, np.float32)
-
     # ---- computation ----
-
-    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
-        return None
-
-    def forward(
-        self,
-        token_ids: KernelArray,
-        positions: KernelArray,
-        attention: AttentionLayer,
-        embeds: Embeds | None = None,
-        wanted: NDArray[np.int64] | None = None,
-        stream: Tensor | None = None,
-    ) -> Tensor:
-        self._tokens = tokens_of(attention)  # for the layers of this pass
-        behind, wanted = self.taken_last(wanted)
-        rotations, streams = self.rotations(positions), self._streams.spread(self.embedded(token_ids, embeds))
-        for index, layer, connections in zip(self._places, self._layers, self._connections, strict=True):
-            rows = wanted if index == self._places[-1] else None
-            rotation = rotations[self.rotation_of[index]]
-            streams = self._through_layer(index, layer, connections, streams, rotation, attention, rows)
-        if not streams.shape[0]:
-            return self.ops.from_kernel_array(self.ops.empty_like(streams, (0, self.config.hidden_size)))
-        return self.rows_of(self.norm(self._streams.joined(streams, self._joining), self._final_norm), behind)
-
-    def _through_layer(
-        self,
-        index: int,
-        layer: Layer,
-        connections: LayerConnections,
-        streams: KernelArray,
-        rotation: Rotation,
-        attention: AttentionLayer,
-        rows: NDArray[np.int64] | None,
-    ) -> KernelArray:
-        """The streams behind a layer, of all rows or of these."""
-        hyper, norms = self._streams, layer.norms
-        taken, given = hyper.shares(streams, connections.attention)
-        seen = self.attend(index, layer, self.norm(taken, norms.before_attention), rotation, attention, rows)
-        if rows is not None:
-            at = self.ops.upload(rows)
-            streams, given = streams[at], given[at]
-        if not streams.shape[0]:
-            return streams
-        streams = hyper.added(streams, self.reduce(seen), given)
-        taken, given = hyper.shares(streams, connections.mlp)
-        return hyper.added(streams, self.mlp(layer, self.norm(taken, norms.before_mlp)), given)
 
     def gated(self, layer: Layer, x: Tensor, heads: Tensor, wanted: NDArray[np.int64] | None) -> Tensor:
         if not heads.shape[0]:

@@ -44,14 +44,16 @@ class HyperWeights:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Of each token's streams. given: ``[T, n]``, to each of what a part makes; between: ``[T, n, n]``, from and to"""
+    """Of each token's streams. given: ``[T, n]``, to each of what a part makes; between: ``[T, n, n]``, from and
+    to; None: each stays what it is
+    """
 
     given: KernelArray
-    between: KernelArray
+    between: KernelArray | None
 
     def of_rows(self, rows: KernelArray) -> Mixing:
         """That of some tokens."""
-        return Mixing(self.given[rows], self.between[rows])
+        return Mixing(self.given[rows], None if self.between is None else self.between[rows])
 
 
 class HyperConnections:
@@ -62,6 +64,12 @@ class HyperConnections:
         self._streaming = ops if isinstance(ops, StreamingOps) else None
         if self._streaming is not None:
             self._streaming.prepare_streams(config.streams)
+
+    @property
+    def part_weights(self) -> tuple[int, int]:
+        """How many mixing weights a part of a layer has, and how many scales of them."""
+        count = self._config.streams
+        return (2 + count) * count, 3
 
     def _by_kernels(self, streams: KernelArray) -> StreamingOps | None:
         """Operations that do all this in a few kernels, if there are any for these streams."""
@@ -85,8 +93,8 @@ class HyperConnections:
         made = self._made(streams, weights)
         taken, given, between = made[:, :count], made[:, count : 2 * count], made[:, 2 * count :]
         scale, base = weights.scale, weights.base
-        taken = _sigmoid(taken * scale[0] + base[:count]) + np.float32(config.eps)
-        given = np.float32(2) * _sigmoid(given * scale[1] + base[count : 2 * count])
+        taken = sigmoid(taken * scale[0] + base[:count]) + np.float32(config.eps)
+        given = np.float32(2) * sigmoid(given * scale[1] + base[count : 2 * count])
         between = (between * scale[2] + base[2 * count :]).reshape(-1, count, count)
         return self._mixed(streams, taken), Mixing(given, self._doubly_stochastic(between))
 
@@ -94,11 +102,13 @@ class HyperConnections:
         """The streams behind a part of a layer that has ``made [T, hidden]`` of what it was given. Those before may be
         overwritten.
         """
-        if (by_kernels := self._by_kernels(streams)) is not None:
-            by_kernels.put_streams(streams, made, mixing.given, mixing.between)
+        between = mixing.between
+        if between is not None and (by_kernels := self._by_kernels(streams)) is not None:
+            by_kernels.put_streams(streams, made, mixing.given, between)
             return streams
-        part = self._ops.kernel_array(made)
-        mixed = np.matmul(mixing.between.transpose(0, 2, 1).astype(streams.dtype, copy=False), streams)
+        part, mixed = self._ops.kernel_array(made), streams
+        if between is not None:
+            mixed = np.matmul(between.transpose(0, 2, 1).astype(streams.dtype, copy=False), streams)
         mixed += mixing.given[:, :, None].astype(streams.dtype, copy=False) * part[:, None]
         return mixed
 
@@ -108,7 +118,7 @@ class HyperConnections:
             eps = {"eps": self._config.eps, "norm_eps": self._config.norm_eps}
             return by_kernels.joined_streams(streams, weights.fn, weights.base, weights.scale, **eps)
         made = self._made(streams, weights)
-        return self._mixed(streams, _sigmoid(made * weights.scale + weights.base) + np.float32(self._config.eps))
+        return self._mixed(streams, sigmoid(made * weights.scale + weights.base) + np.float32(self._config.eps))
 
     def _made(self, streams: KernelArray, weights: HyperWeights) -> KernelArray:
         """Float32 ``[T, ...]``: what ``fn`` makes of all streams as one, normed."""
@@ -134,5 +144,6 @@ class HyperConnections:
         return matrix
 
 
-def _sigmoid(x: KernelArray) -> KernelArray:
+def sigmoid(x: KernelArray) -> KernelArray:
+    """Of any numbers, without overflow."""
     return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)

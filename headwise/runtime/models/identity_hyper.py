@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwise.runtime.models.hyper import HyperConfig, HyperConnections, HyperWeights, _sigmoid
+from headwise.runtime.models.hyper import HyperConfig, HyperConnections, HyperWeights, Mixing, sigmoid
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 
@@ -25,21 +25,18 @@ class IdentityHyperConfig(HyperConfig):
 class IdentityConnections(HyperConnections):
     """Adds to streams ``[T, n, hidden]``. `HyperWeights` have ``2 * n`` rows and two scales: a part has no matrix."""
 
-    def __init__(self, config: IdentityHyperConfig, ops: TensorOps) -> None:
+    def __init__(self, config: HyperConfig, ops: TensorOps) -> None:
         super().__init__(config, ops)
-        self._magnitude, self._eps, self._count = config.magnitude, config.eps, config.streams
+        assert isinstance(config, IdentityHyperConfig), "models that have these are parsed so"
+        self._magnitude = np.float32(config.magnitude)
 
-    def shares(self, streams: KernelArray, weights: HyperWeights) -> tuple[Tensor, KernelArray]:
-        """What a part of a layer is given, ``[T, hidden]``, and which share of what it makes each stream is given,
-        ``[T, n]``."""
-        made, count, eps = self._made(streams, weights), self._count, np.float32(self._eps)
+    @property
+    def part_weights(self) -> tuple[int, int]:
+        return 2 * self._config.streams, 2
+
+    def before(self, streams: KernelArray, weights: HyperWeights) -> tuple[Tensor, Mixing]:
+        made, count, eps = self._made(streams, weights), self._config.streams, np.float32(self._config.eps)
         scale, base = weights.scale, weights.base
-        taken = _sigmoid(made[:, :count] * scale[0] + base[:count]) + eps
-        given = np.float32(self._magnitude) * _sigmoid(made[:, count:] * scale[1] + base[count:]) + eps
-        return self._mixed(streams, taken), given
-
-    def added(self, streams: KernelArray, made: Tensor, given: KernelArray) -> KernelArray:
-        """The streams behind a part of a layer that has ``made [T, hidden]``."""
-        part = self._ops.kernel_array(made)
-        total: KernelArray = streams + given[:, :, None].astype(streams.dtype, copy=False) * part[:, None]
-        return total
+        taken = sigmoid(made[:, :count] * scale[0] + base[:count]) + eps
+        given = self._magnitude * sigmoid(made[:, count:] * scale[1] + base[count:]) + eps
+        return self._mixed(streams, taken), Mixing(given, None)
