@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,9 +111,9 @@ def _best(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     return np.argsort(-scores, axis=1, kind="stable")[:, :count]
 
 
-def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    halves: NDArray[np.float32] = np.float32(0.5) * np.tanh(np.float32(0.5) * x)  # does not overflow
-    return halves + np.float32(0.5)
+def sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))`` of a float32 array, of a GPU's, too, without overflow."""
+    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
 
 
 def _softmax(x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -127,4 +127,4 @@ def _root_softplus(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return roots
 
 
-_SCORES = {"softmax": _softmax, "sigmoid": _sigmoid, "sqrtsoftplus": _root_softplus}
+_SCORES = {"softmax": _softmax, "sigmoid": sigmoid, "sqrtsoftplus": _root_softplus}

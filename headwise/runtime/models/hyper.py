@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from headwise.kernels.experts import sigmoid
 from headwise.runtime.ops.base import KernelArray, StreamingOps, Tensor, TensorOps, Weight
 
 
@@ -142,8 +143,3 @@ class HyperConnections:
             matrix /= matrix.sum(axis=-1, keepdims=True) + eps
             matrix /= matrix.sum(axis=-2, keepdims=True) + eps
         return matrix
-
-
-def sigmoid(x: KernelArray) -> KernelArray:
-    """Of any numbers, without overflow."""
-    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)

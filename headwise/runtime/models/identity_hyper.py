@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwise.runtime.models.hyper import HyperConfig, HyperConnections, HyperWeights, Mixing, sigmoid
+from headwise.kernels.experts import sigmoid
+from headwise.runtime.models.hyper import HyperConfig, HyperConnections, HyperWeights, Mixing
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 

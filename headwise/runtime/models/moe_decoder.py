@@ -193,11 +193,6 @@ def local_experts(config: HfConfig, decoder: ModelConfig, *, experts: int, per_t
     return replace(decoder, moe=moe)
 
 
-def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``1 / (1 + exp(-x))``, without overflow."""
-    return np.asarray(0.5 * np.tanh(0.5 * x) + 0.5, np.float32)
-
-
 def check_routing(config: HfConfig, per_token: Mapping[str, int], experts: Mapping[str, int]) -> None:
     """Raise ModelError if a token goes to more experts than there are (a field each), or they are chosen otherwise."""
     check_served(config, _SERVED_VALUES)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.experts import Mixture
+from headwise.kernels.experts import Mixture, sigmoid
 from headwise.kernels.fused import Attention
 from headwise.runtime.models.base import MoeConfig
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
@@ -135,7 +135,7 @@ class Step3(GatedHeadsDecoder, GroupedMoeDecoder):
         both = ops.kernel_array(given)
         half = both.shape[1] // 2
         gate, up = both[:, :half].astype(np.float32), both[:, half:].astype(np.float32)
-        activated = np.minimum(gate * _sigmoid(gate), limit) * np.clip(up, -limit, limit)
+        activated = np.minimum(gate * sigmoid(gate), limit) * np.clip(up, -limit, limit)
         return self._linear(ops.from_kernel_array(activated.astype(both.dtype, copy=False)), clipped.mlp.down)
 
 
@@ -143,7 +143,3 @@ def _renamed(name: str) -> str:
     for published, ours in _NAMES.items():
         name = name.replace(published, ours)
     return name
-
-
-def _sigmoid(x: Any) -> Any:
-    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)  # does not overflow
