@@ -25,6 +25,7 @@ from headwise.errors import (
     OverloadedError,
     RequestAbortedError,
 )
+from headwise.runtime.cli.status_tables import render
 from headwise.runtime.client.client import Client
 from headwise.runtime.client.image_calls import ImageCalls, in_order
 from headwise.runtime.encoder import job_queue
@@ -32,6 +33,7 @@ from headwise.runtime.encoder.job_queue import Job, JobQueue
 from headwise.runtime.encoder.reports import Reporting
 from headwise.runtime.encoder.server import EncoderServer
 from headwise.runtime.frontend import encoders
+from headwise.runtime.http.deployment_metrics import DeploymentMetrics
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.images import EncodedImage, PromptImage
 from headwise.runtime.protocol.messages import Encode, Encoded, EncoderStatus, Failed, Ping, Pong
@@ -58,7 +60,8 @@ class ScriptedEncoder:
         return EncodedImage(PromptImage(digest(embeds), np.array([len(data)], np.int32)), embeds)
 
     def stats(self) -> dict[str, int]:
-        return {"seen": len(self.seen)}
+        kinds = len(set(self.seen))
+        return {"images": kinds, "bytes": 4 * kinds, "hits": len(self.seen) - kinds, "misses": kinds}
 
 
 @pytest.fixture
@@ -251,6 +254,38 @@ def test_what_an_encoder_refuses_fails_its_call_alone(
             client.chat(chat(b"good", file), max_tokens=1)
         assert client.chat(chat(b"good"), max_tokens=1).token_ids
     server.stop()
+
+
+def test_metrics_and_status_tell_what_encoders_did(deployment: Deployment) -> None:
+    from prometheus_client import CollectorRegistry
+    from rich.console import Console
+
+    deployment.add_engine(ScriptedCore())
+    server = encoder_of(deployment, ScriptedEncoder())
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        client.chat(chat(b"abc", b"de"), max_tokens=1)
+        client.chat(chat(b"abc"), max_tokens=1)
+        with pytest.raises(InvalidRequestError):
+            client.chat(chat(b"bad"), max_tokens=1)
+        eventually(lambda: client.stats()["encoders"]["encoder-0"]["refused"])
+        stats = client.stats()
+    server.stop()
+    registry = CollectorRegistry()
+    registry.register(DeploymentMetrics(stats))
+
+    def sample(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"headwise_encoder_{name}", {"encoder": "encoder-0", **labels})
+
+    outcomes = [sample("images_total", outcome=each) for each in ("encoded", "refused", "overloaded", "malformed")]
+    assert outcomes == [3, 1, 0, 0]
+    assert [sample("cache_queries_total", outcome=each) for each in ("hits", "misses")] == [1, 3]
+    assert (sample("images_waiting"), sample("cache_images"), sample("cache_bytes")) == (0, 3, 12)
+    console = Console(width=140)
+    with console.capture() as shown:
+        console.print(render(stats))
+    (line,) = (line for line in shown.get().splitlines() if "encoder-0" in line)
+    assert line.split()[:4] == ["encoder-0", "0", "3", "1"]
 
 
 def reporting_of(deployment: Deployment, name: str) -> Reporting:
