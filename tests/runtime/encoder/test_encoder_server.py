@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -256,6 +257,30 @@ def test_what_an_encoder_refuses_fails_its_call_alone(
     server.stop()
 
 
+def test_images_are_encoded_for_who_counts_their_tokens_and_for_prefixes(deployment: Deployment) -> None:
+    deployment.add_engine(ScriptedCore())
+    encoder = ScriptedEncoder()
+    server = encoder_of(deployment, encoder)
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        found = asyncio.run(client.aencode_images([b"abc", b"de", b"abc"]))
+        assert [image.tokens.tolist() for image in found] == [[3], [2], [3]]
+        with pytest.raises(InvalidRequestError, match="the image is bad"):
+            asyncio.run(client.aencode_images([b"abc", b"bad"]))
+        told = client.chat(chat(b"abc", b"de"), max_tokens=1)
+        assert client.find_chat_prefix(chat(b"abc", b"de"))["tokens"] == told.usage.prompt_tokens
+        with pytest.raises(InvalidRequestError, match="the image is bad"):
+            client.find_chat_prefix(chat(b"bad"))
+        encoder.free.clear()
+        closing = threading.Thread(target=lambda: (eventually(lambda: b"last" in encoder.seen), client.close()))
+        closing.start()
+        with pytest.raises(RequestAbortedError, match="closed"):
+            asyncio.run(client.aencode_images([b"last"]))
+        closing.join()
+    encoder.free.set()
+    server.stop()
+
+
 def test_metrics_and_status_tell_what_encoders_did(deployment: Deployment) -> None:
     from prometheus_client import CollectorRegistry
     from rich.console import Console
@@ -405,6 +430,13 @@ def test_a_deployment_without_encoders_says_what_enables_them() -> None:
     deployment = Deployment()
     with Client(deployment.address) as client, pytest.raises(InvalidRequestError, match="images are not enabled here"):
         client.chat(chat(b"abc"), max_tokens=1)
+    with Client(deployment.address) as client:
+        for ask in (
+            lambda: client.find_chat_prefix(chat(b"abc")),
+            lambda: asyncio.run(client.aencode_images([b"abc"])),
+        ):
+            with pytest.raises(InvalidRequestError, match="images are not enabled here"):
+                ask()
     deployment.close()
 
 
