@@ -27,6 +27,7 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.runtime.cli.status_tables import render
+from headwise.runtime.client import image_calls
 from headwise.runtime.client.client import Client
 from headwise.runtime.client.image_calls import ImageCalls, in_order
 from headwise.runtime.encoder import job_queue
@@ -279,6 +280,27 @@ def test_images_are_encoded_for_who_counts_their_tokens_and_for_prefixes(deploym
         closing.join()
     encoder.free.set()
     server.stop()
+
+
+def test_a_client_holds_so_many_bytes_of_images_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_calls, "MOST_HELD_BYTES", 10)
+    asked: list[Any] = []
+    calls = ImageCalls(lambda deliver: deliver(("tcp://a",)), lambda endpoint, image, deliver: asked.append(deliver))
+    outcomes: list[Any] = []
+    calls.encode([b"123456"], outcomes.append)
+    for _ in range(2):  # the same file again is held again: it came with another call
+        calls.encode([b"123456"], outcomes.append)
+    assert [type(each) for each in outcomes] == [OverloadedError, OverloadedError]
+    calls.encode([b"12", b"34"], outcomes.append)
+    assert len(outcomes) == 2
+    asked[1](InvalidRequestError("bad"))  # of the last call: its bytes are free
+    calls.encode([b"1234"], outcomes.append)
+    assert isinstance(outcomes[2], InvalidRequestError)
+    assert len(outcomes) == 3
+    image = PromptImage("", np.array([1], np.int32))
+    asked[0](Encoded(1, image, np.zeros((1, 1), np.float32)))
+    calls.encode([b"123456"], outcomes.append)
+    assert len(outcomes) == 4
 
 
 def test_metrics_and_status_tell_what_encoders_did(deployment: Deployment) -> None:
