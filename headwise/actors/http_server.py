@@ -78,7 +78,8 @@ class HttpServerActor:
             Tokenizer.from_directory(directory, config.chat_template),
         )
         limits = TextLimits(card.max_model_len, tokenizer.longest_token)
-        texts = ModelTexts(directory, tokenizer, limits, card.config.vocab_size, config.chat_template)
+        model = card.config
+        texts = ModelTexts(directory, tokenizer, limits, model.vocab_size, config.chat_template, model.image_token)
         self._closing.append(texts.close)
         client = self._client = Client(self._scheduler, keys=self._keys)
         self._closing.append(client.close)

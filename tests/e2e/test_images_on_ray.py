@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import struct
 import zlib
@@ -211,15 +212,56 @@ def test_what_is_no_image_is_told_and_the_next_request_is_served(
     assert asked(client, part(encoded(picture("odd")))).usage.prompt_tokens == 56
 
 
-def test_tokens_of_images_are_not_counted_without_them(deployment: Deployment) -> None:
-    answer = httpx.post(
-        f"{deployment.http_address}/tokenize",
-        json={"messages": user(part(encoded(picture("odd"))))},
-        headers={"authorization": f"Bearer {KEY}"},
-        timeout=120.0,
-    )
-    assert answer.status_code == 400
-    assert "is an image, which is not taken here" in answer.text
+@pytest.mark.parametrize("name", ["one", "two", "each"])
+def test_tokens_of_chats_with_images_are_counted(deployment: Deployment, name: str) -> None:
+    known = reference_of(name)
+    text = {"type": "text", "text": f"Look at {name}, the image."}
+    files = [encoded(picture(each)) for each in known["images"]]
+
+    def told(path: str, messages: list[dict[str, Any]], **more: Any) -> Any:
+        headers = {"authorization": f"Bearer {KEY}"}
+        url, body = f"{deployment.http_address}{path}", {"messages": messages, **more}
+        return httpx.post(url, json=body, headers=headers, timeout=120.0).raise_for_status().json()
+
+    found = told("/tokenize", user(*map(part, files), text))
+    assert (found["count"], found["tokens"]) == (len(known["prompt_ids"]), known["prompt_ids"])
+    sources = [{"type": "base64", "media_type": "image/png", "data": b64encode(file).decode()} for file in files]
+    blocks = [{"type": "image", "source": source} for source in sources]
+    counted = told("/v1/messages/count_tokens", user(*blocks, text), model=str(image_model()))
+    assert counted == {"input_tokens": len(known["prompt_ids"])}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("chat", "says"),
+    [
+        ([{"role": "user", "content": [part(b"no image")]}], "no image that is served"),
+        ([{"role": "user", "content": [part(b"")]}], "is empty"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "must have an image|source"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a.org/b"}}]}], "not fetched"),
+    ],
+)
+def test_what_is_no_image_is_not_counted(deployment: Deployment, path: str, chat: Any, says: str) -> None:
+    body = {"messages": chat, **({"model": str(image_model())} if "count" in path else {})}
+    headers = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{deployment.http_address}{path}", json=body, headers=headers, timeout=120.0)
+    assert answer.status_code == 400, answer.text
+    assert path != "/tokenize" or re.search(says, answer.json()["error"]["message"])
+
+
+def test_prefixes_of_chats_with_images_are_found(ours: Client) -> None:
+    image = {"type": "image", "image": picture("large", 7)}
+    text = {"type": "text", "text": "Where is it, of all the places?"}
+    chat = user(image, text)
+    told = ours.chat(chat, max_tokens=2, temperature=0)
+    eventually(lambda: any(each["device"] for each in ours.find_chat_prefix(chat)["engines"].values()))
+    found = ours.find_chat_prefix(chat)
+    assert found["tokens"] == told.usage.prompt_tokens
+    (held,) = found["engines"].values()
+    assert held["device"] == (found["tokens"] - 1) // 16 * 16
+    other = ours.find_chat_prefix(user({"type": "image", "image": picture("large", 8)}, text))
+    assert other["tokens"] == found["tokens"]
+    assert not any(each["device"] for each in other["engines"].values())  # before the image is no whole block
 
 
 def test_an_encoder_that_is_killed_is_started_again(deployment: Deployment, client: Any, ours: Client) -> None:

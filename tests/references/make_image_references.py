@@ -25,8 +25,21 @@ import numpy as np
 import torch
 import transformers
 from make_references import NEW_TOKENS
-from support.tiny_images import FAMILIES, LONGEST, MERGE, PATCH, REFERENCES, SIZES, Family, picture, write_image_model
+from support.tiny_images import (
+    FAMILIES,
+    KIMI,
+    LONGEST,
+    MERGE,
+    PATCH,
+    REFERENCES,
+    SIZES,
+    Family,
+    picture,
+    write_image_model,
+)
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -117,13 +130,51 @@ class Llama4:
         return {"pixel_values": torch.cat([each["pixel_values"].float() for each in given])}
 
 
+class KimiK25:
+    """Patches, cut beforehand."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._processor = Kimi_K25ImageProcessor(**KIMI.processor)
+
+    def inputs(self, name: str) -> Any:
+        return self._processor(picture(name), return_tensors="pt")
+
+    def features(self, given: Any) -> torch.Tensor:
+        return torch.cat(list(self._model.get_image_features(**given).pooler_output))
+
+    def sizes(self, given: Any) -> list[int]:
+        return given["image_grid_thw"][0].tolist()[1:]
+
+    def text(self, given: Any) -> str:
+        form = SimpleNamespace(image_processor=self._processor, image_token="<|media_pad|>")
+        return Kimi_K25Processor.replace_image_token(form, given, 0)
+
+    def together(self, given: list[Any]) -> dict[str, Any]:
+        return {name: torch.cat([each[name] for each in given]) for name in ("pixel_values", "image_grid_thw")}
+
+
+_PUBLISHED = {
+    "model.mm_projector.": "mm_projector.",
+    ".encoder.patch_embed.": ".patch_embed.",
+    "language_model.model.blocks.": "language_model.model.layers.",
+}
+"""Parts of Kimi-K2.5's names that transformers does not write as they are published, though it reads those."""
+
+
+def _published(name: str) -> str:
+    for written, published in _PUBLISHED.items():
+        name = name.replace(written, published)
+    return name
+
+
 def load(family: Family, scratch: Path) -> tuple[Any, Path, dict[str, list[int]]]:
     """The model, all of whose weights transformers has found a use for, its directory, and the weights' shapes."""
     (scratch / "config.json").write_text(json.dumps(family.config))
     empty = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(scratch), dtype=torch.float32)
     empty.save_pretrained(scratch / "names")
     saved = SafetensorsFile(scratch / "names" / "model.safetensors")
-    shapes = {name: list(saved.shape(name)) for name in saved.names}
+    shapes = {_published(name): list(saved.shape(name)) for name in saved.names}
     directory = write_image_model(scratch / "model", family, shapes)
     model, loading = AutoModelForImageTextToText.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -136,7 +187,7 @@ def load(family: Family, scratch: Path) -> tuple[Any, Path, dict[str, list[int]]
 def make(name: str) -> None:
     family = FAMILIES[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
-    kind = {"mistral3": Mistral3, "llama4": Llama4}[name](model)
+    kind = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25}[name](model)
     inputs = {each: kind.inputs(each) for each in SIZES}
     images = {
         each: {
@@ -157,6 +208,8 @@ def make(name: str) -> None:
         more = kind.together([inputs[each] for each in its]) if its else {}
         prompts.append({"images": list(its), **answer(model, prompt, ids, more)})
         distinct = len(set(prompts[-1]["output_ids"]))
+        if name == "kimi-k25":  # transformers computes with token 0 where the model itself says one of these
+            assert KIMI.id_of("<|media_pad|>") not in prompts[-1]["output_ids"], "choose another size of the vocabulary"
         print(name, prompt, len(ids), f"{distinct} different tokens, least gap {min(prompts[-1]['gaps'])}")
     lines = ",\n".join(json.dumps(each) for each in prompts)
     head = {"transformers": transformers.__version__, "shapes": shapes, "images": images}

@@ -20,6 +20,7 @@ from headwise.runtime.http.server import HttpServer, listen
 from headwise.runtime.http.texts import Texts
 from headwise.runtime.http.tools.select import Parsers
 from headwise.runtime.loader.chat import plain_chat
+from headwise.runtime.protocol.images import PromptImage
 
 MODEL = "scripted"
 
@@ -36,7 +37,7 @@ class ScriptedTexts:
 
     limits = TextLimits(1000, 4)
 
-    async def encode(self, prompt: str | None, messages: Any) -> list[int]:
+    async def encode(self, prompt: str | None, messages: Any, images: Sequence[PromptImage] = ()) -> list[int]:
         text = (
             prompt
             if prompt is not None

@@ -99,6 +99,33 @@ LLAMA4_CONFIG: dict[str, Any] = {
     },
 }
 
+KIMI_CONFIG: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "image_token_id": FIRST_ID,
+    "video_token_id": 288,
+    "vision_start_token_id": FIRST_ID + 1,
+    "vision_end_token_id": FIRST_ID + 3,
+    "projection_hidden_size": 32,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "text_config": {**TINY_CONFIGS["deepseek-v3"], "vocab_size": 288},
+    "vision_config": {
+        "model_type": "kimi_k25_vision",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": PATCH,
+        "pos_emb_height": 8,
+        "pos_emb_width": 8,
+        "merge_kernel_size": [MERGE, MERGE],
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+    },
+}
+
 SIZES = {"exact": (24, 16), "odd": (37, 21), "tall": (9, 50), "large": (200, 130), "tiny": (2, 17), "thin": (300, 9)}
 """Width and height: whole squares of patches, others, and some that are scaled down."""
 
@@ -157,7 +184,13 @@ LLAMA4 = Family(
     {"size": {"height": 16, "width": 16}, "max_patches": 4},
     ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
 )
-FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4)}
+KIMI = Family(
+    "kimi-k25",
+    KIMI_CONFIG,
+    {"size": {"max_height": 16, "max_width": 16}, "max_patches": 64, "patch_size": PATCH, "merge_size": MERGE},
+    ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
+)
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI)}
 
 
 def write_image_model(directory: Path, family: Family, shapes: dict[str, list[int]]) -> Path:

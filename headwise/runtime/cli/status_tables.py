@@ -22,10 +22,11 @@ Stats = Mapping[str, Any]
 
 
 def render(stats: Stats) -> Group:
-    """What `Client.stats` tells, to look at: engines and their tiers, the index, the last faults."""
+    """What `Client.stats` tells, to look at: engines and their tiers, encoders, the index, the last faults."""
     from rich.console import Group
 
-    parts: list[Any] = [_headline(stats), *_fleet(stats), _engines(stats), _tiers(stats), _index(stats)]
+    parts: list[Any] = [_headline(stats), *_fleet(stats), _engines(stats), *_encoders(stats), _tiers(stats)]
+    parts.append(_index(stats))
     faults = list(stats.get("faults", ()))[-SHOWN_FAULTS:]
     parts += [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in reversed(faults)]
     return Group(*parts if faults else [*parts, "no faults"])
@@ -85,6 +86,23 @@ def _state(engine: Stats) -> str:
         return f"silent for {silent_s:.0f} s"
     role = engine.get("role", "mixed")
     return str(engine["state"]) if role == "mixed" else f"{engine['state']}, {role}"
+
+
+def _encoders(stats: Stats) -> Iterator[Table]:
+    """Images that each has encoded, and those that it keeps; nothing where there are none."""
+    encoders = stats.get("encoders")
+    if not encoders:
+        return
+    table = _table("encoders", "waiting", "encoded", "refused", "kept", "hits")
+    for name, encoder in sorted(encoders.items()):
+        cache, refused = encoder["cache"], encoder["refused"] + encoder["overloaded"] + encoder["malformed"]
+        table.add_row(
+            name,
+            *(str(each) for each in (encoder["waiting"], encoder["encoded"], refused)),
+            f"{cache['images']}, {format_bytes(cache['bytes'])}",
+            _share(cache["hits"], cache["hits"] + cache["misses"]),
+        )
+    yield table
 
 
 def _tiers(stats: Stats) -> Table:

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from headwise.errors import ConfigError, DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
-from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
+from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream, into_loop
 from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of, plain_chat
 from headwise.runtime.loader.chat_images import take_images
-from headwise.runtime.protocol.images import IMAGE_LIMITS
+from headwise.runtime.protocol.images import IMAGE_LIMITS, PromptImage
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
@@ -119,8 +119,11 @@ class Client:
         return self._find_prefix(prompt, None, cache_salt, items, adapter)
 
     def find_chat_prefix(self, messages: Messages, cache_salt: str = "", adapter: str = "") -> dict[str, Any]:
-        """Like `find_prefix`, for a chat."""
-        return self._find_prefix(None, messages, cache_salt, adapter=adapter)
+        """Like `find_prefix`, for a chat, whose images are encoded for that."""
+        messages, files = take_images(messages, IMAGE_LIMITS)
+        encoded = _answer_to(lambda deliver: self._io.encode(files, deliver)) if files else ()
+        images = tuple(each.image for each in encoded)
+        return self._find_prefix(None, messages, cache_salt, adapter=adapter, images=images)
 
     def _find_prefix(
         self,
@@ -129,13 +132,14 @@ class Client:
         cache_salt: str,
         items: Items = (),
         adapter: str = "",
+        images: tuple[PromptImage, ...] = (),
     ) -> dict[str, Any]:
         text, token_ids, plain = _prompt(prompt, messages)
         keys = _placed(items, token_ids).extra_keys
         salt, adapter = as_string("cache_salt", cache_salt), as_string("adapter", adapter)
 
         def asked(key: int) -> FindPrefix:
-            return FindPrefix(key, text, token_ids, plain, salt, keys, adapter)
+            return FindPrefix(key, text, token_ids, plain, salt, keys, adapter, images)
 
         found: dict[str, Any] = _answer_to(lambda deliver: self._io.ask(asked, deliver))
         return found
@@ -212,6 +216,17 @@ class Client:
 
     def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
         return AsyncTokenStream(self._io, *_route(None, messages, sampling, options))
+
+    async def aencode_images(self, files: Sequence[bytes]) -> list[PromptImage]:
+        """What stands for each of these files of images in a chat, as an encoder of the deployment says it. Raises
+        `InvalidRequestError` for what is no image, and where images are not served."""
+        loop = asyncio.get_running_loop()
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._io.encode(files, into_loop(answers, loop))
+        answer = await answers.get()
+        if isinstance(answer, HeadwiseError):
+            raise answer
+        return [each.image for each in answer]
 
     async def astats(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.stats)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from headwise.errors import EngineDiedError, HeadwiseError, NotReadyError
+from headwise.errors import EngineDiedError, HeadwiseError, NotReadyError, OverloadedError
 from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import Encoded
 
 MOST_ASKED = 2
 """Images that an encoder is asked for at a time: what comes back of each may be as large as a message may be."""
+MOST_HELD_BYTES = 1 << 30
+"""Of the files of all calls that wait for encoders: strangers send them to an HTTP server, which is a client."""
 
 Answer = Callable[[list[EncodedImage] | HeadwiseError], None]
 
@@ -46,11 +48,17 @@ class ImageCalls:
     ) -> None:
         self._find, self._ask = find, ask
         self._images: dict[bytes, _Image] = {}
+        self._held = 0  # bytes of the files of calls that wait
         self._asked: Counter[str] = Counter()  # images, by endpoint
         self._queues: defaultdict[str, deque[_Image]] = defaultdict(deque)  # what is to be asked there next
 
     def encode(self, files: Sequence[bytes], deliver: Answer) -> None:
         """Deliver what stands for each of these, or the first error."""
+        size = sum(map(len, files))
+        if self._held and self._held + size > MOST_HELD_BYTES:
+            deliver(OverloadedError(f"images of {self._held} bytes wait to be encoded already; try again later"))
+            return
+        self._held += size
         found: dict[int, EncodedImage] = {}
         is_over = False
 
@@ -58,14 +66,13 @@ class ImageCalls:
             nonlocal is_over
             if is_over:
                 return
-            if isinstance(answer, HeadwiseError):
-                is_over = True
-                deliver(answer)
-                return
-            found[place] = answer
-            if len(found) == len(files):
-                is_over = True
-                deliver([found[at] for at in range(len(files))])
+            if not isinstance(answer, HeadwiseError):
+                found[place] = answer
+                if len(found) < len(files):
+                    return
+            is_over = True
+            self._held -= size
+            deliver(answer if isinstance(answer, HeadwiseError) else [found[at] for at in range(len(files))])
 
         for place, data in enumerate(files):
             digest = hashlib.sha256(data).digest()

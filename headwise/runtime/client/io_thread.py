@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -139,6 +139,10 @@ class ClientIO:
         key = next(self._keys)
         data = _encode(question(key))
         self._command(lambda: self._scheduler.ask(key, deliver, data, self._clock()))
+
+    def encode(self, files: Sequence[bytes], deliver: Callable[[list[EncodedImage] | HeadwiseError], None]) -> None:
+        """Have images encoded. ``deliver`` gets what stands for each, or the first error; raises as `start` does."""
+        self._command(lambda: self._images.encode(files, deliver))
 
     def operate(self, action: str, tier: str, deliver: Callable[[dict[str, int] | HeadwiseError], None]) -> None:
         """Have every engine carry out an operation. When all are done, deliver the blocks that each forgot, by name."""

@@ -6,6 +6,7 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from headwise.runtime.client.peers import Call, Event
 from headwise.runtime.protocol.messages import Route
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import FinishReason, GenerationResult, OutputDelta
+
+T = TypeVar("T")
 
 
 class _StreamBase:
@@ -112,7 +115,7 @@ class AsyncTokenStream(_StreamBase, AsyncIterator[OutputDelta]):
         self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = (), files: Sequence[bytes] = ()
     ) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        super().__init__(io, route, embeds, files, _into(self._events, asyncio.get_running_loop()))
+        super().__init__(io, route, embeds, files, into_loop(self._events, asyncio.get_running_loop()))
 
     @property
     def unread(self) -> int:
@@ -146,10 +149,10 @@ class AsyncTokenStream(_StreamBase, AsyncIterator[OutputDelta]):
         self.cancel()
 
 
-def _into(events: asyncio.Queue[Event], loop: asyncio.AbstractEventLoop) -> Callable[[Event], None]:
+def into_loop(events: asyncio.Queue[T], loop: asyncio.AbstractEventLoop) -> Callable[[T], None]:
     """Deliver from the I/O thread into a loop's queue; a loop that is closed reads no more."""
 
-    def deliver(event: Event) -> None:
+    def deliver(event: T) -> None:
         try:
             loop.call_soon_threadsafe(events.put_nowait, event)
         except RuntimeError:

@@ -154,11 +154,9 @@ class Preprocessor:
     def _with_images(
         self, tokens: NDArray[np.int32], messages: Chat | None, images: Sequence[PromptImage]
     ) -> tuple[NDArray[np.int32], list[PromptItem]]:
-        placeholder = self.tokenizer.control_token(self.card.config.image_token)
         if messages is None:
             raise InvalidRequestError("images are parts of a chat's messages: a prompt has items instead")
-        if placeholder is None:
-            raise InvalidRequestError("this model takes no images: it has no vision tower that is served")
+        placeholder = self.tokenizer.control_token(self.card.config.image_token)
         return with_images(tokens, images, placeholder, self.card.config.vocab_size)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:

@@ -352,7 +352,6 @@ class SchedulerServer:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
         chat, salt, adapter = asked.chat, asked.cache_salt, asked.adapter
         items = [PromptItem(start, end - start, key) for start, end, key in asked.extra_keys]
-        images = asked.images if isinstance(asked, Route) else ()
 
         def prepare() -> PreparedRequest:
             return self._prepared(
@@ -364,7 +363,7 @@ class SchedulerServer:
                     cache_salt=salt,
                     items=items,
                     adapter=adapter,
-                    images=images,
+                    images=asked.images,
                 )
             )
 

@@ -57,7 +57,7 @@ from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
 from headwise.runtime.http.tools.choice import ToolChoice
 from headwise.runtime.http.tools.select import Parsers
-from headwise.runtime.loader.chat_images import with_files
+from headwise.runtime.loader.chat_images import take_images, with_files
 from headwise.runtime.protocol.images import IMAGE_LIMITS
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class _Api:
     async def count_tokens(self, request: Request) -> Response:
         body = parse(CountBody, await self._bodies.read(request))
         check_model(body.model, self._models)
-        tokens = await self._texts.encode(None, counted_chat(body, choice_of(body, self._parsers)))
+        tokens = await self._tokens(None, counted_chat(body, choice_of(body, self._parsers)))
         return JSONResponse({"input_tokens": len(tokens)})
 
     async def _echoed(self, wanted: Wanted) -> list[str]:
@@ -218,8 +218,17 @@ class _Api:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
         chat = None if body.messages is None else checked_chat(body, body.tools or [])
-        tokens = await self._texts.encode(body.prompt, chat)
+        tokens = await self._tokens(body.prompt, chat)
         return JSONResponse({"count": len(tokens), "max_model_len": self._texts.limits.tokens, "tokens": tokens})
+
+    async def _tokens(self, prompt: str | None, chat: Any) -> list[int]:
+        """Of a text, or of a chat; an encoder says which its images are."""
+        try:
+            chat, files = take_images(chat, IMAGE_LIMITS)
+        except InvalidRequestError as error:
+            raise invalid(str(error), "messages") from None
+        images = await self._client.aencode_images(files) if files else ()
+        return await self._texts.encode(prompt, chat, images)
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._bodies.read(request))

@@ -74,6 +74,7 @@ class DeploymentMetrics(Collector):
         self._scheduler: Stats = stats["scheduler"]
         self._fleet: Stats = stats["fleet"]
         self._engines: dict[str, Stats] = dict(stats["engines"])
+        self._encoders: dict[str, Stats] = dict(stats["encoders"])
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_scheduler()
@@ -82,6 +83,7 @@ class DeploymentMetrics(Collector):
         yield from self._of_caches()
         yield from self._of_transfers()
         yield from self._of_peers()
+        yield from self._of_encoders()
 
     def _of_scheduler(self) -> Iterator[Metric]:
         outcomes = {key: self._scheduler[key] for key in ("routed", "rerouted", "delayed", "refused", "withdrawn")}
@@ -174,6 +176,17 @@ class DeploymentMetrics(Collector):
         tokens = _each(engines, "peers", "hit_tokens")
         yield _counter("peer_hit_tokens", "Served because of what came from other engines.", "engine", tokens)
 
+    def _of_encoders(self) -> Iterator[Metric]:
+        """Images; nothing where there are no encoders."""
+        encoders = self._encoders
+        done = {end: _each(encoders, end) for end in ("encoded", "refused", "overloaded", "malformed")}
+        yield _counters("encoder_images", "Images by what an encoder did with them.", "outcome", done, "encoder")
+        yield _gauge("encoder_images_waiting", "In the encoder's queue.", "encoder", _each(encoders, "waiting"))
+        found = {name: _each(encoders, "cache", name) for name in ("hits", "misses")}
+        yield _counters("encoder_cache_queries", "Images, made before or not.", "outcome", found, "encoder")
+        yield _gauge("encoder_cache_images", "Kept, as made.", "encoder", _each(encoders, "cache", "images"))
+        yield _gauge("encoder_cache_bytes", "Bytes. Of the same.", "encoder", _each(encoders, "cache", "bytes"))
+
     def _hits(self) -> Metric:
         hits: dict[str, dict[str, float]] = {}
         for name, engine in sorted(self._engines.items()):
@@ -206,9 +219,11 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> M
     return _filled(CounterMetricFamily(f"headwise_{name}", text, labels=(label,)), values)
 
 
-def _counters(name: str, text: str, label: str, values: Mapping[str, Mapping[str, float]]) -> Metric:
-    """By engine and another label: ``values[label][engine]``."""
-    return _filled_by(CounterMetricFamily(f"headwise_{name}", text, labels=("engine", label)), values)
+def _counters(
+    name: str, text: str, label: str, values: Mapping[str, Mapping[str, float]], whose: str = "engine"
+) -> Metric:
+    """By engine, or by another process, and another label: ``values[label][engine]``."""
+    return _filled_by(CounterMetricFamily(f"headwise_{name}", text, labels=(whose, label)), values)
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -14,6 +14,7 @@ from headwise.runtime.frontend.prompts import TextLimits
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
 from headwise.runtime.http.logprobs import Decoder, TokenTexts
 from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.protocol.images import PromptImage, with_images
 
 T = TypeVar("T")
 
@@ -26,8 +27,8 @@ class Texts(TokenTexts, Protocol):
 
     limits: TextLimits
 
-    async def encode(self, prompt: str | None, messages: Any) -> list[int]:
-        """Of a prompt, or of a chat."""
+    async def encode(self, prompt: str | None, messages: Any, images: Sequence[PromptImage] = ()) -> list[int]:
+        """Of a prompt, or of a chat with these images in their places."""
 
     async def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -38,10 +39,18 @@ class ModelTexts:
     """
 
     def __init__(
-        self, directory: Path, tokenizer: Tokenizer, limits: TextLimits, vocab_size: int, chat_template: str = ""
+        self,
+        directory: Path,
+        tokenizer: Tokenizer,
+        limits: TextLimits,
+        vocab_size: int,
+        chat_template: str = "",
+        image_token: str = "",
     ) -> None:
+        """image_token: the control token that the model's template writes for an image; empty: it takes none"""
         self.limits = limits
         self._chat_template = chat_template
+        self._placeholder = tokenizer.control_token(image_token)
         self._directory = directory
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -50,9 +59,9 @@ class ModelTexts:
         self._starting = threading.Lock()
         self._pool: TokenizerPool | None = None
 
-    async def encode(self, prompt: str | None, messages: Any) -> list[int]:
+    async def encode(self, prompt: str | None, messages: Any, images: Sequence[PromptImage] = ()) -> list[int]:
         self.limits.size(prompt, messages)
-        return await self._run(lambda: self._encode(prompt, messages))
+        return await self._run(lambda: self._encode(prompt, messages, images))
 
     async def decode(self, tokens: Sequence[int]) -> str:
         if len(tokens) > self.limits.tokens:
@@ -74,10 +83,12 @@ class ModelTexts:
                 self._pool.close()
         self._threads.shutdown()
 
-    def _encode(self, prompt: str | None, messages: Any) -> list[int]:
+    def _encode(self, prompt: str | None, messages: Any, images: Sequence[PromptImage]) -> list[int]:
         with self._starting:
             pool = self._pool = self._pool or TokenizerPool(self._directory, self.limits, 1, self._chat_template)
         tokens = pool.chat(messages) if prompt is None else pool.text(prompt)
+        if images:
+            tokens = with_images(tokens, images, self._placeholder, self._vocab_size)[0]
         return [int(token) for token in tokens]
 
     async def _run(self, work: Callable[[], T]) -> T:

@@ -41,12 +41,16 @@ class EncodedImage:
 
 
 def with_images(
-    tokens: NDArray[np.int32], images: Sequence[PromptImage], placeholder: int, vocab_size: int
+    tokens: NDArray[np.int32], images: Sequence[PromptImage], placeholder: int | None, vocab_size: int
 ) -> tuple[NDArray[np.int32], list[PromptItem]]:
     """A chat's tokens ``int32 [n]`` with each image's own in place of ``placeholder``, and the items that they are.
 
+    placeholder: None: the model takes no images
+
     Raises `InvalidRequestError` if the template has not written one placeholder for each image, or tokens are none.
     """
+    if placeholder is None:
+        raise InvalidRequestError("this model takes no images: it has no vision tower that is served")
     if len(images) > MAX_IMAGES:
         raise InvalidRequestError(f"{len(images)} images were given; at most {MAX_IMAGES} are allowed")
     places = np.flatnonzero(tokens == placeholder)

@@ -190,7 +190,7 @@ class Stats:
 @register
 @dataclass(frozen=True)
 class FindPrefix:
-    """Ask who holds how much of a prompt. Exactly one of its three forms is given."""
+    """Ask who holds how much of a prompt. Exactly one of its three forms is given; ``images`` as of `Route`."""
 
     key: int
     text: str | None
@@ -199,6 +199,7 @@ class FindPrefix:
     cache_salt: str
     extra_keys: tuple[ExtraKey, ...] = ()
     adapter: str = ""
+    images: tuple[PromptImage, ...] = ()
 
 
 @register

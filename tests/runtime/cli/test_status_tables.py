@@ -52,6 +52,15 @@ def line_with(shown: str, *words: str) -> str:
     return next(line for line in shown.splitlines() if all(word in line for word in words))
 
 
+def test_encoders_are_shown_with_what_they_made_and_keep() -> None:
+    cache = {"images": 3, "bytes": 5 << 20, "hits": 1, "misses": 3}
+    encoder = {"encoded": 17, "refused": 1, "overloaded": 20, "malformed": 300, "waiting": 4, "cache": cache}
+    shown = text_of(render(stats(encoders={"encoder-0": encoder})))
+    line = line_with(shown, "encoder-0")
+    assert line.split() == ["encoder-0", "4", "17", "321", "3,", "5", "MiB", "25%"]
+    assert "encoders" not in text_of(render(stats(encoders={})))
+
+
 def test_an_engine_is_shown_with_its_load_and_hit_rate() -> None:
     shown = text_of(render(stats()))
     line = line_with(shown, "engine-0", "awake")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ from headwise.errors import (
     OverloadedError,
     RequestAbortedError,
 )
+from headwise.runtime.cli.status_tables import render
+from headwise.runtime.client import image_calls
 from headwise.runtime.client.client import Client
 from headwise.runtime.client.image_calls import ImageCalls, in_order
 from headwise.runtime.encoder import job_queue
@@ -32,6 +35,7 @@ from headwise.runtime.encoder.job_queue import Job, JobQueue
 from headwise.runtime.encoder.reports import Reporting
 from headwise.runtime.encoder.server import EncoderServer
 from headwise.runtime.frontend import encoders
+from headwise.runtime.http.deployment_metrics import DeploymentMetrics
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.images import EncodedImage, PromptImage
 from headwise.runtime.protocol.messages import Encode, Encoded, EncoderStatus, Failed, Ping, Pong
@@ -58,7 +62,8 @@ class ScriptedEncoder:
         return EncodedImage(PromptImage(digest(embeds), np.array([len(data)], np.int32)), embeds)
 
     def stats(self) -> dict[str, int]:
-        return {"seen": len(self.seen)}
+        kinds = len(set(self.seen))
+        return {"images": kinds, "bytes": 4 * kinds, "hits": len(self.seen) - kinds, "misses": kinds}
 
 
 @pytest.fixture
@@ -253,6 +258,83 @@ def test_what_an_encoder_refuses_fails_its_call_alone(
     server.stop()
 
 
+def test_images_are_encoded_for_who_counts_their_tokens_and_for_prefixes(deployment: Deployment) -> None:
+    deployment.add_engine(ScriptedCore())
+    encoder = ScriptedEncoder()
+    server = encoder_of(deployment, encoder)
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        found = asyncio.run(client.aencode_images([b"abc", b"de", b"abc"]))
+        assert [image.tokens.tolist() for image in found] == [[3], [2], [3]]
+        with pytest.raises(InvalidRequestError, match="the image is bad"):
+            asyncio.run(client.aencode_images([b"abc", b"bad"]))
+        told = client.chat(chat(b"abc", b"de"), max_tokens=1)
+        assert client.find_chat_prefix(chat(b"abc", b"de"))["tokens"] == told.usage.prompt_tokens
+        with pytest.raises(InvalidRequestError, match="the image is bad"):
+            client.find_chat_prefix(chat(b"bad"))
+        encoder.free.clear()
+        closing = threading.Thread(target=lambda: (eventually(lambda: b"last" in encoder.seen), client.close()))
+        closing.start()
+        with pytest.raises(RequestAbortedError, match="closed"):
+            asyncio.run(client.aencode_images([b"last"]))
+        closing.join()
+    encoder.free.set()
+    server.stop()
+
+
+def test_a_client_holds_so_many_bytes_of_images_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_calls, "MOST_HELD_BYTES", 10)
+    asked: list[Any] = []
+    calls = ImageCalls(lambda deliver: deliver(("tcp://a",)), lambda endpoint, image, deliver: asked.append(deliver))
+    outcomes: list[Any] = []
+    calls.encode([b"123456"], outcomes.append)
+    for _ in range(2):  # the same file again is held again: it came with another call
+        calls.encode([b"123456"], outcomes.append)
+    assert [type(each) for each in outcomes] == [OverloadedError, OverloadedError]
+    calls.encode([b"12", b"34"], outcomes.append)
+    assert len(outcomes) == 2
+    asked[1](InvalidRequestError("bad"))  # of the last call: its bytes are free
+    calls.encode([b"1234"], outcomes.append)
+    assert isinstance(outcomes[2], InvalidRequestError)
+    assert len(outcomes) == 3
+    image = PromptImage("", np.array([1], np.int32))
+    asked[0](Encoded(1, image, np.zeros((1, 1), np.float32)))
+    calls.encode([b"123456"], outcomes.append)
+    assert len(outcomes) == 4
+
+
+def test_metrics_and_status_tell_what_encoders_did(deployment: Deployment) -> None:
+    from prometheus_client import CollectorRegistry
+    from rich.console import Console
+
+    deployment.add_engine(ScriptedCore())
+    server = encoder_of(deployment, ScriptedEncoder())
+    with Client(deployment.address) as client:
+        eventually(lambda: client.stats()["encoders"])
+        client.chat(chat(b"abc", b"de"), max_tokens=1)
+        client.chat(chat(b"abc"), max_tokens=1)
+        with pytest.raises(InvalidRequestError):
+            client.chat(chat(b"bad"), max_tokens=1)
+        eventually(lambda: client.stats()["encoders"]["encoder-0"]["refused"])
+        stats = client.stats()
+    server.stop()
+    registry = CollectorRegistry()
+    registry.register(DeploymentMetrics(stats))
+
+    def sample(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"headwise_encoder_{name}", {"encoder": "encoder-0", **labels})
+
+    outcomes = [sample("images_total", outcome=each) for each in ("encoded", "refused", "overloaded", "malformed")]
+    assert outcomes == [3, 1, 0, 0]
+    assert [sample("cache_queries_total", outcome=each) for each in ("hits", "misses")] == [1, 3]
+    assert (sample("images_waiting"), sample("cache_images"), sample("cache_bytes")) == (0, 3, 12)
+    console = Console(width=140)
+    with console.capture() as shown:
+        console.print(render(stats))
+    (line,) = (line for line in shown.get().splitlines() if "encoder-0" in line)
+    assert line.split()[:4] == ["encoder-0", "0", "3", "1"]
+
+
 def reporting_of(deployment: Deployment, name: str) -> Reporting:
     return Reporting(f"tcp://{deployment.address}", deployment.keys.secret, name, keys=deployment.keys.own)
 
@@ -370,6 +452,13 @@ def test_a_deployment_without_encoders_says_what_enables_them() -> None:
     deployment = Deployment()
     with Client(deployment.address) as client, pytest.raises(InvalidRequestError, match="images are not enabled here"):
         client.chat(chat(b"abc"), max_tokens=1)
+    with Client(deployment.address) as client:
+        for ask in (
+            lambda: client.find_chat_prefix(chat(b"abc")),
+            lambda: asyncio.run(client.aencode_images([b"abc"])),
+        ):
+            with pytest.raises(InvalidRequestError, match="images are not enabled here"):
+                ask()
     deployment.close()
 
 

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support.tiny_images import IMG, IMG_END, image_model
 from support.tiny_models import CHAT_TEMPLATE, byte_level_tokenizer, write_tokenizer_directory
 
 from headwise.errors import InvalidRequestError, OverloadedError
@@ -14,6 +16,7 @@ from headwise.runtime.frontend.prompts import TextLimits
 from headwise.runtime.http import texts as module
 from headwise.runtime.http.texts import ModelTexts
 from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.protocol.images import PromptImage
 
 CHAT = [{"role": "user", "content": "the <|im_end|>"}]
 
@@ -40,6 +43,26 @@ def test_texts_and_chats_are_encoded_as_the_scheduler_does(texts: ModelTexts, to
     text = "the end é🚢"
     assert asyncio.run(texts.encode(text, None)) == tokenizer.encode(text)
     assert asyncio.run(texts.encode(None, CHAT)) == tokenizer.encode_chat(tokenizer.render(CHAT))
+
+
+def test_images_have_their_own_tokens_in_their_places() -> None:
+    model = image_model()
+    tokenizer = Tokenizer.from_directory(model)
+    chat = [{"role": "user", "content": [{"type": "text", "text": "[IMG]"}, {"type": "image"}, {"type": "image"}]}]
+    images = [PromptImage("", np.array(tokens, np.int32)) for tokens in ([IMG, IMG, IMG_END], [IMG, IMG_END])]
+    for image_token, says in (("[IMG]", ""), ("", "takes no images"), ("[NONE]", "takes no images")):
+        texts = ModelTexts(model, tokenizer, TextLimits(64, 13), 272, image_token=image_token)
+        try:
+            if says:
+                with pytest.raises(InvalidRequestError, match=says):
+                    asyncio.run(texts.encode(None, chat, images))
+                continue
+            found = asyncio.run(texts.encode(None, chat, images))
+            assert [token for token in found if token in (IMG, IMG_END)] == [IMG, IMG, IMG_END, IMG, IMG_END]
+            with pytest.raises(InvalidRequestError, match="a place for 2 of the chat's 1 images"):
+                asyncio.run(texts.encode(None, chat, images[:1]))
+        finally:
+            texts.close()
 
 
 def test_tokens_are_decoded(texts: ModelTexts, tokenizer: Tokenizer) -> None:

@@ -8,12 +8,15 @@ from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 
 def activated(ops: TensorOps, x: Tensor, name: str) -> Tensor:
-    """Each element's SiLU (``silu``), or its GELU (``gelu``) by the error function."""
+    """Each element's SiLU (``silu``), or its GELU by the error function (``gelu``) or by a tangent
+    (``gelu_pytorch_tanh``)."""
     given = ops.kernel_array(x)
     wide = given.astype(np.float32)
     if name == "silu":
         with np.errstate(over="ignore"):  # exp(-x) may be inf: the quotient is then 0, which is right
             return ops.from_kernel_array((wide / (1 + np.exp(-wide))).astype(given.dtype, copy=False))
+    if name == "gelu_pytorch_tanh":
+        return ops.from_kernel_array(_gelu_by_tangent(wide).astype(given.dtype, copy=False))
     return ops.from_kernel_array(_gelu(wide).astype(given.dtype, copy=False))
 
 
@@ -26,6 +29,12 @@ def _gelu(x: KernelArray) -> KernelArray:
         series = (series + np.float32(factor)) * t
     tail = np.float32(0.5) * (series + np.float32(0.254829592)) * t * np.exp(-z * z)
     return x * np.where(x < 0, tail, 1 - tail)
+
+
+def _gelu_by_tangent(x: KernelArray) -> KernelArray:
+    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`` (arXiv 1606.08415), by a logistic function."""
+    with np.errstate(over="ignore"):  # as SiLU's
+        return x / (1 + np.exp(np.float32(-2 * (2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x * x * x)))
 
 
 def layer_norm(ops: TensorOps, x: Tensor, weight: KernelArray, bias: KernelArray, eps: float) -> Tensor:

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.hf_config import HfConfig, flag, mapping, number, positive, text_of
-from headwise.runtime.models.towers.activations import activated, layer_norm
+from headwise.runtime.models.towers.activations import activated
 from headwise.runtime.models.towers.base import EncodedImage, TowerParts
 from headwise.runtime.models.towers.dense_attention import dense_attention
 from headwise.runtime.models.towers.pixels import PixelForm, pixel_form
 from headwise.runtime.models.towers.tiles import tiles_of
+from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.values import shown
-from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
+from headwise.runtime.ops.base import Tensor, TensorOps
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -108,7 +109,8 @@ class Llama4Vision:
         self._patches = source.linear(f"{at}patch_embedding.linear.weight", hidden, 3 * config.patch**2)
         self._class = source.array(f"{at}class_embedding", hidden)
         self._positions = source.array(f"{at}positional_embedding_vlm", config.side**2 + 1, hidden)
-        self._before, self._behind = (_Norm.read(source, f"{at}layernorm_{name}", hidden) for name in ("pre", "post"))
+        self._before = LayerNorm.read(source, f"{at}layernorm_pre", hidden, _EPS)
+        self._behind = LayerNorm.read(source, f"{at}layernorm_post", hidden, _EPS)
         self._layers = [_Layer.read(source, f"{at}model.layers.{index}.", config) for index in range(config.layers)]
         self._adapter = (
             source.linear(f"{at}vision_adapter.mlp.fc1.weight", config.adapter, 4 * hidden),
@@ -166,54 +168,28 @@ def build(parts: TowerParts) -> Llama4Vision:
 
 
 @dataclass(frozen=True, eq=False)
-class _Norm:
-    weight: KernelArray
-    bias: KernelArray
-
-    @classmethod
-    def read(cls, source: TowerWeights, name: str, size: int) -> _Norm:
-        return cls(source.kernel_array(f"{name}.weight", size), source.kernel_array(f"{name}.bias", size))
-
-    def of(self, ops: TensorOps, x: Tensor) -> Tensor:
-        return layer_norm(ops, x, self.weight, self.bias, _EPS)
-
-
-@dataclass(frozen=True, eq=False)
-class _Linear:
-    weight: Weight
-    bias: Tensor
-
-    @classmethod
-    def read(cls, source: TowerWeights, name: str, outputs: int, inputs: int) -> _Linear:
-        return cls(source.linear(f"{name}.weight", outputs, inputs), source.bias(f"{name}.bias", outputs))
-
-    def of(self, ops: TensorOps, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, eq=False)
 class _Layer:
-    before: _Norm
-    between: _Norm
-    query: _Linear
-    key: _Linear
-    value: _Linear
-    out: _Linear
-    into: _Linear
-    down: _Linear
+    before: LayerNorm
+    between: LayerNorm
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
+    into: Linear
+    down: Linear
 
     @classmethod
     def read(cls, source: TowerWeights, at: str, config: Llama4VisionConfig) -> _Layer:
         hidden, inner, attention = config.hidden, config.inner, f"{at}self_attn."
         return cls(
-            _Norm.read(source, f"{at}input_layernorm", hidden),
-            _Norm.read(source, f"{at}post_attention_layernorm", hidden),
+            LayerNorm.read(source, f"{at}input_layernorm", hidden, _EPS),
+            LayerNorm.read(source, f"{at}post_attention_layernorm", hidden, _EPS),
             _rotated(source, f"{attention}q_proj", config),
             _rotated(source, f"{attention}k_proj", config),
-            _Linear.read(source, f"{attention}v_proj", hidden, hidden),
-            _Linear.read(source, f"{attention}o_proj", hidden, hidden),
-            _Linear.read(source, f"{at}mlp.fc1", inner, hidden),
-            _Linear.read(source, f"{at}mlp.fc2", hidden, inner),
+            Linear.read(source, f"{attention}v_proj", hidden, hidden),
+            Linear.read(source, f"{attention}o_proj", hidden, hidden),
+            Linear.read(source, f"{at}mlp.fc1", inner, hidden),
+            Linear.read(source, f"{at}mlp.fc2", hidden, inner),
         )
 
     def forward(self, ops: TensorOps, x: Tensor, angles: list[Any], config: Llama4VisionConfig) -> Tensor:
@@ -228,14 +204,10 @@ class _Layer:
         return x + self.down.of(ops, inner)
 
 
-def _rotated(source: TowerWeights, name: str, config: Llama4VisionConfig) -> _Linear:
-    """A projection whose heads have the neighbours that are turned together half a head apart, as `TensorOps.rope`
-    takes them."""
-    hidden, size = config.hidden, config.hidden // config.heads
+def _rotated(source: TowerWeights, name: str, config: Llama4VisionConfig) -> Linear:
+    hidden = config.hidden
     weight, bias = source.array(f"{name}.weight", hidden, hidden), source.array(f"{name}.bias", hidden)
-    halves = np.concatenate((np.arange(0, size, 2), np.arange(1, size, 2)))
-    order = (np.arange(0, hidden, size)[:, None] + halves).reshape(-1)
-    return _Linear(source.matrix(weight[order]), source.vector(bias[order]))
+    return Linear.rotated(source, weight, bias, hidden // config.heads)
 
 
 def _angles(config: Llama4VisionConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -48,10 +48,18 @@ def pixel_form(processor: HfConfig, mean: tuple[float, ...], std: tuple[float, .
     )
 
 
-def normalised(image: Image, size: tuple[int, int], form: PixelForm) -> NDArray[np.float32]:
-    """``float32 [3, height, width]`` of an image of mode RGB, scaled to ``size``, its width and height."""
+def normalised(
+    image: Image, size: tuple[int, int], form: PixelForm, padded: tuple[int, int] | None = None
+) -> NDArray[np.float32]:
+    """``float32 [3, height, width]`` of an image of mode RGB, scaled to ``size``, its width and height.
+
+    padded: width and height of the whole, black right of the image and below; None: ``size``
+    """
     scaled: Any = image.resize(size, form.resample)
-    pixels = np.asarray(scaled, np.float32).transpose(2, 0, 1) * np.float32(1 / 255)
+    width, height = size
+    whole = np.zeros((*(padded or size)[::-1], 3), np.float32)
+    whole[:height, :width] = np.asarray(scaled)
+    pixels = whole.transpose(2, 0, 1) * np.float32(1 / 255)
     mean, std = (np.array(each, np.float32)[:, None, None] for each in (form.mean, form.std))
     return np.ascontiguousarray((pixels - mean) / std)
 

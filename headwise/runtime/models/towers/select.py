@@ -8,7 +8,7 @@ from typing import Any
 
 from headwise.errors import ModelError
 from headwise.runtime.models.images import missing_for_images
-from headwise.runtime.models.towers import llama4_vision, pixtral
+from headwise.runtime.models.towers import llama4_vision, moonvit, pixtral
 from headwise.runtime.models.towers.base import BuildTower
 
 
@@ -23,6 +23,7 @@ class TowerKind:
 _TOWERS = {
     "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, "[IMG]"),
     "Llama4ForConditionalGeneration": TowerKind(llama4_vision.build, "<|image|>"),
+    "KimiK25ForConditionalGeneration": TowerKind(moonvit.build, "<|media_pad|>"),
 }
 
 
