@@ -1,4 +1,4 @@
-"""MoonViT as Kimi-K2.5 and K2.6 have it for images, and the projector behind it.
+"""MoonViT as Kimi-K2.5 has it for images, and the projector behind it.
 
 Of Kimi-VL (arXiv 2504.07491): patches of an image of any aspect ratio, learned positions that are stretched over its
 rows and columns, rotary ones by column and row, layer norms, MLPs without a gate, and every patch sees every other one
