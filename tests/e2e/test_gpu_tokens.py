@@ -31,7 +31,8 @@ SHOWN_BY_OTHERS = (
     "gemma2", "gemma4", "gemma4-moe", "qwen2", "mimo", "mixtral", "phi3", "deepseek-v3-bias",
     "llama4", "dots1", "glm4-moe-lite", "qwen2-moe", "glm4", "seed-oss", "smollm3", "olmo2", "granite",
     "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-h-latent", "bamba", "granite-swa",
-    "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1", "mistral4", "laguna-elements",
+    "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1", "mistral4", "laguna-elements", "glm5-shared",
+    "hunyuan-v1-moe", "exaone-moe", "solar-open", "hunyuan3",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
 NOT_ON_GPUS = ("hunyuan4",)
