@@ -29,7 +29,6 @@ from headwise.runtime.models.compressed_config import CompressedConfig
 from headwise.runtime.models.deepseek_v4_config import ARCHITECTURE, V4Config, V4MoeConfig, parse
 from headwise.runtime.models.deepseek_v4_names import renamed
 from headwise.runtime.models.drafting import DraftingLayer, DraftingNames
-from headwise.runtime.models.hyper import HyperConfig
 from headwise.runtime.models.hyper_decoder import HyperDecoder, check_shape
 from headwise.runtime.models.layers import Layer, Linear
 from headwise.runtime.models.moe import MoeMlp
@@ -116,12 +115,6 @@ class DeepseekV4(HyperDecoder):
 
     def _find_prefix(self, weights: Weights) -> str:
         return super()._find_prefix(self._weights)
-
-    @property
-    def hyper(self) -> HyperConfig:
-        hyper = self.config.hyper
-        assert hyper is not None, "parsed so"
-        return hyper
 
     def load_more(self) -> None:
         super().load_more()

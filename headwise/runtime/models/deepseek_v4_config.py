@@ -24,7 +24,7 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
-from headwise.runtime.models.hyper import HyperConfig
+from headwise.runtime.models.hyper import HyperConfig, HyperModelConfig
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.values import finite_number, shown
 
@@ -57,19 +57,17 @@ class V4MoeConfig(GroupedMoeConfig):
 
 
 @dataclass(frozen=True)
-class V4Config(ModelConfig):
-    """
-    hyper:       how layers are connected
-    window_rope: of layers with a window alone
-    """
+class V4Config(HyperModelConfig):
+    """window_rope: of layers with a window alone"""
 
-    hyper: HyperConfig | None = None
     window_rope: RopeConfig | None = None
 
     def with_draft_layer(self, *, has_window: bool = False) -> ModelConfig:
         """It has a window alone, and experts that are routed."""
         compressed, moe, rope = self.compressed, self.moe, self.window_rope
-        assert compressed is not None and moe is not None and rope is not None, "parsed so"  # noqa: PT018
+        assert compressed is not None, "parsed so"
+        assert moe is not None, "parsed so"
+        assert rope is not None, "parsed so"
         compressed = replace(compressed, rates=(*compressed.rates, 0))
         return replace(
             self,

@@ -23,7 +23,7 @@ from headwise.runtime.models.drafting import DraftingNames
 from headwise.runtime.models.hy_v4_config import ARCHITECTURE, HyV4Config, parse
 from headwise.runtime.models.hyper import HyperConnections
 from headwise.runtime.models.hyper_decoder import HyperDecoder
-from headwise.runtime.models.identity_hyper import IdentityConnections, IdentityHyperConfig
+from headwise.runtime.models.identity_hyper import IdentityConnections
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear
 from headwise.runtime.models.moe import MoeMlp
 from headwise.runtime.models.weight_view import ExpertWeights, RenamedWeights
@@ -80,12 +80,6 @@ class HyV4(HyperDecoder, DeepseekV32):
     @property
     def key_norm_eps(self) -> float:
         return self.config.rms_norm_eps
-
-    @property
-    def hyper(self) -> IdentityHyperConfig:
-        hyper = self.config.hyper
-        assert hyper is not None, "parsed so"
-        return hyper
 
     def index_order(self) -> NDArray[np.int64]:
         """What turns comes first, as kernels have it: a head's elements are the same numbers in any order."""

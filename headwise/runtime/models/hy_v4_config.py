@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.kernels.fused import SILU_LIMIT
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.deepseek_routing import ungrouped_moe
 from headwise.runtime.models.deepseek_v32 import parse_indexed, shared_indexers
 from headwise.runtime.models.hf_config import HfConfig, check_served, number, positive
+from headwise.runtime.models.hyper import HyperModelConfig
 from headwise.runtime.models.identity_hyper import IdentityHyperConfig
 
 ARCHITECTURE = "HYV4ForCausalLM"
@@ -48,10 +48,8 @@ _SPARSE_KINDS = ("indexed_attention", "deepseek_sparse_attention")
 
 
 @dataclass(frozen=True)
-class HyV4Config(ModelConfig):
-    """hyper: how layers are connected"""
-
-    hyper: IdentityHyperConfig | None = None
+class HyV4Config(HyperModelConfig):
+    """`IdentityHyperConfig` says how its layers are connected."""
 
     @property
     def undivided(self) -> str:
@@ -62,7 +60,8 @@ class HyV4Config(ModelConfig):
     def side_elements(self) -> int:
         """See `ModelConfig.side_elements`: of heads' gates, and of connections around both parts of each layer."""
         mla, hyper, hidden = self.mla, self.hyper, self.hidden_size
-        assert mla is not None and hyper is not None, "parsed so"  # noqa: PT018
+        assert mla is not None, "parsed so"
+        assert hyper is not None, "parsed so"
         gates, shares = self.num_heads * mla.value_dim * hidden, 2 * hyper.streams * hyper.streams * hidden
         return self.num_layers * (gates + 2 * shares) + hyper.streams**2 * hidden
 

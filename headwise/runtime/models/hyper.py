@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from headwise.kernels.experts import sigmoid
+from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.ops.base import KernelArray, StreamingOps, Tensor, TensorOps, Weight
 
 
@@ -25,6 +26,13 @@ class HyperConfig:
     iterations: int
     eps: float
     norm_eps: float
+
+
+@dataclass(frozen=True)
+class HyperModelConfig(ModelConfig):
+    """hyper: how layers are connected"""
+
+    hyper: HyperConfig | None = None
 
 
 @dataclass(frozen=True)

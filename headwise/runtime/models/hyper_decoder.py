@@ -16,7 +16,7 @@ from headwise.errors import ModelError
 from headwise.kernels.fused import Attention
 from headwise.runtime.models.base import AttentionLayer, Embeds
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
-from headwise.runtime.models.hyper import HyperConfig, HyperConnections, HyperWeights
+from headwise.runtime.models.hyper import HyperConfig, HyperConnections, HyperModelConfig, HyperWeights
 from headwise.runtime.models.layers import Layer
 from headwise.runtime.models.moe_decoder import tokens_of
 from headwise.runtime.ops.base import KernelArray, Tensor
@@ -33,12 +33,15 @@ class LayerConnections:
 class HyperDecoder(GroupedMoeDecoder):
     """Streams begin as copies of the embedding, and are joined behind the last layer."""
 
+    config: HyperModelConfig
     connections_kind: ClassVar[type[HyperConnections]] = HyperConnections
 
     @property
     def hyper(self) -> HyperConfig:
         """How layers are connected."""
-        raise NotImplementedError
+        hyper = self.config.hyper
+        assert hyper is not None, "parsed so"
+        return hyper
 
     # ---- weights ----
 

@@ -7,7 +7,7 @@ adapter joins squares of two by two patches, and a projector leads to the text's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,11 @@ from headwise.errors import ModelError
 from headwise.runtime.models.hf_config import HfConfig, flag, mapping, number, positive, text_of
 from headwise.runtime.models.towers.activations import activated
 from headwise.runtime.models.towers.base import EncodedImage, TowerParts
-from headwise.runtime.models.towers.dense_attention import dense_attention
 from headwise.runtime.models.towers.pixels import PixelForm, pixel_form
 from headwise.runtime.models.towers.tiles import tiles_of
-from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear
+from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.values import shown
-from headwise.runtime.ops.base import Tensor, TensorOps
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -111,7 +109,7 @@ class Llama4Vision:
         self._positions = source.array(f"{at}positional_embedding_vlm", config.side**2 + 1, hidden)
         self._before = LayerNorm.read(source, f"{at}layernorm_pre", hidden, _EPS)
         self._behind = LayerNorm.read(source, f"{at}layernorm_post", hidden, _EPS)
-        self._layers = [_Layer.read(source, f"{at}model.layers.{index}.", config) for index in range(config.layers)]
+        self._layers = [_layer(source, f"{at}model.layers.{index}.", config) for index in range(config.layers)]
         self._adapter = (
             source.linear(f"{at}vision_adapter.mlp.fc1.weight", config.adapter, 4 * hidden),
             source.linear(f"{at}vision_adapter.mlp.fc2.weight", config.output, config.output),
@@ -147,13 +145,13 @@ class Llama4Vision:
 
     def _tile(self, pixels: NDArray[np.float32]) -> NDArray[np.float32]:
         """Of ``pixels [3, edge, edge]``, squares of patches: ``float32 [side / 2 * side / 2, hidden of the text]``."""
-        ops, config, side, patch = self._ops, self.config, self.config.side, self.config.patch
+        ops, side, patch = self._ops, self.config.side, self.config.patch
         cut = pixels.reshape(3, side, patch, side, patch).transpose(1, 3, 0, 2, 4).reshape(side**2, -1)
         patches = ops.numpy(ops.linear(ops.tensor(np.ascontiguousarray(cut)), self._patches))
         given = np.concatenate((np.asarray(patches, np.float32), self._class[None])) + self._positions
         x = self._before.of(ops, ops.tensor(given))
         for layer in self._layers:
-            x = layer.forward(ops, x, self._angles, config)
+            x = layer.forward(ops, x, self._angles)
         found = np.asarray(ops.numpy(self._behind.of(ops, x)), np.float32)[:-1]
         squares = found.reshape(side // 2, 2, side // 2, 2, -1).transpose(0, 2, 1, 3, 4).reshape(side**2 // 4, -1)
         y = ops.tensor(np.ascontiguousarray(squares))
@@ -167,41 +165,20 @@ def build(parts: TowerParts) -> Llama4Vision:
     return Llama4Vision(parts)
 
 
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    before: LayerNorm
-    between: LayerNorm
-    query: Linear
-    key: Linear
-    value: Linear
-    out: Linear
-    into: Linear
-    down: Linear
-
-    @classmethod
-    def read(cls, source: TowerWeights, at: str, config: Llama4VisionConfig) -> _Layer:
-        hidden, inner, attention = config.hidden, config.inner, f"{at}self_attn."
-        return cls(
-            LayerNorm.read(source, f"{at}input_layernorm", hidden, _EPS),
-            LayerNorm.read(source, f"{at}post_attention_layernorm", hidden, _EPS),
-            _rotated(source, f"{attention}q_proj", config),
-            _rotated(source, f"{attention}k_proj", config),
-            Linear.read(source, f"{attention}v_proj", hidden, hidden),
-            Linear.read(source, f"{attention}o_proj", hidden, hidden),
-            Linear.read(source, f"{at}mlp.fc1", inner, hidden),
-            Linear.read(source, f"{at}mlp.fc2", hidden, inner),
-        )
-
-    def forward(self, ops: TensorOps, x: Tensor, angles: list[Any], config: Llama4VisionConfig) -> Tensor:
-        """Of ``x [T, hidden]``, the patches of one tile and its class token."""
-        heads = (x.shape[0], config.heads, config.hidden // config.heads)
-        given = self.before.of(ops, x)
-        query, key = (ops.rope(each.of(ops, given).reshape(heads), *angles) for each in (self.query, self.key))
-        value = self.value.of(ops, given).reshape(heads)
-        seen = dense_attention(ops, query, key, value, heads[2] ** -0.5)
-        x = x + self.out.of(ops, seen.reshape((heads[0], config.hidden)))
-        inner = activated(ops, self.into.of(ops, self.between.of(ops, x)), "gelu")
-        return x + self.down.of(ops, inner)
+def _layer(source: TowerWeights, at: str, config: Llama4VisionConfig) -> TowerLayer:
+    hidden, inner, attention = config.hidden, config.inner, f"{at}self_attn."
+    return TowerLayer(
+        LayerNorm.read(source, f"{at}input_layernorm", hidden, _EPS),
+        LayerNorm.read(source, f"{at}post_attention_layernorm", hidden, _EPS),
+        _rotated(source, f"{attention}q_proj", config),
+        _rotated(source, f"{attention}k_proj", config),
+        Linear.read(source, f"{attention}v_proj", hidden, hidden),
+        Linear.read(source, f"{attention}o_proj", hidden, hidden),
+        Linear.read(source, f"{at}mlp.fc1", inner, hidden),
+        Linear.read(source, f"{at}mlp.fc2", hidden, inner),
+        config.heads,
+        "gelu",
+    )
 
 
 def _rotated(source: TowerWeights, name: str, config: Llama4VisionConfig) -> Linear:

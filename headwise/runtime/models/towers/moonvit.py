@@ -18,13 +18,12 @@ from headwise.errors import ModelError
 from headwise.runtime.models.hf_config import HfConfig, mapping, number, positive, text_of
 from headwise.runtime.models.towers.activations import activated
 from headwise.runtime.models.towers.base import EncodedImage, TowerParts
-from headwise.runtime.models.towers.dense_attention import dense_attention
 from headwise.runtime.models.towers.pixels import PixelForm, normalised, pixel_form
 from headwise.runtime.models.towers.stretched import stretched
-from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear
+from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.values import shown
-from headwise.runtime.ops.base import Tensor, TensorOps
+from headwise.runtime.ops.base import Tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -128,7 +127,7 @@ class MoonVit:
         source, hidden = TowerWeights(parts.weights, ops, (_AT, _PROJECTOR)), config.hidden
         self._patches = Linear.read(source, f"{_AT}patch_embed.proj", hidden, 3 * config.patch**2)
         self._positions = source.array(f"{_AT}patch_embed.pos_emb.weight", *config.grid, hidden)
-        self._layers = [_Layer.read(source, index, config) for index in range(config.layers)]
+        self._layers = [_layer(source, index, config) for index in range(config.layers)]
         self._norm = LayerNorm.read(source, f"{_AT}encoder.final_layernorm", hidden, _EPS)
         self._before = LayerNorm.read(source, f"{_PROJECTOR}pre_norm", hidden, config.projector_eps)
         square = hidden * config.merge**2
@@ -151,7 +150,7 @@ class MoonVit:
         x = self._patches.of(ops, ops.tensor(np.ascontiguousarray(cut))) + ops.tensor(places)
         angles = [ops.upload(each) for each in _angles(self.config, rows, columns)]
         for layer in self._layers:
-            x = layer.forward(ops, x, angles, self.config)
+            x = layer.forward(ops, x, angles)
         return self._norm.of(ops, x), rows, columns
 
     def _projected(self, x: Tensor, rows: int, columns: int) -> NDArray[np.float32]:
@@ -169,43 +168,22 @@ def build(parts: TowerParts) -> MoonVit:
     return MoonVit(parts)
 
 
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    before: LayerNorm
-    between: LayerNorm
-    query: Linear
-    key: Linear
-    value: Linear
-    out: Linear
-    into: Linear
-    down: Linear
-
-    @classmethod
-    def read(cls, source: TowerWeights, index: int, config: MoonVitConfig) -> _Layer:
-        at, hidden, inner = f"{_AT}encoder.blocks.{index}.", config.hidden, config.inner
-        weights = np.split(source.array(f"{at}wqkv.weight", 3 * hidden, hidden), 3)
-        biases = np.split(source.array(f"{at}wqkv.bias", 3 * hidden), 3)
-        return cls(
-            LayerNorm.read(source, f"{at}norm0", hidden, _EPS),
-            LayerNorm.read(source, f"{at}norm1", hidden, _EPS),
-            Linear.rotated(source, weights[0], biases[0], config.head_dim),
-            Linear.rotated(source, weights[1], biases[1], config.head_dim),
-            Linear(source.matrix(weights[2]), source.vector(biases[2])),
-            Linear.read(source, f"{at}wo", hidden, hidden),
-            Linear.read(source, f"{at}mlp.fc0", inner, hidden),
-            Linear.read(source, f"{at}mlp.fc1", hidden, inner),
-        )
-
-    def forward(self, ops: TensorOps, x: Tensor, angles: list[Any], config: MoonVitConfig) -> Tensor:
-        """Of ``x [T, hidden]``, the patches of one image."""
-        heads = (x.shape[0], config.heads, config.head_dim)
-        given = self.before.of(ops, x)
-        query, key = (ops.rope(each.of(ops, given).reshape(heads), *angles) for each in (self.query, self.key))
-        value = self.value.of(ops, given).reshape(heads)
-        seen = dense_attention(ops, query, key, value, config.head_dim**-0.5)
-        x = x + self.out.of(ops, seen.reshape((heads[0], config.hidden)))
-        inner = activated(ops, self.into.of(ops, self.between.of(ops, x)), "gelu_pytorch_tanh")
-        return x + self.down.of(ops, inner)
+def _layer(source: TowerWeights, index: int, config: MoonVitConfig) -> TowerLayer:
+    at, hidden, inner = f"{_AT}encoder.blocks.{index}.", config.hidden, config.inner
+    weights = np.split(source.array(f"{at}wqkv.weight", 3 * hidden, hidden), 3)
+    biases = np.split(source.array(f"{at}wqkv.bias", 3 * hidden), 3)
+    return TowerLayer(
+        LayerNorm.read(source, f"{at}norm0", hidden, _EPS),
+        LayerNorm.read(source, f"{at}norm1", hidden, _EPS),
+        Linear.rotated(source, weights[0], biases[0], config.head_dim),
+        Linear.rotated(source, weights[1], biases[1], config.head_dim),
+        Linear(source.matrix(weights[2]), source.vector(biases[2])),
+        Linear.read(source, f"{at}wo", hidden, hidden),
+        Linear.read(source, f"{at}mlp.fc0", inner, hidden),
+        Linear.read(source, f"{at}mlp.fc1", hidden, inner),
+        config.heads,
+        "gelu_pytorch_tanh",
+    )
 
 
 def _angles(config: MoonVitConfig, rows: int, columns: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.models.towers.activations import layer_norm
+from headwise.runtime.models.towers.activations import activated, layer_norm
+from headwise.runtime.models.towers.dense_attention import dense_attention
 from headwise.runtime.models.towers.tower_weights import TowerWeights
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
 
@@ -51,3 +53,35 @@ class Linear:
     def of(self, ops: TensorOps, x: Tensor) -> Tensor:
         """Of ``x [T, inputs]``: ``[T, outputs]``."""
         return ops.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class TowerLayer:
+    """Attention of every patch to every other one, and an MLP without a gate, each behind a norm.
+
+    heads:      of attention
+    activation: of the MLP
+    """
+
+    before: LayerNorm
+    between: LayerNorm
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
+    into: Linear
+    down: Linear
+    heads: int
+    activation: str
+
+    def forward(self, ops: TensorOps, x: Tensor, angles: Sequence[KernelArray]) -> Tensor:
+        """Of ``x [T, hidden]``, which all see each other. angles: cosines and sines, ``[T, 1, D / 2]``"""
+        tokens, hidden = x.shape
+        heads = (tokens, self.heads, hidden // self.heads)
+        given = self.before.of(ops, x)
+        query, key = (ops.rope(each.of(ops, given).reshape(heads), *angles) for each in (self.query, self.key))
+        value = self.value.of(ops, given).reshape(heads)
+        seen = dense_attention(ops, query, key, value, heads[2] ** -0.5)
+        x = x + self.out.of(ops, seen.reshape((tokens, hidden)))
+        inner = activated(ops, self.into.of(ops, self.between.of(ops, x)), self.activation)
+        return x + self.down.of(ops, inner)
