@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,18 @@ HASH_BYTES = 16
 
 _KEPT = slice(HASH_BYTES)
 
-ExtraKey = tuple[int, int, str]
-"""A multimodal item over the tokens ``[start, end)`` and the hash of its content."""
+
+class ExtraKey(NamedTuple):
+    """A multimodal item over the tokens ``[start, end)``.
+
+    content: the hash of it
+    columns: of an item whose tokens lie on a grid, row by row: how wide that is; 0: they follow each other as text does
+    """
+
+    start: int
+    end: int
+    content: str
+    columns: int = 0
 
 
 def hash_seed(model: str, cache_salt: str = "", lora_id: str = "") -> bytes:
@@ -50,8 +61,8 @@ def extend_hashes(
     count, first = len(tokens) // block_size, len(hashes) * block_size
     whole = np.ascontiguousarray(tokens[: count * block_size], dtype=np.int32)
     blocks: list[bytes] = whole.view(f"V{4 * block_size}").tolist()
-    if extra_keys and extra_keys[-1][1] > first:
-        begins, ends = [begin for begin, _, _ in extra_keys], [end for _, end, _ in extra_keys]
+    if extra_keys and extra_keys[-1].end > first:
+        begins, ends = [each.start for each in extra_keys], [each.end for each in extra_keys]
         for index, start in enumerate(range(first, first + count * block_size, block_size)):
             overlapping = slice(bisect_right(ends, start), bisect_left(begins, start + block_size))
             blocks[index] += _placed(extra_keys[overlapping], start)
@@ -62,5 +73,6 @@ def extend_hashes(
 def _placed(items: Sequence[ExtraKey], first: int) -> bytes:
     """Items, with where they lie relative to the token ``first``."""
     return b"".join(
-        f"{start - first}:{end - first}:{len(content)}:{content};".encode() for start, end, content in items
+        f"{each.start - first}:{each.end - first}:{each.columns}:{len(each.content)}:{each.content};".encode()
+        for each in items
     )

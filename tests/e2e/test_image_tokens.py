@@ -109,7 +109,7 @@ def test_what_looks_like_an_image_in_a_text_stays_text(engine: LocalEngine) -> N
             images=[engine._encoder.encode(image["image"]).image],  # type: ignore[union-attr,arg-type]
         )
         assert (request.prompt_token_ids == IMG).sum() == 15  # those of the image alone
-        (start, end, _), *others = request.extra_keys
+        (start, end, _, _), *others = request.extra_keys
         assert not others
         assert (request.prompt_token_ids[start:end] == IMG).sum() == 15
         assert said(engine.stream_chat([{"role": "user", "content": parts}], GREEDY))[0]

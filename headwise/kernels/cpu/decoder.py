@@ -136,15 +136,18 @@ class CpuDecoder:
         self, positions: NDArray[np.int32], inverses: Sequence[Floats], scales: Sequence[Floats | None]
     ) -> Angles:
         """See `FusedDecoder.rotations`."""
-        rows, found = len(positions), []
-        room = self._angles.of(rows * (1 + 2 * sum(map(len, inverses))))
-        places, behind = room[:rows], rows
+        rows, behind, found = len(positions), positions.size, []
+        room = self._angles.of(behind + 2 * rows * sum(each.shape[-1] for each in inverses))
+        places = room[:behind].reshape(positions.shape)
         places[:] = positions
         for inverse, scale in zip(inverses, scales, strict=True):
-            count = 2 * rows * len(inverse)
-            cosines, sines = room[behind : behind + count].reshape(2, rows, len(inverse))
+            count = 2 * rows * inverse.shape[-1]
+            cosines, sines = room[behind : behind + count].reshape(2, rows, inverse.shape[-1])
             behind += count
-            np.multiply(places[:, None], inverse, out=cosines)
+            if inverse.ndim == 1:
+                np.multiply(places[:, None], inverse, out=cosines)
+            else:  # exact: one of a token's positions turns a pair, the others add zeros
+                np.matmul(places, inverse, out=cosines)
             np.sin(cosines, out=sines)
             np.cos(cosines, out=cosines)
             if scale is not None:

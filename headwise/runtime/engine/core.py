@@ -172,7 +172,9 @@ class EngineCore:
             raise InvalidRequestError(
                 f"this model's images need {lacking}, which is not served: leave the items' embeddings out"
             )
-        check_embeds(request.extra_keys, request.embeds, self.card.config.hidden_size)
+        if self.card.config.axes == 1 and any(each.columns for each in request.extra_keys):
+            raise InvalidRequestError("this model gives a token one position: leave the items' columns out")
+        check_embeds(request.extra_keys, request.embeds, self.card.config.embed_size)
         if self._embed_bytes + embed_bytes(request.embeds) > MAX_HELD_EMBED_BYTES:
             raise OverloadedError(
                 f"requests with embeddings of {self._embed_bytes} bytes are served or wait already, of at most "

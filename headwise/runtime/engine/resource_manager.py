@@ -21,6 +21,7 @@ from headwise.runtime.engine.speculation.asked import asked_of_model
 from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.engine.step_embeds import step_embeds
+from headwise.runtime.engine.step_places import step_places
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
 from headwise.runtime.engine.waiting_queue import WaitingQueue
@@ -355,6 +356,7 @@ class ResourceManager:
             command=command,
             embeds=step_embeds(columns, rows, starts, counts),
             drafts=drafts.astype(np.int32) if drafts.any() else NO_DRAFTS,
+            places=step_places(columns, rows, starts, counts),
             **of_model,
         )
         return ScheduledStep(batch, tuple(sequences))

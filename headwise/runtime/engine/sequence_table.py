@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.runtime.engine.grids import saved_by
 from headwise.runtime.engine.sequence import Sequence
 
 Index = NDArray[np.int32]
 """Rows, in the order that matters to whoever asks."""
+
+NO_GRID = 1 << 62
+"""A place that no token has."""
 
 
 class SequenceTable:
@@ -29,6 +33,8 @@ class SequenceTable:
     chunk:      most tokens of it in a step
     wanted:     whether its results are: the request has not ended
     embeds_end: behind the last token whose embedding came with the request; 0: none did
+    grids_begin, grids_end: the first token of an item on a grid, and behind the last one; `NO_GRID`, 0: there is none
+    grids_saved: positions that a token behind all of these has less than tokens are before it
 
     lag: tokens, at most, that were guessed right and are computed once more
     takes_known: see `PipelineShares`
@@ -47,6 +53,9 @@ class SequenceTable:
         self.max_length = np.zeros(max_rows, dtype=np.int64)
         self.chunk = np.zeros(max_rows, dtype=np.int64)
         self.embeds_end = np.zeros(max_rows, dtype=np.int64)
+        self.grids_begin = np.full(max_rows, NO_GRID, dtype=np.int64)
+        self.grids_end = np.zeros(max_rows, dtype=np.int64)
+        self.grids_saved = np.zeros(max_rows, dtype=np.int64)
         self.last_token = np.zeros(max_rows, dtype=np.int32)
         self.wanted = np.zeros(max_rows, dtype=np.bool_)
         self._free = list(range(max_rows - 1, -1, -1))
@@ -71,6 +80,10 @@ class SequenceTable:
         self.max_length[row] = sequence.max_length
         self.chunk[row] = chunk
         self.embeds_end[row] = max((each.end for each in sequence.request.embeds), default=0)
+        grids = [each for each in sequence.request.extra_keys if each.columns]
+        self.grids_begin[row] = grids[0].start if grids else NO_GRID
+        self.grids_end[row] = grids[-1].end if grids else 0
+        self.grids_saved[row] = sum(map(saved_by, grids))
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.wanted[row] = True
         return row

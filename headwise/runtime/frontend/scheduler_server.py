@@ -351,7 +351,7 @@ class SchedulerServer:
     ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
         chat, salt, adapter = asked.chat, asked.cache_salt, asked.adapter
-        items = [PromptItem(start, end - start, key) for start, end, key in asked.extra_keys]
+        items = [PromptItem(start, end - start, key, columns=columns) for start, end, key, columns in asked.extra_keys]
 
         def prepare() -> PreparedRequest:
             return self._prepared(

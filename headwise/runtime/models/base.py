@@ -23,6 +23,9 @@ from headwise.runtime.ops.base import KernelArray, Tensor
 
 _Kept = TypeVar("_Kept")
 
+AXES = 3
+"""Of positions where a token has several: time, row and column."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -32,6 +35,7 @@ class RopeConfig:
     share:   of a head's elements, the first ones, that are rotated; `inverse_frequencies` puts their pairs first
     is_long: LongRoPE for sequences longer than those that the model was first trained with
     is_none: nothing is rotated
+    axes:    of each pair that is rotated, which of a token's three positions turns it (M-RoPE); empty: it has one
     """
 
     theta: float
@@ -39,6 +43,7 @@ class RopeConfig:
     share: float = 1.0
     is_long: bool = False
     is_none: bool = False
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -248,6 +253,8 @@ class ModelConfig:
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     draft_layers:    the last ones, 1 or none, which are not the decoder's: see `Model.draft`
     eagle:           the head that such a layer is of, where it is not of the model's own checkpoint
+    embed_levels:    the first layers, as many, behind each of which something is added to an item's tokens, too, that
+                     came with their embeddings
     """
 
     architecture: str
@@ -286,6 +293,17 @@ class ModelConfig:
     image_token: str = ""
     draft_layers: int = 0
     eagle: EagleConfig | None = None
+    embed_levels: int = 0
+
+    @property
+    def axes(self) -> int:
+        """Positions of a token: 3 where pairs are turned by several (M-RoPE), else 1."""
+        return AXES if any(rope.axes for rope in self.ropes) else 1
+
+    @property
+    def embed_size(self) -> int:
+        """Numbers of an item's embedding of one token: what the first layer gets, then what is added behind layers."""
+        return self.hidden_size * (1 + self.embed_levels)
 
     @property
     def decoder_layers(self) -> int:
@@ -499,7 +517,7 @@ Rotation = tuple[KernelArray, KernelArray]
 
 
 Embeds = tuple[NDArray[np.int32], NDArray[np.float32]]
-"""Embeddings that stand for those of some tokens: which of a step's ``T``, ``[k]``; and they, ``[k, hidden]``."""
+"""Embeddings that stand for those of some tokens: which of a step's ``T``, ``[k]``; and they, ``[k, embed_size]``."""
 
 
 class AttentionLayer(Protocol):

@@ -85,6 +85,8 @@ class Decoder(DecoderWeights):
             rows = wanted if index == self._places[-1] else None
             self._before(index, residual.x)
             residual = self._through(index, layer, residual, rotations, attention, rows, next_norm)
+            if self._add_level(index, embeds, residual.x) and next_norm is not None:
+                residual = Residual(residual.x, self.norm(residual.x, next_norm))
         return self.rows_of(residual.normed, taken)
 
     def draft(
@@ -240,17 +242,16 @@ class Decoder(DecoderWeights):
         x = stream
         if x is None:
             x = fused.embedded(self._embedding, token_ids, self.embedding_scale)
-            if embeds is not None:
-                self.ops.put_rows(x, *embeds)
+            self._put(x, embeds)
             x = self.entering(x)
         besides, layers = self.besides(token_ids, positions, x, cache), range(len(self._layers))
         if self.adapted is not None and self._is_adapted:
             besides = replace(besides, adapters=self.adapted.adapters)
         if wanted is None:
-            self._run_layers(fused, layers, x, positions, cache, besides)
+            self._run_layers(fused, layers, x, positions, cache, besides, embeds=embeds)
             return x
         keeping = layers[: self.last_kept + 1 - self._places.start]
-        self._run_layers(fused, keeping, x, positions, cache, besides, wanted)
+        self._run_layers(fused, keeping, x, positions, cache, besides, wanted, embeds)
         x, others = x[: len(wanted)], layers[len(keeping) :]
         if others and len(wanted):
             cache = replace(cache, batch=ending_at(cache.batch, wanted, self.ops))
@@ -266,11 +267,12 @@ class Decoder(DecoderWeights):
         cache: PagedCache,
         besides: Besides,
         wanted: NDArray[np.int64] | None = None,
+        embeds: Embeds | None = None,
     ) -> None:
         """Take ``x`` through some layers in place, and through the final norm behind the last. wanted: see
-        `FusedDecoder.run`"""
+        `FusedDecoder.run`; embeds: of items, as far as they go on behind layers"""
         rotations = fused.rotations(positions, self._frequencies, self._rotation_scales)
-        for some in self._runs(layers, is_each=cache.wait_layer is not None):
+        for some in self._runs(layers, is_each=cache.wait_layer is not None or self._has_levels(embeds)):
             if cache.wait_layer:
                 cache.wait_layer(self._places.start + some.start)
             self._before(some.start, x)
@@ -280,6 +282,7 @@ class Decoder(DecoderWeights):
                 sum_over_ranks=self.reduce if self._shard.size > 1 else None,
                 wanted=wanted if some.stop == layers.stop else None,
             )  # fmt: skip
+            self._add_level(self._places.start + some.stop - 1, embeds, x)
 
     def _runs(self, layers: range, is_each: bool) -> list[range]:
         """Those of ``layers`` between which nothing is to be done; is_each: before each one there is."""
@@ -300,9 +303,28 @@ class Decoder(DecoderWeights):
     def embedded(self, token_ids: KernelArray, embeds: Embeds | None) -> Tensor:
         """The tokens' embeddings ``[T, hidden]``, with those that are given in their places."""
         x = self.ops.embedding(self._embedding, token_ids, self.embedding_scale)
-        if embeds is not None:
-            self.ops.put_rows(x, *embeds)
+        self._put(x, embeds)
         return self.entering(x)
+
+    def _put(self, x: Tensor, embeds: Embeds | None) -> None:
+        """Put embeddings that are given in their tokens' places."""
+        if embeds is not None:
+            rows, values = embeds
+            self.ops.put_rows(x, rows, np.ascontiguousarray(values[:, : self.config.hidden_size]))
+
+    def _has_levels(self, embeds: Embeds | None) -> bool:
+        """Whether something is added to the residual stream behind this stage's layers."""
+        return embeds is not None and self.config.embed_levels > self._places.start
+
+    def _add_level(self, index: int, embeds: Embeds | None, x: Tensor) -> bool:
+        """Add to the residual stream ``x`` behind a layer, in place, what given embeddings have for it. Whether they
+        have something (DeepStack, Meng et al., arXiv 2406.04334)."""
+        if embeds is None or index >= self.config.embed_levels:
+            return False
+        (rows, values), hidden = embeds, self.config.hidden_size
+        level = np.ascontiguousarray(values[:, hidden * (1 + index) : hidden * (2 + index)])
+        self.ops.scatter_add_rows(x, rows.astype(np.int64), self.ops.tensor(level), np.ones(len(rows), np.float32))
+        return True
 
     def entering(self, x: Tensor) -> Tensor:
         """What the residual stream begins with, of the tokens' embeddings ``x [T, hidden]``, which it may overwrite."""

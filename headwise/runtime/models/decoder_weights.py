@@ -15,7 +15,7 @@ from headwise.runtime.models.base import Model, ModelConfig, RopeConfig, Shard, 
 from headwise.runtime.models.drafting import DraftingLayer, DraftingNames
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear, QkvProjections
 from headwise.runtime.models.low_rank import AdaptedRows, Adapter, RankAdapter, added_by
-from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
+from headwise.runtime.models.rope import rotation_scale, turning
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives
@@ -88,7 +88,7 @@ class DecoderWeights(Model):
         self.adapted: AdaptedRows | None = None
         of_layers = [(rope, config.heads_of(layer).head_dim) for layer, rope in enumerate(config.ropes)]
         ropes = _distinct(of_layers)
-        self._frequencies = [ops.upload(inverse_frequencies(rope, dim)) for rope, dim in ropes]
+        self._frequencies = [ops.upload(turning(rope, dim)) for rope, dim in ropes]
         scales = (rotation_scale(rope, dim) for rope, dim in ropes)
         self._rotation_scales = [None if scale is None else ops.upload(scale) for scale in scales]
         self.rotation_of = [ropes.index(rope) for rope in of_layers]

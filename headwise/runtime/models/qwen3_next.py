@@ -31,6 +31,7 @@ from headwise.runtime.models.hf_config import (
 )
 from headwise.runtime.models.layers import Layer, Linear
 from headwise.runtime.models.moe_decoder import MoeDecoder
+from headwise.runtime.models.mrope import with_axes
 from headwise.runtime.models.qwen import Qwen3, moe_config
 from headwise.runtime.models.qwen3_next_weights import GatedHeadWeights, JoinedDeltaWeights
 from headwise.runtime.models.rope import pairs_first
@@ -47,6 +48,8 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _NOT_OF_QWEN3_5 = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 """Fields of Qwen3-Next by which experts are weighted, or missing from some layers: Qwen3.5 always has them alike."""
 _DEFAULTS = {"head_dim": 256, "hidden_act": "silu"}
+_PAIRS = (11, 11, 10)
+"""Turned by time, row and column, where a config does not say it."""
 
 Floats = NDArray[np.float32]
 
@@ -56,14 +59,20 @@ def parse_next(config: HfConfig) -> ModelConfig:
 
 
 def parse_qwen3_5(config: HfConfig) -> ModelConfig:
-    return _parse(_text(config), QWEN3_5[0])
+    return _with_images(_parse(_text(config), QWEN3_5[0]), config)
 
 
 def parse_qwen3_5_moe(config: HfConfig) -> ModelConfig:
     text = {key: value for key, value in _text(config).items() if key not in _NOT_OF_QWEN3_5}
     size = positive(text, "moe_intermediate_size", default=512)
     decoder = _parse({**text, "intermediate_size": size}, QWEN3_5_MOE[0])  # no layer has a dense MLP
+    decoder = _with_images(decoder, config)
     return _with_experts(decoder, {"num_experts": 256, "moe_intermediate_size": size, **text})
+
+
+def _with_images(decoder: ModelConfig, config: HfConfig) -> ModelConfig:
+    """With three positions of a token, if the model takes images: they are the same in text."""
+    return decoder if config.get("vision_config") is None else with_axes(decoder, _PAIRS, interleaved=True)
 
 
 def _text(config: HfConfig) -> HfConfig:

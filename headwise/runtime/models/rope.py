@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.base import AXES, ModelConfig, RopeConfig
 from headwise.runtime.models.values import finite_number, shown
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -48,6 +48,18 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32
             f"rope theta {config.theta:g} and scaling {shown(config.scaling)} in config.json give no finite frequencies"
         )
     return _padded(scaled, head_dim, 0.0)
+
+
+def turning(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
+    """Inverse frequencies as `TensorOps.rotation` takes them: by pair, ``float32 [head_dim / 2]``, or by position and
+    pair, ``[3, head_dim / 2]``, with zeros where another position turns the pair."""
+    inverse = inverse_frequencies(config, head_dim)
+    if not config.axes:
+        return inverse
+    by_axis = np.zeros((AXES, len(inverse)), np.float32)
+    pairs = np.arange(len(config.axes))
+    by_axis[config.axes, pairs] = inverse[pairs]
+    return by_axis
 
 
 def rotation_scale(config: RopeConfig, head_dim: int) -> NDArray[np.float32] | None:

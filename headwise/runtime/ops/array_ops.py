@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -90,7 +92,9 @@ class ArrayOps(UnfusedOps):
         return self._narrow(wide / self.xp.sqrt(mean_square + np.float32(eps)) * weight)
 
     def rotation(self, positions: Array, inverse: Array, scale: Array | None = None) -> tuple[Array, Array]:
-        angles = positions.astype(np.float32)[:, None, None] * inverse
+        by_axis = inverse.reshape(-1, inverse.shape[-1])
+        places = positions.astype(np.float32).reshape(len(positions), len(by_axis))
+        angles = reduce(add, (places[:, axis, None, None] * each for axis, each in enumerate(by_axis)))
         cosines, sines = self.xp.cos(angles), self.xp.sin(angles)
         return (cosines, sines) if scale is None else (cosines * scale, sines * scale)
 

@@ -196,7 +196,8 @@ class TensorOps(Protocol):
     ) -> tuple[KernelArray, KernelArray]:
         """Cosine and sine of RoPE's angles, each float32 ``[T, 1, D / 2]``, times ``scale float32 [D / 2]`` if given.
 
-        The angles, in radians, are ``positions int32 [T]`` times the inverse frequencies ``inverse float32 [D / 2]``.
+        The angles, in radians, are ``positions int32 [T]`` times the inverse frequencies ``inverse float32 [D / 2]``;
+        of tokens that have three positions, ``int32 [T, 3]`` by ``float32 [3, D / 2]``.
         """
 
     def rope(self, x: Tensor, cos: KernelArray, sin: KernelArray) -> Tensor:

@@ -123,7 +123,9 @@ class PaddleGpuOps(UnfusedOps):
         self, positions: KernelArray, inverse: KernelArray, scale: KernelArray | None = None
     ) -> tuple[KernelArray, KernelArray]:
         places, frequencies = self.from_kernel_array(positions), self.from_kernel_array(inverse)
-        angles = self._wide(places).reshape([-1, 1, 1]) * frequencies
+        axes = frequencies.shape[0] if frequencies.ndim > 1 else 1
+        by_axis = self._wide(places).reshape([-1, axes, 1, 1]) * frequencies.reshape([1, axes, 1, -1])
+        angles = by_axis.sum(axis=1)
         cosines, sines = paddle.cos(angles), paddle.sin(angles)
         if scale is not None:
             factors = self.from_kernel_array(scale)

@@ -23,6 +23,9 @@ SLEEP, WAKE, RESET_STORAGE = "sleep", "wake", "reset_storage"
 NO_DRAFTS: NDArray[np.int32] = np.empty(0, np.int32)
 """Of a step in which no sequence has any."""
 
+NO_PLACES: NDArray[np.int32] = np.empty((0, 0), np.int32)
+"""Of a step whose tokens are where they are in their sequences."""
+
 NOTHING_PROPOSED: NDArray[np.int32] = np.empty((0, 0), np.int32)
 
 
@@ -105,6 +108,8 @@ class BatchRequest:
                           empty, where the model has no layer that drafts
     proposals:            ``[n]`` how many tokens, at most, that layer is to draft behind the sampled one: the cache has
                           room for all but the last of them. Or `NO_DRAFTS`
+    places:               ``[sum(query_lens), 3]``: the tokens' positions, of a model that gives a token three, where
+                          these are not all its place in the sequence; or `NO_PLACES`
     """
 
     step_id: int
@@ -122,6 +127,7 @@ class BatchRequest:
     drafts: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
     following: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
     proposals: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
+    places: NDArray[np.int32] = field(default_factory=lambda: NO_PLACES)
 
     @property
     def num_tokens(self) -> int:

@@ -24,12 +24,14 @@ IMAGE_LIMITS = ImageLimits(MAX_IMAGES, MAX_IMAGE_BYTES)
 class PromptImage:
     """What stands for an image, as an encoder says it.
 
-    hash:   of its embeddings: see `headwise.runtime.protocol.prompt_items.digest`
-    tokens: ``int32 [n]``, in place of the one that the chat template writes for it
+    hash:    of its embeddings: see `headwise.runtime.protocol.prompt_items.digest`
+    tokens:  ``int32 [n]``, in place of the one that the chat template writes for it
+    columns: see `PromptItem`
     """
 
     hash: str
     tokens: NDArray[np.int32]
+    columns: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +70,7 @@ def with_images(
             raise InvalidRequestError(f"an image's tokens must be one row of ids below {vocab_size}")
         parts += (tokens[done:place], own)
         length += place - done
-        items.append(PromptItem(length, len(own), image.hash))
+        items.append(PromptItem(length, len(own), image.hash, columns=image.columns))
         length += len(own)
         done = place + 1
     return np.concatenate([*parts, tokens[done:]]), items
@@ -76,5 +78,5 @@ def with_images(
 
 def with_embeds(request: GenerateRequest, images: Sequence[EncodedImage]) -> GenerateRequest:
     """A request whose items are those of images, one after the other, with their embeddings."""
-    places = [start for start, _, _ in request.extra_keys]
+    places = [each.start for each in request.extra_keys]
     return replace(request, embeds=tuple(map(PromptEmbeds, places, [image.embeds for image in images])))

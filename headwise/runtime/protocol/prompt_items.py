@@ -35,16 +35,20 @@ DIGEST = "embeds:"
 class PromptItem:
     """An item that stands for the prompt's tokens ``[offset, offset + length)``.
 
-    hash:   names its content: items of equal hashes are taken for equal. A string of 1 to 128 characters, or bytes; may
-            be left out where there are embeddings, and is then their digest
-    embeds: ``float [length, hidden]``, as the model's layers take them: scaled, where the model scales its own. None:
-            the placeholder tokens' own are computed with
+    hash:    names its content: items of equal hashes are taken for equal. A string of 1 to 128 characters, or bytes;
+             may be left out where there are embeddings, and is then their digest
+    embeds:  ``float [length, hidden]``, as the model's layers take them: scaled, where the model scales its own; with
+             what a few layers add behind them, where the model has that. None: the placeholder tokens' own are computed
+             with
+    columns: for models that give a token three positions: the item's tokens lie on a grid so wide, row by row. 0: they
+             follow each other as text does
     """
 
     offset: int
     length: int
     hash: str | bytes = ""
     embeds: Any = None
+    columns: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +90,14 @@ def placed(items: Any, num_tokens: int) -> PlacedItems:
     for item in given:
         start = as_integer("an item's offset", item.offset, 0, 2**31 - 1)
         end = start + as_integer("an item's length", item.length, 1, 2**31 - 1)
+        columns = as_integer("an item's columns", item.columns, 0, 2**31 - 1)
         _check_place(start, end, num_tokens)
         if item.embeds is not None:
             values = _as_array(item.embeds, end - start)
             num_bytes += 4 * values.size
             _check_bytes(num_bytes)  # before a copy: a view that repeats its numbers may claim any size
             embeds.append(PromptEmbeds(start, _as_embeds(values, start, end)))
-        extra_keys.append((start, end, _hash(item, embeds)))
+        extra_keys.append(ExtraKey(start, end, _hash(item, embeds), columns))
     extra_keys.sort()
     check_places(extra_keys, num_tokens)
     return PlacedItems(tuple(extra_keys), tuple(sorted(embeds, key=lambda each: each.start)))
@@ -107,8 +112,9 @@ def check_items(items: Any, prompt: Any) -> None:
 
 def check_places(extra_keys: Sequence[ExtraKey], num_tokens: int) -> None:
     """Raise `InvalidRequestError` unless items lie in a prompt of so many tokens, one behind the other, with hashes."""
-    for start, end, key in extra_keys:
+    for start, end, key, columns in extra_keys:
         _check_place(start, end, num_tokens)
+        _check_grid(start, end, columns)
         if not 0 < len(key) <= MAX_HASH_CHARACTERS:
             raise InvalidRequestError(
                 f"an item's hash must have 1 to {MAX_HASH_CHARACTERS} characters, got {len(key)}, {key[:80]!r:.80}, at "
@@ -116,9 +122,10 @@ def check_places(extra_keys: Sequence[ExtraKey], num_tokens: int) -> None:
             )
         check_text(f"the hash of the item at [{start}, {end})", key)
     for before, after in pairwise(extra_keys):
-        if after[0] < before[1]:
+        if after.start < before.end:
             raise InvalidRequestError(
-                f"items must lie one behind the other: [{before[0]}, {before[1]}) overlaps [{after[0]}, {after[1]})"
+                f"items must lie one behind the other: [{before.start}, {before.end}) overlaps [{after.start}, "
+                f"{after.end})"
             )
 
 
@@ -136,7 +143,7 @@ def check_embeds(extra_keys: Sequence[ExtraKey], embeds: Sequence[PromptEmbeds],
                 f"the embeddings at [{start}, {end}) have {values.shape[1]} numbers a token, the model {hidden_size}"
             )
         _check_finite(values, start, end)
-    for start, end, key in extra_keys:
+    for start, end, key, _ in extra_keys:
         own = given.pop((start, end), None)
         if key.startswith(DIGEST) and (own is None or key != digest(own)):
             raise InvalidRequestError(f"the item at [{start}, {end}) is named by the digest of other embeddings")
@@ -173,7 +180,8 @@ def _item(given: Any) -> PromptItem:
         return given
     if not isinstance(given, Mapping) or not {"offset", "length"} <= given.keys() <= {*PromptItem.__dataclass_fields__}:
         raise InvalidRequestError(
-            f"an item must be a PromptItem, or a mapping with offset, length, and hash or embeds, got {given!r:.80}"
+            "an item must be a PromptItem, or a mapping with offset, length, and hash or embeds, maybe columns, got "
+            f"{given!r:.80}"
         )
     return PromptItem(**given)
 
@@ -181,6 +189,13 @@ def _item(given: Any) -> PromptItem:
 def _check_place(start: int, end: int, num_tokens: int) -> None:
     if not 0 <= start < end <= num_tokens:
         raise InvalidRequestError(f"the item at [{start}, {end}) does not lie in the prompt's {num_tokens} tokens")
+
+
+def _check_grid(start: int, end: int, columns: int) -> None:
+    if columns < 0 or (columns and (end - start) % columns):
+        raise InvalidRequestError(
+            f"the item at [{start}, {end}) has {end - start} tokens, which make no whole rows of {columns} columns"
+        )
 
 
 def _check_bytes(num_bytes: int) -> None:

@@ -36,7 +36,7 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
-VERSION = 6
+VERSION = 7
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
@@ -167,6 +167,8 @@ def _converter(hint: Any) -> tuple[Convert | None, Convert]:
         return None, _array_check(*(_dtype(arg) for arg in args))
     if origin is tuple:
         return _tuple(args)
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return None, _named_tuple(hint)
     if origin is dict:
         return _dict(*args)
     if origin is np.ndarray:
@@ -206,6 +208,13 @@ def _tuple(args: tuple[Any, ...]) -> tuple[Convert | None, Convert]:
     if any(pack is not None for pack, _ in converters):
         raise TypeError(f"tuples of fixed length must hold plain values, got {args}")
     return None, unpack_fixed
+
+
+def _named_tuple(cls: Any) -> Convert:
+    """Of plain values, which msgpack takes as a list."""
+    hints = get_type_hints(cls)
+    _, unpack_fields = _tuple(tuple(hints[name] for name in cls._fields))
+    return lambda value: cls(*unpack_fields(value))
 
 
 def _dict(key_hint: Any, value_hint: Any) -> tuple[Convert | None, Convert]:

@@ -20,8 +20,9 @@ from headwise.cache_controller.radix_tree import NOWHERE
 from headwise.errors import first_line
 from headwise.kernels.base import AttentionBatch
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
+from headwise.runtime.worker.drafts import turned
 from headwise.runtime.worker.last_sampled import LastSampled
-from headwise.runtime.worker.padding import all_sizes
+from headwise.runtime.worker.padding import all_sizes, padded
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class DecodeGraphs:
     last:      tokens of the steps before, likewise
     tells_follows: whether steps say which sequences follow others, as of models that keep states they must; then graphs
                know it of each step
+    axes:      positions of a token
     all_ranks: whether what it is given is so on every rank. All ranks run the same steps, so all ask it of the same
                graph: NCCL wants its operations recorded, and launched as graphs, by all ranks or by none
     """
@@ -97,15 +99,16 @@ class DecodeGraphs:
         last: LastSampled,
         all_ranks: Callable[[bool], bool] = bool,
         tells_follows: bool = False,
+        axes: int = 1,
     ) -> None:
         self._ops, self._compute, self._tables, self._last, self._all_ranks = ops, compute, tables, last, all_ranks
-        self._tells_follows = tells_follows
+        self._tells_follows, self._axes = tells_follows, axes
         self._replays: dict[tuple[int, int], Callable[[], Sequence[KernelArray]]] = {}
         # By padded rows and batch: where sequences begin, and changes of the tables that are none.
         self._constants: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         # One for all shapes, none of which it has to grow for: graphs read where it wrote when they were recorded.
         rows = padded_rows(tables.shape.max_rows)
-        self._upload = ops.step_upload(capacity=4 * changes_of(rows) + (5 + tells_follows) * rows + 1)
+        self._upload = ops.step_upload(capacity=4 * changes_of(rows) + (4 + axes + tells_follows) * rows + 1)
 
     @property
     def captured(self) -> int:
@@ -115,12 +118,13 @@ class DecodeGraphs:
     def record(self) -> None:
         """Record steps of all shapes, the largest first, or as many as can be on every rank."""
         nobody = np.zeros(0, np.int32)
+        nowhere = turned(nobody, self._axes)
         shape = self._tables.shape
         batches, widths = all_sizes(padded_rows, shape.max_rows), all_sizes(self._width, shape.max_blocks)
         log.info("recording decode steps of %d batch sizes and %d widths as CUDA graphs", len(batches), len(widths))
         for rows in reversed(batches):
             for columns in reversed(widths):
-                arrays = self._uploaded(rows, _NO_UPDATE, nobody, nobody, nobody, nobody, nobody)
+                arrays = self._uploaded(rows, _NO_UPDATE, nobody, nowhere, nobody, nobody, nobody)
                 replay = self._capture(self._work(columns, *arrays))
                 if replay is None:
                     return
@@ -136,7 +140,8 @@ class DecodeGraphs:
         follows: NDArray[np.int32] | None = None,
     ) -> Scored:
         """One token of each of ``[batch]`` sequences, whose block tables are at ``table_rows``, once ``updates`` of the
-        tables are applied: as a part of the graph, where that has room for as many. follows: see `AttentionBatch`
+        tables are applied: as a part of the graph, where that has room for as many. positions: `turned` by as many
+        as a token has; follows: see `AttentionBatch`
 
         The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
         """
@@ -166,10 +171,7 @@ class DecodeGraphs:
             changes = changes.copy()
             changes[: len(updates)] = self._tables.in_any_order(updates)
         if batch < rows:
-            whole = np.zeros((len(arrays), rows), np.int32)
-            for padded, array in zip(whole, arrays, strict=True):
-                padded[:batch] = array
-            arrays = tuple(whole)
+            arrays = tuple(padded(array, rows) for array in arrays)
         return self._upload(changes, starts, *arrays)
 
     def _work(

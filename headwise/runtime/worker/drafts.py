@@ -57,12 +57,18 @@ class Spread:
 
     starts, query_lens, rows: as of `BatchRequest`
     follows: see `AttentionBatch`
+    places:  as of `BatchRequest`; None: tokens are where they are in their sequences
     """
 
     starts: NDArray[np.int32]
     query_lens: NDArray[np.int32]
     rows: NDArray[np.int32]
     follows: NDArray[np.int32] | None = None
+    places: NDArray[np.int32] | None = None
+
+    def turned(self, positions: NDArray[np.int32], axes: int) -> NDArray[np.int32]:
+        """The step's tokens' positions in their sequences, as those that turn elements: ``[T]``, or ``[T, axes]``."""
+        return turned(positions, axes) if self.places is None else self.places
 
     def positions(self, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Of the step's ``tokens``, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
@@ -76,8 +82,9 @@ class Spread:
 
 def spread(batch: BatchRequest) -> Spread:
     """The sequences of a step."""
+    places = batch.places if len(batch.places) else None
     if not len(batch.drafts):
-        return Spread(batch.starts, batch.query_lens, batch.rows)
+        return Spread(batch.starts, batch.query_lens, batch.rows, None, places)
     counts = np.where(batch.drafts > 0, batch.query_lens, 1)
     index = np.repeat(np.arange(len(counts)), counts)
     is_one = batch.drafts[index] > 0
@@ -86,7 +93,13 @@ def spread(batch: BatchRequest) -> Spread:
     query_lens = np.where(is_one, np.int32(1), batch.query_lens[index])
     is_guess = within >= (batch.query_lens - batch.drafts)[index]
     follows = np.where(within > 0, np.where(is_guess, GUESSED, FOLLOWS), 0).astype(np.int32)
-    return Spread(starts, query_lens, batch.rows[index], follows)
+    return Spread(starts, query_lens, batch.rows[index], follows, places)
+
+
+def turned(positions: NDArray[np.int32], axes: int) -> NDArray[np.int32]:
+    """Positions ``[T]`` as those that turn elements: of a model that gives a token one, they are; ``[T, axes]`` where
+    it has several, which are alike in text."""
+    return positions if axes == 1 else np.repeat(positions[:, None], axes, axis=1)
 
 
 def of_sequences(

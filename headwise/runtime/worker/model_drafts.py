@@ -78,7 +78,8 @@ class ModelDrafts:
         hidden = hidden if hidden.shape[0] == batch.num_tokens else hidden[: batch.num_tokens]
         made = self._model.draft(step.tokens, step.positions, hidden, self._runner.attention(step.batch), last)
         positions, _ = each.positions(batch.num_tokens)
-        return self._go_on(batch, wanting, positions[last], made)
+        turned = None if each.places is None else each.places[last]
+        return self._go_on(batch, wanting, positions[last], turned, made)
 
     def _following(
         self, batch: BatchRequest, places: NDArray[np.int64], sampled: NDArray[np.int32] | None
@@ -97,9 +98,15 @@ class ModelDrafts:
         self._runner.last.fill(tokens, *self._upload_places(begins, rows))
 
     def _go_on(
-        self, batch: BatchRequest, wanting: NDArray[np.int64], positions: NDArray[np.int32], made: Tensor
+        self,
+        batch: BatchRequest,
+        wanting: NDArray[np.int64],
+        positions: NDArray[np.int32],
+        places: NDArray[np.int32] | None,
+        made: Tensor,
     ) -> Drafted:
-        """Draft one token after the other, each out of what the one before was drafted from."""
+        """Draft one token after the other, each out of what the one before was drafted from. positions, places: of the
+        wanting sequences' last tokens; see `Spread`"""
         passes: list[tuple[NDArray[np.int64], Fetch]] = []
         while len(wanting):
             tokens, _ = self._collectives.share(self._model.drafted(made), len(wanting))
@@ -108,7 +115,8 @@ class ModelDrafts:
             if not len(going_on):
                 break
             wanting, positions = wanting[going_on], positions[going_on] + np.int32(1)
-            each = Spread(positions, np.ones_like(positions), batch.rows[wanting])
+            places = None if places is None else places[going_on] + np.int32(1)
+            each = Spread(positions, np.ones_like(positions), batch.rows[wanting], places=places)
             step = self._runner.on_device(each, passes[-1][1].get()[going_on], self._upload)
             made = self._ops.take_rows(made, going_on)
             made = self._model.draft(step.tokens, step.positions, made, self._runner.attention(step.batch))

@@ -42,8 +42,8 @@ class Loads:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A step on the device: its tokens and their positions, int32 ``[T]``, the rows of its sequences, int32 ``[n]``,
-    and what attention is told."""
+    """A step on the device: its tokens, int32 ``[T]``, their positions, as `TensorOps.rotation` takes them, the rows of
+    its sequences, int32 ``[n]``, and what attention is told."""
 
     tokens: KernelArray
     positions: KernelArray
@@ -84,7 +84,7 @@ class ModelRunner:
         self._card, self._ops, self._kernels = card, device.ops, device.kernels
         self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
         self._layouts, self._first = card.layouts[layers.start : layers.stop], layers.start
-        self._links, self.is_last = links, links.is_last
+        self._links, self.is_last, self._axes = links, links.is_last, card.config.axes
         self._upload = self._ops.step_upload()
 
     # ---- steps ----
@@ -101,7 +101,8 @@ class ModelRunner:
         each = spread(batch)
         tokens, updates = self.last.inputs(batch), batch.table_updates
         self._links.receive(batch.num_tokens)
-        scored = graphs.step(tokens, each.starts, each.starts + 1, each.rows, updates, each.follows)
+        positions = each.turned(each.starts, self._axes)
+        scored = graphs.step(tokens, positions, each.starts + 1, each.rows, updates, each.follows)
         if not self.is_last and scored.hidden is not None:
             self._pass_on(self._ops.from_kernel_array(scored.hidden[: batch.num_tokens]))
         return scored
@@ -166,7 +167,7 @@ class ModelRunner:
         seq_lens = each.starts + each.query_lens
         positions, cu_seqlens = each.positions(len(tokens))
         told = () if each.follows is None or not self._card.has_states else (each.follows,)
-        given = upload(tokens, positions, cu_seqlens, seq_lens, each.rows, *told)
+        given = upload(tokens, each.turned(positions, self._axes), cu_seqlens, seq_lens, each.rows, *told)
         on_device, places, begins, lengths, rows, *follows = given
         tables = self.cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))

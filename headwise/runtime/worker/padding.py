@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 
 def padded(array: NDArray[np.int32], length: int, value: int = 0) -> NDArray[np.int32]:
-    """``array`` with ``value`` behind it."""
-    whole = np.full(length, value, dtype=np.int32)
+    """``array [n, ...]`` with ``value`` behind it, ``[length, ...]``."""
+    whole = np.zeros((length, *array.shape[1:]), np.int32)
     whole[: len(array)] = array
+    if value:
+        whole[len(array) :] = value
     return whole
 
 

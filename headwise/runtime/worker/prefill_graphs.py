@@ -26,6 +26,7 @@ from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model
 from headwise.runtime.ops.base import Between, CapturingOps, Cut, KernelArray, StepUpload, Tensor
 from headwise.runtime.ops.stage_links import StageLinks
+from headwise.runtime.worker.drafts import turned
 from headwise.runtime.worker.padding import all_sizes, padded
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ class StepGraphs:
     wanted: rows that come of a step at most, where it has more; 0: all of its tokens'
     tells_follows: whether steps may say which sequences follow others
     links:  of the rank's stage
+    axes:   positions of a token
     kept:   of a model that drafts, and of the last step: see `Model.for_drafts`; valid until the next one
     """
 
@@ -140,9 +142,10 @@ class StepGraphs:
         upload: StepUpload,
         tells_follows: bool = False,
         links: StageLinks = WHOLE,
+        axes: int = 1,
     ) -> None:
         self._ops, self.tokens, self._sequences, self._upload = ops, tokens, sequences, upload
-        self._tells_follows, self._links = tells_follows, links
+        self._tells_follows, self._links, self._axes = tells_follows, links, axes
         self.wanted = wanted if wanted < tokens else 0
         self.kept: Tensor = None
         self._asked: list[_Asked] = []
@@ -152,7 +155,7 @@ class StepGraphs:
         """Record the model's pieces."""
         ops, nobody, asked = self._ops, np.zeros(0, np.int32), self._asked
         tokens, positions, begins, _, _, rows, count, *_ = self._padded(
-            nobody, nobody, np.zeros(1, np.int32), nobody, nobody, nobody, nobody
+            nobody, turned(nobody, self._axes), np.zeros(1, np.int32), nobody, nobody, nobody, nobody
         )
 
         def work(cut: Cut) -> Sequence[KernelArray]:
@@ -177,7 +180,7 @@ class StepGraphs:
         *,
         wanted: NDArray[np.int64] | None = None,
     ) -> tuple[KernelArray, ...]:
-        """The step's arrays on the device, where the pieces read them: two of ``[T]``, and of sequences ``[n + 1]``,
+        """The step's arrays on the device, where the pieces read them: two of its tokens, and of sequences ``[n + 1]``,
         twice ``[n]``, and once more, where it is given what ``follows`` (see `AttentionBatch`). What stands behind them
         is padding. wanted: see `Model.forward`"""
         of_tokens, of_sequences, nothing = len(token_ids), len(rows), np.zeros(0, np.int32)
@@ -257,6 +260,7 @@ class PrefillGraphs:
                last
     links:     of the rank's stage
     layers:    of the decoder's, that it has
+    axes:      positions of a token
     """
 
     def __init__(
@@ -269,11 +273,12 @@ class PrefillGraphs:
         followers: int = 0,
         links: StageLinks = WHOLE,
         layers: int = 0,
+        axes: int = 1,
     ) -> None:
         self._ops, self._all_ranks, self._sequences = ops, all_ranks, sequences + followers
         self._tells_follows = followers > 0
         self._wanted = 0 if gives_all or not links.is_last else padded_tokens(sequences)
-        self._most, self._links, self._layers = most, links, layers
+        self._most, self._links, self._layers, self._axes = most, links, layers, axes
         self._recorded: list[StepGraphs] = []
 
     def record(self, model: Model, attention: CachedAttention) -> None:
@@ -282,10 +287,10 @@ class PrefillGraphs:
         log.info("recording prefill of %d sizes, up to %d tokens, as CUDA graphs", len(sizes), sizes[-1])
         # One for all: graphs read where it wrote when they were recorded.
         of_sequences = (3 + self._tells_follows) * self._sequences
-        upload = self._ops.step_upload(capacity=2 * sizes[-1] + of_sequences + self._wanted + 2)
+        upload = self._ops.step_upload(capacity=(1 + self._axes) * sizes[-1] + of_sequences + self._wanted + 2)
         for tokens in reversed(sizes):  # the largest first: see `CapturingOps`
             sizes_of_step = tokens, self._sequences, self._wanted
-            graphs = StepGraphs(self._ops, *sizes_of_step, upload, self._tells_follows, self._links)
+            graphs = StepGraphs(self._ops, *sizes_of_step, upload, self._tells_follows, self._links, self._axes)
             trouble = ""
             try:
                 graphs.record(model, attention)

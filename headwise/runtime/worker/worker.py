@@ -256,7 +256,8 @@ class ModelWorker:
         if self._without_graphs() or not isinstance(self._ops, CapturingOps):
             return None
         parts = self._ops, runner.score, runner.cache.tables, runner.last
-        return DecodeGraphs(*parts, self._is_so_on_all_ranks, tells_follows=self._tells_follows)
+        axes = self.card.config.axes
+        return DecodeGraphs(*parts, self._is_so_on_all_ranks, tells_follows=self._tells_follows, axes=axes)
 
     @property
     def _tells_follows(self) -> bool:
@@ -285,6 +286,7 @@ class ModelWorker:
             followers=self._config.speculation * self._config.most_seqs if self._tells_follows else 0,
             links=self._links,
             layers=len(range(self.card.config.decoder_layers)[self._layers.start : self._layers.stop]),
+            axes=self.card.config.axes,
         )
         self._prefill.record(self._model, self._attention)
 

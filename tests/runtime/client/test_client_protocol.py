@@ -23,6 +23,7 @@ from support.skipping_clock import SkippingClock
 from support.waiting import PATIENCE_S, eventually
 from typer.testing import CliRunner
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import (
     ConfigError,
     DeploymentError,
@@ -527,6 +528,7 @@ def test_the_scheduler_itself_checks_what_hand_made_clients_send(deployment: Dep
 
 
 def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deployment, core: ScriptedCore) -> None:
+    item = ExtraKey(0, 3, "h")
     bad = [
         GenerateRequest("", np.ones(1, np.int32), SamplingParams()),
         GenerateRequest("r", np.ones((2, 2), np.int32), SamplingParams()),
@@ -536,14 +538,16 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), cache_salt="s" * 2000),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="a" * 2000),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(n=2)),
-        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h"),) * 2000),
-        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 2, "h"),)),
-        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h" * 200),)),
-        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((0, 2, "h"), (1, 3, "i"))),
-        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((-1, 2, "h"),)),
-        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((2, 1, "h"),)),
-        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((0, 2**40, "h"),)),
-        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=((0, 1, ""),)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=(ExtraKey(0, 1, "h"),) * 2000),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=(ExtraKey(0, 2, "h"),)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=(ExtraKey(0, 1, "h" * 200),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=(item, item)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=(item._replace(columns=2),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=(item._replace(columns=-1),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=(ExtraKey(-1, 2, "h"),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=(ExtraKey(2, 1, "h"),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=(ExtraKey(0, 2**40, "h"),)),
+        GenerateRequest("r", np.ones(3, np.int32), SamplingParams(), extra_keys=(ExtraKey(0, 1, ""),)),
     ]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(deployment.servers[0].endpoint)

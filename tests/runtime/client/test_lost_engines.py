@@ -13,6 +13,7 @@ import zmq
 from support.engine.scripted import ScriptedCore
 from support.waiting import PATIENCE_S, eventually
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import DeploymentError, EngineDiedError, InvalidRequestError, RequestAbortedError
 from headwise.runtime.client import io_thread as client_io
 from headwise.runtime.client.client import Client
@@ -244,7 +245,7 @@ def test_embeddings_go_to_every_engine_that_serves_the_request_and_never_to_the_
         next(stream)
     served += [each for each, _ in second.live.values()]
     (route,), (reroute,) = place.scheduler.of(Route), place.scheduler.of(Reroute)
-    assert route.extra_keys == reroute.request.extra_keys == ((1, 3, digest(rows)),)
+    assert route.extra_keys == reroute.request.extra_keys == (ExtraKey(1, 3, digest(rows)),)
     assert not reroute.request.embeds
     for request in served:
         np.testing.assert_array_equal(request.embeds[0].values, rows)

@@ -237,7 +237,7 @@ def test_embeddings_go_to_the_engine_and_only_their_hashes_to_the_scheduler(depl
         client.chat(chat(b"abc", b"de"), max_tokens=1)
     (request,) = taken
     assert [(each.start, each.values.tolist()) for each in request.embeds] == [(1, [[3.0]]), (2, [[2.0]])]
-    assert [key for _, _, key in request.extra_keys] == [digest(each.values) for each in request.embeds]
+    assert [key for _, _, key, _ in request.extra_keys] == [digest(each.values) for each in request.embeds]
     server.stop()
 
 

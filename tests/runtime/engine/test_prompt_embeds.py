@@ -107,6 +107,16 @@ def test_images_that_need_what_is_not_served_are_refused_and_text_is_served() ->
     assert run(engine)["text"].token_ids == continuation(PROMPT, 9)
 
 
+def test_items_on_a_grid_are_refused_where_tokens_have_one_position() -> None:
+    engine, _ = make_engine(num_blocks=64)
+    plain = request("r", PROMPT, 3)
+    items = placed([PromptItem(2, 6, "cat", columns=3)], len(PROMPT)).extra_keys
+    with pytest.raises(InvalidRequestError, match="gives a token one position: leave the items' columns out"):
+        engine.add(replace(plain, extra_keys=items))
+    engine.add(plain)
+    assert run(engine)["r"].token_ids == continuation(PROMPT, 3)
+
+
 def test_embeddings_are_let_go_of_with_their_request_and_too_many_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(core, "MAX_HELD_EMBED_BYTES", 4 * 7 + 3)
     engine, _ = make_engine(num_blocks=64)

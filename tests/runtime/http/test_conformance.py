@@ -19,6 +19,7 @@ from support.scripted_http import MODEL, Served, serving
 from support.waiting import eventually
 
 from headwise import __version__
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.runtime.http.bodies import MAX_CHOICES
 from headwise.runtime.http.parameters import NEUTRAL, SAMPLING, WITHOUT_EFFECT
 from headwise.runtime.protocol.guided import Guided
@@ -174,7 +175,7 @@ def test_items_of_a_prompt_reach_the_engine_with_their_embeddings(served: Served
     items = [{"offset": 0, "length": 1, "hash": "cat"}]
     items.append({"offset": 1, "length": 2, "embeds": b64encode(rows.tobytes()).decode()})
     (request,) = at_the_engine(served, core, prompt=[97, 98, 99], prompt_items=items)
-    assert request.extra_keys == ((0, 1, "cat"), (1, 3, digest(rows)))
+    assert request.extra_keys == (ExtraKey(0, 1, "cat"), ExtraKey(1, 3, digest(rows)))
     np.testing.assert_array_equal(request.embeds[0].values, rows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.images import MAX_IMAGES, EncodedImage, PromptImage, with_embeds, with_images
@@ -34,7 +35,7 @@ def test_each_place_becomes_an_image_s_tokens() -> None:
     tokens, items = with_images(ids(1, 7, 2, 7, 7), [image("a", 7, 7, 8), image("b", 9), image("a", 7, 7, 8)], 7, 10)
     assert tokens.tolist() == [1, 7, 7, 8, 2, 9, 7, 7, 8]
     assert [(item.offset, item.length, item.hash) for item in items] == [(1, 3, "a"), (5, 1, "b"), (6, 3, "a")]
-    assert placed(items, len(tokens)).extra_keys == ((1, 4, "a"), (5, 6, "b"), (6, 9, "a"))
+    assert placed(items, len(tokens)).extra_keys == (ExtraKey(1, 4, "a"), ExtraKey(5, 6, "b"), ExtraKey(6, 9, "a"))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_embeddings_in_sixteen_bits_are_checked_and_named_like_others() -> None:
     half = as_bfloat16(values)
     assert digest(half) != digest(as_float32(half))
     assert digest(half) != digest(half.reshape(2, 12).copy().view(np.float32))
-    key = ((2, 6, digest(half)),)
+    key = (ExtraKey(2, 6, digest(half)),)
     check_embeds(key, [PromptEmbeds(2, half)], 6)
     np.testing.assert_array_equal(PromptEmbeds(2, half).floats(1, 3), as_float32(half)[1:3])
     with pytest.raises(InvalidRequestError, match="named by the digest of other embeddings"):
@@ -78,7 +79,7 @@ def test_embeddings_in_sixteen_bits_are_checked_and_named_like_others() -> None:
         spoilt = half.copy()
         spoilt[3, 5] = np.float32(wrong).view(np.uint32) >> 16
         with pytest.raises(InvalidRequestError, match=r"are not all finite numbers \(of bfloat16"):
-            check_embeds(((2, 6, digest(spoilt)),), [PromptEmbeds(2, spoilt)], 6)
+            check_embeds((ExtraKey(2, 6, digest(spoilt)),), [PromptEmbeds(2, spoilt)], 6)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
@@ -91,7 +92,7 @@ def test_images_cross_the_wire(dtype: type) -> None:
     assert wire.decode(wire.encode(Encode(1, b"\xff\x00")), Encode).image == b"\xff\x00"
     route = wire.decode(wire.encode(Route(1, "x", None, None, {}, 0, "", images=(image("a", 1),))), Route)
     assert [each.hash for each in route.images] == ["a"]
-    request = GenerateRequest("r", ids(1, 7, 2), SamplingParams(), extra_keys=((1, 2, "a"),))
+    request = GenerateRequest("r", ids(1, 7, 2), SamplingParams(), extra_keys=(ExtraKey(1, 2, "a"),))
     sent = with_embeds(request, [EncodedImage(image("a", 7), embeds[:1])])
     found = wire.decode(wire.encode(sent), GenerateRequest).embeds[0]
     assert (found.start, found.values.dtype) == (1, dtype)

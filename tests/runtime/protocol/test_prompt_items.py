@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol.prompt_items import (
     MAX_EMBED_BYTES,
@@ -26,7 +27,7 @@ ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
 def test_items_come_in_the_order_of_their_places_named_by_hash_bytes_or_embeddings() -> None:
     items = [PromptItem(6, 1, b"\x01\xff"), {"offset": 3, "length": 2, "embeds": ROWS}, PromptItem(0, 3, "cat")]
     found = placed(items, 7)
-    assert found.extra_keys == ((0, 3, "cat"), (3, 5, digest(ROWS)), (6, 7, "01ff"))
+    assert found.extra_keys == (ExtraKey(0, 3, "cat"), ExtraKey(3, 5, digest(ROWS)), ExtraKey(6, 7, "01ff"))
     assert [(each.start, each.end) for each in found.embeds] == [(3, 5)]
     assert placed((), 7) == placed([], 0)
 
@@ -39,7 +40,7 @@ def test_what_the_caller_does_with_its_array_later_changes_nothing() -> None:
 
 
 def test_embeddings_with_a_hash_are_known_by_that() -> None:
-    assert placed([PromptItem(0, 2, "cat", ROWS)], 2).extra_keys == ((0, 2, "cat"),)
+    assert placed([PromptItem(0, 2, "cat", ROWS)], 2).extra_keys == (ExtraKey(0, 2, "cat"),)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
@@ -119,6 +120,9 @@ def test_other_embeddings_have_another_digest() -> None:
         ([PromptItem(0, 2, embeds=ROWS.astype(np.complex64))], r"floating-point numbers, got complex64 \[2, 3\]"),
         ([PromptItem(0, 2, embeds=ROWS.astype(object))], r"floating-point numbers, got object \[2, 3\]"),
         ([PromptItem(0, 2, embeds="cat")], r"floating-point numbers, got <U3 \[\]"),
+        ([PromptItem(1, 6, "cat", columns=4)], r"at \[1, 7\) has 6 tokens, which make no whole rows of 4 columns"),
+        ([PromptItem(1, 6, "cat", columns=-1)], "an item's columns must be"),
+        ([PromptItem(1, 6, "cat", columns=1.5)], "an item's columns must be"),
         (
             [PromptItem(0, 2, embeds=np.zeros((2, MAX_EMBED_BYTES // 8), np.float32))],
             rf"have {MAX_EMBED_BYTES + 28} bytes; at most {MAX_EMBED_BYTES}",
@@ -155,6 +159,10 @@ NAN = np.array([[0, np.nan, 0]], np.float32)
     ],
 )
 def test_an_engine_refuses_what_it_cannot_compute_with_and_false_names(keys: Any, embeds: Any, says: str) -> None:
-    check_embeds(((0, 2, digest(ROWS)), (2, 4, "a"), (5, 6, "b")), [PromptEmbeds(0, ROWS), PromptEmbeds(2, ROWS)], 3)
+    check_embeds(
+        (ExtraKey(0, 2, digest(ROWS)), ExtraKey(2, 4, "a"), ExtraKey(5, 6, "b")),
+        [PromptEmbeds(0, ROWS), PromptEmbeds(2, ROWS)],
+        3,
+    )
     with pytest.raises(InvalidRequestError, match=says):
-        check_embeds(keys, embeds, 3)
+        check_embeds([ExtraKey(*key) for key in keys], embeds, 3)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
@@ -72,6 +73,9 @@ def assert_same(left: object, right: object) -> None:
             assert a == b
 
 
+ITEM = ExtraKey(1, 3, "%")
+
+
 @pytest.mark.parametrize("rows", [0, 1, 256])
 def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
     data = wire.encode(batch(rows))
@@ -89,11 +93,11 @@ def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
         StepResult(
             4, 0, np.empty(0, np.int32), copies=CopyReport(transfers={"load": TransferStats(3, 96, 0.5, 0.25, 1, 2)})
         ),
-        GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 2, "salt", "", ((0, 3, "abc"),)),
+        GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 2, "salt", "", (ITEM,)),
         GenerateRequest(
             "r", np.arange(5, dtype=np.int32), SamplingParams(), embeds=(PromptEmbeds(1, np.ones((2, 3), np.float32)),)
         ),
-        Route(1, None, np.arange(5, dtype=np.int32), None, {}, 0, "", extra_keys=((0, 3, "abc"), (4, 5, "d"))),
+        Route(1, None, np.arange(5, dtype=np.int32), None, {}, 0, "", extra_keys=(ITEM, ITEM._replace(columns=1))),
         OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1)),
         OutputDelta("r"),
         OutputDelta("r", prompt_token_ids=(7, 8), prompt_logprobs=(None, TokenLogprobs(-1.0, ((8, -1.0),)))),
@@ -159,10 +163,10 @@ ROWS = np.ones((2, 3), np.float32)
 
 def forged(embeds: Any, key: str = "cat") -> bytes:
     """A request with one item, as no client of ours would send it."""
-    request = GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), extra_keys=((1, 3, "%"),))
+    request = GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), extra_keys=(ITEM,))
     version, tag, values = msgpack.unpackb(wire.encode(request), ext_hook=msgpack.ExtType)
     names = list(GenerateRequest.__dataclass_fields__)
-    values[names.index("embeds")], values[names.index("extra_keys")] = [[1, embeds]], [[1, 3, key]]
+    values[names.index("embeds")], values[names.index("extra_keys")] = [[1, embeds]], [[1, 3, key, 0]]
     return msgpack.packb([version, tag, values], unicode_errors="surrogatepass")
 
 

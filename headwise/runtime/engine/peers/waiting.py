@@ -40,10 +40,10 @@ class Waiting:
 def prompt_of(sequence: Sequence, tokens: int) -> GenerateRequest:
     """The first of a sequence's tokens, as a prompt: up to the end of an item that begins among them."""
     request = sequence.request
-    extra_keys = tuple(key for key in request.extra_keys if key[0] < tokens)
+    extra_keys = tuple(key for key in request.extra_keys if key.start < tokens)
     return replace(
         request,
-        prompt_token_ids=sequence.tokens(0, max([tokens, *(end for _, end, _ in extra_keys)])),
+        prompt_token_ids=sequence.tokens(0, max([tokens, *(each.end for each in extra_keys)])),
         extra_keys=extra_keys,
         embeds=tuple(each for each in request.embeds if each.start < tokens),
         sampling=SamplingParams(),

@@ -10,6 +10,7 @@ from support.engine.simulated_engine import request
 from support.engine.simulated_peers import HANG_TICKS, TICK_S, TIMEOUT_S, Network, Node, WireFaults
 from support.engine.simulation import continuation
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.runtime.engine.core import OVERDUE_SHARE
 from headwise.runtime.protocol.batch import BatchRequest
@@ -298,7 +299,7 @@ def test_items_are_computed_by_the_other_engine_with_their_embeddings(begin: int
     said = [*prompt[:begin], 90, 91, 92, *prompt[begin + 3 :]]  # what the embeddings are of
     asked = to_prefill(network, "r", prompt, 5, "p")
     embeds = PromptEmbeds(begin, np.array([[90], [91], [92]], dtype=np.float32))
-    keys = ((begin, begin + 3, digest(embeds.values)),)
+    keys = (ExtraKey(begin, begin + 3, digest(embeds.values)),)
     assert serve(network, "d", replace(asked, extra_keys=keys, embeds=(embeds,))) == continuation(said, 5)
     assert network.nodes["d"].results["r"].usage.cached_tokens == 56
     settle(network)

@@ -1,0 +1,45 @@
+"""Which of a token's three positions turns a pair of elements: in time, in rows or in columns.
+
+M-RoPE: Wang et al., arXiv 2409.12191; interleaved: Bai et al., arXiv 2511.21631.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from headwise.errors import ModelError
+from headwise.runtime.models.base import AXES, ModelConfig, RopeConfig
+from headwise.runtime.models.rope import rotated_elements
+from headwise.runtime.models.values import shown
+
+
+def with_axes(config: ModelConfig, default: Sequence[int], *, interleaved: bool) -> ModelConfig:
+    """A model that gives a token three positions. default: ``mrope_section``, where the config has none"""
+
+    def turned(rope: RopeConfig) -> RopeConfig:
+        section = (rope.scaling or {}).get("mrope_section", default)
+        return replace(
+            rope, axes=axes_of(section, rotated_elements(rope, config.head_dim) // 2, interleaved=interleaved)
+        )
+
+    return replace(config, ropes=tuple(map(turned, config.ropes)))
+
+
+def axes_of(section: Any, pairs: int, *, interleaved: bool) -> tuple[int, ...]:
+    """`RopeConfig.axes` of so many pairs, by a config's ``mrope_section``: how many are of time, of rows, of columns.
+
+    interleaved: pairs take turns, as far as rows and columns have some; else they follow one another
+
+    Raises:
+        ModelError: these are no three numbers of pairs, or not of all.
+    """
+    sizes = section if isinstance(section, list | tuple) else []
+    if len(sizes) != AXES or not all(type(each) is int and each >= 0 for each in sizes) or sum(sizes) != pairs:
+        raise ModelError(
+            f"config.json: 'mrope_section' must be {AXES} numbers of pairs, {pairs} together, got {shown(section)}"
+        )
+    if not interleaved:
+        return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))
+    return tuple(pair % AXES if pair < AXES * sizes[pair % AXES] else 0 for pair in range(pairs))
