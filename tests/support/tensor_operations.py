@@ -57,6 +57,13 @@ def scaled_rope(ops: Any) -> Any:
     return ops.rope(ops.tensor(HEADS)[:, 2:], *angles)
 
 
+def rope_by_three_positions(ops: Any) -> Any:
+    """Pairs 0 and 3 turn by the first one, 1 by the second, 2 by the third."""
+    places = np.array([[0, 0, 0], [1, 2, 3], [500, 501, 99999], [7, 0, 12345]], np.int32)
+    turned = np.array([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0]], np.float32) * FREQUENCIES
+    return ops.rope(ops.tensor(HEADS)[:, 2:], *ops.rotation(ops.upload(places), ops.upload(turned)))
+
+
 def silu_mul(ops: Any) -> Any:
     return ops.silu_mul(ops.tensor(X))
 
@@ -124,6 +131,7 @@ NARROW: list[Callable[[Any], Any]] = [
     rms_norm_of_heads_of_their_own,
     rope,
     scaled_rope,
+    rope_by_three_positions,
     gelu_tanh_mul,
     take_rows,
 ]

@@ -15,8 +15,9 @@ from support.tiny_checkpoints import checkpoint
 from headwise.errors import ModelError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
+from headwise.runtime.models.mrope import axes_of
 from headwise.runtime.models.registry import model_config
-from headwise.runtime.models.rope import inverse_frequencies, pairs_first, rotation_scale, served_up_to
+from headwise.runtime.models.rope import inverse_frequencies, pairs_first, rotation_scale, served_up_to, turning
 
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "rope.json").read_text())
 PHI3 = {**CONFIGS["llama"], "architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 8}
@@ -46,6 +47,24 @@ def test_where_a_part_of_a_head_is_rotated_its_pairs_lie_half_a_head_apart() -> 
     assert order is not None
     assert order.tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
     assert pairs_first(replace(rope, share=1.0), 16) is None
+
+
+def test_of_three_positions_each_turns_its_pairs_in_turn_or_one_after_the_other() -> None:
+    assert axes_of([2, 3, 3], 8, interleaved=False) == (0, 0, 1, 1, 1, 2, 2, 2)
+    assert axes_of([4, 2, 2], 8, interleaved=True) == (0, 1, 2, 0, 1, 2, 0, 0)
+    assert axes_of([11, 11, 10], 32, interleaved=True)[-5:] == (0, 1, 2, 0, 1)
+    rope = replace(model_config(CONFIGS["llama"]).ropes[0], axes=(0, 1, 2, 0, 1, 2, 0, 0))
+    inverse, by_axis = inverse_frequencies(rope, 16), turning(rope, 16)
+    np.testing.assert_array_equal(by_axis.sum(axis=0), inverse)
+    assert [np.flatnonzero(each).tolist() for each in by_axis] == [[0, 3, 6, 7], [1, 4], [2, 5]]
+    half = turning(replace(rope, share=0.5, axes=(0, 1, 2, 0)), 16)
+    assert [np.flatnonzero(each).tolist() for each in half] == [[0, 3], [1], [2]]
+
+
+@pytest.mark.parametrize("section", [None, [8], [4, 4], [4, 4, 4], [4, 4, -0.5], "444", [9, 0, -1], [4, 4, True]])
+def test_sections_of_pairs_that_cannot_be_are_told(section: Any) -> None:
+    with pytest.raises(ModelError, match="'mrope_section' must be 3 numbers of pairs, 8 together, got"):
+        axes_of(section, 8, interleaved=True)
 
 
 @pytest.mark.parametrize(
