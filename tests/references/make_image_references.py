@@ -7,7 +7,8 @@ the images. Each file holds:
 
     shapes   each weight's shape
     images   per image: what its processor makes of its size, its pixels, and what the projector makes of these, as the
-             sums of absolute values and some of the numbers themselves, spread evenly
+             sums of absolute values and some of the numbers themselves, spread evenly; behind a Qwen3-VL token's
+             numbers those that layers add (deepstack), layer by layer
     prompts  as `make_references.py` writes them, with ``images``: the names of theirs, whose tokens are as the
              model's processor writes them
 """
@@ -31,6 +32,7 @@ from support.tiny_images import (
     LONGEST,
     MERGE,
     PATCH,
+    QWENS,
     REFERENCES,
     SIZES,
     Family,
@@ -44,6 +46,8 @@ from transformers.models.llama4.image_processing_llama4 import Llama4ImageProces
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from headwise.runtime.loader.safetensors_file import SafetensorsFile
 from headwise.runtime.loader.tokenizer import Tokenizer
@@ -68,7 +72,18 @@ def spread(values: np.ndarray, most: int = 64) -> dict[str, Any]:
     }
 
 
-class Mistral3:
+class Kind:
+    """What a family's processor and tower are called with."""
+
+    def pixels(self, given: Any) -> torch.Tensor:
+        return given["pixel_values"][0].float()
+
+    def ids(self, ids: list[int]) -> dict[str, Any]:
+        """What the model takes besides a prompt's tokens where there are images."""
+        return {}
+
+
+class Mistral3(Kind):
     """Pixtral's processing, with Pillow: of torchvision's, pixels may differ by a level."""
 
     def __init__(self, model: Any) -> None:
@@ -105,7 +120,7 @@ class Mistral3:
         return {"pixel_values": torch.cat(padded), "image_sizes": torch.cat([each["image_sizes"] for each in given])}
 
 
-class Llama4:
+class Llama4(Kind):
     """Tiles; in bfloat16, as its processor gives them, and computed with in float32."""
 
     def __init__(self, model: Any) -> None:
@@ -130,7 +145,7 @@ class Llama4:
         return {"pixel_values": torch.cat([each["pixel_values"].float() for each in given])}
 
 
-class KimiK25:
+class KimiK25(Kind):
     """Patches, cut beforehand."""
 
     def __init__(self, model: Any) -> None:
@@ -152,6 +167,38 @@ class KimiK25:
 
     def together(self, given: list[Any]) -> dict[str, Any]:
         return {name: torch.cat([each[name] for each in given]) for name in ("pixel_values", "image_grid_thw")}
+
+
+class Qwen(Kind):
+    """Qwen2-VL's processing, with Pillow, which all have; of a Qwen3-VL features of several layers."""
+
+    def __init__(self, model: Any, family: Family) -> None:
+        self._model, self._image_token = model, family.id_of("<|image_pad|>")
+        self._processor = Qwen2VLImageProcessorPil(**family.processor)
+
+    def inputs(self, name: str) -> Any:
+        return self._processor(picture(name), return_tensors="pt")
+
+    def pixels(self, given: Any) -> torch.Tensor:
+        return given["pixel_values"]
+
+    def features(self, given: Any) -> torch.Tensor:
+        found = self._model.get_image_features(**given, return_dict=True)
+        added = getattr(found, "deepstack_features", None) or []
+        return torch.cat([torch.cat(list(each)) for each in (found.pooler_output, *added)], dim=1)
+
+    def sizes(self, given: Any) -> list[int]:
+        return given["image_grid_thw"][0].tolist()[1:]
+
+    def text(self, given: Any) -> str:
+        form = SimpleNamespace(image_processor=self._processor, image_token="<|image_pad|>")
+        return Qwen2VLProcessor.replace_image_token(form, given, 0)
+
+    def together(self, given: list[Any]) -> dict[str, Any]:
+        return {name: torch.cat([each[name] for each in given]) for name in ("pixel_values", "image_grid_thw")}
+
+    def ids(self, ids: list[int]) -> dict[str, Any]:
+        return {"mm_token_type_ids": (torch.tensor([ids]) == self._image_token).int()}
 
 
 _PUBLISHED = {
@@ -185,14 +232,15 @@ def load(family: Family, scratch: Path) -> tuple[Any, Path, dict[str, list[int]]
 
 @torch.inference_mode()
 def make(name: str) -> None:
-    family = FAMILIES[name]
+    family = (FAMILIES | QWENS)[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
-    kind = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25}[name](model)
+    kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25}
+    kind = Qwen(model, family) if name in QWENS else kinds[name](model)
     inputs = {each: kind.inputs(each) for each in SIZES}
     images = {
         each: {
             "sizes": kind.sizes(given),
-            "pixels": spread(given["pixel_values"][0].float().numpy()),
+            "pixels": spread(kind.pixels(given).numpy()),
             "features": spread(kind.features(given).numpy()),
         }
         for each, given in inputs.items()
@@ -205,7 +253,9 @@ def make(name: str) -> None:
         before, *behind = text.split(family.tokens[0])
         whole = before + "".join(kind.text(inputs[each]) + rest for each, rest in zip(its, behind, strict=True))
         ids = tokenizer.encode(whole, add_special_tokens=False)
-        more = kind.together([inputs[each] for each in its]) if its else {}
+        more = {**kind.together([inputs[each] for each in its]), **kind.ids(ids)} if its else {}
+        if name in QWENS:
+            model.model.rope_deltas = None  # it keeps the last prompt's
         prompts.append({"images": list(its), **answer(model, prompt, ids, more)})
         distinct = len(set(prompts[-1]["output_ids"]))
         if name == "kimi-k25":  # transformers computes with token 0 where the model itself says one of these
@@ -230,7 +280,7 @@ def answer(model: Any, name: str, ids: list[int], more: dict[str, Any]) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(FAMILIES))
+    parser.add_argument("models", nargs="*", default=[*FAMILIES, *QWENS])
     torch.set_num_threads(1)
     for name in parser.parse_args().models:
         make(name)

@@ -126,6 +126,103 @@ KIMI_CONFIG: dict[str, Any] = {
     },
 }
 
+_QWEN_TEXT: dict[str, Any] = {
+    key: value
+    for key, value in TINY_CONFIGS["qwen3"].items()
+    if key not in ("architectures", "model_type", "rope_theta", "vocab_size")
+}
+_QWEN2_TEXT = {
+    **{key: value for key, value in _QWEN_TEXT.items() if key != "head_dim"},
+    "hidden_size": 256,  # the head size follows from it
+    "vocab_size": 272,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+}
+_QWEN3_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+
+
+def _qwen(architecture: str, model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "image_token_id": FIRST_ID,
+        "vision_start_token_id": FIRST_ID + 1,
+        "vision_end_token_id": FIRST_ID + 2,
+        "video_token_id": FIRST_ID + 3,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "text_config": {"model_type": f"{model_type}_text", **text},
+        "vision_config": {
+            "model_type": f"{model_type}_vision",
+            "depth": 3,
+            "num_heads": 4,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            **vision,
+        },
+    }
+
+
+_QWEN3_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+QWEN2_VL_CONFIG = _qwen(
+    "Qwen2VLForConditionalGeneration",
+    "qwen2_vl",
+    _QWEN2_TEXT,
+    {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": 256, "hidden_act": "quick_gelu"},
+)
+QWEN2_5_VL_CONFIG = _qwen(
+    "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_5_vl",
+    _QWEN2_TEXT,
+    {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 256,
+        "hidden_act": "silu",
+        "window_size": 16,  # two by two squares
+        "fullatt_block_indexes": [1],
+    },
+)
+QWEN3_VL_CONFIG = _qwen(
+    "Qwen3VLForConditionalGeneration",
+    "qwen3_vl",
+    {**_QWEN_TEXT, "vocab_size": 272, "rope_parameters": {**_QWEN3_ROPE, "mrope_section": [12, 10, 10]}},
+    {**_QWEN3_VISION, "deepstack_visual_indexes": [0, 2]},
+)
+QWEN3_5_CONFIG = _qwen(
+    "Qwen3_5ForConditionalGeneration",
+    "qwen3_5",
+    {
+        **{
+            key: value
+            for key, value in TINY_CONFIGS["qwen3.5"].items()
+            if key not in ("architectures", "model_type", "rope_theta", "partial_rotary_factor")
+        },
+        "vocab_size": 272,
+        "rope_parameters": {**_QWEN3_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]},
+    },
+    _QWEN3_VISION,
+)
+_QWEN_PROCESSOR = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
+QWEN2_PROCESSOR = {**_QWEN_PROCESSOR, "min_pixels": 256, "max_pixels": 4096}
+QWEN3_PROCESSOR = {
+    **_QWEN_PROCESSOR,
+    "size": {"shortest_edge": 256, "longest_edge": 4096},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+_QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+_QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+
 SIZES = {"exact": (24, 16), "odd": (37, 21), "tall": (9, 50), "large": (200, 130), "tiny": (2, 17), "thin": (300, 9)}
 """Width and height: whole squares of patches, others, and some that are scaled down."""
 
@@ -161,12 +258,15 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Family:
-    """tokens: those that stand for images and around them, by their ids from 263 on; the first one is the template's"""
+    """tokens: those that stand for images and around them, by their ids from 263 on; the first one is the template's
+    place:  what the template writes for an image; empty: the first token alone
+    """
 
     name: str
     config: dict[str, Any]
     processor: dict[str, Any]
     tokens: tuple[str, ...]
+    place: str = ""
 
     @property
     def references(self) -> dict[str, Any]:
@@ -190,6 +290,11 @@ KIMI = Family(
     {"size": {"max_height": 16, "max_width": 16}, "max_patches": 64, "patch_size": PATCH, "merge_size": MERGE},
     ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
 )
+QWEN2_VL = Family("qwen2-vl", QWEN2_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
+QWEN2_5_VL = Family("qwen2.5-vl", QWEN2_5_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
+QWEN3_VL = Family("qwen3-vl", QWEN3_VL_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
+QWEN3_5 = Family("qwen3.5", QWEN3_5_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
+QWENS = {family.name: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5)}
 FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI)}
 
 
@@ -198,7 +303,7 @@ def write_image_model(directory: Path, family: Family, shapes: dict[str, list[in
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(family.config))
     (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("[IMG]", family.tokens[0]))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("[IMG]", family.place or family.tokens[0]))
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in family.tokens])
     assert all(tokenizer.token_to_id(token) == family.id_of(token) for token in family.tokens)
@@ -217,10 +322,10 @@ def _scratch() -> TemporaryDirectory[str]:
 
 @cache
 def references(name: str = "mistral3") -> dict[str, Any]:
-    return FAMILIES[name].references
+    return (FAMILIES | QWENS)[name].references
 
 
 @cache
 def image_model(name: str = "mistral3") -> Path:
     """The checkpoint that the references are of, once a process."""
-    return write_image_model(Path(_scratch().name) / name, FAMILIES[name], references(name)["shapes"])
+    return write_image_model(Path(_scratch().name) / name, (FAMILIES | QWENS)[name], references(name)["shapes"])

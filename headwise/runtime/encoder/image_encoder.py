@@ -28,6 +28,9 @@ from headwise.runtime.protocol.images import EncodedImage, PromptImage
 from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES, as_bfloat16, digest
 from headwise.units import parse_bytes
 
+_MOST_BYTES = 30 << 20
+"""Of an image's embeddings, where its tower can scale it down to as few: two of them and token ids are a prompt."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -70,7 +73,9 @@ class ImageEncoder:
         tokenizer = tokenizer or Tokenizer.from_directory(directory, config.chat_template)
         place = place or Place(_ops(config))
         weights = open_weights(directory)
-        parts = TowerParts(settings, _processor(directory), weights, place.ops, tokenizer.control_token)
+        as_bfloat16 = config.dtype_name == "bfloat16"
+        most = _MOST_BYTES // (2 if as_bfloat16 else 4)
+        parts = TowerParts(settings, _processor(directory), weights, place.ops, tokenizer.control_token, most)
         if tokenizer.control_token(kind.placeholder) is None:
             raise ModelError(
                 f"{kind.placeholder}, which stands for an image, is no control token of the model's tokenizer: users "
@@ -78,7 +83,7 @@ class ImageEncoder:
             )
         with place.current():
             tower = kind.build(parts)
-        return cls(tower, parse_bytes(config.image_cache), config.dtype_name == "bfloat16", place)
+        return cls(tower, parse_bytes(config.image_cache), as_bfloat16, place)
 
     def encode(self, data: bytes) -> EncodedImage:
         """Of an image's file. Raises `InvalidRequestError` if it is none, or larger than a request may be."""

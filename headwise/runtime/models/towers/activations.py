@@ -6,15 +6,19 @@ import numpy as np
 
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
+_LOGISTIC = {"silu": 1.0, "quick_gelu": 1.702}
+"""``x / (1 + exp(-factor * x))``, by these factors."""
+
 
 def activated(ops: TensorOps, x: Tensor, name: str) -> Tensor:
-    """Each element's SiLU (``silu``), or its GELU by the error function (``gelu``) or by a tangent
-    (``gelu_pytorch_tanh``)."""
+    """Each element's SiLU (``silu``), or its GELU by the error function (``gelu``), by a tangent
+    (``gelu_pytorch_tanh``) or by a logistic function (``quick_gelu``)."""
     given = ops.kernel_array(x)
     wide = given.astype(np.float32)
-    if name == "silu":
+    if name in _LOGISTIC:
         with np.errstate(over="ignore"):  # exp(-x) may be inf: the quotient is then 0, which is right
-            return ops.from_kernel_array((wide / (1 + np.exp(-wide))).astype(given.dtype, copy=False))
+            found = wide / (1 + np.exp(np.float32(-_LOGISTIC[name]) * wide))
+            return ops.from_kernel_array(found.astype(given.dtype, copy=False))
     if name == "gelu_pytorch_tanh":
         return ops.from_kernel_array(_gelu_by_tangent(wide).astype(given.dtype, copy=False))
     return ops.from_kernel_array(_gelu(wide).astype(given.dtype, copy=False))

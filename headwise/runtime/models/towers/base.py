@@ -29,11 +29,16 @@ class EncodedImage:
 
     tokens: ``int32 [n]``, in place of the one that the chat template writes; those of the image itself and, where the
             model has some, those between its rows and around it
-    embeds: ``float32 [n, hidden]``, as the model's first layer takes them, of all of these tokens
+    embeds: ``float32 [n, hidden * (1 + levels)]``, of all of these tokens: as the model's first layer takes them, and
+            behind these ``hidden`` columns those that layers 0 to ``levels - 1`` add to the residual stream. ``levels``
+            is 0 but of Qwen3-VL (deepstack)
+    columns: of an image whose tokens all lie on a grid, row by row, ``n / columns`` rows: how wide that is; 0: its
+            tokens follow each other as text does
     """
 
     tokens: NDArray[np.int32]
     embeds: NDArray[np.float32]
+    columns: int = 0
 
 
 class Tower(Protocol):
@@ -50,6 +55,8 @@ class TowerParts:
     config:    ``config.json``
     processor: what the checkpoint says of how images are prepared: ``preprocessor_config.json``, or the
                ``image_processor`` of ``processor_config.json``; empty: nothing
+    most:      numbers of an image's embeddings: a tower that can, scales an image down to as few. What is larger than
+               a prompt may be is refused by who asks
     """
 
     config: Mapping[str, Any]
@@ -57,6 +64,7 @@ class TowerParts:
     weights: Weights
     ops: TensorOps
     token_id: TokenId
+    most: int
 
 
 BuildTower = Callable[[TowerParts], Tower]

@@ -1,7 +1,9 @@
-"""Attention in which every token sees every other one, as towers have it: a tile of queries at a time."""
+"""Attention in which every token sees every other one, or those of its window, as towers have it: a tile of queries at
+a time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,21 +12,33 @@ import numpy as np
 from headwise.cores import usable_cores
 from headwise.runtime.ops.base import Tensor, TensorOps
 
+Windows = Sequence[tuple[int, int]]
+"""How many windows follow each other, and of how many tokens each, and how many behind these. Together all tokens."""
 _TILE_BYTES = 2 << 20
 """Of a tile's scores, float32: they stay in a core's cache."""
 
 
-def dense_attention(ops: TensorOps, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def dense_attention(
+    ops: TensorOps, query: Tensor, key: Tensor, value: Tensor, scale: float, windows: Windows = ()
+) -> Tensor:
     """``softmax(query @ key.T * scale) @ value`` of each head, of ``[T, H, D]`` each, and as ``[T, H, D]``.
+
+    windows: whose tokens see one another only; empty: all see all
 
     Scores and sums are float32, of what the operations' dtype is.
     """
     given = [ops.kernel_array(each) for each in (query, key, value)]
     q, k, v = (each.astype(np.float32, copy=False).transpose(1, 0, 2) for each in given)
     out = ops.empty_like(given[0])
+    windows = windows or ((1, len(out)),)
 
     def head(index: int) -> None:
-        _head(out[:, index], q[index], k[index], v[index], np.float32(scale))
+        start = 0
+        for count, length in windows:
+            stop = start + count * length
+            parts = [each[start:stop] for each in (out[:, index], q[index], k[index], v[index])]
+            _of_windows([part.reshape(count, length, -1) for part in parts], np.float32(scale))
+            start = stop
 
     if isinstance(out, np.ndarray):
         # NumPy lets go of the interpreter, and its own threads are few: heads are computed beside one another.
@@ -36,14 +50,22 @@ def dense_attention(ops: TensorOps, query: Tensor, key: Tensor, value: Tensor, s
     return ops.from_kernel_array(out)
 
 
-def _head(out: Any, query: Any, key: Any, value: Any, scale: np.float32) -> None:
-    tokens = len(query)
-    step = max(1, _TILE_BYTES // (4 * tokens))
-    query, key, value = query * scale, key.T.copy(), value.copy()
-    for start in range(0, tokens, step):
-        scores = query[start : start + step] @ key
-        scores -= scores.max(axis=1, keepdims=True)
-        np.exp(scores, out=scores)
-        seen = scores @ value
-        seen /= scores.sum(axis=1, keepdims=True)
-        out[start : start + step] = seen.astype(out.dtype, copy=False)
+def _of_windows(parts: list[Any], scale: np.float32) -> None:
+    """Of one head's windows of one length, some of them at a time, or a part of one.
+
+    parts: what is written to, queries, keys and values, ``[count, length, D]`` each
+    """
+    out, query, key, value = parts
+    count, length, _ = query.shape
+    rows = max(1, _TILE_BYTES // (4 * length))
+    many = max(1, rows // length)
+    query, key, value = query * scale, key.swapaxes(1, 2).copy(), value.copy()
+    for first in range(0, count, many):
+        these = slice(first, first + many)
+        for start in range(0, length, rows):
+            scores = query[these, start : start + rows] @ key[these]
+            scores -= scores.max(axis=2, keepdims=True)
+            np.exp(scores, out=scores)
+            seen = scores @ value[these]
+            seen /= scores.sum(axis=2, keepdims=True)
+            out[these, start : start + rows] = seen.astype(out.dtype, copy=False)

@@ -18,7 +18,7 @@ from headwise.runtime.models.towers.activations import activated
 from headwise.runtime.models.towers.base import EncodedImage, TowerParts
 from headwise.runtime.models.towers.pixels import PixelForm, pixel_form
 from headwise.runtime.models.towers.tiles import tiles_of
-from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, TowerLayer
+from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.values import shown
 
@@ -174,10 +174,13 @@ def _layer(source: TowerWeights, at: str, config: Llama4VisionConfig) -> TowerLa
         _rotated(source, f"{attention}k_proj", config),
         Linear.read(source, f"{attention}v_proj", hidden, hidden),
         Linear.read(source, f"{attention}o_proj", hidden, hidden),
-        Linear.read(source, f"{at}mlp.fc1", inner, hidden),
-        Linear.read(source, f"{at}mlp.fc2", hidden, inner),
+        Mlp(
+            None,
+            Linear.read(source, f"{at}mlp.fc1", inner, hidden),
+            Linear.read(source, f"{at}mlp.fc2", hidden, inner),
+            "gelu",
+        ),
         config.heads,
-        "gelu",
     )
 
 

@@ -20,7 +20,7 @@ from headwise.runtime.models.towers.activations import activated
 from headwise.runtime.models.towers.base import EncodedImage, TowerParts
 from headwise.runtime.models.towers.pixels import PixelForm, normalised, pixel_form
 from headwise.runtime.models.towers.stretched import stretched
-from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, TowerLayer
+from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import Tensor
@@ -179,10 +179,13 @@ def _layer(source: TowerWeights, index: int, config: MoonVitConfig) -> TowerLaye
         Linear.rotated(source, weights[1], biases[1], config.head_dim),
         Linear(source.matrix(weights[2]), source.vector(biases[2])),
         Linear.read(source, f"{at}wo", hidden, hidden),
-        Linear.read(source, f"{at}mlp.fc0", inner, hidden),
-        Linear.read(source, f"{at}mlp.fc1", hidden, inner),
+        Mlp(
+            None,
+            Linear.read(source, f"{at}mlp.fc0", inner, hidden),
+            Linear.read(source, f"{at}mlp.fc1", hidden, inner),
+            "gelu_pytorch_tanh",
+        ),
         config.heads,
-        "gelu_pytorch_tanh",
     )
 
 

@@ -18,8 +18,8 @@ from headwise.errors import ModelError
 from headwise.runtime.models.hf_config import HfConfig, flag, mapping, number, positive, text_of
 from headwise.runtime.models.towers.activations import activated
 from headwise.runtime.models.towers.base import EncodedImage, TowerParts
-from headwise.runtime.models.towers.dense_attention import dense_attention
 from headwise.runtime.models.towers.pixels import PixelForm, normalised, pixel_form
+from headwise.runtime.models.towers.tower_layers import Linear, Mlp, RmsNorm, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import Tensor, TensorOps, Weight
@@ -116,7 +116,7 @@ class Pixtral:
         source = TowerWeights(parts.weights, ops, ("vision_tower.", "multi_modal_projector."))
         self._patches = source.linear("vision_tower.patch_conv.weight", config.hidden, 3 * config.patch**2)
         self._norm = source.norm("vision_tower.ln_pre.weight", config.hidden)
-        self._layers = [_Layer.read(source, index, config) for index in range(config.layers)]
+        self._layers = [_layer(source, index, config) for index in range(config.layers)]
         self._projector = _Projector.read(source, config)
         self._tokens = control_tokens(parts, ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
         self._ends = {name: source.text_embedding(token) for name, token in self._tokens.items()}
@@ -137,7 +137,7 @@ class Pixtral:
         x = ops.rms_norm(x, self._norm, _EPS)
         angles = [ops.upload(each) for each in _angles(self.config, rows, columns)]
         for layer in self._layers:
-            x = layer.forward(ops, x, angles, self.config)
+            x = layer.forward(ops, x, angles)
         return x
 
     def _with_breaks(self, grid: NDArray[np.float32]) -> EncodedImage:
@@ -157,45 +157,28 @@ def build(parts: TowerParts) -> Pixtral:
     return Pixtral(parts)
 
 
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    query: Weight
-    key: Weight
-    value: Weight
-    out: Weight
-    gate: Weight
-    up: Weight
-    down: Weight
+def _layer(source: TowerWeights, index: int, config: PixtralConfig) -> TowerLayer:
+    at, hidden, inner = f"vision_tower.transformer.layers.{index}.", config.hidden, config.inner
 
-    @classmethod
-    def read(cls, source: TowerWeights, index: int, config: PixtralConfig) -> _Layer:
-        at, hidden, inner = f"vision_tower.transformer.layers.{index}.", config.hidden, config.inner
-        query, key, value, out = (source.linear(f"{at}attention.{name}_proj.weight", hidden, hidden) for name in "qkvo")
-        return cls(
-            source.norm(f"{at}attention_norm.weight", hidden),
-            source.norm(f"{at}ffn_norm.weight", hidden),
-            query,
-            key,
-            value,
-            out,
-            source.linear(f"{at}feed_forward.gate_proj.weight", inner, hidden),
-            source.linear(f"{at}feed_forward.up_proj.weight", inner, hidden),
-            source.linear(f"{at}feed_forward.down_proj.weight", hidden, inner),
-        )
+    def linear(name: str, outputs: int, inputs: int) -> Linear:
+        return Linear.read(source, f"{at}{name}_proj", outputs, inputs, has_bias=False)
 
-    def forward(self, ops: TensorOps, x: Tensor, angles: list[Any], config: PixtralConfig) -> Tensor:
-        """Of ``x [T, hidden]``, the patches of one image."""
-        heads = (x.shape[0], config.heads, config.head_dim)
-        given = ops.rms_norm(x, self.attention_norm, _EPS)
-        query, key = (ops.rope(ops.linear(given, each).reshape(heads), *angles) for each in (self.query, self.key))
-        value = ops.linear(given, self.value).reshape(heads)
-        seen = dense_attention(ops, query, key, value, config.head_dim**-0.5)
-        x = x + ops.linear(seen.reshape((heads[0], config.hidden)), self.out)
-        given = ops.rms_norm(x, self.mlp_norm, _EPS)
-        inner = activated(ops, ops.linear(given, self.gate), config.activation) * ops.linear(given, self.up)
-        return x + ops.linear(inner, self.down)
+    query, key, value, out = (linear(f"attention.{name}", hidden, hidden) for name in "qkvo")
+    return TowerLayer(
+        RmsNorm.read(source, f"{at}attention_norm", hidden, _EPS),
+        RmsNorm.read(source, f"{at}ffn_norm", hidden, _EPS),
+        query,
+        key,
+        value,
+        out,
+        Mlp(
+            linear("feed_forward.gate", inner, hidden),
+            linear("feed_forward.up", inner, hidden),
+            linear("feed_forward.down", hidden, inner),
+            config.activation,
+        ),
+        config.heads,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,17 +1,25 @@
-"""Layers of towers that have biases and means, as Llama 4's and Kimi-K2.5's do, and their weights."""
+"""Layers of towers: attention and an MLP, each behind a norm; and their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.towers.activations import activated, layer_norm
-from headwise.runtime.models.towers.dense_attention import dense_attention
+from headwise.runtime.models.towers.dense_attention import Windows, dense_attention
 from headwise.runtime.models.towers.tower_weights import TowerWeights
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
+
+
+class Part(Protocol):
+    """A norm, or an MLP."""
+
+    def of(self, ops: TensorOps, x: Tensor) -> Tensor:
+        """Of ``x [T, N]``, as many numbers of each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,20 +33,33 @@ class LayerNorm:
         return cls(source.kernel_array(f"{name}.weight", size), source.kernel_array(f"{name}.bias", size), eps)
 
     def of(self, ops: TensorOps, x: Tensor) -> Tensor:
-        """Of ``x [T, size]``."""
         return layer_norm(ops, x, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
-    """A product and a bias."""
-
-    weight: Weight
-    bias: Tensor
+class RmsNorm:
+    weight: Tensor
+    eps: float
 
     @classmethod
-    def read(cls, source: TowerWeights, name: str, outputs: int, inputs: int) -> Linear:
-        return cls(source.linear(f"{name}.weight", outputs, inputs), source.bias(f"{name}.bias", outputs))
+    def read(cls, source: TowerWeights, name: str, size: int, eps: float) -> RmsNorm:
+        return cls(source.norm(f"{name}.weight", size), eps)
+
+    def of(self, ops: TensorOps, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A product and a bias. bias: None: there is none"""
+
+    weight: Weight
+    bias: Tensor | None
+
+    @classmethod
+    def read(cls, source: TowerWeights, name: str, outputs: int, inputs: int, *, has_bias: bool = True) -> Linear:
+        weight = source.linear(f"{name}.weight", outputs, inputs)
+        return cls(weight, source.bias(f"{name}.bias", outputs) if has_bias else None)
 
     @classmethod
     def rotated(
@@ -56,32 +77,44 @@ class Linear:
 
 
 @dataclass(frozen=True, eq=False)
-class TowerLayer:
-    """Attention of every patch to every other one, and an MLP without a gate, each behind a norm.
+class Mlp:
+    """gate: what goes into the activation, and is multiplied with ``up``; None: ``up`` goes into it"""
 
-    heads:      of attention
-    activation: of the MLP
+    gate: Linear | None
+    up: Linear
+    down: Linear
+    activation: str
+
+    def of(self, ops: TensorOps, x: Tensor) -> Tensor:
+        up = self.up.of(ops, x)
+        if self.gate is None:
+            return self.down.of(ops, activated(ops, up, self.activation))
+        return self.down.of(ops, activated(ops, self.gate.of(ops, x), self.activation) * up)
+
+
+@dataclass(frozen=True, eq=False)
+class TowerLayer:
+    """Attention of every patch to every other one, or to those of its window, and an MLP, each behind a norm.
+
+    heads: of attention
     """
 
-    before: LayerNorm
-    between: LayerNorm
+    before: Part
+    between: Part
     query: Linear
     key: Linear
     value: Linear
     out: Linear
-    into: Linear
-    down: Linear
+    mlp: Part
     heads: int
-    activation: str
 
-    def forward(self, ops: TensorOps, x: Tensor, angles: Sequence[KernelArray]) -> Tensor:
-        """Of ``x [T, hidden]``, which all see each other. angles: cosines and sines, ``[T, 1, D / 2]``"""
+    def forward(self, ops: TensorOps, x: Tensor, angles: Sequence[KernelArray], windows: Windows = ()) -> Tensor:
+        """Of ``x [T, hidden]``. angles: cosines and sines, ``[T, 1, D / 2]``; windows: as of `dense_attention`"""
         tokens, hidden = x.shape
         heads = (tokens, self.heads, hidden // self.heads)
         given = self.before.of(ops, x)
         query, key = (ops.rope(each.of(ops, given).reshape(heads), *angles) for each in (self.query, self.key))
         value = self.value.of(ops, given).reshape(heads)
-        seen = dense_attention(ops, query, key, value, heads[2] ** -0.5)
+        seen = dense_attention(ops, query, key, value, heads[2] ** -0.5, windows)
         x = x + self.out.of(ops, seen.reshape((tokens, hidden)))
-        inner = activated(ops, self.into.of(ops, self.between.of(ops, x)), self.activation)
-        return x + self.down.of(ops, inner)
+        return x + self.mlp.of(ops, self.between.of(ops, x))

@@ -1,0 +1,188 @@
+"""The towers of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (2502.13923), Qwen3-VL (2511.21631) and Qwen 3.5, for images.
+
+Patches of an image of any aspect ratio, rotary positions by row and column, and a merger that makes one token of a
+square of them. Qwen2.5-VL's layers see windows, but for a few; Qwen3-VL's and Qwen 3.5's patches have learned
+positions, too, and layers of a Qwen3-VL's text are given what layers of its tower make (deepstack, 2406.04334).
+A patch is of two frames, and an image is two equal ones: its weights for both are added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.models.towers.activations import activated
+from headwise.runtime.models.towers.base import EncodedImage, TowerParts
+from headwise.runtime.models.towers.patch_order import PatchOrder
+from headwise.runtime.models.towers.pixels import normalised
+from headwise.runtime.models.towers.qwen_vision_config import (
+    FRAMES,
+    QWEN2_5_VL,
+    QWEN2_VL,
+    QWEN3_5,
+    QWEN3_VL,
+    Generation,
+    QwenVisionConfig,
+)
+from headwise.runtime.models.towers.stretched import spanned
+from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, Part, RmsNorm, TowerLayer
+from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
+from headwise.runtime.ops.base import Tensor, TensorOps
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_EPS = 1e-6
+"""Of all norms: no config has it."""
+_AT, _PAD = "visual.", "<|image_pad|>"
+
+
+class QwenVision:
+    """A `Tower`."""
+
+    def __init__(self, parts: TowerParts, generation: Generation) -> None:
+        self.config = config = QwenVisionConfig.of(generation, parts.config, parts.processor, parts.most)
+        self._ops = ops = parts.ops
+        source, hidden = TowerWeights(parts.weights, ops, (_AT,)), config.hidden
+        self._patches = _patches(source, generation, config)
+        self._places = source.array(f"{_AT}pos_embed.weight", config.grid**2, hidden) if config.grid else None
+        self._layers = [_layer(source, index, generation, config) for index in range(config.layers)]
+        self._merger = _Merger.read(source, f"{_AT}merger.", generation, config)
+        self._level_mergers = {
+            layer: _Merger.read(source, f"{_AT}deepstack_merger_list.{level}.", generation, config, is_behind=True)
+            for level, layer in enumerate(config.levels)
+        }
+        self._token = control_tokens(parts, (_PAD,))[_PAD]
+
+    def encode(self, image: Image) -> EncodedImage:
+        config = self.config
+        width, height = config.fitted(*image.size)
+        pixels = normalised(image, (width, height), config.pixels)
+        order = PatchOrder.of(height // config.patch, width // config.patch, config.merge, config.window)
+        embeds = np.empty((len(order.squares), config.text_hidden * (1 + len(config.levels))), np.float32)
+        embeds[order.squares] = self._features(pixels, order)
+        return EncodedImage(np.full(len(embeds), self._token, np.int32), embeds, width // config.step)
+
+    def _features(self, pixels: NDArray[np.float32], order: PatchOrder) -> NDArray[np.float32]:
+        """Of ``pixels [3, height, width]``, each square's numbers, in the tower's order."""
+        ops, angles = self._ops, [self._ops.upload(each) for each in _angles(self.config, order)]
+        x = self._embedded(pixels, order)
+        added: list[Tensor] = []
+        for index, layer in enumerate(self._layers):
+            x = layer.forward(ops, x, angles, () if index in self.config.whole else order.windows)
+            if index in self._level_mergers:
+                added.append(self._level_mergers[index].of(ops, x))
+        made = (self._merger.of(ops, x), *added)
+        return np.concatenate([np.asarray(ops.numpy(each), np.float32) for each in made], axis=1)
+
+    def _embedded(self, pixels: NDArray[np.float32], order: PatchOrder) -> Tensor:
+        """What the first layer gets, ``[T, hidden]``."""
+        ops, patch = self._ops, self.config.patch
+        rows, columns = (edge // patch for edge in pixels.shape[1:])
+        grid = pixels.reshape(3, rows, patch, columns, patch).transpose(1, 3, 0, 2, 4)
+        cut = grid[order.rows, order.columns].reshape(len(order.rows), -1)
+        x = self._patches.of(ops, ops.tensor(np.ascontiguousarray(cut)))
+        if self._places is None:
+            return x
+        edge = self.config.grid
+        places = spanned(self._places.reshape(edge, edge, -1), rows, columns)
+        return x + ops.tensor(places[order.rows, order.columns])
+
+
+def build_qwen2_vl(parts: TowerParts) -> QwenVision:
+    """A `BuildTower`, as the others are."""
+    return QwenVision(parts, QWEN2_VL)
+
+
+def build_qwen2_5_vl(parts: TowerParts) -> QwenVision:
+    return QwenVision(parts, QWEN2_5_VL)
+
+
+def build_qwen3_vl(parts: TowerParts) -> QwenVision:
+    return QwenVision(parts, QWEN3_VL)
+
+
+def build_qwen3_5(parts: TowerParts) -> QwenVision:
+    return QwenVision(parts, QWEN3_5)
+
+
+@dataclass(frozen=True, eq=False)
+class _Merger:
+    """Makes a token of a square.
+
+    is_behind: whether the norm is of a whole square, behind joining its patches, and not of each of them before
+    """
+
+    norm: Part
+    into: Linear
+    out: Linear
+    square: int
+    is_behind: bool
+
+    @classmethod
+    def read(
+        cls, source: TowerWeights, at: str, generation: Generation, config: QwenVisionConfig, is_behind: bool = False
+    ) -> _Merger:
+        square = config.hidden * config.merge**2
+        norm, into, out = generation.merger
+        return cls(
+            _norm(source, f"{at}{norm}", square if is_behind else config.hidden, generation),
+            Linear.read(source, f"{at}{into}", square, square),
+            Linear.read(source, f"{at}{out}", config.text_hidden, square),
+            square,
+            is_behind,
+        )
+
+    def of(self, ops: TensorOps, x: Tensor) -> Tensor:
+        """Of ``x [T, hidden]``, in which a square's patches follow each other: ``[squares, hidden of the text]``."""
+        joined = (x.shape[0] * x.shape[1] // self.square, self.square)
+        normed = self.norm.of(ops, x.reshape(joined)) if self.is_behind else self.norm.of(ops, x).reshape(joined)
+        return self.out.of(ops, activated(ops, self.into.of(ops, normed), "gelu"))
+
+
+def _patches(source: TowerWeights, generation: Generation, config: QwenVisionConfig) -> Linear:
+    name, inputs = f"{_AT}patch_embed.proj", 3 * config.patch**2
+    weight = source.array(f"{name}.weight", config.hidden, 3, FRAMES, config.patch**2).sum(axis=2)
+    bias = source.bias(f"{name}.bias", config.hidden) if generation.has_places else None
+    return Linear(source.matrix(weight.reshape(config.hidden, inputs)), bias)
+
+
+def _layer(source: TowerWeights, index: int, generation: Generation, config: QwenVisionConfig) -> TowerLayer:
+    at, hidden, inner = f"{_AT}blocks.{index}.", config.hidden, config.inner
+    weights = np.split(source.array(f"{at}attn.qkv.weight", 3 * hidden, hidden), 3)
+    biases = np.split(source.array(f"{at}attn.qkv.bias", 3 * hidden), 3)
+    query, key, value = (
+        Linear(source.matrix(weight), source.vector(bias)) for weight, bias in zip(weights, biases, strict=True)
+    )
+    gate, up, down = (f"{at}mlp.{name}" if name else "" for name in generation.mlp)
+    return TowerLayer(
+        _norm(source, f"{at}norm1", hidden, generation),
+        _norm(source, f"{at}norm2", hidden, generation),
+        query,
+        key,
+        value,
+        Linear.read(source, f"{at}attn.proj", hidden, hidden),
+        Mlp(
+            Linear.read(source, gate, inner, hidden) if gate else None,
+            Linear.read(source, up, inner, hidden),
+            Linear.read(source, down, hidden, inner),
+            generation.activation,
+        ),
+        config.heads,
+    )
+
+
+def _norm(source: TowerWeights, name: str, size: int, generation: Generation) -> Part:
+    return (LayerNorm if generation.has_means else RmsNorm).read(source, name, size, _EPS)
+
+
+def _angles(config: QwenVisionConfig, order: PatchOrder) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines, ``float32 [T, 1, D / 2]``: half of the frequencies turn by the row, half by the column."""
+    half = config.head_dim // 2
+    frequencies = (1.0 / config.theta ** (np.arange(0, half, 2) / half)).astype(np.float32)
+    turned = [each.astype(np.float32)[:, None] * frequencies for each in (order.rows, order.columns)]
+    whole = np.concatenate(turned, axis=1)
+    return np.cos(whole)[:, None], np.sin(whole)[:, None]

@@ -1,0 +1,252 @@
+"""What configs say of the vision towers of Qwen2-VL to Qwen 3.5: each generation by fields and weights of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from headwise.errors import InvalidRequestError, ModelError
+from headwise.runtime.models.hf_config import HfConfig, layer_list, mapping, number, positive, text_of
+from headwise.runtime.models.towers.pixels import PixelForm, pixel_form
+from headwise.runtime.models.values import shown
+
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""CLIP's, where the checkpoint has no others."""
+_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 1280 * 28 * 28
+_LARGEST = 1 << 26
+"""Most pixels that a checkpoint may ask for: published ones ask for 2^24."""
+_MOST_RATIO = 200
+"""Of an image's longer edge to its shorter one."""
+FRAMES = 2
+"""That a patch is of: an image is two equal ones."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """hidden, output: fields of the tower's size and of the text's
+    size, inner, depth, patch: where the config does not say; ``inner`` 0: a multiple of the size (``mlp_ratio``)
+    mlp:         names of its products: gate, up and down; an empty one: there is none
+    merger:      names of its norm and of its products
+    has_means:   whether norms have means and biases
+    has_windows: whether most layers see windows only
+    has_places:  whether patches have learned positions, and a bias
+    levels:      the tower's layers of which layers of the text are given something (deepstack), where the config does
+                 not say; None: there may be none
+    """
+
+    hidden: str
+    output: str
+    size: int
+    inner: int
+    depth: int
+    patch: int
+    activation: str
+    mlp: tuple[str, str, str]
+    merger: tuple[str, str, str]
+    has_means: bool = True
+    has_windows: bool = False
+    has_places: bool = False
+    levels: tuple[int, ...] | None = None
+
+
+QWEN2_VL = Generation(
+    hidden="embed_dim",
+    output="hidden_size",
+    size=1280,
+    inner=0,
+    depth=32,
+    patch=14,
+    activation="quick_gelu",
+    mlp=("", "fc1", "fc2"),
+    merger=("ln_q", "mlp.0", "mlp.2"),
+)
+QWEN2_5_VL = Generation(
+    hidden="hidden_size",
+    output="out_hidden_size",
+    size=3584,
+    inner=3420,
+    depth=32,
+    patch=14,
+    activation="silu",
+    mlp=("gate_proj", "up_proj", "down_proj"),
+    merger=("ln_q", "mlp.0", "mlp.2"),
+    has_means=False,
+    has_windows=True,
+)
+QWEN3_VL = Generation(
+    hidden="hidden_size",
+    output="out_hidden_size",
+    size=1152,
+    inner=4304,
+    depth=27,
+    patch=16,
+    activation="gelu_pytorch_tanh",
+    mlp=("", "linear_fc1", "linear_fc2"),
+    merger=("norm", "linear_fc1", "linear_fc2"),
+    has_places=True,
+    levels=(8, 16, 24),
+)
+QWEN3_5 = replace(QWEN3_VL, levels=None)
+
+
+@dataclass(frozen=True)
+class QwenVisionConfig:
+    """patch: pixels of a patch's edge
+    merge:       patches of the edge of a square that becomes one token
+    window:      squares of a window's edge; 0: there are no windows
+    whole:       layers in which every patch sees every other one
+    grid:        rows, and columns, of learned positions; 0: there are none
+    levels:      as of `Generation`
+    least, most: pixels to which an image is scaled
+    """
+
+    hidden: int
+    inner: int
+    text_hidden: int
+    heads: int
+    layers: int
+    patch: int
+    merge: int
+    window: int
+    whole: frozenset[int]
+    grid: int
+    levels: tuple[int, ...]
+    theta: float
+    least: int
+    most: int
+    pixels: PixelForm
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def step(self) -> int:
+        """Pixels of the edge of a square, which becomes one token."""
+        return self.patch * self.merge
+
+    @classmethod
+    def of(cls, generation: Generation, config: HfConfig, processor: HfConfig, most_numbers: int) -> QwenVisionConfig:
+        """most_numbers: of an image's embeddings. Raises `ModelError` naming the field that cannot be served."""
+        vision = mapping(config, "vision_config")
+        _check(generation, vision)
+        hidden = positive(vision, generation.hidden, default=generation.size, most=1 << 16)
+        heads = positive(vision, "num_heads", default=16, most=256)
+        if hidden % heads or hidden // heads % 4:
+            raise ModelError(
+                f"config.json: {generation.hidden!r} {hidden} of 'vision_config' must be a multiple of four times its "
+                f"'num_heads' {heads}: heads are rotated by rows and by columns"
+            )
+        layers = positive(vision, "depth", default=generation.depth, most=256)
+        patch = positive(vision, "patch_size", default=generation.patch, most=256)
+        merge = positive(vision, "spatial_merge_size", default=2, most=16)
+        for name, size in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", FRAMES)):
+            if positive(processor, name, default=size) != size:
+                raise ModelError(
+                    f"the checkpoint's image processor has {name} {shown(processor[name])}, its tower takes {size}"
+                )
+        text_hidden = positive(text_of(config), "hidden_size", most=1 << 20)
+        if positive(vision, generation.output, default=text_hidden) != text_hidden:
+            raise ModelError(
+                f"config.json: {generation.output!r} of 'vision_config' must be the text's 'hidden_size' "
+                f"{text_hidden}, got {shown(vision[generation.output])}"
+            )
+        levels = _levels(generation, vision, layers)
+        tokens = max(1, most_numbers // (text_hidden * (1 + len(levels))))
+        least, most = _bounds(processor)
+        most = min(most, tokens * (patch * merge) ** 2)
+        return cls(
+            hidden,
+            _inner(generation, vision, hidden),
+            text_hidden,
+            heads,
+            layers,
+            patch,
+            merge,
+            _window(vision, patch * merge) if generation.has_windows else 0,
+            frozenset(_whole(vision, layers) if generation.has_windows else range(layers)),
+            _grid(vision) if generation.has_places else 0,
+            levels,
+            number(mapping(vision, "rope_parameters"), "rope_theta", 10000.0),
+            min(least, most),
+            most,
+            pixel_form(processor, _MEAN, _STD),
+        )
+
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """The size to which an image is scaled: whole squares, of so many pixels in all. Raises `InvalidRequestError`
+        for an image that is as good as a line, which these models were not trained with."""
+        if max(width, height) > _MOST_RATIO * min(width, height):
+            raise InvalidRequestError(
+                f"the image has {width} x {height} pixels: this model takes none whose longer edge is more than "
+                f"{_MOST_RATIO} times its shorter one"
+            )
+        step, sizes = self.step, (width, height)
+        across, down = (round(size / step) for size in sizes)
+        if across * down * step**2 > self.most:
+            shrunk = math.sqrt(width * height / self.most)
+            across, down = (max(1, math.floor(size / shrunk / step)) for size in sizes)
+        elif across * down * step**2 < self.least:
+            grown = math.sqrt(self.least / (width * height))
+            across, down = (math.ceil(size * grown / step) for size in sizes)
+        return across * step, down * step
+
+
+def _check(generation: Generation, vision: HfConfig) -> None:
+    served = {"hidden_act": generation.activation, "temporal_patch_size": FRAMES, "in_channels": 3, "in_chans": 3}
+    for name, value in served.items():
+        if vision.get(name, value) != value:
+            raise ModelError(f"config.json: {name!r} of 'vision_config' must be {value}, got {shown(vision[name])}")
+
+
+def _inner(generation: Generation, vision: HfConfig, hidden: int) -> int:
+    if generation.inner:
+        return positive(vision, "intermediate_size", default=generation.inner, most=1 << 20)
+    return hidden * positive(vision, "mlp_ratio", default=4, most=64)
+
+
+def _levels(generation: Generation, vision: HfConfig, layers: int) -> tuple[int, ...]:
+    key = "deepstack_visual_indexes"
+    found = layer_list({key: list(generation.levels or ()), **vision}, key, layers) or []
+    if found != sorted(set(found)):
+        raise ModelError(f"config.json: {key!r} must name each layer once, in their order, got {shown(found)}")
+    if found and generation.levels is None:
+        raise ModelError(f"config.json: {key!r} must be empty of this architecture, got {shown(found)}")
+    return tuple(found)
+
+
+def _window(vision: HfConfig, step: int) -> int:
+    pixels = positive(vision, "window_size", default=112, most=1 << 16)
+    if pixels < step:
+        raise ModelError(
+            f"config.json: 'window_size' must be a square of patches at least, {step} pixels, got {pixels}"
+        )
+    return pixels // step
+
+
+def _whole(vision: HfConfig, layers: int) -> list[int]:
+    found = layer_list(vision, "fullatt_block_indexes", layers)
+    return [7, 15, 23, 31] if found is None else found
+
+
+def _grid(vision: HfConfig) -> int:
+    count = positive(vision, "num_position_embeddings", default=2304, most=1 << 20)
+    if math.isqrt(count) ** 2 != count:
+        raise ModelError(f"config.json: 'num_position_embeddings' must be those of a square grid, got {count}")
+    return math.isqrt(count)
+
+
+def _bounds(processor: HfConfig) -> tuple[int, int]:
+    """Least and most pixels of an image: of fields of their own, or of a ``size`` that names edges and means these."""
+    size = mapping(processor, "size")
+    least = None if size else _LEAST_PIXELS
+    most = None if size else _MOST_PIXELS
+    least = positive({**size, **_given(processor, "min_pixels", "shortest_edge")}, "shortest_edge", least, _LARGEST)
+    most = positive({**size, **_given(processor, "max_pixels", "longest_edge")}, "longest_edge", most, _LARGEST)
+    if least > most:
+        raise ModelError(f"the checkpoint's image processor has images of at least {least} and at most {most} pixels")
+    return least, most
+
+
+def _given(processor: HfConfig, key: str, name: str) -> HfConfig:
+    return {} if processor.get(key) is None else {name: processor[key]}
