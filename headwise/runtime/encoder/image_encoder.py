@@ -108,7 +108,7 @@ class ImageEncoder:
                 "make it smaller"
             )
         embeds.flags.writeable = False
-        return EncodedImage(PromptImage(digest(embeds), made.tokens), embeds)
+        return EncodedImage(PromptImage(digest(embeds), made.tokens, made.columns), embeds)
 
     def warm_up(self) -> None:
         """Compile what the first images would wait for: nobody is answered meanwhile."""

@@ -1,0 +1,145 @@
+"""Images on grids, whose tokens have three positions each, on ranks, stages and a GPU, with guesses, and preempted:
+what is said stays what transformers says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engine.given_guesses import GivenGuesses
+from support.engine.ranks import Ranks
+from support.engine.watched_drafts import engine_of
+from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.emulated_gpu import EmulatedGpu
+from support.reference import CLOSE
+from support.tiny_images import QWEN3_5, encoded, image_model, picture, references, write_image_model
+
+from headwise import EngineConfig, LocalEngine, SamplingParams
+from headwise.runtime.encoder.image_encoder import ImageEncoder
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.protocol.images import with_embeds
+from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, OutputDelta
+
+SMALL = EngineConfig(dtype="float32", kv_cache="8MiB", cpu_threads=1, block_size=16, image_encoders=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def chat_of(prompt: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = [{"type": "image"} for _ in prompt["images"]]
+    text = {"type": "text", "text": f"Look at {prompt['name']}, the image."}
+    return [{"role": "user", "content": [*parts, text] if parts else "Look at none."}]
+
+
+def requests_of(name: str, config: EngineConfig, preprocessor: Preprocessor) -> dict[str, GenerateRequest]:
+    """Those of the references, as an engine gets them."""
+    encoder, found = ImageEncoder.open(config, image_model(name)), {}
+    for prompt in references(name)["prompts"]:
+        images = [encoder.encode(encoded(picture(image))) for image in prompt["images"]]
+        asked = preprocessor.prepare(
+            messages=chat_of(prompt),
+            images=[each.image for each in images],
+            sampling=GREEDY,
+            request_id=prompt["name"],
+        )
+        found[prompt["name"]] = with_embeds(asked, images)
+    return found
+
+
+def serve(
+    engine: EngineCore, requests: dict[str, GenerateRequest], step: Callable[[], list[OutputDelta]] | None = None
+) -> dict[str, list[int]]:
+    results = {name: GenerationResult(name) for name in requests}
+    for request in requests.values():
+        engine.add(request)
+    while engine.has_work():
+        for delta in engine.step(None) if step is None else step():
+            assert delta.error is None, delta.error
+            results[delta.request_id].add(delta)
+    engine.cache.check_integrity()
+    return {name: result.token_ids for name, result in results.items()}
+
+
+def assert_said(name: str, found: dict[str, list[int]], least: int = 24) -> None:
+    for prompt in references(name)["prompts"]:
+        tokens = found[prompt["name"]]
+        stop = next((at for at, gap in enumerate(prompt["gaps"][: len(tokens)]) if gap < CLOSE), len(tokens))
+        assert stop >= least, "rounding decides too early to judge anything"
+        assert tokens[:stop] == prompt["output_ids"][:stop]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen2.5-vl", {"tp_size": 2, "max_batched_tokens": 40}),
+        ("qwen3-vl", {"pipeline_parallel_size": 3, "tensor_ops": "numpy"}),
+        ("qwen3-vl", {"pipeline_parallel_size": 2, "tp_size": 2, "max_batched_tokens": 40}),
+        ("qwen3.5", {"tp_size": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_and_stages_say_the_reference_tokens(name: str, changes: dict[str, Any]) -> None:
+    """What is added behind a stage's last layer, too."""
+    config = replace(SMALL, model=str(image_model(name)), **changes)
+    ranks, preprocessor = Ranks(config, image_model(name)), Preprocessor.open(config)
+    executor = LocalExecutor(ranks)
+    engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
+    assert_said(name, serve(engine, requests_of(name, config, preprocessor)))
+    executor.close()
+    ranks.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5"])
+def test_guesses_and_preemption_change_no_token(name: str) -> None:
+    known = {prompt["name"]: prompt["output_ids"] for prompt in references(name)["prompts"]}
+    config, steps = replace(SMALL, model=str(image_model(name)), speculation=3, max_batched_tokens=48), 0
+    with LocalEngine(config) as engine:
+        requests = requests_of(name, config, engine.preprocessor)
+        engine.core.resources.speculator = GivenGuesses(known, 3)
+
+        def step() -> list[OutputDelta]:
+            nonlocal steps
+            steps += 1
+            if steps in (3, 16):  # within prompts, and within answers
+                engine.core.resources.preempt_all()
+            return engine.core.step(None)
+
+        found = serve(engine.core, requests, step)
+        assert steps > 16
+        assert engine.core.stats()["speculation"]["accepted"] > 20
+    assert_said(name, found)
+
+
+def test_a_layer_that_drafts_goes_on_behind_images(tmp_path: Path) -> None:
+    shapes = references("qwen3.5")["shapes"]
+    layer = f"model.language_model.layers.{QWEN3_5.config['text_config']['num_hidden_layers'] - 1}."
+    drafting = {
+        f"mtp.layers.0.{name.removeprefix(layer)}": shape for name, shape in shapes.items() if name.startswith(layer)
+    }
+    hidden = QWEN3_5.config["text_config"]["hidden_size"]
+    norms = {f"mtp.{name}.weight": [hidden] for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    model = write_image_model(
+        tmp_path / "m", QWEN3_5, {**shapes, **drafting, **norms, "mtp.fc.weight": [hidden, 2 * hidden]}
+    )
+    config = replace(SMALL, model=str(model), speculation=3, max_batched_tokens=48)
+    with engine_of(config) as (engine, executor, preprocessor):
+        found = serve(engine, requests_of("qwen3.5", config, preprocessor))
+        assert sum(map(len, executor.proposed.values())) > 20
+    assert_said("qwen3.5", found)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", pytest.param("qwen3.5", marks=pytest.mark.soak)])
+def test_a_gpu_says_the_reference_tokens(name: str) -> None:
+    pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+    config = replace(SMALL, model=str(image_model(name)), device="cuda", max_model_len=256, max_num_seqs=4)
+    with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
+        some = dict(list(requests_of(name, config, engine.preprocessor).items())[:4])
+        some = {key: replace(each, sampling=replace(each.sampling, max_tokens=4)) for key, each in some.items()}
+        found = serve(engine.core, some)
+        assert engine._worker._runner.graphs.captured  # type: ignore[union-attr]
+    for prompt in references(name)["prompts"][:4]:
+        assert found[prompt["name"]] == prompt["output_ids"][:4]
