@@ -232,7 +232,7 @@ def load(family: Family, scratch: Path) -> tuple[Any, Path, dict[str, list[int]]
 
 @torch.inference_mode()
 def make(name: str) -> None:
-    family = (FAMILIES | QWENS)[name]
+    family = FAMILIES[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
     kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25}
     kind = Qwen(model, family) if name in QWENS else kinds[name](model)
@@ -280,7 +280,7 @@ def answer(model: Any, name: str, ids: list[int], more: dict[str, Any]) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=[*FAMILIES, *QWENS])
+    parser.add_argument("models", nargs="*", default=list(FAMILIES))
     torch.set_num_threads(1)
     for name in parser.parse_args().models:
         make(name)

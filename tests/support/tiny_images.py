@@ -295,7 +295,7 @@ QWEN2_5_VL = Family("qwen2.5-vl", QWEN2_5_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKE
 QWEN3_VL = Family("qwen3-vl", QWEN3_VL_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWEN3_5 = Family("qwen3.5", QWEN3_5_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWENS = {family.name: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5)}
-FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI)}
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI)} | QWENS
 
 
 def write_image_model(directory: Path, family: Family, shapes: dict[str, list[int]]) -> Path:
@@ -322,10 +322,10 @@ def _scratch() -> TemporaryDirectory[str]:
 
 @cache
 def references(name: str = "mistral3") -> dict[str, Any]:
-    return (FAMILIES | QWENS)[name].references
+    return FAMILIES[name].references
 
 
 @cache
 def image_model(name: str = "mistral3") -> Path:
     """The checkpoint that the references are of, once a process."""
-    return write_image_model(Path(_scratch().name) / name, (FAMILIES | QWENS)[name], references(name)["shapes"])
+    return write_image_model(Path(_scratch().name) / name, FAMILIES[name], references(name)["shapes"])

@@ -7,27 +7,31 @@ from typing import Any
 
 _BOTH_WAYS = "attention in both directions among an image's tokens"
 _PLACES = "three positions of each token (M-RoPE)"
-_BY_NAME = {
-    "Gemma3ForConditionalGeneration": _BOTH_WAYS,
-    "Qwen2VLForConditionalGeneration": _PLACES,
-    "Qwen2_5_VLForConditionalGeneration": _PLACES,
-    "Qwen3VLForConditionalGeneration": _PLACES,
-    "Qwen3VLMoeForConditionalGeneration": _PLACES,
-    "Qwen3_5ForConditionalGeneration": _PLACES,
-    "Qwen3_5MoeForConditionalGeneration": _PLACES,
-}
+_BY_NAME = {"Gemma3ForConditionalGeneration": _BOTH_WAYS}
 """Of architectures, whether or not their configs say it."""
+_PLACED = frozenset(
+    {
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+"""Architectures of which a token's three positions are served."""
 
 
 def missing_for_images(config: Mapping[str, Any]) -> str:
     """Of a ``config.json``, in words; empty: images are computed with as they were trained, or there are none."""
     names, text = config.get("architectures"), config.get("text_config")
-    found = (_BY_NAME[name] for name in names if name in _BY_NAME) if isinstance(names, list) else ()
-    known = next(iter(found), "")
-    if known:
-        return known
+    known = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    for name in known:
+        if name in _BY_NAME:
+            return _BY_NAME[name]
+    is_placed = not _PLACED.isdisjoint(known)
     for each in (config, text if isinstance(text, Mapping) else {}):
-        if any("mrope_section" in rope for rope in _ropes(each)):
+        if not is_placed and any("mrope_section" in rope for rope in _ropes(each)):
             return _PLACES
         if each.get("use_bidirectional_attention") == "vision":
             return _BOTH_WAYS

@@ -45,7 +45,8 @@ class Tower(Protocol):
     """Encodes one image at a time. Called by one thread."""
 
     def encode(self, image: Image) -> EncodedImage:
-        """An image of Pillow's, of mode RGB and of any size: how it is scaled is the tower's."""
+        """An image of Pillow's, of mode RGB and of any size: how it is scaled is the tower's. Raises
+        `InvalidRequestError` for a shape that the model takes none of."""
 
 
 @dataclass(frozen=True)

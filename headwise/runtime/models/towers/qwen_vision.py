@@ -28,7 +28,7 @@ from headwise.runtime.models.towers.qwen_vision_config import (
     QwenVisionConfig,
 )
 from headwise.runtime.models.towers.stretched import spanned
-from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, Part, RmsNorm, TowerLayer
+from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, Norm, RmsNorm, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.ops.base import Tensor, TensorOps
 
@@ -116,7 +116,7 @@ class _Merger:
     is_behind: whether the norm is of a whole square, behind joining its patches, and not of each of them before
     """
 
-    norm: Part
+    norm: Norm
     into: Linear
     out: Linear
     square: int
@@ -175,7 +175,7 @@ def _layer(source: TowerWeights, index: int, generation: Generation, config: Qwe
     )
 
 
-def _norm(source: TowerWeights, name: str, size: int, generation: Generation) -> Part:
+def _norm(source: TowerWeights, name: str, size: int, generation: Generation) -> Norm:
     return (LayerNorm if generation.has_means else RmsNorm).read(source, name, size, _EPS)
 
 

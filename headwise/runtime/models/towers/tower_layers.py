@@ -15,11 +15,9 @@ from headwise.runtime.models.towers.tower_weights import TowerWeights
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
 
 
-class Part(Protocol):
-    """A norm, or an MLP."""
-
+class Norm(Protocol):
     def of(self, ops: TensorOps, x: Tensor) -> Tensor:
-        """Of ``x [T, N]``, as many numbers of each token."""
+        """Of ``x [T, size]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +97,13 @@ class TowerLayer:
     heads: of attention
     """
 
-    before: Part
-    between: Part
+    before: Norm
+    between: Norm
     query: Linear
     key: Linear
     value: Linear
     out: Linear
-    mlp: Part
+    mlp: Mlp
     heads: int
 
     def forward(self, ops: TensorOps, x: Tensor, angles: Sequence[KernelArray], windows: Windows = ()) -> Tensor:

@@ -160,7 +160,14 @@ def test_a_tokenizer_without_control_tokens_for_images_is_told(tmp_path: Path) -
     [
         ({"architectures": ["LlamaForCausalLM"]}, "it has no vision tower"),
         ({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}, "both directions"),
-        ({"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}}, "M-RoPE"),
+        (
+            {
+                "architectures": ["Qwen2_5OmniForConditionalGeneration"],
+                "vision_config": {},
+                "text_config": {"rope_scaling": {"mrope_section": [16, 24, 24]}},
+            },
+            "M-RoPE",
+        ),
         ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, "its vision tower is not served"),
         ({"architectures": ["Mistral3ForConditionalGeneration"]}, "it has no vision tower"),
     ],

@@ -15,10 +15,13 @@ from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.emulated_gpu import EmulatedOps
 from support.tiny_images import QWENS, SIZES, image_model, picture, references
 
+from headwise import EngineConfig
 from headwise.errors import InvalidRequestError, ModelError
+from headwise.runtime.encoder.image_encoder import ImageEncoder
 from headwise.runtime.loader.checkpoint import read_json
 from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.towers import qwen_vision
 from headwise.runtime.models.towers.base import TowerParts
 from headwise.runtime.models.towers.pixels import normalised
@@ -31,9 +34,11 @@ from headwise.runtime.models.towers.qwen_vision_config import (
     Generation,
     QwenVisionConfig,
 )
+from headwise.runtime.models.towers.select import TowerKind, tower_of
 from headwise.runtime.models.towers.stretched import spanned
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
+from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES
 
 BUILDS: dict[str, Callable[[TowerParts], QwenVision]] = {
     "qwen2-vl": qwen_vision.build_qwen2_vl,
@@ -113,6 +118,37 @@ def test_bfloat16_weights_make_nearly_the_same(name: str) -> None:
     exact, rounded = made
     difference = np.abs(exact - rounded).max() / np.abs(exact).max()
     assert 0 < difference < 0.05
+
+
+MODELS = {
+    "Qwen2VLForConditionalGeneration": "qwen2-vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2.5-vl",
+    "Qwen3VLForConditionalGeneration": "qwen3-vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3-vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3.5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3.5",
+}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_models_go_by_their_towers_and_say_where_their_images_are(architecture: str) -> None:
+    config = {**QWENS[MODELS[architecture]].config, "architectures": [architecture]}
+    assert tower_of(config) == TowerKind(BUILDS[MODELS[architecture]], "<|image_pad|>")
+    assert missing_for_images(config) == ""
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_two_of_the_largest_images_and_many_token_ids_are_a_prompt(dtype: str, size: int, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(image_model("qwen3-vl"), directory)
+    asked = {**QWENS["qwen3-vl"].processor, "max_pixels": 1 << 26}
+    (directory / "preprocessor_config.json").write_text(json.dumps(asked))
+    config = EngineConfig(model=str(directory), dtype=dtype, tensor_ops="numba", image_encoder_cpus=1)
+    tower = ImageEncoder.open(config, directory)._tower
+    assert isinstance(tower, QwenVision)
+    tokens = tower.config.most // tower.config.step**2
+    two = 2 * tokens * (3 * 64 * size + 4)
+    assert MAX_EMBED_BYTES - (4 << 20) < two < MAX_EMBED_BYTES - (1 << 19)
 
 
 # ---- sizes ----
