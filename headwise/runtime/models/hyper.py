@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headwise.kernels.experts import sigmoid
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.base import KernelArray, StreamingOps, Tensor, TensorOps, Weight
 
 

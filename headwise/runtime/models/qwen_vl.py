@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.hf_config import HfConfig, text_of
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.qwen import Qwen3Moe
 from headwise.runtime.models.qwen import parse_qwen2 as parse_plain_qwen2
 from headwise.runtime.models.qwen import parse_qwen3 as parse_plain_qwen3

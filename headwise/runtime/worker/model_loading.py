@@ -19,8 +19,9 @@ from headwise.runtime.loader.draft_model import DraftModel
 from headwise.runtime.loader.packed_cache import DIRECTORY, LIMITS, Limits, PackedKey, PackedWeights
 from headwise.runtime.loader.progress import LogProgress
 from headwise.runtime.loader.quantised_checkpoint import open_weights
-from headwise.runtime.models.base import Model, Shard
+from headwise.runtime.models.base import Model
 from headwise.runtime.models.registry import build_model
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.weights import make_anew
 from headwise.runtime.ops.base import PackingOps, TensorOps
 from headwise.runtime.ops.comm import Collectives

@@ -20,8 +20,9 @@ from headwise.cache_controller.planner import plan_head_groups
 from headwise.runtime.loader.files import LockedFile
 from headwise.runtime.loader.packed_cache import Limits, PackedKey, PackedWeights
 from headwise.runtime.loader.progress import SilentProgress
-from headwise.runtime.models.base import Model, Shard
+from headwise.runtime.models.base import Model
 from headwise.runtime.models.registry import build_model, model_config
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.ops.numba_ops import NumbaOps

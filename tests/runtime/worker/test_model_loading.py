@@ -32,8 +32,8 @@ from headwise.runtime.loader.checkpoint import SINGLE, Checkpoint
 from headwise.runtime.loader.packed_cache import DIRECTORY, Limits
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
-from headwise.runtime.models.base import Shard
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.ops.base import PackingOps
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
