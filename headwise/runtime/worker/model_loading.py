@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -27,6 +28,11 @@ from headwise.runtime.ops.base import PackingOps, TensorOps
 from headwise.runtime.ops.comm import Collectives
 
 log = logging.getLogger(__name__)
+
+_RUNTIME = Path(__file__).parents[1]
+_PACKAGES = ("loader", "models", "ops")
+"""Whose code decides which rows a weight is made of, in which order, and what becomes of their numbers. How they are
+packed then is told by `PackingOps.packed_format`."""
 
 
 def load_model(
@@ -82,4 +88,12 @@ def packed_key(card: ModelCard, config: EngineConfig, ops: PackingOps, shard: Sh
         settings["sharing"] = shard.sharing  # of latents it is the rank
     if card.drafting:
         settings["drafting"] = card.drafting
-    return PackedKey(card.weights, settings, shard.rank, shard.size)
+    return PackedKey(card.weights, settings, shard.rank, shard.size, recipe())
+
+
+@cache
+def recipe() -> str:
+    """A digest of the sources of `_PACKAGES`: it changes with whatever could make other weights of the same files."""
+    from headwise.kernels.cpu.machine_code import digest  # brings Numba, which whoever packs weights has
+
+    return "-".join(digest(_RUNTIME / package) for package in _PACKAGES)
