@@ -38,7 +38,7 @@ from headwise.cache_controller.windows import GroupWindows
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import load_pattern
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import model_config
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -16,8 +16,10 @@ from headwise.cache_controller.planner import HeadGroupPlan, Policies, plan_head
 from headwise.cache_controller.policy import FULL
 from headwise.cache_controller.unified_pages import UnifiedPages, planned_bytes, unified_pages
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import KdaConfig, ModelConfig, SsmConfig, StatesConfig, valid_tp_sizes
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.shard import valid_tp_sizes
+from headwise.runtime.models.states_config import KdaConfig, SsmConfig, StatesConfig
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "tests" / "support" / "published"
 BLOCK_SIZE, DTYPE, BYTES = 64, "bfloat16", 2

@@ -28,7 +28,7 @@ from simulation.gpu import BYTES, Gpu, weights_of
 
 from headwise.priority_queue import PriorityQueue
 from headwise.runtime.engine.step_budget import left_for, shares
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineLoad, EngineStatus
 
 BLOCK = 512

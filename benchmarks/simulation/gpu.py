@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.windows import UNBOUNDED
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 BYTES = 2
 """Of a weight, a key's or a value's element: bfloat16."""

@@ -24,7 +24,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import kept_policies
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 KV_DTYPE = "float16"

@@ -13,9 +13,11 @@ from support.random_models import random_weights
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.models.base import KdaConfig, Model, ModelConfig
+from headwise.runtime.models.base import Model
 from headwise.runtime.models.low_rank import AdaptedRows
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import build_model
+from headwise.runtime.models.states_config import KdaConfig
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops

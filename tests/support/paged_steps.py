@@ -14,7 +14,9 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.models.attention.base import LayerCache
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.attention.wanted import ending_at
-from headwise.runtime.models.base import Model, ModelConfig, PagedCache, Shard
+from headwise.runtime.models.base import Model, PagedCache
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.ops.base import Tensor
 
 Step = Sequence[tuple[int, int]]

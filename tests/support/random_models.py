@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from support.engine.dense_oracle import DictWeights
 
-from headwise.runtime.models.base import ModelConfig, MoeConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.moe_config import MoeConfig
 
 BASE = {
     "hidden_size": 32,

@@ -28,8 +28,10 @@ from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import Kernels, LayerCache
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Shard
+from headwise.runtime.models.base import AttentionLayer, Model
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import build_model
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.ops.base import Tensor, TensorOps
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops

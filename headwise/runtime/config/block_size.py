@@ -14,7 +14,8 @@ from functools import lru_cache
 from headwise.cache_controller.planner import MAX_STATE_PADDING, Policies, plan_head_groups
 from headwise.runtime.config.engine_config import EngineConfig, fewest_tokens
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.shard import valid_tp_sizes
 
 MORE = 2
 """The other choice has so many times the fewest tokens; yet more would make prefixes coarse."""

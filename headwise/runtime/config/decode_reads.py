@@ -18,7 +18,7 @@ from headwise.runtime.loader.checkpoint import Checkpoint, read_json
 from headwise.runtime.loader.gguf_blocks import FORMATS
 from headwise.runtime.loader.quantisation import scheme_of
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.quantised import INT8_GROUP, common_form
 
 _THOUSAND = 1000

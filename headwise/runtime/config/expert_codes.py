@@ -10,7 +10,8 @@ from headwise.errors import ConfigError
 from headwise.kernels.cuda.packed import bits_taken, check_groups
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.quantisation import scheme_of
-from headwise.runtime.models.base import ModelConfig, split
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.shard import split
 from headwise.runtime.ops.quantised import INT8_GROUP
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 
 def without_images(config: EngineConfig, model: ModelConfig) -> str:

@@ -29,8 +29,8 @@ from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.models.attention.base import AttentionVariant, Serving
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.eagle_config import with_eagle
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import drafting_config, model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.select import resolve_ops_name

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_hash import ExtraKey
-from headwise.runtime.models.base import AXES
+from headwise.runtime.models.position_config import AXES
 
 
 def places_of(items: Iterable[ExtraKey], start: int, end: int) -> NDArray[np.int32]:

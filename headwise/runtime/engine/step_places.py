@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from headwise.runtime.engine.grids import places_of
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
-from headwise.runtime.models.base import AXES
+from headwise.runtime.models.position_config import AXES
 from headwise.runtime.protocol.batch import NO_PLACES
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from headwise.errors import DeploymentError
 from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES
@@ -12,6 +13,9 @@ from headwise.sockets.listener import Listener
 
 if TYPE_CHECKING:
     import zmq
+
+Send = Callable[[bytes, Any], None]
+"""Sends a message to a peer, by its connection's identity, unless it is gone."""
 
 SEND_QUEUE = 100_000
 """Answers that a client may leave unread. Then its connection is closed, and it asks again."""

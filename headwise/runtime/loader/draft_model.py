@@ -11,8 +11,8 @@ from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint, read_json
 from headwise.runtime.loader.resolve import resolve_draft_model
 from headwise.runtime.loader.safetensors_file import CODES, FLAGS
-from headwise.runtime.models.base import EagleConfig, ModelConfig
 from headwise.runtime.models.eagle_config import eagle_config
+from headwise.runtime.models.model_config import EagleConfig, ModelConfig
 
 
 class DraftModel:

@@ -18,7 +18,7 @@ from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer, layer_types
 from headwise.runtime.loader.gguf_rope import whole_rope
 from headwise.runtime.loader.gguf_routing import CORRECTION, corrected_feed_forward, sigmoid_routing
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _PATTERN = 4
 _NORMS = {

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_part import Part
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 Config = Mapping[str, Any]
 """What is going to be ``config.json``."""

@@ -9,7 +9,7 @@ from headwise.runtime.loader.gguf_architecture import ATTENTION, DENSE, LAYER_NA
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import integer, layer_types, shortest
 from headwise.runtime.loader.gguf_rope import whole_rope
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _PATTERN = 4
 

@@ -37,7 +37,7 @@ from headwise.runtime.loader.gguf_phi3 import PHI3
 from headwise.runtime.loader.gguf_qwen import QWEN
 from headwise.runtime.loader.gguf_seed_oss import SEED_OSS
 from headwise.runtime.loader.gguf_smollm3 import SMOLLM3
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     **LLAMA,

@@ -23,7 +23,7 @@ from headwise.runtime.loader.gguf_keys import integer, rope_scaling, theta
 from headwise.runtime.loader.gguf_part import Part, made_of
 from headwise.runtime.loader.gguf_qwen import GATED_EXPERT, GATED_EXPERT_PARTS, shared_gates
 from headwise.runtime.loader.gguf_states import decay_logarithms
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _NEXT, _QWEN35, _QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
 _QKV, _GATES, _WHOLE = "attn_qkv.weight", "attn_gate.weight", "ssm_in.weight"

@@ -17,7 +17,7 @@ from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer
 from headwise.runtime.loader.gguf_rope import whole_rope
 from headwise.runtime.loader.gguf_routing import CORRECTION, corrected_feed_forward, sigmoid_routing
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 
 def _dots1(source: GgufFile) -> dict[str, Any]:

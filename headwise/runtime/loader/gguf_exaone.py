@@ -18,7 +18,7 @@ from headwise.runtime.loader.gguf_keys import count, integer, layer_types
 from headwise.runtime.loader.gguf_olmo import NAMES_BEHIND, needs_norms_behind
 from headwise.runtime.loader.gguf_rope import ROPE_FREQS, whole_rope
 from headwise.runtime.loader.gguf_routing import CORRECTION, corrected_feed_forward, sigmoid_routing
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _DENSE, _MOE = "exaone4", "exaone-moe"
 _PATTERN = 4

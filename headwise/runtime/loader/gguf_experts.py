@@ -19,7 +19,7 @@ from headwise.runtime.loader.gguf_architecture import (
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer, rope_scaling, theta
 from headwise.runtime.loader.gguf_routing import CORRECTION, corrected_feed_forward
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 
 def _gpt_oss(source: GgufFile) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from headwise.runtime.loader.gguf_architecture import (
 )
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import integer, layer_types, rope_scaling, theta
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _GEMMA3_LOCAL_THETA = 10_000.0
 GEMMA3_PATTERN = 6

@@ -12,8 +12,8 @@ from headwise.runtime.loader.gguf_architecture import DENSE, EXPERTS, HEAD_NORMS
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_gemma import GEMMA2_NAMES, GEMMA3_PATTERN
 from headwise.runtime.loader.gguf_keys import count, integer, layer_types, theta
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.gemma4_config import FULL, Gemma4Config
+from headwise.runtime.models.model_config import ModelConfig
 
 _NAME = "gemma4"
 _FREQS = "rope_freqs.weight"

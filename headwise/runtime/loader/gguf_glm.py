@@ -18,7 +18,7 @@ from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer, rope_scaling, theta
 from headwise.runtime.loader.gguf_rope import rotated_share
 from headwise.runtime.loader.gguf_routing import CORRECTION, corrected_feed_forward, sigmoid_routing
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 
 def _of_glm(source: GgufFile, name: str) -> dict[str, Any]:

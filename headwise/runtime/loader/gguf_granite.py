@@ -27,7 +27,7 @@ from headwise.runtime.loader.gguf_states import (
     state_space_parts,
     state_space_sizes,
 )
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _MOE, _HYBRID = "granitemoe", "granitehybrid"
 _FACTORS = {

@@ -14,7 +14,7 @@ from headwise.runtime.loader.gguf_latents import LATENT_NAMES, up_projections
 from headwise.runtime.loader.gguf_part import Part, made_of
 from headwise.runtime.loader.gguf_routing import corrected_feed_forward, sigmoid_routing
 from headwise.runtime.loader.gguf_states import check_size, decay_logarithms, of_some_layers, reshaped
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _NAME = "kimi-linear"
 _CONVOLUTIONS = {f"ssm_conv1d_{part}.weight": f"{part}_conv1d.weight" for part in "qkv"}

@@ -22,7 +22,7 @@ from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer, rope_scaling, shortest, theta
 from headwise.runtime.loader.gguf_part import Part, made_of
 from headwise.runtime.loader.gguf_routing import CORRECTION, SIGMOID, SOFTMAX, weights_scale
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _GROUPS = {(160, SOFTMAX): (8, 3), (256, SIGMOID): (8, 4)}
 """Groups of experts, and those that a token may use, of DeepSeek-V2 and V3 by their experts and their router: files of

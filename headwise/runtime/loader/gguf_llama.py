@@ -17,7 +17,7 @@ from headwise.runtime.loader.gguf_architecture import (
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer
 from headwise.runtime.loader.gguf_rope import ROPE_FREQS, undo_neighbours, whole_rope
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _MAVERICK_EXPERTS = 128
 """Of the Llama 4 that does not norm queries and keys; GGUF does not say so, llama.cpp knows it by its size. Nor does it

@@ -19,7 +19,7 @@ from headwise.runtime.loader.gguf_states import (
     state_space_parts,
     state_space_sizes,
 )
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.nemotron_h import NemotronConfig
 
 _DENSE, _MOE = "nemotron_h", "nemotron_h_moe"

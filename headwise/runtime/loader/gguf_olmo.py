@@ -8,7 +8,7 @@ from typing import Any
 from headwise.runtime.loader.gguf_architecture import ATTENTION, DENSE, HEAD_NORMS, LAYER_NAMES, Architecture
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, layer_types, rope_scaling, theta
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _PATTERN = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 from headwise.runtime.loader.gguf_architecture import LLAMA_NAMES, Architecture
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import integer, theta
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 _NAMES = {**LLAMA_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _FACTORS = {kind: f"rope_factors_{kind}.weight" for kind in ("long", "short")}

@@ -23,7 +23,7 @@ from headwise.runtime.loader.gguf_architecture import (
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import integer, rope_scaling, theta
 from headwise.runtime.loader.gguf_part import Part, made_of
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 
 def _qwen(name: str, architecture: str, model_type: str) -> Callable[[GgufFile], dict[str, Any]]:

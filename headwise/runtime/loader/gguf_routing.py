@@ -8,7 +8,7 @@ from headwise.errors import ModelError
 from headwise.runtime.loader.gguf_architecture import SHARED_EXPERT, feed_forward
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_keys import count, integer, shortest
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 SOFTMAX, SIGMOID = 1, 2
 """What GGUF calls the functions that make scores of a router's results."""

@@ -8,7 +8,7 @@ from typing import Any
 from headwise.runtime.loader.gguf_architecture import ATTENTION, DENSE, LAYER_NAMES, Architecture
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_rope import whole_rope
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 
 
 def _seed_oss(source: GgufFile) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A cache of packed weights on disk: where packing takes long, the next start maps a file instead.
 
 Each rank's weights are a file of their own, named after the model, the settings that decide its bytes, and the rank. It
-appears whole or not at all. Where a file cannot be used, the weights are packed again; where none can be written, they
-are not kept. Neither is an error.
+says by what code it was made; other code makes it anew, in its place. It appears whole or not at all. Where a file
+cannot be used, the weights are packed again; where none can be written, they are not kept. Neither is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from headwise.runtime.loader.files import LockedFile
-from headwise.runtime.loader.packed_file import DamagedError, read_packed, write_packed
+from headwise.runtime.loader.packed_file import DamagedError, StaleError, read_packed, write_packed
 from headwise.runtime.loader.progress import Progress, SilentProgress
 from headwise.runtime.ops.base import PackedParts, PackingOps, Weight
 from headwise.units import format_bytes
@@ -65,19 +65,22 @@ class PackedKey:
     """What decides the bytes of a rank's packed weights.
 
     model:    a hash of the weights that are packed
-    settings: all else that they depend on; values as in JSON
+    settings: all else that they depend on but for code; values as in JSON
     rank:     from 0 to ``size - 1``
     size:     number of ranks
+    recipe:   says by what code they are made: which rows they are of, in which order, and what becomes of numbers. Not
+              of the name, so that files of older code do not stay beside those of newer
     """
 
     model: str
     settings: Mapping[str, Any]
     rank: int
     size: int
+    recipe: str
 
     @property
     def text(self) -> str:
-        """The key in full, as JSON: equal for equal keys only."""
+        """The key without its recipe, as JSON: equal for equal ones only."""
         return json.dumps([self.model, dict(self.settings), self.rank, self.size], sort_keys=True)
 
     @property
@@ -148,10 +151,12 @@ class PackedWeights:
         """Name -> weight, from disk; empty if there is no file that can be used."""
         self._progress.stage("reading packed weights")
         try:
-            parts = read_packed(self._path, self._key.text, self._progress)
+            parts = read_packed(self._path, self._key.text, self._key.recipe, self._progress)
             return {name: self._ops.weight_of(each) for name, each in parts.items()}
         except FileNotFoundError:
             return {}
+        except StaleError:
+            log.info("packed weights are made anew: those in %s were made by another version of headwise", self._path)
         except OSError as error:
             log.warning("packed weights are made anew: %s cannot be read: %s", self._path, error.strerror or error)
         except (DamagedError, ValueError) as error:
@@ -187,7 +192,7 @@ class PackedWeights:
         self._progress.stage("keeping the packed weights on disk")
         started = self._clock()
         with self._partial() as partial:
-            write_packed(partial, self._key.text, self._parts, self._progress)
+            write_packed(partial, self._key.text, self._key.recipe, self._parts, self._progress)
             partial.replace(self._path)
         taken = self._made_s, self._path, self._clock() - started
         log.info("packed weights (%s) were made in %.1f s and kept in %s in %.1f s", format_bytes(size), *taken)

@@ -1,8 +1,8 @@
 """One file of packed weights, which is mapped into memory and computed from as it is.
 
 It is a safetensors file with a suffix of its own. A weight's arrays are its tensors ``NAME.ARRAY``. Its metadata have
-the key, each weight's number of elements and facts (see `PackedParts`), a CRC-32 for each array, and a SHA-256 of all
-that. Every array begins at a multiple of 64 bytes.
+the key, the recipe, each weight's number of elements and facts (see `PackedParts`), a CRC-32 for each array, and a
+SHA-256 of all that. Every array begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ class DamagedError(Exception):
     """A file is not as `write_packed` wrote it, or was written under another key. The text says what is wrong."""
 
 
-def write_packed(path: Path, key: str, weights: Mapping[str, PackedParts], progress: Progress) -> None:
-    """Write weights, by name, for `read_packed` with the same ``key``.
+class StaleError(Exception):
+    """A file is whole, but its weights were made by another recipe."""
+
+
+def write_packed(path: Path, key: str, recipe: str, weights: Mapping[str, PackedParts], progress: Progress) -> None:
+    """Write weights, by name, for `read_packed` with the same ``key`` and ``recipe``.
 
     Arrays are float32, float16, int8 or uint16.
 
@@ -59,6 +63,7 @@ def write_packed(path: Path, key: str, weights: Mapping[str, PackedParts], progr
     contents = json.dumps(
         {
             "key": key,
+            "recipe": recipe,
             "weights": {name: [parts.elements, dict(parts.facts)] for name, parts in weights.items()},
             "checks": dict(zip(arrays, _checks(arrays, SilentProgress()), strict=True)),
         }
@@ -68,7 +73,7 @@ def write_packed(path: Path, key: str, weights: Mapping[str, PackedParts], progr
     write_safetensors(path, forms, _told(arrays, progress), metadata)
 
 
-def read_packed(path: Path, key: str, progress: Progress) -> dict[str, PackedParts]:
+def read_packed(path: Path, key: str, recipe: str, progress: Progress) -> dict[str, PackedParts]:
     """The weights in a file, by name. Their arrays are read-only views of the mapped file.
 
     The whole file is read once, to check it.
@@ -76,6 +81,7 @@ def read_packed(path: Path, key: str, progress: Progress) -> dict[str, PackedPar
     Raises:
         OSError: there is no such file, or it cannot be read.
         DamagedError: the file is truncated, its header or an array has changed, or it was written under another key.
+        StaleError: it was written with another recipe.
     """
     path.open("rb").close()  # OSError for a file that is missing or not readable: it is not damaged
     try:
@@ -85,6 +91,8 @@ def read_packed(path: Path, key: str, progress: Progress) -> dict[str, PackedPar
     contents = _contents(file)
     if contents["key"] != key:
         raise DamagedError("it is of another model, or of other settings")
+    if contents.get("recipe") != recipe:  # files before there were any have none
+        raise StaleError
     checks: Mapping[str, int] = contents["checks"]
     if set(checks) != set(file.names):
         raise DamagedError("its header is corrupt")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
@@ -17,6 +16,7 @@ from headwise.runtime.models.hf_config import (
     flag,
     positive,
 )
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.weight_view import ExpertWeights
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.models.windows import full_every, rotated_in_windows

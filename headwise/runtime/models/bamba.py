@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, layer_list, rope, split_share
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.state_space import (
     MAMBA_FIELDS,

@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 
 from headwise.kernels.fused import DecoderLayer
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
     HfConfig,
@@ -20,6 +19,7 @@ from headwise.runtime.models.hf_config import (
     positive,
 )
 from headwise.runtime.models.layers import Layer, Residual
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.weight_view import rotated
 from headwise.runtime.models.weights import Weights

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.fused import DecoderLayer
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.cohere2 import Cohere2
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, named_sparse_layers
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
@@ -33,6 +32,8 @@ from headwise.runtime.models.hf_config import (
     rope,
 )
 from headwise.runtime.models.layers import Layer
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.weight_view import ExpertWeights, Reader
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.models.windows import FULL, SLIDING

@@ -22,18 +22,13 @@ from headwise.kernels.fused import (
     MixedLayer,
 )
 from headwise.runtime.models.attention.wanted import ending_at
-from headwise.runtime.models.base import (
-    AttentionLayer,
-    Embeds,
-    ModelConfig,
-    PagedCache,
-    Rotation,
-    Shard,
-)
+from headwise.runtime.models.base import AttentionLayer, Embeds, PagedCache, Rotation
 from headwise.runtime.models.decoder_weights import DecoderWeights
 from headwise.runtime.models.drafting import DraftHead
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear, QkvProjections, Residual
 from headwise.runtime.models.low_rank import Adapter
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives

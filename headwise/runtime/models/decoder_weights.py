@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.fused import Activation, LayerNorms, is_gated
-from headwise.runtime.models.base import Model, ModelConfig, RopeConfig, Shard, can_be_split, fitting_sizes
+from headwise.runtime.models.base import Model
 from headwise.runtime.models.drafting import DraftingLayer, DraftingNames
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear, QkvProjections
 from headwise.runtime.models.low_rank import AdaptedRows, Adapter, RankAdapter, added_by
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import rotation_scale, turning
+from headwise.runtime.models.shard import Shard, can_be_split, fitting_sizes
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives

@@ -15,12 +15,14 @@ from headwise.cache_controller.policy import FULL
 from headwise.errors import ModelError
 from headwise.kernels.fused import Attention, Latents
 from headwise.kernels.mla_base import UpProjections
-from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
+from headwise.runtime.models.base import AttentionLayer, Rotation
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v2_moe, v3_moe
 from headwise.runtime.models.drafting import BEHIND_THE_LAST, DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, number, positive, rope, text_of
 from headwise.runtime.models.layers import Layer, Linear
+from headwise.runtime.models.mla_config import MlaConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.weight_view import taken
 from headwise.runtime.ops.base import Tensor

@@ -12,8 +12,8 @@ from typing import Any
 
 from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN, Routing, ScoredBy
-from headwise.runtime.models.base import MoeConfig
 from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, flag, integer, number, positive
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.models.values import shown
 
 

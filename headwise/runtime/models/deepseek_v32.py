@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
-from headwise.runtime.models.base import IndexerConfig, ModelConfig
 from headwise.runtime.models.deepseek import MOST_RANK, Deepseek, LatentProjections, parse_latents
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v3_moe
 from headwise.runtime.models.hf_config import HfConfig, named_layer_types, positive
 from headwise.runtime.models.layers import Linear
+from headwise.runtime.models.mla_config import IndexerConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import KernelArray, Tensor
 

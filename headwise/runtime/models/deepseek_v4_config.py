@@ -8,7 +8,6 @@ from typing import Any
 
 from headwise.errors import ModelError
 from headwise.kernels.fused import SILU_LIMIT
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.compressed_config import CompressedConfig
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.hf_config import (
@@ -25,6 +24,8 @@ from headwise.runtime.models.hf_config import (
     rope,
 )
 from headwise.runtime.models.hyper import HyperConfig, HyperModelConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.values import finite_number, shown
 

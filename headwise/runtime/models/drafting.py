@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.models.base import AttentionLayer, ModelConfig
+from headwise.runtime.models.base import AttentionLayer
 from headwise.runtime.models.layers import Layer, Linear
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 

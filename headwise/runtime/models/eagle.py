@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AttentionLayer, EagleConfig, ModelConfig, Shard
+from headwise.runtime.models.base import AttentionLayer
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.decoder_weights import merged
 from headwise.runtime.models.layers import Linear, Residual
+from headwise.runtime.models.model_config import EagleConfig, ModelConfig
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.weights import Prepare, Weights
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives

@@ -8,8 +8,8 @@ from typing import Any
 
 from headwise.cache_controller.policy import FULL
 from headwise.errors import ModelError
-from headwise.runtime.models.base import EagleConfig, LayerHeads, ModelConfig
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, flag, mapping, positive
+from headwise.runtime.models.model_config import EagleConfig, LayerHeads, ModelConfig
 from headwise.runtime.models.values import shown
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
@@ -23,7 +22,10 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import ExpertWeights, rotated

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, named_layer_types, positive
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.olmo import NORMS_BEHIND
 from headwise.runtime.models.qwen import Qwen3
 from headwise.runtime.models.windows import FULL, full_every, rotated_in_windows

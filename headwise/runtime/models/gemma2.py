@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, flag, named_layer_types, number, positive
+from headwise.runtime.models.model_config import ModelConfig
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.gemma2 import Gemma2, gemma_fields
 from headwise.runtime.models.hf_config import (
     HfConfig,
@@ -16,6 +15,8 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN
-from headwise.runtime.models.base import LayerHeads, ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.gemma2 import gemma_fields
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
@@ -24,7 +23,10 @@ from headwise.runtime.models.hf_config import (
     number,
     positive,
 )
+from headwise.runtime.models.model_config import LayerHeads, ModelConfig
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.models.moe_decoder import check_routing
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.models.values import shown
 

@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.deepseek import parse_latents
 from headwise.runtime.models.deepseek_routing import ungrouped_moe
 from headwise.runtime.models.drafting import BEHIND_THE_LAST, DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, flag, positive, rope, split_share
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.phi3 import fused_mlp
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.qwen import Qwen3
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.weight_view import ExpertWeights, FusedWeights, rotated

@@ -6,10 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import ungrouped_moe
 from headwise.runtime.models.deepseek_v32 import DeepseekV32, after_the_first, parse_indexed, shared_indexers
 from headwise.runtime.models.hf_config import HfConfig, integer, positive
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.values import shown
 

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.hf_config import (
     HfConfig,
     check_served,
@@ -26,6 +25,7 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
 from headwise.runtime.models.weight_view import WeightView
 from headwise.runtime.models.weights import Weights

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
     HfConfig,
@@ -23,6 +22,7 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
 from headwise.runtime.models.state_space import MAMBA_FIELDS, StateSpaceDecoder, ssm_config, with_head_dim, with_states
 from headwise.runtime.models.weight_view import ExpertWeights, Reader, WeightView

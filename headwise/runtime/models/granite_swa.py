@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.granite import Granite, GraniteConfig, GraniteMoe, SharedMlp, scaled, with_shared
 from headwise.runtime.models.hf_config import (
     LEAST_NUMBER,
@@ -19,7 +18,9 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.moe_decoder import local_experts
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.models.values import finite_number, shown
 from headwise.runtime.models.weight_view import ExpertWeights

@@ -9,7 +9,8 @@ from typing import Any
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.kernels.fused import is_gated
-from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale, scaling_kind
 from headwise.runtime.models.values import finite_number, shown
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN
 from headwise.kernels.fused import Attention
-from headwise.runtime.models.base import AttentionLayer, ModelConfig, MoeConfig, Rotation
+from headwise.runtime.models.base import AttentionLayer, Rotation
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
@@ -28,6 +28,8 @@ from headwise.runtime.models.hf_config import (
     positive,
 )
 from headwise.runtime.models.layers import Layer
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import ExpertWeights

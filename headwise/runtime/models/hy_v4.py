@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.kernels.experts import Mixture
-from headwise.runtime.models.base import MoeConfig
 from headwise.runtime.models.deepseek import LatentProjections
 from headwise.runtime.models.deepseek_v32 import DeepseekV32, IndexedProjections
 from headwise.runtime.models.drafting import DraftingNames
@@ -26,6 +25,7 @@ from headwise.runtime.models.hyper_decoder import HyperDecoder
 from headwise.runtime.models.identity_hyper import IdentityConnections
 from headwise.runtime.models.layers import DenseMlp, Layer, Linear
 from headwise.runtime.models.moe import MoeMlp
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.models.weight_view import ExpertWeights, RenamedWeights
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Tensor

@@ -52,18 +52,10 @@ class HyV4Config(HyperModelConfig):
     """`IdentityHyperConfig` says how its layers are connected."""
 
     @property
-    def undivided(self) -> str:
-        """See `ModelConfig.undivided`."""
-        return super().undivided or "layers are connected by several streams"
-
-    @property
     def side_elements(self) -> int:
-        """See `ModelConfig.side_elements`: of heads' gates, and of connections around both parts of each layer."""
-        mla, hyper, hidden = self.mla, self.hyper, self.hidden_size
-        assert mla is not None, "parsed so"
-        assert hyper is not None, "parsed so"
-        gates, shares = self.num_heads * mla.value_dim * hidden, 2 * hyper.streams * hyper.streams * hidden
-        return self.num_layers * (gates + 2 * shares) + hyper.streams**2 * hidden
+        """See `HyperModelConfig.side_elements`; and of heads' gates."""
+        assert self.mla is not None, "parsed so"
+        return super().side_elements + self.num_layers * self.num_heads * self.mla.value_dim * self.hidden_size
 
 
 def parse(config: HfConfig) -> HyV4Config:

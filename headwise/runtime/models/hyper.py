@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headwise.kernels.experts import sigmoid
-from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.base import KernelArray, StreamingOps, Tensor, TensorOps, Weight
 
 
@@ -27,12 +27,31 @@ class HyperConfig:
     eps: float
     norm_eps: float
 
+    @property
+    def part_weights(self) -> tuple[int, int]:
+        """How many mixing weights a part of a layer has, and how many scales of them."""
+        return (2 + self.streams) * self.streams, 3
+
 
 @dataclass(frozen=True)
 class HyperModelConfig(ModelConfig):
     """hyper: how layers are connected"""
 
     hyper: HyperConfig | None = None
+
+    @property
+    def undivided(self) -> str:
+        """See `ModelConfig.undivided`."""
+        return super().undivided or "layers are connected by several streams"
+
+    @property
+    def side_elements(self) -> int:
+        """See `ModelConfig.side_elements`: of connections around both parts of each layer, and of what joins streams
+        behind the decoder, and behind layers that draft."""
+        hyper = self.hyper
+        assert hyper is not None, "parsed so"
+        made = 2 * self.num_layers * hyper.part_weights[0] + (1 + self.draft_layers) * hyper.streams
+        return super().side_elements + made * hyper.streams * self.hidden_size
 
 
 @dataclass(frozen=True)
@@ -73,12 +92,6 @@ class HyperConnections:
         self._streaming = ops if isinstance(ops, StreamingOps) else None
         if self._streaming is not None:
             self._streaming.prepare_streams(config.streams)
-
-    @property
-    def part_weights(self) -> tuple[int, int]:
-        """How many mixing weights a part of a layer has, and how many scales of them."""
-        count = self._config.streams
-        return (2 + count) * count, 3
 
     def _by_kernels(self, streams: KernelArray) -> StreamingOps | None:
         """Operations that do all this in a few kernels, if there are any for these streams."""

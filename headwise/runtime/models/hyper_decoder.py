@@ -53,7 +53,7 @@ class HyperDecoder(GroupedMoeDecoder):
 
     def connections_at(self, at: str) -> LayerConnections:
         """Of the layer whose weights' names begin so."""
-        count, scales = self._streams.part_weights
+        count, scales = self.hyper.part_weights
         return LayerConnections(*(self._hyper_weights(f"{at}{part}_hc.", count, scales) for part in ("attn", "ffn")))
 
     def joining_at(self, at: str) -> HyperWeights:

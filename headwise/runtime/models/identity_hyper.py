@@ -22,18 +22,19 @@ class IdentityHyperConfig(HyperConfig):
 
     magnitude: float
 
+    @property
+    def part_weights(self) -> tuple[int, int]:
+        """A part has no matrix."""
+        return 2 * self.streams, 2
+
 
 class IdentityConnections(HyperConnections):
-    """Adds to streams ``[T, n, hidden]``. `HyperWeights` have ``2 * n`` rows and two scales: a part has no matrix."""
+    """Adds to streams ``[T, n, hidden]``. `HyperWeights` have ``2 * n`` rows and two scales."""
 
     def __init__(self, config: HyperConfig, ops: TensorOps) -> None:
         super().__init__(config, ops)
         assert isinstance(config, IdentityHyperConfig), "models that have these are parsed so"
         self._magnitude = np.float32(config.magnitude)
-
-    @property
-    def part_weights(self) -> tuple[int, int]:
-        return 2 * self._config.streams, 2
 
     def before(self, streams: KernelArray, weights: HyperWeights) -> tuple[Tensor, Mixing]:
         made, count, eps = self._made(streams, weights), self._config.streams, np.float32(self._config.eps)

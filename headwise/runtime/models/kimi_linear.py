@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.kernels.fused import Attention, KimiDelta
 from headwise.kernels.kda_base import KdaProjected, KdaWeights
-from headwise.runtime.models.base import AttentionLayer, KdaConfig, Rotation
+from headwise.runtime.models.base import AttentionLayer, Rotation
 from headwise.runtime.models.decoder_weights import merged
 from headwise.runtime.models.deepseek import Deepseek
 from headwise.runtime.models.drafting import DraftingNames
 from headwise.runtime.models.layers import Layer, Linear
+from headwise.runtime.models.states_config import KdaConfig
 from headwise.runtime.models.weight_view import RenamedWeights
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Tensor

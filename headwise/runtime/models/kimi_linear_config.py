@@ -9,7 +9,6 @@ from typing import Any
 from headwise.cache_controller.policy import FULL, STATE
 from headwise.errors import ModelError
 from headwise.kernels.state_layout import StateSizes
-from headwise.runtime.models.base import KdaConfig, ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek import parse_latents
 from headwise.runtime.models.deepseek_routing import ungrouped_moe
 from headwise.runtime.models.hf_config import (
@@ -27,6 +26,9 @@ from headwise.runtime.models.hf_config import (
     named_layer_types,
     positive,
 )
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
+from headwise.runtime.models.states_config import KdaConfig
 from headwise.runtime.models.values import shown
 
 ARCHITECTURE = "KimiLinearForCausalLM"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import DeltaConfig, KdaConfig, ModelConfig, SsmConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.states_config import DeltaConfig, KdaConfig, SsmConfig
 from headwise.runtime.models.values import shown
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.fused import Attention
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
@@ -30,6 +29,8 @@ from headwise.runtime.models.hf_config import (
     split_share,
 )
 from headwise.runtime.models.layers import Layer
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import ExpertWeights, RenamedWeights, RotatedByLayer

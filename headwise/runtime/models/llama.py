@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config
+from headwise.runtime.models.model_config import ModelConfig
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 

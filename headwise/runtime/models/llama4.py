@@ -13,7 +13,7 @@ from headwise.errors import ModelError
 from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Besides, DecoderLayer, GroupedQueries
 from headwise.runtime.models.attention.chunked import cut_into_chunks
-from headwise.runtime.models.base import ModelConfig, MoeConfig, PagedCache, RopeConfig, TemperConfig
+from headwise.runtime.models.base import PagedCache
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
     HfConfig,
@@ -29,7 +29,10 @@ from headwise.runtime.models.hf_config import (
     rotated_layers,
 )
 from headwise.runtime.models.layers import Layer
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
+from headwise.runtime.models.position_config import RopeConfig, TemperConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.tempered import TemperedDecoder
 from headwise.runtime.models.values import shown

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import named_sparse_layers
 from headwise.runtime.models.hf_config import (
     MOST_EXPERTS,
@@ -17,6 +16,8 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.qwen import Qwen3Moe, moe_config
 from headwise.runtime.models.windows import FULL, SLIDING
 

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import LayerHeads, ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import ungrouped_moe
 from headwise.runtime.models.drafting import DraftingNames
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
@@ -34,6 +33,8 @@ from headwise.runtime.models.hf_config import (
     rope,
     split_share,
 )
+from headwise.runtime.models.model_config import LayerHeads, ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import pairs_first, scaling_kind
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import ExpertWeights, rotated

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, positive, rope, split_share
 from headwise.runtime.models.mixtral import Mixtral
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import ExpertWeights, rotated

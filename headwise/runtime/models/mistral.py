@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, positive, text_of
 from headwise.runtime.models.mistral4 import parse as parse_mistral4
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.tempered import TemperedDecoder, temper_of_scaling
 from headwise.runtime.models.values import shown
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.deepseek import Deepseek, parse_latents
 from headwise.runtime.models.deepseek_routing import softmax_moe
 from headwise.runtime.models.drafting import DraftingNames
 from headwise.runtime.models.hf_config import HfConfig, flag, mapping, positive, split_share
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.tempered import TemperedDecoder, temper_of_scaling
 from headwise.runtime.models.weight_view import ExpertWeights
 from headwise.runtime.models.weights import Weights

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, rope
 from headwise.runtime.models.mistral import window_everywhere
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
 
 ARCHITECTURE = "MixtralForCausalLM"

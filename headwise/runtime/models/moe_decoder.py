@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.kernels.experts import NORM_MIN, Mixture
 from headwise.kernels.fused import DenseLayer, GatedShare, MixedLayer
-from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
+from headwise.runtime.models.base import AttentionLayer, Embeds
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import MOST_EXPERTS, HfConfig, check_served, positive
 from headwise.runtime.models.layers import DenseMlp, Linear
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.moe import LatentExperts, MoeMlp
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {

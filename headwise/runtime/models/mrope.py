@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AXES, ModelConfig, RopeConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import AXES, RopeConfig
 from headwise.runtime.models.rope import rotated_elements
 from headwise.runtime.models.values import shown
 

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from headwise.errors import ModelError
 from headwise.kernels.fused import Activation
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, ungrouped_moe
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.hf_config import MOST_LAYERS, HfConfig, check_served, decoder_config, number, positive
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.state_space import FieldNames, StateSpaceDecoder, ssm_config, with_states
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import ExpertWeights, RenamedWeights

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.hf_config import (
     HfConfig,
     decoder_config,
@@ -13,6 +12,8 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.whole_norms import WholeNormDecoder
 from headwise.runtime.models.windows import full_every
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, rope, split_share
 from headwise.runtime.models.mistral import window_everywhere
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.weight_view import FusedWeights, rotated
 from headwise.runtime.models.weights import Weights

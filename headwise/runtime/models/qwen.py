@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from headwise.kernels.experts import NORM_MIN
-from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.deepseek_routing import RoutedFields, ungrouped_moe
 from headwise.runtime.models.drafting import BEHIND_THE_LAST, DraftingNames
@@ -26,6 +25,8 @@ from headwise.runtime.models.hf_config import (
     positive,
 )
 from headwise.runtime.models.mistral import window_everywhere
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"

@@ -14,7 +14,7 @@ from headwise.errors import ModelError
 from headwise.kernels.delta_base import DeltaProjected, DeltaWeights
 from headwise.kernels.fused import Attention, DeltaNet
 from headwise.kernels.state_layout import StateSizes
-from headwise.runtime.models.base import AttentionLayer, DeltaConfig, ModelConfig, RopeConfig, Rotation
+from headwise.runtime.models.base import AttentionLayer, Rotation
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.drafting import APART, DraftingNames
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
@@ -30,11 +30,14 @@ from headwise.runtime.models.hf_config import (
     split_share,
 )
 from headwise.runtime.models.layers import Layer, Linear
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.mrope import with_axes
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.qwen import Qwen3, moe_config
 from headwise.runtime.models.qwen3_next_weights import GatedHeadWeights, JoinedDeltaWeights
 from headwise.runtime.models.rope import pairs_first
+from headwise.runtime.models.states_config import DeltaConfig
 from headwise.runtime.models.weight_view import ExpertWeights, rotated
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import Tensor

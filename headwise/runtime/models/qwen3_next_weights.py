@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import DeltaConfig, ModelConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.states_config import DeltaConfig
 from headwise.runtime.models.weight_view import Reader, WeightView, taken
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.hf_config import HfConfig, mapping, text_of
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.mrope import with_axes
 from headwise.runtime.models.qwen import Qwen3Moe
 from headwise.runtime.models.qwen import parse_qwen2 as parse_plain_qwen2

@@ -48,7 +48,7 @@ from headwise.runtime.models import (
     smollm3,
     step3,
 )
-from headwise.runtime.models.base import Model, ModelConfig, Shard
+from headwise.runtime.models.base import Model
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.drafting import with_draft_layer
 from headwise.runtime.models.eagle import Eagle, StoredWeights
@@ -56,6 +56,8 @@ from headwise.runtime.models.hf_config import HfConfig
 from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.kinds import check_kinds
 from headwise.runtime.models.low_rank import Adapter
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.towers.select import image_token
 from headwise.runtime.models.unsupported import what_is_missing
 from headwise.runtime.models.values import shown

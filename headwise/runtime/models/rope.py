@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AXES, ModelConfig, RopeConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import AXES, RopeConfig
 from headwise.runtime.models.values import finite_number, shown
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")

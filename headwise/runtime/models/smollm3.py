@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import (
     HfConfig,
@@ -15,6 +14,8 @@ from headwise.runtime.models.hf_config import (
     rope,
     rotated_layers,
 )
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 
 ARCHITECTURE = "SmolLM3ForCausalLM"
 

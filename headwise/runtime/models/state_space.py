@@ -14,10 +14,12 @@ from headwise.errors import ModelError
 from headwise.kernels.fused import Attention, StateSpace
 from headwise.kernels.ssm_base import SsmProjected, SsmWeights, heads_of_member
 from headwise.kernels.state_layout import StateSizes
-from headwise.runtime.models.base import AttentionLayer, ModelConfig, Rotation, SsmConfig
+from headwise.runtime.models.base import AttentionLayer, Rotation
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import MOST_HEAD_DIM, MOST_HEADS, MOST_MEMBERS, HfConfig, check_served, positive
 from headwise.runtime.models.layers import Layer, Linear
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.states_config import SsmConfig
 from headwise.runtime.models.values import finite_number, shown
 from headwise.runtime.ops.base import KernelArray, Tensor
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from headwise.kernels.experts import Mixture, sigmoid
 from headwise.kernels.fused import Attention
-from headwise.runtime.models.base import MoeConfig
 from headwise.runtime.models.gated_heads import GatedHeadsDecoder
 from headwise.runtime.models.grouped_moe import GroupedMoeDecoder
 from headwise.runtime.models.layers import DenseMlp, Layer
 from headwise.runtime.models.moe import MoeMlp
+from headwise.runtime.models.moe_config import MoeConfig
 from headwise.runtime.models.rope import pairs_first
 from headwise.runtime.models.step3_config import ARCHITECTURE, MULTIMODAL, Step3Config, parse, parse_multimodal
 from headwise.runtime.models.weight_view import ExpertWeights, Reader, RenamedWeights, RotatedByLayer

@@ -8,7 +8,6 @@ from typing import Any
 
 from headwise.errors import ModelError
 from headwise.kernels.fused import SWIGLU_LIMIT
-from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.deepseek_routing import RoutedFields, named_sparse_layers, ungrouped_moe
 from headwise.runtime.models.hf_config import (
     MOST_HEADS,
@@ -25,6 +24,8 @@ from headwise.runtime.models.hf_config import (
     split_share,
     text_of,
 )
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.models.values import finite_number, shown
 from headwise.runtime.models.windows import FULL, SLIDING
 

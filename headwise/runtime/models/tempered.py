@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.kernels.fused import Besides, DecoderLayer, GroupedQueries, Latents
-from headwise.runtime.models.base import AttentionLayer, Embeds, PagedCache, TemperConfig
+from headwise.runtime.models.base import AttentionLayer, Embeds, PagedCache
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, number, positive
 from headwise.runtime.models.layers import Layer
+from headwise.runtime.models.position_config import TemperConfig
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 

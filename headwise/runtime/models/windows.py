@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headwise.runtime.models.base import RopeConfig
 from headwise.runtime.models.hf_config import HfConfig, named_layer_types, rope
+from headwise.runtime.models.position_config import RopeConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -19,13 +20,19 @@ from headwise.runtime.loader.draft_model import DraftModel
 from headwise.runtime.loader.packed_cache import DIRECTORY, LIMITS, Limits, PackedKey, PackedWeights
 from headwise.runtime.loader.progress import LogProgress
 from headwise.runtime.loader.quantised_checkpoint import open_weights
-from headwise.runtime.models.base import Model, Shard
+from headwise.runtime.models.base import Model
 from headwise.runtime.models.registry import build_model
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.weights import make_anew
 from headwise.runtime.ops.base import PackingOps, TensorOps
 from headwise.runtime.ops.comm import Collectives
 
 log = logging.getLogger(__name__)
+
+_RUNTIME = Path(__file__).parents[1]
+_PACKAGES = ("loader", "models", "ops")
+"""Whose code decides which rows a weight is made of, in which order, and what becomes of their numbers. How they are
+packed then is told by `PackingOps.packed_format`."""
 
 
 def load_model(
@@ -81,4 +88,12 @@ def packed_key(card: ModelCard, config: EngineConfig, ops: PackingOps, shard: Sh
         settings["sharing"] = shard.sharing  # of latents it is the rank
     if card.drafting:
         settings["drafting"] = card.drafting
-    return PackedKey(card.weights, settings, shard.rank, shard.size)
+    return PackedKey(card.weights, settings, shard.rank, shard.size, recipe())
+
+
+@cache
+def recipe() -> str:
+    """A digest of the sources of `_PACKAGES`: it changes with whatever could make other weights of the same files."""
+    from headwise.kernels.cpu.machine_code import digest  # brings Numba, which whoever packs weights has
+
+    return "-".join(digest(_RUNTIME / package) for package in _PACKAGES)

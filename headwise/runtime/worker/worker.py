@@ -23,7 +23,8 @@ from headwise.runtime.loader.grammar import Vocabulary
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import CachedAttention
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import Model, Shard
+from headwise.runtime.models.base import Model
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
 from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, StageLostError

@@ -19,7 +19,8 @@ from support.tiny_checkpoints import TINY_CONFIGS
 from headwise.kernels.cpu import decoder as module
 from headwise.kernels.cpu import decoder_phases
 from headwise.kernels.cpu.decoder_records import PRODUCT
-from headwise.runtime.models.base import Model, ModelConfig
+from headwise.runtime.models.base import Model
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import model_config
 
 WIDE = {"hidden_size": 320, "intermediate_size": 704, "num_attention_heads": 6, "num_key_value_heads": 2}

@@ -23,8 +23,9 @@ from headwise.kernels.cpu import experts_jit
 from headwise.kernels.cpu.decoder_records import ADDED, NORMED
 from headwise.kernels.cpu.records import place_of
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.models.base import Model, ModelConfig
+from headwise.runtime.models.base import Model
 from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.quantised import GroupQuantised, quantise_int8

@@ -21,7 +21,9 @@ from headwise.runtime.calibration.passkeys import MAX_KEYS, PasskeyInput, held_o
 from headwise.runtime.calibration.report import bytes_per_token, evaluate, write_heat_map, write_report
 from headwise.runtime.cli.app import app
 from headwise.runtime.loader.progress import SilentProgress
-from headwise.runtime.models.base import Model, ModelConfig, RopeConfig
+from headwise.runtime.models.base import Model
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.ops.numpy_ops import NumpyOps
 
 LAYERS, HEADS, KV_HEADS, DIM, VOCAB = 2, 4, 2, 16, 128

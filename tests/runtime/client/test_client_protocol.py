@@ -41,7 +41,7 @@ from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
-from headwise.runtime.frontend import scheduler_server
+from headwise.runtime.frontend import pending_calls
 from headwise.runtime.frontend.scaling import FleetState, Split, Wish
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol import wire
@@ -481,7 +481,7 @@ def test_an_overloaded_engine_says_so(deployment: Deployment) -> None:
 
 
 def test_no_engine_is_an_overload_and_no_hang(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_server, "ENGINES_REPORT_S", 0.1)
+    monkeypatch.setattr(pending_calls, "ENGINES_REPORT_S", 0.1)
     with Client(deployment.address) as client, pytest.raises(OverloadedError, match="no engine is ready"):
         client.generate("abc")
 

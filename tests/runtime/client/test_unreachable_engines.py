@@ -64,7 +64,7 @@ class Place:
 
     def restart_scheduler(self) -> None:
         """As when its process dies: nobody is told, connections end."""
-        self.scheduler._send = lambda identity, message: None
+        self.scheduler._listener.send = lambda identity, data: True
         self.scheduler.stop()
         self.scheduler = self._start_scheduler(self.port)
 

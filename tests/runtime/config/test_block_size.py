@@ -20,8 +20,9 @@ from headwise.runtime.config.info import chosen
 from headwise.runtime.config.model_card import ModelCard, arrangement_with, read_model_card
 from headwise.runtime.config.peer_blocks import check_exchanges
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.shard import valid_tp_sizes
 
 PUBLISHED = Path(__file__).parents[2] / "support" / "published"
 ROOT = Path(__file__).parents[3]

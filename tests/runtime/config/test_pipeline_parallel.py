@@ -17,7 +17,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.config.peer_blocks import check_exchanges, exchange_with, exchange_with_ranks, identity_of_blocks
 from headwise.runtime.config.threads import threads_per_worker
-from headwise.runtime.models.base import Shard
+from headwise.runtime.models.shard import Shard
 
 PUBLISHED = Path(__file__).parents[2] / "support" / "published"
 

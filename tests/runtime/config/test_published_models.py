@@ -17,8 +17,9 @@ from headwise.runtime.config.info import describe
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.models.attention.base import Serving
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import ModelConfig, Shard, valid_tp_sizes
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import drafting_config, model_config
+from headwise.runtime.models.shard import Shard, valid_tp_sizes
 from headwise.units import format_bytes
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "support" / "published").glob("*.json"))

@@ -421,7 +421,7 @@ def test_who_asks_while_no_encoder_serves_waits_for_one(
     deployment.add_engine(ScriptedCore())
     with Client(deployment.address) as client:
         stream = client.stream_chat(chat(b"abc"), max_tokens=1)
-        eventually(lambda: deployment.scheduler._encoders._waiting)
+        eventually(lambda: deployment.scheduler._encoders._known._waiting)
         server = encoder_of(deployment, ScriptedEncoder())
         assert len(stream.read().token_ids) == 1
     server.stop()

@@ -20,7 +20,7 @@ from support.waiting import PATIENCE_S, eventually
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
 from headwise.liveness_clock import LONGEST_S
-from headwise.runtime.frontend import dispatcher, scheduler_server
+from headwise.runtime.frontend import dispatcher, pending_calls, scheduler_server
 from headwise.runtime.frontend import preprocessing_pool as preparing
 from headwise.runtime.frontend.preprocessing_pool import SHORT_BYTES
 from headwise.runtime.frontend.prompts import TextLimits
@@ -618,7 +618,7 @@ def test_a_deployment_that_ends_refuses_requests_while_engines_finish_theirs(mak
 
 
 def test_where_there_was_never_an_engine_the_error_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_server, "ENGINES_REPORT_S", 0.1)
+    monkeypatch.setattr(pending_calls, "ENGINES_REPORT_S", 0.1)
     answer = make().peer().ask(route(1, "nobody is there"))
     assert isinstance(answer, Failed)
     assert (answer.error, answer.message[:18]) == ("NotReadyError", "no engine is ready")
@@ -975,7 +975,7 @@ def test_requests_wait_for_the_first_engine_where_the_owner_says_that_one_comes(
     deployment = make(clock=lambda: now[0])
     deployment.exchange.swap(FleetState(0, "there are no requests", is_awaited=is_awaited))
     client = deployment.peer()
-    pass_time(now, deployment, client, scheduler_server.ENGINES_REPORT_S + 1.0)
+    pass_time(now, deployment, client, pending_calls.ENGINES_REPORT_S + 1.0)
     client.send(route(1, "waits"))
     if is_awaited:
         eventually(lambda: client.stats()["scheduler"]["queued"] == 1)  # behind the tokenizer's thread
@@ -993,12 +993,12 @@ def test_requests_that_wait_while_no_engine_serves_are_told_so_once(make: Make) 
     client.send(route(1, "first"))
     eventually(lambda: client.stats()["scheduler"]["queued"] == 1)
     assert client.hears_nothing()
-    pass_time(now, deployment, other, scheduler_server.TELL_S + 1.0)
+    pass_time(now, deployment, other, pending_calls.TELL_S + 1.0)
     assert client.receive() == Waits(1, "waiting for an engine to start (0 serve; asked for 1)")
     deployment.exchange.swap(FleetState(0, "set by hand"))
     client.send(route(2, "second"))
     eventually(lambda: client.stats()["scheduler"]["queued"] == 2)
-    pass_time(now, deployment, other, scheduler_server.TELL_S + 1.0)
+    pass_time(now, deployment, other, pending_calls.TELL_S + 1.0)
     assert client.receive() == Waits(2, "waiting for an engine to start (0 serve; none is asked for yet)")
     assert client.hears_nothing()
     deployment.report("a")

@@ -23,7 +23,7 @@ from support.waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError, DeploymentError, EngineDiedError, HeadwiseError, NotReadyError
 from headwise.runtime.client.client import Client
-from headwise.runtime.frontend import scheduler_server
+from headwise.runtime.frontend import pending_calls
 from headwise.runtime.frontend.scaling import FleetState
 from headwise.runtime.http import connections, generation
 from headwise.runtime.http.app import AppOptions, make_app
@@ -63,7 +63,7 @@ def test_without_an_engine_nothing_is_ready(served: Served) -> None:
 
 def test_who_asks_while_no_engine_comes_is_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a deployment that has none yet, as above."""
-    monkeypatch.setattr(scheduler_server, "ENGINES_REPORT_S", 0.0)
+    monkeypatch.setattr(pending_calls, "ENGINES_REPORT_S", 0.0)
     response = served.http.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "no_engine"

@@ -15,8 +15,8 @@ from support.tiny_ggufs import keys_of
 
 from headwise.runtime.loader.gguf_config import build_config
 from headwise.runtime.loader.gguf_file import GgufFile
-from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.gemma4_config import Gemma4Config
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,15 +23,18 @@ from headwise.cache_controller.planner import plan_head_groups
 from headwise.runtime.loader.files import LockedFile
 from headwise.runtime.loader.packed_cache import Limits, PackedKey, PackedWeights
 from headwise.runtime.loader.progress import SilentProgress
-from headwise.runtime.models.base import Model, Shard
+from headwise.runtime.loader.safetensors_file import write_safetensors
+from headwise.runtime.models.base import Model
 from headwise.runtime.models.registry import build_model, model_config
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
 from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.ops.numba_ops import NumbaOps
 from headwise.runtime.ops.select import make_ops
 
 MODELS = {**CONFIGS, "ernie": DENSE, "ernie with experts": {**MOE, "moe_intermediate_size": 64}}
-KEY = PackedKey("a model", {"dtype": "any"}, 0, 1)
+RECIPE = "as this code makes them"
+KEY = PackedKey("a model", {"dtype": "any"}, 0, 1, RECIPE)
 KEEP_ALL = Limits(least_s=0.0, spare_bytes=0)
 IDS = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 SMALL = ("norm.weight", "bias", "mlp.gate.weight")
@@ -99,7 +105,7 @@ def start(directory: Path, name: str, weights_dtype: str, weights: Weights, comm
     """What a start computes with weights of ``directory``, or keeps them there."""
     ops = ops_in(weights_dtype)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    packed = packed_in(directory, ops, PackedKey("a model", {"dtype": weights_dtype}, rank, size))
+    packed = packed_in(directory, ops, PackedKey("a model", {"dtype": weights_dtype}, rank, size, RECIPE))
     model, shard = build(name, weights, ops, packed.prepare, comm)
     packed.keep()
     return logits(model, ops, shard)
@@ -155,8 +161,11 @@ def test_weights_of_another_key_are_not_used(tmp_path: Path) -> None:
     start(tmp_path, "llama", "bfloat16", weights_of("llama"))
     with pytest.raises(AssertionError, match="embed_tokens"):
         start(tmp_path, "llama", "int8", only_small("llama"))
-    other = [PackedKey("another", {"dtype": "any"}, 0, 1), PackedKey("a model", {"dtype": "any"}, 0, 2)]
-    other += [PackedKey("a model", {"dtype": "any", "more": 1}, 0, 1), PackedKey("a model", {"dtype": "any"}, 1, 2)]
+    other = [PackedKey("another", {"dtype": "any"}, 0, 1, RECIPE), PackedKey("a model", {"dtype": "any"}, 0, 2, RECIPE)]
+    other += [
+        PackedKey("a model", {"dtype": "any", "more": 1}, 0, 1, RECIPE),
+        PackedKey("a model", {"dtype": "any"}, 1, 2, RECIPE),
+    ]
     assert len({key.file_name for key in [KEY, *other]}) == len({key.text for key in [KEY, *other]}) == 5
 
 
@@ -229,7 +238,7 @@ def test_a_damaged_file_is_told_of_and_made_anew(tmp_path: Path, caplog: pytest.
 
 def test_a_file_with_the_name_of_another_key_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made(tmp_path)
-    other = PackedKey("another", {}, 0, 1)
+    other = PackedKey("another", {}, 0, 1, RECIPE)
     (path,) = entries(tmp_path)
     path.rename(tmp_path / other.file_name)
     assert made(tmp_path, key=other) == ["one", "three"]
@@ -243,6 +252,27 @@ def test_a_file_that_lacks_a_weight_is_written_again(tmp_path: Path) -> None:
     (path,) = entries(tmp_path)
     both = Limits(0.0, most_bytes=2 * path.stat().st_size, spare_bytes=0)  # not three times as much: it is replaced
     assert made(tmp_path, limits=both) == ["three"]
+    assert made(tmp_path) == []
+
+
+def test_weights_that_other_code_made_are_made_anew_in_their_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(KEY, recipe="as code makes them that orders rows otherwise")
+    made(tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert made(tmp_path, key=other) == ["one", "three"]
+    assert f"made anew: those in {tmp_path / KEY.file_name} were made by another version" in caplog.text
+    assert entries(tmp_path) == [tmp_path / KEY.file_name]
+    assert made(tmp_path, key=other) == []
+    assert made(tmp_path) == ["one", "three"], "as older code finds those of newer"
+
+
+def test_a_file_that_does_not_say_what_code_made_it_is_made_anew(tmp_path: Path) -> None:
+    contents = json.dumps({"key": KEY.text, "weights": {}, "checks": {}})
+    told = {"contents": contents, "digest": sha256(contents.encode()).hexdigest()}
+    write_safetensors(tmp_path / KEY.file_name, {}, [], told)
+    assert made(tmp_path) == ["one", "three"]
     assert made(tmp_path) == []
 
 
@@ -282,10 +312,10 @@ def test_a_directory_that_cannot_be_written_is_told_of(tmp_path: Path, caplog: p
 
 
 def test_the_oldest_of_the_same_model_go_beyond_the_limit_and_nothing_else(tmp_path: Path) -> None:
-    keys = {at: PackedKey("a model", {"at": at}, 0, 1) for at in ("used", "old", "new")}
+    keys = {at: PackedKey("a model", {"at": at}, 0, 1, RECIPE) for at in ("used", "old", "new")}
     neighbours = {
-        "another model": PackedKey("another", {}, 0, 1),
-        "another rank": PackedKey("a model", {"at": "latest"}, 1, 2),
+        "another model": PackedKey("another", {}, 0, 1, RECIPE),
+        "another rank": PackedKey("a model", {"at": "latest"}, 1, 2, RECIPE),
     }
     for key in [*keys.values(), *neighbours.values()]:
         made(tmp_path, key=key)
@@ -296,11 +326,11 @@ def test_the_oldest_of_the_same_model_go_beyond_the_limit_and_nothing_else(tmp_p
     for age, path in enumerate([*neighbours, "used", "old", "new"]):
         os.utime(paths[path], (age, age))
     made(tmp_path, key=keys["used"])  # which makes it the newest
-    latest = PackedKey("a model", {"at": "latest"}, 0, 2)
+    latest = PackedKey("a model", {"at": "latest"}, 0, 2, RECIPE)
     made(tmp_path, key=latest, limits=Limits(0.0, most_bytes=4 * size + size // 2, spare_bytes=0))
     kept = {*(paths[at] for at in ("used", *neighbours)), foreign, tmp_path / latest.file_name}
     assert set(entries(tmp_path)) == kept
-    last = PackedKey("a third", {}, 0, 1)
+    last = PackedKey("a third", {}, 0, 1, RECIPE)
     made(tmp_path, key=last, limits=Limits(0.0, most_bytes=4 * size, spare_bytes=0))
     assert set(entries(tmp_path)) == kept, "nothing of other models goes"
 

@@ -18,9 +18,10 @@ from support.tiny_checkpoints import TINY_CONFIGS
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.models.base import ModelConfig, Shard
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import build_model, drafting_config, model_config
 from headwise.runtime.models.rope import served_up_to
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.ops.select import make_ops
 

@@ -25,9 +25,10 @@ from headwise.runtime.config.info import describe
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.draft_model import DraftModel
-from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
 from headwise.runtime.models.eagle_config import eagle_config, with_eagle
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.shard import valid_tp_sizes
 from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.worker.worker import ModelWorker

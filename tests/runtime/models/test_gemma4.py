@@ -11,8 +11,8 @@ from support.engine.dense_oracle import DictWeights, run_rank
 from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import LayerHeads
 from headwise.runtime.models.gemma4_config import parse
+from headwise.runtime.models.model_config import LayerHeads
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.ops.comm import SingleRank

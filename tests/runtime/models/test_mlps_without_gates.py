@@ -17,9 +17,10 @@ from support.random_models import random_weights
 from headwise.errors import ModelError
 from headwise.kernels.experts import route
 from headwise.runtime.config.decode_reads import layer_elements
-from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
 from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import build_model, model_config
+from headwise.runtime.models.shard import valid_tp_sizes
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 

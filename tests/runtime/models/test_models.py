@@ -15,8 +15,8 @@ from support.random_models import CONFIGS, LLAMA3, random_weights
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.models.base import Shard, split, valid_tp_sizes
 from headwise.runtime.models.registry import build_model, model_config
+from headwise.runtime.models.shard import Shard, split, valid_tp_sizes
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 

@@ -12,9 +12,9 @@ from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.errors import ModelError
 from headwise.kernels.experts import route
-from headwise.runtime.models.base import Shard, valid_tp_sizes
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.registry import build_model, model_config
+from headwise.runtime.models.shard import Shard, valid_tp_sizes
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 

@@ -84,6 +84,15 @@ def test_a_config_as_transformers_writes_it_is_the_same_model() -> None:
     assert found.compressed == expected.compressed
 
 
+def test_numbers_beside_attention_and_experts_are_those_of_connections() -> None:
+    config, drafting = model_config(TINY), model_config(TINY).with_draft_layer()
+    found = {name: array.size for name, array in weights().items() if name.endswith(("_attn_fn", "_ffn_fn", ".hc_fn"))}
+    assert len(found) == 2 * 5 + 1
+    assert config.side_elements == sum(found.values())
+    of_layer = sum(size for name, size in found.items() if ".0." in name or "head" in name)
+    assert drafting.side_elements - config.side_elements == of_layer, "the layer that drafts joins streams, too"
+
+
 def test_what_a_layer_keeps_lies_in_three_caches() -> None:
     config = model_config(TINY)
     assert [config.sides_of(layer) for layer in range(5)] == [(), (5, 9), (6, 11), (7, 10), (8, 11)]

@@ -14,8 +14,8 @@ from support.random_ernie import DENSE, MOE, draw_weights, has_experts
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.kernels.experts import Routing, route, tokens_by_expert
-from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.shard import valid_tp_sizes
 from headwise.runtime.ops.comm import SingleRank
 
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "ernie45.json").read_text())

@@ -16,8 +16,8 @@ from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.models.attention.base import Serving
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import IndexerConfig, MlaConfig
 from headwise.runtime.models.hy_v4_config import HyV4Config
+from headwise.runtime.models.mla_config import IndexerConfig, MlaConfig
 from headwise.runtime.models.registry import drafting_config, model_config
 from headwise.runtime.ops.comm import SingleRank
 

@@ -20,8 +20,9 @@ from headwise.kernels.state_layout import StateSizes
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.models.attention.base import Serving
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import KdaConfig, valid_tp_sizes
 from headwise.runtime.models.registry import build_model, model_config
+from headwise.runtime.models.shard import valid_tp_sizes
+from headwise.runtime.models.states_config import KdaConfig
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 

@@ -12,9 +12,10 @@ from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise.kernels.fused import is_gated
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import _MODELS, model_config
 from headwise.runtime.models.rope import served_up_to
+from headwise.runtime.models.shard import valid_tp_sizes
 from headwise.runtime.ops.comm import SingleRank
 
 

@@ -17,12 +17,12 @@ from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import MlaConfig
 from headwise.runtime.models.cohere2_moe import Cohere2MoeModelConfig
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.granite import GraniteConfig
 from headwise.runtime.models.laguna import LagunaConfig
 from headwise.runtime.models.mimo_v2 import MiMoV2Config
+from headwise.runtime.models.mla_config import MlaConfig
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import rotated_elements
 from headwise.runtime.ops.comm import SingleRank

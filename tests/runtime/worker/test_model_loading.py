@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +27,7 @@ from support.tiny_checkpoints import checkpoint
 from support.tiny_ggufs import TINY_GGUFS, write_tiny_gguf
 from support.tiny_models import llama_tensors, write_llama_gguf
 
+import headwise
 from headwise.errors import ModelError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import read_model_card
@@ -32,8 +38,8 @@ from headwise.runtime.loader.checkpoint import SINGLE, Checkpoint
 from headwise.runtime.loader.packed_cache import DIRECTORY, Limits
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
-from headwise.runtime.models.base import Shard
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.ops.base import PackingOps
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
@@ -138,6 +144,41 @@ def test_a_head_that_changes_while_it_is_loaded_is_refused(tmp_path: Path) -> No
     write_head(head, {**head_config("qwen3"), "norm_before_residual": False}, head_weights("qwen3"))
     with pytest.raises(ModelError, match=r"the draft model in .* is no longer the one"):
         load_model(card, config, model, ops, SingleRank(), Shard.of(card.config, card.plan, 0), KEEP_ALL)
+
+
+OTHER_CODE = """
+_in_order = DecoderWeights._rows
+DecoderWeights._rows = lambda self, where: np.ascontiguousarray(_in_order(self, where)[::-1])
+"""
+"""At the end of `decoder_weights`: code that puts the same rows under the same names, in another order."""
+LOADS_TWICE = """
+import pickle, sys
+from test_model_loading import headwise, load, replace
+config = pickle.loads(sys.stdin.buffer.read())
+found = headwise.__file__, load(config), load(replace(config, packed_cache=False))
+sys.stdout.buffer.write(pickle.dumps(found))
+"""
+
+
+def test_what_other_code_has_kept_of_the_same_files_is_not_taken(tmp_path: Path, model: Path) -> None:
+    config, own = config_of(tmp_path, model), Path(headwise.__file__).parent
+    first, (path,) = load(config), kept(config)
+    changed = tmp_path / "other" / "headwise"
+    shutil.copytree(own, changed, ignore=shutil.ignore_patterns("__pycache__"))
+    with (changed / "runtime" / "models" / "decoder_weights.py").open("a") as file:
+        file.write(OTHER_CODE)
+    sources = os.pathsep.join(map(str, (changed.parent, Path(__file__).parent, Path(__file__).parents[2])))
+    how: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": sources}, "cwd": changed.parent, "timeout": 300}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS_TWICE], input=pickle.dumps(config), capture_output=True, check=False, **how
+    )
+    assert not done.returncode, done.stderr.decode()
+    where, found, right = pickle.loads(done.stdout)
+    assert where == str(changed / "__init__.py")
+    assert not np.array_equal(right, first), "it does order rows otherwise"
+    np.testing.assert_array_equal(found, right)
+    assert kept(config) == [path], "in the place of those before"
+    np.testing.assert_array_equal(load(config), first)
 
 
 def test_a_gguf_file_comes_from_disk_the_second_time(

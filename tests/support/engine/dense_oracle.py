@@ -18,8 +18,10 @@ from headwise.kernels.delta_gates import gated_norm, inputs_of
 from headwise.kernels.kda_base import KdaProjected
 from headwise.kernels.ssm_base import SsmProjected
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Shard
+from headwise.runtime.models.base import AttentionLayer, Model
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import build_model
+from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Communicator

@@ -26,7 +26,9 @@ from headwise.cache_controller.windows import GroupWindows
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import CacheSpec, ModelCard, kept_policies, with_pool
 from headwise.runtime.models.attention.base import LayerCache
-from headwise.runtime.models.base import AttentionLayer, Embeds, LayerHeads, ModelConfig, RopeConfig
+from headwise.runtime.models.base import AttentionLayer, Embeds
+from headwise.runtime.models.model_config import LayerHeads, ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 
 NOTHING_SEEN = -1
 NEVER_CAME = -11

@@ -22,7 +22,8 @@ from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import FOLLOWS, GUESSED, AttentionBatch, HeadTable
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.models.base import AttentionLayer, Embeds, Model, ModelConfig
+from headwise.runtime.models.base import AttentionLayer, Embeds, Model
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.worker.last_sampled import HostLastSampled

@@ -30,7 +30,8 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import EngineDiedError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import CacheSpec, ModelCard
-from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.running_step import RunningStep, StepRunner

@@ -31,8 +31,9 @@ from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.mla import heads_of_ranks
 from headwise.runtime.models.attention.wanted import of_wanted
-from headwise.runtime.models.base import ModelConfig, Rotation
+from headwise.runtime.models.base import Rotation
 from headwise.runtime.models.compressed_config import CompressedConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 CPU_SIZE_MULTIPLE = 32

@@ -14,7 +14,7 @@ from headwise.kernels.select import make_delta_kernels
 from headwise.kernels.state_layout import sizes_of
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.states import StatesAttention, StatesOverCache
-from headwise.runtime.models.base import DeltaConfig
+from headwise.runtime.models.states_config import DeltaConfig
 from headwise.runtime.ops.base import KernelArray, TensorOps
 
 

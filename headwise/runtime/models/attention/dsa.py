@@ -35,7 +35,8 @@ from headwise.runtime.models.attention.mla import (
     SharedLatentOverCache,
 )
 from headwise.runtime.models.attention.wanted import wanted_rows
-from headwise.runtime.models.base import IndexerConfig, MlaConfig, Rotation
+from headwise.runtime.models.base import Rotation
+from headwise.runtime.models.mla_config import IndexerConfig, MlaConfig
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 CPU_INDEX_DIM_MULTIPLE = 32

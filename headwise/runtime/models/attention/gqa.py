@@ -21,7 +21,9 @@ from headwise.kernels.shared_base import SharedKernels, SharedRotatingKernels
 from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving, check_power_of_two
 from headwise.runtime.models.attention.wanted import of_wanted
-from headwise.runtime.models.base import ModelConfig, Rotation, fitting_sizes
+from headwise.runtime.models.base import Rotation
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.shard import fitting_sizes
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 CPU_QUANTISED_HEAD_MULTIPLE = 16

@@ -12,7 +12,7 @@ from headwise.kernels.kda_base import KdaKernels, KdaProjected
 from headwise.kernels.select import make_kda_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.states import StatesAttention, StatesOverCache
-from headwise.runtime.models.base import KdaConfig
+from headwise.runtime.models.states_config import KdaConfig
 from headwise.runtime.ops.base import KernelArray, TensorOps
 
 

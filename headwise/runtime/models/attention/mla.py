@@ -25,7 +25,9 @@ from headwise.kernels.select import make_latent_kernels
 from headwise.kernels.token_ranks import TokenRanks
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.wanted import of_wanted
-from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
+from headwise.runtime.models.base import Rotation
+from headwise.runtime.models.mla_config import MlaConfig
+from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 CPU_WIDTH_MULTIPLE = 16

@@ -11,7 +11,8 @@ from headwise.runtime.models.attention.gqa import GroupedQueryAttention
 from headwise.runtime.models.attention.kda import KimiDeltaAttention
 from headwise.runtime.models.attention.mla import LatentAttention
 from headwise.runtime.models.attention.ssm import StateSpaceAttention
-from headwise.runtime.models.base import DeltaConfig, KdaConfig, ModelConfig, SsmConfig
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.states_config import DeltaConfig, KdaConfig, SsmConfig
 
 
 def attention_of(config: ModelConfig) -> AttentionVariant:

@@ -12,7 +12,7 @@ from headwise.kernels.select import make_ssm_kernels
 from headwise.kernels.ssm_base import SsmKernels, SsmProjected
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.states import StatesAttention, StatesOverCache
-from headwise.runtime.models.base import SsmConfig
+from headwise.runtime.models.states_config import SsmConfig
 from headwise.runtime.ops.base import KernelArray, TensorOps
 
 

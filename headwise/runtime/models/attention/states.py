@@ -22,7 +22,9 @@ from headwise.runtime.models.attention.base import AttentionVariant, CachedAtten
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
 from headwise.runtime.models.attention.mla import LatentAttention
 from headwise.runtime.models.attention.wanted import wanted_rows
-from headwise.runtime.models.base import ModelConfig, StatesConfig, fitting_sizes
+from headwise.runtime.models.model_config import ModelConfig
+from headwise.runtime.models.shard import fitting_sizes
+from headwise.runtime.models.states_config import StatesConfig
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 S = TypeVar("S", bound=StatesConfig)

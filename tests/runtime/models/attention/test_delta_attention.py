@@ -18,8 +18,8 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import describe
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.shard import valid_tp_sizes
 from headwise.runtime.ops.comm import SingleRank
 
 NEXT, DENSE, MOE = (TINY_CONFIGS[name] for name in ("qwen3-next", "qwen3.5", "qwen3.5-moe"))

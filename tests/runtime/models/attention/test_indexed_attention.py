@@ -22,8 +22,9 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import describe
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.models.base import IndexerConfig, valid_tp_sizes
+from headwise.runtime.models.mla_config import IndexerConfig
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.shard import valid_tp_sizes
 from headwise.runtime.ops.comm import SingleRank
 
 NAME = "deepseek-v3.2"
