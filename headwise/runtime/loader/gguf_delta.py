@@ -32,7 +32,10 @@ _QKV, _GATES, _WHOLE = "attn_qkv.weight", "attn_gate.weight", "ssm_in.weight"
 def _rope_scaling(source: GgufFile, name: str) -> dict[str, Any] | None:
     """With the parts of a head that positions in images rotate, where the model has such."""
     scaling, parts = rope_scaling(source, name), source.get(f"{name}.rope.dimension_sections", ())
-    return {**(scaling or {"rope_type": "default"}), "mrope_section": list(parts)} if any(parts) else scaling
+    if not any(parts):
+        return scaling
+    sections = list(parts[:3]) if not any(parts[3:]) else list(parts)  # of four, the last is of other models
+    return {**(scaling or {"rope_type": "default"}), "mrope_section": sections}
 
 
 def _config(name: str, architecture: str, model_type: str) -> Callable[[GgufFile], dict[str, Any]]:

@@ -31,15 +31,18 @@ def with_axes(config: ModelConfig, default: Sequence[int], *, interleaved: bool)
 def axes_of(section: Any, pairs: int, *, interleaved: bool) -> tuple[int, ...]:
     """`RopeConfig.axes` of so many pairs, by a config's ``mrope_section``: how many are of time, of rows, of columns.
 
-    interleaved: pairs take turns, as far as rows and columns have some; else they follow one another
+    interleaved: pairs take turns, as far as rows and columns have some, and the others are of time; else they follow
+                 one another
 
     Raises:
-        ModelError: these are no three numbers of pairs, or not of all.
+        ModelError: these are no three numbers of pairs, or where they follow one another not of all.
     """
     sizes = section if isinstance(section, list | tuple) else []
-    if len(sizes) != AXES or not all(type(each) is int and each >= 0 for each in sizes) or sum(sizes) != pairs:
+    are_numbers = len(sizes) == AXES and all(type(each) is int and each >= 0 for each in sizes)
+    if not are_numbers or not (interleaved or sum(sizes) == pairs):
+        together = "" if interleaved else f", {pairs} together"
         raise ModelError(
-            f"config.json: 'mrope_section' must be {AXES} numbers of pairs, {pairs} together, got {shown(section)}"
+            f"config.json: 'mrope_section' must be {AXES} numbers of pairs{together}, got {shown(section)}"
         )
     if not interleaved:
         return tuple(axis for axis, size in enumerate(sizes) for _ in range(size))

@@ -74,8 +74,12 @@ def parse_qwen3_5_moe(config: HfConfig) -> ModelConfig:
 
 
 def _with_images(decoder: ModelConfig, config: HfConfig) -> ModelConfig:
-    """With three positions of a token, if the model takes images: they are the same in text."""
-    return decoder if config.get("vision_config") is None else with_axes(decoder, _PAIRS, interleaved=True)
+    """With three positions of a token, if the model takes images, here or with a tower elsewhere: they are the same in
+    text."""
+    is_told = any("mrope_section" in (rope.scaling or {}) for rope in decoder.ropes)
+    if config.get("vision_config") is None and not is_told:
+        return decoder
+    return with_axes(decoder, _PAIRS, interleaved=True)
 
 
 def _text(config: HfConfig) -> HfConfig:

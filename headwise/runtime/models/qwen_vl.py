@@ -41,13 +41,16 @@ def parse_qwen3_moe(config: HfConfig) -> ModelConfig:
 
 
 def _with_levels(decoder: ModelConfig, config: HfConfig) -> ModelConfig:
+    placed = with_axes(decoder, _PAIRS3, interleaved=True)
+    if config.get("vision_config") is None:
+        return placed
     found = mapping(config, "vision_config").get(_DEEPSTACK, [8, 16, 24])
     if not isinstance(found, list) or len(found) >= decoder.num_layers:
         raise ModelError(
             f"config.json: {_DEEPSTACK!r} must be a list of fewer layers than the decoder's {decoder.num_layers}, got "
             f"{shown(found)}"
         )
-    return replace(with_axes(decoder, _PAIRS3, interleaved=True), embed_levels=len(found))
+    return replace(placed, embed_levels=len(found))
 
 
 class Qwen3VlMoe(Qwen3Moe):

@@ -156,7 +156,7 @@ def model_config(config: HfConfig) -> ModelConfig:
         )
     model = entry.parse(config)
     check_kinds(config, model)
-    return replace(model, missing_for_images=missing_for_images(config), image_token=image_token(config))
+    return replace(model, missing_for_images=missing_for_images(config, model.axes), image_token=image_token(config))
 
 
 def drafting_config(config: ModelConfig, weights: Sequence[str]) -> ModelConfig:

@@ -42,12 +42,11 @@ ARCHITECTURES = {
 NOT_GEOMETRY = ("ropes", "eos_token_ids", "bos_token_id", "attention_scale")
 NOT_TOLD = {
     **dict.fromkeys(("gemma-4-26b-a4b", "gemma-4-31b"), "missing_for_images"),
-    **dict.fromkeys(("qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b"), "missing_for_images"),
     **dict.fromkeys(("granite-4.0-h-tiny", "granite-4.0-h-small"), "max_position"),
     "granite-4.0-micro": "architecture",
 }
-"""Fields that files do not tell: that images see both ways, or that a tower says where their tokens are, how long texts
-of models may be that rotate nothing, and which of two names for one and the same a model was published by."""
+"""Fields that files do not tell: that images see both ways, how long texts of models may be that rotate nothing, and
+which of two names for one and the same a model was published by."""
 
 
 def flat(published: dict[str, Any]) -> dict[str, Any]:

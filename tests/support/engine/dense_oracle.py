@@ -26,6 +26,7 @@ from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Communicator
 from headwise.runtime.ops.select import make_ops
+from headwise.runtime.worker.drafts import turned
 
 
 def visible(policy: HeadPolicy, count: int) -> np.ndarray:
@@ -248,7 +249,8 @@ def run_rank(
 ) -> np.ndarray | None:
     """One rank's logits of every token, with dense attention in place of the cache. ops: of that name if None"""
     model, attention = dense_rank(config, weights, comm, ops or make_ops(ops_name))
-    return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
+    positions = turned(np.arange(len(ids), dtype=np.int32), config.axes)
+    return model.logits(model.forward(ids, positions, attention))
 
 
 def dense_rank(

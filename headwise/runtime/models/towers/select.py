@@ -45,12 +45,12 @@ def tower_of(config: Mapping[str, Any]) -> TowerKind:
     kind = _kind(config)
     if kind is not None:
         return kind
-    if lacking := missing_for_images(config):
-        why = f"its images need {lacking}, which is not served"
-    elif "vision_config" in config:
-        why = "its vision tower is not served"
-    else:
+    if "vision_config" not in config:
         why = "it has no vision tower"
+    elif lacking := missing_for_images(config):
+        why = f"its images need {lacking}, which is not served"
+    else:
+        why = "its vision tower is not served"
     raise ModelError(f"this model takes no images: {why}; those of {', '.join(sorted(_TOWERS))} are")
 
 
