@@ -25,7 +25,7 @@ from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.found import Found, deployments, find_actor, find_parts
 from headwise.actors.names import OWNER, SCHEDULER, STANDBY
 from headwise.errors import HeadwiseError
-from headwise.runtime.client import io_thread
+from headwise.runtime.client import connections
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
@@ -83,7 +83,7 @@ def bare(cluster: str) -> str:
 def client(address: str) -> Iterator[Client]:
     with pytest.MonkeyPatch.context() as patch, Client(address) as client:
         for limit in ("REFUSED_S", "RECONNECT_S"):  # a busy machine takes its time to start actors anew
-            patch.setattr(io_thread, limit, PATIENCE_S)
+            patch.setattr(connections, limit, PATIENCE_S)
         yield client
 
 

@@ -35,7 +35,7 @@ from headwise.errors import (
 )
 from headwise.runtime.cli.app import app
 from headwise.runtime.client import client as client_module
-from headwise.runtime.client import io_thread as client_io
+from headwise.runtime.client import connections
 from headwise.runtime.client.client import Client
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.ways import RelayMode
@@ -231,8 +231,8 @@ def test_nothing_is_asked_for_while_an_engine_is_missing() -> None:
 def test_an_operation_that_takes_longer_than_any_silence_is_waited_for(
     client: Client, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 2.5)  # a busy machine may be as silent for a moment
-    monkeypatch.setattr(client_io, "PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr(connections, "PEER_TIMEOUT_S", 2.5)  # a busy machine may be as silent for a moment
+    monkeypatch.setattr(connections, "PING_INTERVAL_S", 0.1)
     with ThreadPoolExecutor() as pool:
         woken = pool.submit(client.wake)
         time.sleep(3.0)
@@ -378,10 +378,10 @@ def test_a_client_that_breaks_says_so_to_every_caller(
     stream = client.stream("abc", max_tokens=4)
     eventually(lambda: bool(core.live))
 
-    def broken(self: ClientIO) -> None:
+    def broken(self: connections.Connections) -> None:
         raise KeyError("unheard of")
 
-    monkeypatch.setattr(ClientIO, "_check_silence", broken)
+    monkeypatch.setattr(connections.Connections, "check_silence", broken)
     with pytest.raises(DeploymentError, match=r"failed .*unheard of.*make a new one"):
         stream.read()
     with pytest.raises(DeploymentError, match="is closed; make a new one"):
@@ -576,7 +576,7 @@ def test_a_request_id_of_another_client_can_be_neither_taken_nor_aborted(
         eventually(lambda: "mine" in core.live)
         other.send(wire.encode(Submit(1, request)))
         assert "taken" in wire.decode(other.recv(), Failed).message
-        other.send(wire.encode(client_io.Abort("mine")))
+        other.send(wire.encode(Abort("mine")))
         other.send(wire.encode(GetStats(2)))
         assert wire.decode(other.recv(), Stats).stats["live"] == 1
 
@@ -784,8 +784,8 @@ def test_stopping_a_deployment_ends_the_calls_that_wait_for_an_engine(deployment
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is noticed is not noticed by silence."""
-    monkeypatch.setattr(client_io, "FIRST_ANSWER_S", 10**6)
-    monkeypatch.setattr(client_io, "RECONNECT_S", 10**6)
+    monkeypatch.setattr(connections, "FIRST_ANSWER_S", 10**6)
+    monkeypatch.setattr(connections, "RECONNECT_S", 10**6)
 
 
 def test_a_deployment_that_has_stopped_is_told_at_once_also_to_a_client_that_waited_for_nothing(
@@ -835,7 +835,7 @@ def test_a_deployment_is_reached_at_an_address_of_version_six(
 
 
 def test_an_address_where_nothing_answers_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_io, "FIRST_ANSWER_S", 0.3)
+    monkeypatch.setattr(connections, "FIRST_ANSWER_S", 0.3)
     with pytest.raises(DeploymentError, match=r"tcp://127\.0\.0\.1:9 .*headwise serve"):
         Client("127.0.0.1:9")
 

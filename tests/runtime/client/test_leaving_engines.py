@@ -13,7 +13,7 @@ from support.waiting import PATIENCE_S, eventually
 
 from headwise.errors import EngineDiedError
 from headwise.runtime.client.client import Client
-from headwise.runtime.client.io_thread import MAX_REROUTES
+from headwise.runtime.client.served_calls import MAX_REROUTES
 
 LONG_S = 1000.0
 

@@ -15,8 +15,9 @@ from support.waiting import PATIENCE_S, eventually
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import DeploymentError, EngineDiedError, InvalidRequestError, RequestAbortedError
-from headwise.runtime.client import io_thread as client_io
+from headwise.runtime.client import connections
 from headwise.runtime.client.client import Client
+from headwise.runtime.client.served_calls import MAX_REROUTES
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
@@ -165,14 +166,14 @@ def client(place: Place) -> Iterator[Client]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is noticed is not noticed by silence."""
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(connections, "PEER_TIMEOUT_S", 1000.0)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed soon."""
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.6)
-    monkeypatch.setattr(client_io, "PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr(connections, "PEER_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(connections, "PING_INTERVAL_S", 0.1)
 
 
 def numbers(count: int) -> str:
@@ -324,7 +325,7 @@ def test_a_request_that_loses_four_engines_is_given_up(place: Place, client: Cli
         core.has_work = lambda core=core: bool(core.live)
     with pytest.raises(EngineDiedError, match="engine 3 died"):
         client.generate("abc")
-    assert len(place.scheduler.of(Reroute)) == client_io.MAX_REROUTES == 3
+    assert len(place.scheduler.of(Reroute)) == MAX_REROUTES == 3
     assert [reroute.request.request_id for reroute in place.scheduler.of(Reroute)] == ["r2~1", "r2~2", "r2~3"]
 
 
@@ -414,8 +415,8 @@ def test_a_client_that_the_scheduler_has_forgotten_asks_again(place: Place, clie
 def test_a_scheduler_that_was_there_may_be_away_longer_than_one_that_never_answered(
     place: Place, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_io, "FIRST_ANSWER_S", 0.2)
-    monkeypatch.setattr(client_io, "RECONNECT_S", 5.0)
+    monkeypatch.setattr(connections, "FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr(connections, "RECONNECT_S", 5.0)
     client, engine = Client(place.scheduler.endpoint), place.engine(ScriptedCore())
     waiting = client.stream("abc", max_tokens=3)
     eventually(lambda: bool(place.scheduler.of(Ping)))
@@ -433,8 +434,8 @@ def test_a_scheduler_that_was_there_may_be_away_longer_than_one_that_never_answe
 def test_a_scheduler_at_whose_address_nothing_listens_any_more_is_told_before_one_that_is_silent(
     place: Place, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_io, "RECONNECT_S", 10.0**6)
-    monkeypatch.setattr(client_io, "REFUSED_S", 0.5)
+    monkeypatch.setattr(connections, "RECONNECT_S", 10.0**6)
+    monkeypatch.setattr(connections, "REFUSED_S", 0.5)
     client = Client(place.scheduler.endpoint)
     waiting = client.stream("abc", max_tokens=3)
     eventually(lambda: bool(place.scheduler.of(Route)))

@@ -14,7 +14,7 @@ from support.passing_on import PortForward
 from support.waiting import eventually
 
 from headwise.runtime.client import client as client_module
-from headwise.runtime.client import io_thread, locator
+from headwise.runtime.client import connections, locator
 from headwise.runtime.client.client import Client
 
 
@@ -35,7 +35,7 @@ def test_a_client_that_can_ask_finds_the_scheduler_at_its_new_address(
     monkeypatch.setattr(
         client_module, "_resolve", lambda _: (addresses.pop(0) if addresses[1:] else addresses[0], None)
     )
-    for module in (locator, io_thread):
+    for module in (locator, connections):
         monkeypatch.setattr(module, "LOCATE_S", 0.05)
     with Client("ray:auto") as client:
         before.close()  # as when its machine is lost: it says no last words
@@ -46,14 +46,14 @@ def test_a_client_that_can_ask_finds_the_scheduler_at_its_new_address(
 def test_a_client_that_is_told_where_the_scheduler_will_be_waits_for_it_there(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_thread, "REFUSED_S", 0.0)
+    monkeypatch.setattr(connections, "REFUSED_S", 0.0)
     host, _, port = deployment.address.rpartition(":")
     before, later = PortForward(host, int(port)), free_ports(1)[0]
     with Client(before.address) as client, ThreadPoolExecutor() as pool:
         client.follow(f"127.0.0.1:{later}")
         before.close()
         asked = pool.submit(client.generate, "abc", max_tokens=2)
-        scheduler = client._io._scheduler
+        scheduler = client._io._connections.scheduler
         eventually(lambda: scheduler.refused_s(time.monotonic()) > 0.0)
         client.follow(deployment.address)
         assert asked.result().usage.completion_tokens == 2

@@ -18,8 +18,7 @@ from support.passing_on import PortForward
 from support.waiting import eventually
 
 from headwise.errors import ConfigError, EngineDiedError
-from headwise.runtime.client import io_thread as client_io
-from headwise.runtime.client import ways
+from headwise.runtime.client import connections, ways
 from headwise.runtime.client.client import Client
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
@@ -111,7 +110,7 @@ def place() -> Iterator[Place]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is noticed is not noticed by silence."""
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(connections, "PEER_TIMEOUT_S", 1000.0)
 
 
 def numbers(count: int) -> str:
@@ -138,7 +137,7 @@ def test_a_client_that_reaches_only_the_schedulers_port_is_served(
         assert client.generate("abc", max_tokens=3).text == numbers(3)
     assert [record.message for record in caplog.records] == [
         f"engines are reached through the scheduler at {place.forward.address}, for "
-        f"{client._io._engines.popitem()[0]} cannot be reached from here: all tokens pass its node"
+        f"{client._io._connections.engines.popitem()[0]} cannot be reached from here: all tokens pass its node"
     ]
     assert place.counts == {"relayed": 1, "refused": 0, "unreachable": 0}
 
@@ -182,12 +181,12 @@ def test_an_engine_that_is_busy_is_not_led_through_the_relay(place: Place, monke
     engine = place.engine(core, "")
     busy = threading.Event()
     engine.call(lambda: busy.wait() and None)
-    monkeypatch.setattr(client_io, "PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr(connections, "PING_INTERVAL_S", 0.05)
     client = place.client()
     stream = client.stream("abc", max_tokens=3)
-    eventually(lambda: any(peer.is_made for peer in client._io._engines.values()))
+    eventually(lambda: any(peer.is_made for peer in client._io._connections.engines.values()))
     monkeypatch.setattr(ways, "UNREACHED_S", 0.0)
-    (peer,) = client._io._engines.values()
+    (peer,) = client._io._connections.engines.values()
     for _ in range(3):
         last = peer.pinged
         eventually(lambda: peer.pinged > last)  # noqa: B023

@@ -137,7 +137,7 @@ def test_an_answer_is_timed_by_its_tokens() -> None:
 
 
 def test_without_a_scheduler_requests_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.runtime.client.io_thread.REFUSED_S", 0.1)
+    monkeypatch.setattr("headwise.runtime.client.connections.REFUSED_S", 0.1)
     deployment = Deployment()
     with serving(deployment) as served:
         deployment.close()
