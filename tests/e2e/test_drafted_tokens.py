@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.drafting_checkpoints import DRAFTING, drafting_checkpoint
 from support.engine.loaded_model import BASE, GREEDY, serve
@@ -14,6 +15,7 @@ from support.gpu.emulated_gpu import EmulatedGpu
 from support.reference import assert_same
 
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.worker.worker import ModelWorker
 
 AS_OTHERS = ("deepseek-v3-bias", "glm5", "qwen3.5-moe")
@@ -58,6 +60,23 @@ def test_so_are_they_behind_a_cached_prefix(name: str) -> None:
             found = serve(engine, preprocessor, [answer], sampling)
             assert_same(answer, found[answer.name].token_ids)
         assert engine.stats()["cache"]["hit_tokens"] > 0
+    assert assert_as_torch(drafts_of_torch("drafts.json")[name], answer, executor.proposed) > 10
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3"])
+def test_so_are_they_of_a_prompt_that_is_given_as_embeddings(name: str) -> None:
+    """The layer is given those of the tokens that come next, too."""
+    answer, sampling = the_answer(name, 20), replace(GREEDY, max_tokens=20)
+    with engine_of(config_of(name, tensor_ops="numpy")) as (engine, executor, preprocessor):
+        model, ids = executor.worker._model, np.array(answer.prompt_ids, np.int32)
+        own = model.ops.numpy(model.embedded(model.ops.upload(ids), None)).copy()
+        cut = len(ids) // 3
+        items = [PromptItem(cut, cut, embeds=own[cut : 2 * cut])]
+        prompt = [*answer.prompt_ids[:cut], *[5] * cut, *answer.prompt_ids[2 * cut :]]
+        engine.add(preprocessor.prepare(prompt=prompt, sampling=sampling, request_id="r", items=items))
+        found = [token for _ in range(60) for delta in engine.step(None) for token in delta.token_ids]
+        assert not engine.has_work()
+    assert_same(answer, found)
     assert assert_as_torch(drafts_of_torch("drafts.json")[name], answer, executor.proposed) > 10
 
 

@@ -102,12 +102,14 @@ class Model(ABC):
         hidden: Tensor,
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
+        embeds: Embeds | None = None,
     ) -> Tensor:
         """Hidden states that `drafted` scores the token behind the next one by, where `ModelConfig.draft_layers` is 1.
 
         Of ``hidden [T, hidden]``, as `for_drafts` gave them, or as this did of the tokens before, of tokens at
         ``positions``, and of the tokens ``following int32 [T]`` that come next. The layer keeps keys and values of its
-        own, in the places of ``positions``. wanted: see `forward`
+        own, in the places of ``positions``. ``embeds`` takes the place of those of some of ``following``; wanted: see
+        `forward`
 
         Sources: multi-token prediction, DeepSeek-V3 (arXiv 2412.19437), section 2.2; EAGLE-3 (arXiv 2503.01840).
         """

@@ -91,13 +91,15 @@ class Decoder(DecoderWeights):
         hidden: Tensor,
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
+        embeds: Embeds | None = None,
     ) -> Tensor:
         if self.head is not None:
-            return self.head.draft(following, positions, hidden, attention, wanted)
+            return self.head.draft(following, positions, hidden, attention, wanted, embeds)
         drafting, index = self._drafting, self.config.decoder_layers
         assert drafting is not None, "asked of models that have it"
         before = self._linear(self.norm(hidden, drafting.hidden_norm), drafting.of_hidden)  # `hidden` is gone then
         embedding = self.ops.embedding(self._embedding, following, self.embedding_scale)
+        self._put(embedding, embeds)
         x = before + self._linear(self.norm(embedding, drafting.embedding_norm), drafting.of_embedding)
         cache = self.fused_over(attention)
         if cache is not None and self._fused is not None:

@@ -24,7 +24,7 @@ from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.experts import Mixture
 from headwise.kernels.fused import Activation
 from headwise.runtime.models.attention.compressed import Asking
-from headwise.runtime.models.base import AttentionLayer, Rotation
+from headwise.runtime.models.base import AttentionLayer, Embeds, Rotation
 from headwise.runtime.models.compressed_config import CompressedConfig
 from headwise.runtime.models.deepseek_v4_config import ARCHITECTURE, V4Config, V4MoeConfig, parse
 from headwise.runtime.models.deepseek_v4_names import renamed
@@ -298,6 +298,7 @@ class DeepseekV4(HyperDecoder):
         hidden: Tensor,
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
+        embeds: Embeds | None = None,
     ) -> Tensor:
         self._tokens, self._ids = tokens_of(attention), following
         drafting, index, hyper = self._drafting, self.config.decoder_layers, self._streams
@@ -305,7 +306,7 @@ class DeepseekV4(HyperDecoder):
         size, tokens = self.config.hidden_size, hidden.shape[0]
         each = self.norm(hidden.reshape([tokens, -1, size]), drafting.hidden_norm)
         streams = self.ops.kernel_array(self._linear(each.reshape([-1, size]), drafting.of_hidden))
-        embedding = self.norm(self.embedded(following, None), drafting.embedding_norm)
+        embedding = self.norm(self.embedded(following, embeds), drafting.embedding_norm)
         given = self.ops.kernel_array(self._linear(embedding, drafting.of_embedding))
         streams = hyper.spread(self.ops.from_kernel_array(given)) + streams.reshape(tokens, -1, size)
         turning = _there_and_back(self.rotations(positions)[self.rotation_of[index]])

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.models.base import AttentionLayer
+from headwise.runtime.models.base import AttentionLayer, Embeds
 from headwise.runtime.models.layers import Layer, Linear
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.base import KernelArray, Tensor
@@ -101,6 +101,7 @@ class DraftHead(Protocol):
         hidden: Tensor,
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
+        embeds: Embeds | None = None,
     ) -> Tensor:
         """See `Model.draft`."""
 

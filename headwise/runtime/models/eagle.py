@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AttentionLayer
+from headwise.runtime.models.base import AttentionLayer, Embeds
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.decoder_weights import merged
 from headwise.runtime.models.layers import Linear, Residual
@@ -184,10 +184,11 @@ class Eagle(Decoder):
         hidden: Tensor,
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
+        embeds: Embeds | None = None,
     ) -> Tensor:
         """What the layer makes, before the norm that is in front of the LM head."""
         (layer,), (rotation,) = self._layers, self.rotations(positions)
-        weights, embedding = layer.attention, self.ops.embedding(self._embedding, following)
+        weights, embedding = layer.attention, self.embedded(following, embeds)
         normed = self.norm(hidden, self._hidden_norm)
         projected = self._linear(self.norm(embedding, layer.norms.before_attention), weights.of_embedding)
         query, key, value = self._heads(projected + self._linear(normed, weights.of_hidden))

@@ -138,9 +138,10 @@ class MoeDecoder(Decoder):
         hidden: Tensor,
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
+        embeds: Embeds | None = None,
     ) -> Tensor:
         self._tokens = tokens_of(attention)
-        return super().draft(following, positions, hidden, attention, wanted)
+        return super().draft(following, positions, hidden, attention, wanted, embeds)
 
     def fusible_mlp(self, mlp: Any) -> DenseLayer | MixedLayer | None:
         if not isinstance(mlp, MoeMlp):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.models.base import Model
+from headwise.runtime.models.base import Embeds, Model
 from headwise.runtime.ops.base import Fetch, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives
 from headwise.runtime.protocol.batch import LAST_SAMPLED, NOTHING_PROPOSED, BatchRequest
@@ -76,7 +76,8 @@ class ModelDrafts:
         wanting = np.flatnonzero(batch.proposals) if len(batch.proposals) else np.zeros(0, np.int64)
         last = _last_known(batch, rows, sampled)[wanting]
         hidden = hidden if hidden.shape[0] == batch.num_tokens else hidden[: batch.num_tokens]
-        made = self._model.draft(step.tokens, step.positions, hidden, self._runner.attention(step.batch), last)
+        given = _embeds_behind(batch)
+        made = self._model.draft(step.tokens, step.positions, hidden, self._runner.attention(step.batch), last, given)
         positions, _ = each.positions(batch.num_tokens)
         turned = None if each.places is None else each.places[last]
         return self._go_on(batch, wanting, positions[last], turned, made)
@@ -121,6 +122,16 @@ class ModelDrafts:
             made = self._ops.take_rows(made, going_on)
             made = self._model.draft(step.tokens, step.positions, made, self._runner.attention(step.batch))
         return Drafted(tuple(passes))
+
+
+def _embeds_behind(batch: BatchRequest) -> Embeds | None:
+    """The embeddings that came with the tokens behind those of the step, as far as the step has them, too: not of the
+    one behind a prompt's part."""
+    if batch.embeds is None:
+        return None
+    begins = np.cumsum(batch.query_lens) - batch.query_lens
+    is_behind_one = ~np.isin(batch.embeds.rows, begins)
+    return batch.embeds.rows[is_behind_one] - np.int32(1), batch.embeds.values[is_behind_one]
 
 
 def _last_known(batch: BatchRequest, rows: SampledRows, sampled: NDArray[np.int32] | None) -> NDArray[np.int64]:
