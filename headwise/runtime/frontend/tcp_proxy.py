@@ -69,8 +69,7 @@ class TcpProxy(StreamThread):
 
     def leave(self) -> None:
         """Stop listening. Connections go on until one side ends them."""
-        assert self._server is not None
-        self._loop.call_soon_threadsafe(self._server.close)
+        asyncio.run_coroutine_threadsafe(self._stop_listening(), self._loop)
 
     @property
     def is_quiet(self) -> bool:
@@ -90,7 +89,10 @@ class TcpProxy(StreamThread):
 
     async def _stop_listening(self) -> None:
         assert self._server is not None
-        self._server.close()
+        if self._server.is_serving():
+            self._loop.remove_reader(self._listener)
+            await asyncio.sleep(0)  # what was accepted a moment ago comes to be the server's, which it must find open
+            self._server.close()
 
     async def _take(self, reader: StreamReader, writer: StreamWriter) -> None:
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -13,6 +15,7 @@ from support.waiting import PATIENCE_S, eventually
 from headwise.errors import DeploymentError
 from headwise.runtime.frontend import tcp_proxy as tcp_proxy_module
 from headwise.runtime.frontend.tcp_proxy import TcpProxy
+from headwise.sockets import streams
 
 
 @pytest.fixture
@@ -187,3 +190,31 @@ def listens(port: int) -> bool:
     except ConnectionRefusedError:
         return False
     return True
+
+
+@pytest.mark.parametrize("rounds", range(4))
+def test_whoever_connects_while_it_closes_is_not_left_hanging(
+    proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    """However many rounds of its loop lie between the connection and the end; others have last words meanwhile."""
+    monkeypatch.setattr(streams, "_LAST_WORDS_S", 0.05)
+    loop, gate = proxy._loop, threading.Event()
+
+    def end_after(left: int) -> None:
+        if left:
+            loop.call_soon(end_after, left - 1)
+        else:
+            proxy._closing.set()
+
+    with connect(proxy) as other:
+        other.sendall(b"\xff")
+        eventually(lambda: len(proxy._connections) == 1)
+        loop.call_soon_threadsafe(gate.wait, PATIENCE_S)
+        with connect(proxy) as late:
+            late.sendall(b"\xff")
+            loop.call_soon_threadsafe(end_after, rounds)
+            gate.set()
+            proxy.close()
+            late.settimeout(2.0)
+            with suppress(ConnectionResetError):
+                assert late.recv(1) == b""
