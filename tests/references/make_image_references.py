@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ import transformers
 from make_references import NEW_TOKENS
 from support.tiny_images import (
     FAMILIES,
+    GEMMA3,
     KIMI,
     LONGEST,
     MERGE,
@@ -38,13 +40,17 @@ from support.tiny_images import (
     write_image_model,
 )
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
 from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+from transformers.processing_utils import ProcessorMixin
 
+from headwise.runtime.loader.chat import ChatTemplate, plain_chat
 from headwise.runtime.loader.safetensors_file import SafetensorsFile
 from headwise.runtime.loader.tokenizer import Tokenizer
 
@@ -154,6 +160,36 @@ class KimiK25:
         return {name: torch.cat([each[name] for each in given]) for name in ("pixel_values", "image_grid_thw")}
 
 
+class Gemma3:
+    """One size, with Pillow; an image's tokens see each other by their types."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._processor = Gemma3ImageProcessorPil(**GEMMA3.processor)
+
+    def inputs(self, name: str) -> Any:
+        return self._processor(picture(name), return_tensors="pt")
+
+    def features(self, given: Any) -> torch.Tensor:
+        return self._model.model.get_image_features(given["pixel_values"], return_dict=True).pooler_output[0]
+
+    def sizes(self, given: Any) -> list[int]:
+        return list(given["pixel_values"].shape[2:])
+
+    def text(self, given: Any) -> str:
+        image, start, end = GEMMA3.tokens
+        tokenizer = SimpleNamespace(image_token=image, boi_token=start, boi_token_id=0, eoi_token=end)
+        with mock.patch.object(ProcessorMixin, "__init__"):  # which wants a tokenizer of transformers'
+            form = Gemma3Processor(None, tokenizer, image_seq_length=GEMMA3.config["mm_tokens_per_image"])
+        return form.replace_image_token({"num_crops": [0]}, 0)
+
+    def types(self, ids: list[int]) -> dict[str, Any]:
+        return {"token_type_ids": torch.tensor([[int(each == GEMMA3.id_of("<image_soft_token>")) for each in ids]])}
+
+    def together(self, given: list[Any]) -> dict[str, Any]:
+        return {"pixel_values": torch.cat([each["pixel_values"] for each in given])}
+
+
 _PUBLISHED = {
     "model.mm_projector.": "mm_projector.",
     ".encoder.patch_embed.": ".patch_embed.",
@@ -187,7 +223,7 @@ def load(family: Family, scratch: Path) -> tuple[Any, Path, dict[str, list[int]]
 def make(name: str) -> None:
     family = FAMILIES[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
-    kind = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25}[name](model)
+    kind = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25, "gemma3": Gemma3}[name](model)
     inputs = {each: kind.inputs(each) for each in SIZES}
     images = {
         each: {
@@ -201,11 +237,14 @@ def make(name: str) -> None:
     prompts = []
     for prompt, its in PROMPTS.items():
         parts = [{"type": "image"} for _ in its] + [{"type": "text", "text": f"Look at {prompt}, the image."}]
-        text = tokenizer.render_chat([{"role": "user", "content": parts if its else "Look at none."}])
-        before, *behind = text.split(family.tokens[0])
+        chat = plain_chat([{"role": "user", "content": parts if its else "Look at none."}])
+        text = ChatTemplate(family.template, {}).render(chat, True)  # as it is before headwise reads it
+        before, *behind = text.split(family.written or family.tokens[0])
         whole = before + "".join(kind.text(inputs[each]) + rest for each, rest in zip(its, behind, strict=True))
         ids = tokenizer.encode(whole, add_special_tokens=False)
         more = kind.together([inputs[each] for each in its]) if its else {}
+        if isinstance(kind, Gemma3):
+            more |= kind.types(ids)
         prompts.append({"images": list(its), **answer(model, prompt, ids, more)})
         distinct = len(set(prompts[-1]["output_ids"]))
         if name == "kimi-k25":  # transformers computes with token 0 where the model itself says one of these

@@ -126,6 +126,51 @@ KIMI_CONFIG: dict[str, Any] = {
     },
 }
 
+GEMMA3_CONFIG: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 9,
+    "image_token_index": FIRST_ID,
+    "boi_token_index": FIRST_ID + 1,
+    "eoi_token_index": FIRST_ID + 2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 272,
+        "max_position_embeddings": 4096,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 64,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 24,
+        "patch_size": PATCH,
+        "vision_use_head": False,
+    },
+}
+"""A window that is longer than an image's tokens, and shorter than prompts."""
+
 SIZES = {"exact": (24, 16), "odd": (37, 21), "tall": (9, 50), "large": (200, 130), "tiny": (2, 17), "thin": (300, 9)}
 """Width and height: whole squares of patches, others, and some that are scaled down."""
 
@@ -161,12 +206,19 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Family:
-    """tokens: those that stand for images and around them, by their ids from 263 on; the first one is the template's"""
+    """tokens: those that stand for images and around them, by their ids from 263 on; the first one is an image's
+    written: by the template; empty: that one
+    """
 
     name: str
     config: dict[str, Any]
     processor: dict[str, Any]
     tokens: tuple[str, ...]
+    written: str = ""
+
+    @property
+    def template(self) -> str:
+        return CHAT_TEMPLATE.replace("[IMG]", self.written or self.tokens[0])
 
     @property
     def references(self) -> dict[str, Any]:
@@ -190,7 +242,14 @@ KIMI = Family(
     {"size": {"max_height": 16, "max_width": 16}, "max_patches": 64, "patch_size": PATCH, "merge_size": MERGE},
     ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
 )
-FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI)}
+GEMMA3 = Family(
+    "gemma3",
+    GEMMA3_CONFIG,
+    {"size": {"height": 24, "width": 24}, "resample": 2, "do_convert_rgb": None, "do_pan_and_scan": None},
+    ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    written="<start_of_image>",
+)
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI, GEMMA3)}
 
 
 def write_image_model(directory: Path, family: Family, shapes: dict[str, list[int]]) -> Path:
@@ -198,7 +257,7 @@ def write_image_model(directory: Path, family: Family, shapes: dict[str, list[in
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(family.config))
     (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("[IMG]", family.tokens[0]))
+    (directory / "chat_template.jinja").write_text(family.template)
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in family.tokens])
     assert all(tokenizer.token_to_id(token) == family.id_of(token) for token in family.tokens)

@@ -26,16 +26,18 @@ class SequenceTable:
     drafted:    and those that it has in a step in flight: what comes next is not known until that is back
     last_step:  the latest step that holds the sequence
     last_token: the last known token
-    chunk:      most tokens of it in a step
+    chunk:      most tokens of it in a step, and no fewer than of an item that a step computes whole
     wanted:     whether its results are: the request has not ended
     embeds_end: behind the last token whose embedding came with the request; 0: none did
+    items_end:  behind the last item that steps compute whole; 0: there is none
 
     lag: tokens, at most, that were guessed right and are computed once more
     takes_known: see `PipelineShares`
+    whole_items: whether steps compute items whole: see `whole_items`
     """
 
-    def __init__(self, max_rows: int, lag: int = 0, takes_known: bool = False) -> None:
-        self.lag, self._takes_known = lag, takes_known
+    def __init__(self, max_rows: int, lag: int = 0, takes_known: bool = False, whole_items: bool = False) -> None:
+        self.lag, self._takes_known, self._whole_items = lag, takes_known, whole_items
         self._sequences: dict[int, Sequence] = {}
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.pending = np.zeros(max_rows, dtype=np.int64)
@@ -47,6 +49,7 @@ class SequenceTable:
         self.max_length = np.zeros(max_rows, dtype=np.int64)
         self.chunk = np.zeros(max_rows, dtype=np.int64)
         self.embeds_end = np.zeros(max_rows, dtype=np.int64)
+        self.items_end = np.zeros(max_rows, dtype=np.int64)
         self.last_token = np.zeros(max_rows, dtype=np.int32)
         self.wanted = np.zeros(max_rows, dtype=np.bool_)
         self._free = list(range(max_rows - 1, -1, -1))
@@ -69,7 +72,9 @@ class SequenceTable:
         self.scheduled[row] = computed
         self.num_prompt[row] = sequence.num_prompt
         self.max_length[row] = sequence.max_length
-        self.chunk[row] = chunk
+        whole = sequence.request.extra_keys if self._whole_items else ()
+        self.chunk[row] = max([chunk, *(end - start for start, end, _ in whole)])
+        self.items_end[row] = max((end for _, end, _ in whole), default=0)
         self.embeds_end[row] = max((each.end for each in sequence.request.embeds), default=0)
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.wanted[row] = True

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_BOTH_WAYS = "attention in both directions among an image's tokens"
 _PLACES = "three positions of each token (M-RoPE)"
 _BY_NAME = {
-    "Gemma3ForConditionalGeneration": _BOTH_WAYS,
     "Qwen2VLForConditionalGeneration": _PLACES,
     "Qwen2_5_VLForConditionalGeneration": _PLACES,
     "Qwen3VLForConditionalGeneration": _PLACES,
@@ -29,8 +27,6 @@ def missing_for_images(config: Mapping[str, Any]) -> str:
     for each in (config, text if isinstance(text, Mapping) else {}):
         if any("mrope_section" in rope for rope in _ropes(each)):
             return _PLACES
-        if each.get("use_bidirectional_attention") == "vision":
-            return _BOTH_WAYS
     return ""
 
 

@@ -23,6 +23,9 @@ SLEEP, WAKE, RESET_STORAGE = "sleep", "wake", "reset_storage"
 NO_DRAFTS: NDArray[np.int32] = np.empty(0, np.int32)
 """Of a step in which no sequence has any."""
 
+UP_TO_THEMSELVES: NDArray[np.int32] = np.empty(0, np.int32)
+"""What tokens see in a step in which none sees any behind itself."""
+
 NOTHING_PROPOSED: NDArray[np.int32] = np.empty((0, 0), np.int32)
 
 
@@ -105,6 +108,8 @@ class BatchRequest:
                           empty, where the model has no layer that drafts
     proposals:            ``[n]`` how many tokens, at most, that layer is to draft behind the sampled one: the cache has
                           room for all but the last of them. Or `NO_DRAFTS`
+    sees:                 ``[sum(query_lens)]`` how many of its sequence's tokens, the first ones, each token may see,
+                          where items are seen in both directions; or `UP_TO_THEMSELVES`
     """
 
     step_id: int
@@ -122,6 +127,7 @@ class BatchRequest:
     drafts: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
     following: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
     proposals: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
+    sees: NDArray[np.int32] = field(default_factory=lambda: UP_TO_THEMSELVES)
 
     @property
     def num_tokens(self) -> int:

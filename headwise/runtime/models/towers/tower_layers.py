@@ -74,12 +74,15 @@ class TowerLayer:
     heads: int
     activation: str
 
-    def forward(self, ops: TensorOps, x: Tensor, angles: Sequence[KernelArray]) -> Tensor:
-        """Of ``x [T, hidden]``, which all see each other. angles: cosines and sines, ``[T, 1, D / 2]``"""
+    def forward(self, ops: TensorOps, x: Tensor, angles: Sequence[KernelArray] = ()) -> Tensor:
+        """Of ``x [T, hidden]``, which all see each other. angles: cosines and sines, ``[T, 1, D / 2]``; empty: queries
+        and keys are not turned"""
         tokens, hidden = x.shape
         heads = (tokens, self.heads, hidden // self.heads)
         given = self.before.of(ops, x)
-        query, key = (ops.rope(each.of(ops, given).reshape(heads), *angles) for each in (self.query, self.key))
+        query, key = (each.of(ops, given).reshape(heads) for each in (self.query, self.key))
+        if angles:
+            query, key = (ops.rope(each, *angles) for each in (query, key))
         value = self.value.of(ops, given).reshape(heads)
         seen = dense_attention(ops, query, key, value, heads[2] ** -0.5)
         x = x + self.out.of(ops, seen.reshape((tokens, hidden)))
