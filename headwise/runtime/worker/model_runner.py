@@ -150,7 +150,6 @@ class ModelRunner:
         upload: Callable[..., Sequence[KernelArray]] = self._upload
         if graphs is not None:
             upload = partial(graphs.upload, wanted=wanted)
-        every, wanted = wanted, _ending_themselves(batch, wanted)
         step = self.on_device(spread(batch), self.last.inputs(batch), upload, batch.sees)
         self.last.fill(step.tokens, step.batch.cu_seqlens_q, step.rows)
         stream = self._links.receive(batch.num_tokens)
@@ -159,8 +158,6 @@ class ModelRunner:
         else:
             given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
             hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted, stream)
-            if wanted is None and every is not None and self.is_last:
-                hidden = self._ops.take_rows(hidden, every)
         if not self.is_last:
             self._pass_on(hidden)
             return None
@@ -242,14 +239,6 @@ class ModelRunner:
     def ending_at(self, step: AttentionBatch, rows: NDArray[np.int64]) -> AttentionBatch:
         """See `PagedAttentionLayer.ending_at`."""
         return ending_at(step, rows, self._ops)
-
-
-def _ending_themselves(batch: BatchRequest, wanted: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-    """The wanted rows, or all, if one of them sees tokens behind itself: a sequence that ends there is another one."""
-    if wanted is None or not len(batch.sees):
-        return wanted
-    ends = np.repeat(batch.starts - np.cumsum(batch.query_lens) + batch.query_lens, batch.query_lens)
-    return wanted if (batch.sees[wanted] == ends[wanted] + wanted + 1).all() else None
 
 
 class _PagedAttention:
