@@ -26,6 +26,7 @@ class HeadTable:
     sink:   number of first tokens always seen
     chunked: whether windows are chunks: a query sees its own chunk of ``window`` tokens up to itself, and none before.
              Only kernels with `ChunkingKernels.sees_chunks` take such heads
+    both_ways: whether queries see what `AttentionBatch.sees` says, else none behind themselves
     """
 
     group: Array
@@ -33,11 +34,12 @@ class HeadTable:
     window: Array
     sink: Array
     chunked: bool = field(default=False, kw_only=True)
+    both_ways: bool = field(default=False, kw_only=True)
 
     def elsewhere(self, bring: Callable[[Array], Array]) -> HeadTable:
         """The same with its arrays in other memory, to which ``bring`` takes them."""
         arrays = (bring(array) for array in (self.group, self.slot, self.window, self.sink))
-        return HeadTable(*arrays, chunked=self.chunked)
+        return HeadTable(*arrays, chunked=self.chunked, both_ways=self.both_ways)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class AttentionBatch:
                   and shares its blocks; kernels may compute such queries together, to the same bits. `GUESSED` where
                   its token, and all behind it, are guesses, of which no state is left. None: there are none
     follows_on_device: the same where the other arrays are, for kernels that keep states; 0 of padding. None: likewise
+    sees:         ``[tokens]``, for heads that see `HeadTable.both_ways`: how many of its sequence's tokens, the first
+                  ones, each query row may see. More than its position, no more than ``seq_lens``, and no less than
+                  those of the rows before it in its sequence. None: up to itself
     """
 
     cu_seqlens_q: Array
@@ -80,6 +85,11 @@ class AttentionBatch:
     on_host: HostLengths | None = None
     follows: Array | None = None
     follows_on_device: Array | None = None
+    sees: Array | None = None
+
+    def sees_of(self, heads: HeadTable) -> Array | None:
+        """``sees``, for heads that go by it."""
+        return self.sees if heads.both_ways else None
 
 
 class AttentionKernels(Protocol):
@@ -113,7 +123,8 @@ class AttentionKernels(Protocol):
 
         ``q_heads`` is a multiple of ``kv_heads``; query heads ``[h * n, (h + 1) * n)`` share KV head ``h``.
         Query position ``p`` sees keys ``k <= p`` with ``window == 0 or p - k < window or k < sink``; of heads that are
-        chunked, with ``k // window == p // window`` in place of ``p - k < window``. Scores are
+        chunked, with ``k // window == p // window`` in place of ``p - k < window``; of heads that see both ways, with
+        ``k < batch.sees[row]`` in place of ``k <= p``. Scores are
         ``scale * q.k``, then ``softcap * tanh(s / softcap)`` if ``softcap > 0``. The KV of this step's
         own tokens was written by `write_kv` before. ``sink_logits``, float32 ``[q_heads]``, if given, are scores of one
         more key for each query head, which every query sees and whose value is 0: they take from the others' share

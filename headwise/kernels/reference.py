@@ -61,9 +61,11 @@ class ReferenceKernels:
         kv_heads = len(heads.group)
         share = query.shape[1] // kv_heads
         for sequence, rows, positions in sequences_of(batch):
-            context = np.arange(positions[-1] + 1)
+            ends = _seen_up_to(batch, heads, rows, positions)
+            context = np.arange(ends.max())
             for head in range(kv_heads):
-                visible = visible_to(positions, context, int(heads.window[head]), int(heads.sink[head]), heads.chunked)
+                window, sink = int(heads.window[head]), int(heads.sink[head])
+                visible = visible_to(positions, context, window, sink, heads.chunked, ends)
                 seen = context[visible.any(axis=0)]
                 blocks = blocks_of(batch, sequence, heads.group[head], seen, layout.block_size)
                 seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
@@ -157,14 +159,25 @@ def _load(arena: NDArray[np.uint8], layout: BlockLayout, at: Index) -> list[NDAr
     ]
 
 
-def visible_to(queries: Positions, keys: Positions, window: int, sink: int, chunked: bool = False) -> NDArray[np.bool_]:
-    """``bool [queries, keys]``: the rule of `HeadPolicy`, or of chunks (`HeadTable.chunked`)."""
+def _seen_up_to(batch: AttentionBatch, heads: HeadTable, rows: slice, positions: Positions) -> Positions:
+    """How many tokens of their sequence, the first ones, these rows may see."""
+    sees = batch.sees_of(heads)
+    return positions + 1 if sees is None else sees[rows].astype(np.int64)
+
+
+def visible_to(
+    queries: Positions, keys: Positions, window: int, sink: int, chunked: bool = False, ends: Positions | None = None
+) -> NDArray[np.bool_]:
+    """``bool [queries, keys]``: the rule of `HeadPolicy`, or of chunks (`HeadTable.chunked`).
+
+    ends: see `AttentionBatch.sees`; None: queries see up to themselves
+    """
     distance = queries[:, None] - keys[None, :]
-    causal = distance >= 0
+    before = distance >= 0 if ends is None else keys[None, :] < ends[:, None]
     if window == 0:
-        return causal
+        return before
     near = queries[:, None] // window == keys[None, :] // window if chunked else distance < window
-    return causal & (near | (keys < sink)[None, :])
+    return before & (near | (keys < sink)[None, :])
 
 
 def softmax_attention(

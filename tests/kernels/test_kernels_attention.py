@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -102,6 +103,40 @@ def test_any_batch_matches_dense_attention(implementation: Implementation) -> No
         assert_right(implementation.kernels, case)
 
     check()
+
+
+@st.composite
+def cases_with_items(draw: st.DrawFn, of: Implementation) -> Case:
+    case, items = draw(cases(of)), []
+    for sequence, length in enumerate(case.seq_lens):
+        bounds = sorted(draw(st.sets(st.integers(0, length), max_size=6)))
+        items += [(sequence, start, end) for start, end in pairwise(bounds) if draw(st.booleans())]
+    return replace(case, items=tuple(items) or ((0, 0, 1),))
+
+
+@pytest.mark.parametrize(
+    "implementation", ["reference", "numba", pytest.param("cuda", marks=pytest.mark.soak)], indirect=True
+)
+def test_tokens_of_an_item_see_all_of_it_wherever_the_step_begins(implementation: Implementation) -> None:
+    @settings(max_examples=implementation.examples, suppress_health_check=list(HealthCheck))
+    @given(case=cases_with_items(implementation))
+    def check(case: Case) -> None:
+        assert_right(implementation.kernels, case)
+
+    check()
+
+
+def test_an_item_longer_than_a_tile_and_than_a_window(kernels: AttentionKernels) -> None:
+    items = ((0, 20, 190), (1, 3, 5))
+    assert_right(kernels, Case((180, 6), (200, 9), ((0, 0), (16, 4)), share=2, head_dim=64, block_size=16, items=items))
+
+
+def test_heads_that_do_not_go_by_it_see_up_to_themselves(kernels: AttentionKernels) -> None:
+    case = Case((30,), (40,), ((0, 0), (7, 2)), head_dim=64, block_size=16)
+    scene, told = Scene(case), Scene(replace(case, items=((0, 12, 31),)))
+    assert told.batch.sees is not None
+    scene.batch = replace(scene.batch, sees=told.batch.sees)
+    np.testing.assert_allclose(scene.attend(kernels), scene.expected(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(

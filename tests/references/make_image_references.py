@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ import transformers
 from make_references import NEW_TOKENS
 from support.tiny_images import (
     FAMILIES,
+    GEMMA3,
     KIMI,
     LONGEST,
     MERGE,
@@ -40,6 +42,8 @@ from support.tiny_images import (
     write_image_model,
 )
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
 from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
@@ -48,7 +52,9 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.processing_utils import ProcessorMixin
 
+from headwise.runtime.loader.chat import ChatTemplate, plain_chat
 from headwise.runtime.loader.safetensors_file import SafetensorsFile
 from headwise.runtime.loader.tokenizer import Tokenizer
 
@@ -201,6 +207,36 @@ class Qwen(Kind):
         return {"mm_token_type_ids": (torch.tensor([ids]) == self._image_token).int()}
 
 
+class Gemma3(Kind):
+    """One size, with Pillow; an image's tokens see each other by their types."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._processor = Gemma3ImageProcessorPil(**GEMMA3.processor)
+
+    def inputs(self, name: str) -> Any:
+        return self._processor(picture(name), return_tensors="pt")
+
+    def features(self, given: Any) -> torch.Tensor:
+        return self._model.model.get_image_features(given["pixel_values"], return_dict=True).pooler_output[0]
+
+    def sizes(self, given: Any) -> list[int]:
+        return list(given["pixel_values"].shape[2:])
+
+    def text(self, given: Any) -> str:
+        image, start, end = GEMMA3.tokens
+        tokenizer = SimpleNamespace(image_token=image, boi_token=start, boi_token_id=0, eoi_token=end)
+        with mock.patch.object(ProcessorMixin, "__init__"):  # which wants a tokenizer of transformers'
+            form = Gemma3Processor(None, tokenizer, image_seq_length=GEMMA3.config["mm_tokens_per_image"])
+        return form.replace_image_token({"num_crops": [0]}, 0)
+
+    def ids(self, ids: list[int]) -> dict[str, Any]:
+        return {"token_type_ids": torch.tensor([[int(each == GEMMA3.id_of("<image_soft_token>")) for each in ids]])}
+
+    def together(self, given: list[Any]) -> dict[str, Any]:
+        return {"pixel_values": torch.cat([each["pixel_values"] for each in given])}
+
+
 _PUBLISHED = {
     "model.mm_projector.": "mm_projector.",
     ".encoder.patch_embed.": ".patch_embed.",
@@ -234,7 +270,7 @@ def load(family: Family, scratch: Path) -> tuple[Any, Path, dict[str, list[int]]
 def make(name: str) -> None:
     family = FAMILIES[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
-    kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25}
+    kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25, "gemma3": Gemma3}
     kind = Qwen(model, family) if name in QWENS else kinds[name](model)
     inputs = {each: kind.inputs(each) for each in SIZES}
     images = {
@@ -249,8 +285,9 @@ def make(name: str) -> None:
     prompts = []
     for prompt, its in PROMPTS.items():
         parts = [{"type": "image"} for _ in its] + [{"type": "text", "text": f"Look at {prompt}, the image."}]
-        text = tokenizer.render_chat([{"role": "user", "content": parts if its else "Look at none."}])
-        before, *behind = text.split(family.tokens[0])
+        chat = plain_chat([{"role": "user", "content": parts if its else "Look at none."}])
+        text = ChatTemplate(family.template, {}).render(chat, True)  # as it is before headwise reads it
+        before, *behind = text.split(family.written or family.tokens[0])
         whole = before + "".join(kind.text(inputs[each]) + rest for each, rest in zip(its, behind, strict=True))
         ids = tokenizer.encode(whole, add_special_tokens=False)
         more = {**kind.together([inputs[each] for each in its]), **kind.ids(ids)} if its else {}

@@ -20,6 +20,7 @@ class Case:
 
     value_dim: of values; 0: as large as keys
     chunked: windows are chunks, see `HeadTable`
+    items: (sequence, start, end): tokens of a sequence that all see each other, those of one item behind another's
     """
 
     query_lens: tuple[int, ...]
@@ -35,6 +36,7 @@ class Case:
     tail_bytes: int = 0
     chunked: bool = False
     value_dim: int = 0
+    items: tuple[tuple[int, int, int], ...] = ()
 
 
 class Scene:
@@ -79,7 +81,7 @@ class Scene:
         slot = [group[:head].count(group[head]) for head in range(len(group))]
         window, sink = zip(*self.case.policies, strict=True)
         columns = (np.array(column, np.int32) for column in (group, slot, window, sink))
-        self.heads = HeadTable(*columns, chunked=self.case.chunked)
+        self.heads = HeadTable(*columns, chunked=self.case.chunked, both_ways=bool(self.case.items))
         self.groups, self.slots = len(policies), max(slot) + 1
 
     def _fill_arena(self) -> None:
@@ -109,7 +111,21 @@ class Scene:
                         for role, view in enumerate(scales):
                             view[at] = self.stored[sequence][role][1][position, head]
         cu = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
-        self.batch = AttentionBatch(cu, np.array(case.seq_lens, np.int32), tables.astype(np.int32), self.groups)
+        lengths = np.array(case.seq_lens, np.int32)
+        sees = np.concatenate([self.reach(sequence) for sequence in range(len(lengths))]).astype(np.int32)
+        self.batch = AttentionBatch(
+            cu, lengths, tables.astype(np.int32), self.groups, sees=sees if case.items else None
+        )  # fmt: skip
+
+    def reach(self, sequence: int) -> np.ndarray:
+        """``[queries]``: how many tokens of the sequence each query may see, windows aside."""
+        length, queries = self.case.seq_lens[sequence], self.case.query_lens[sequence]
+        positions = np.arange(length - queries, length)
+        ends = positions + 1
+        for own, start, end in self.case.items:
+            if own == sequence:
+                ends[(positions >= start) & (positions < end)] = end
+        return ends
 
     def visible(self, sequence: int, head: int) -> np.ndarray:
         """``bool [queries, keys]`` by the rule of the contract, spelled out token by token."""
@@ -120,8 +136,8 @@ class Scene:
             return k >= p - p % window if self.case.chunked else p - k < window
 
         rule = [
-            [k <= p and (window == 0 or is_near(p, k) or k < sink) for k in range(length)]
-            for p in range(length - queries, length)
+            [k < end and (window == 0 or is_near(p, k) or k < sink) for k in range(length)]
+            for p, end in zip(range(length - queries, length), self.reach(sequence), strict=True)
         ]
         return np.array(rule, dtype=bool).reshape(queries, length)
 

@@ -223,6 +223,51 @@ QWEN3_PROCESSOR = {
 _QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 _QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 
+GEMMA3_CONFIG: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 9,
+    "image_token_index": FIRST_ID,
+    "boi_token_index": FIRST_ID + 1,
+    "eoi_token_index": FIRST_ID + 2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 272,
+        "max_position_embeddings": 4096,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 64,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 24,
+        "patch_size": PATCH,
+        "vision_use_head": False,
+    },
+}
+"""A window that is longer than an image's tokens, and shorter than prompts."""
+
 SIZES = {"exact": (24, 16), "odd": (37, 21), "tall": (9, 50), "large": (200, 130), "tiny": (2, 17), "thin": (300, 9)}
 """Width and height: whole squares of patches, others, and some that are scaled down."""
 
@@ -258,8 +303,9 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Family:
-    """tokens: those that stand for images and around them, by their ids from 263 on; the first one is the template's
-    place:  what the template writes for an image; empty: the first token alone
+    """tokens: those that stand for images and around them, by their ids from 263 on; the first one is an image's
+    place:   what the template writes for an image; empty: ``written``
+    written: what of that headwise and the processor put an image's tokens for; empty: the first token
     """
 
     name: str
@@ -267,6 +313,11 @@ class Family:
     processor: dict[str, Any]
     tokens: tuple[str, ...]
     place: str = ""
+    written: str = ""
+
+    @property
+    def template(self) -> str:
+        return CHAT_TEMPLATE.replace("[IMG]", self.place or self.written or self.tokens[0])
 
     @property
     def references(self) -> dict[str, Any]:
@@ -290,12 +341,19 @@ KIMI = Family(
     {"size": {"max_height": 16, "max_width": 16}, "max_patches": 64, "patch_size": PATCH, "merge_size": MERGE},
     ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"),
 )
+GEMMA3 = Family(
+    "gemma3",
+    GEMMA3_CONFIG,
+    {"size": {"height": 24, "width": 24}, "resample": 2, "do_convert_rgb": None, "do_pan_and_scan": None},
+    ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    written="<start_of_image>",
+)
 QWEN2_VL = Family("qwen2-vl", QWEN2_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWEN2_5_VL = Family("qwen2.5-vl", QWEN2_5_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWEN3_VL = Family("qwen3-vl", QWEN3_VL_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWEN3_5 = Family("qwen3.5", QWEN3_5_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWENS = {family.name: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5)}
-FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI)} | QWENS
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI, GEMMA3)} | QWENS
 
 
 def write_image_model(directory: Path, family: Family, shapes: dict[str, list[int]]) -> Path:
@@ -303,7 +361,7 @@ def write_image_model(directory: Path, family: Family, shapes: dict[str, list[in
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(family.config))
     (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("[IMG]", family.place or family.tokens[0]))
+    (directory / "chat_template.jinja").write_text(family.template)
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in family.tokens])
     assert all(tokenizer.token_to_id(token) == family.id_of(token) for token in family.tokens)

@@ -360,14 +360,14 @@ def _divide(rows, share, dim, at):
 
 
 @_pasted
-def _step_of(kv, codes, own, layer):
+def _step_of(kv, codes, own, layer, plan):
     dim, heads = own.dim, layer.heads
     return Step(
         own.query, own.query_row, own.query_head, own.out, own.q_heads * own.value_dim, layer.out_words, own.rows, kv,
         codes, floats_from(own.cache.arena), own.cache, ints_from(own.tables), own.table_columns, own.groups,
         ints_from(heads[HEAD_GROUP, 0]), ints_from(heads[HEAD_SLOT, 0]), ints_from(heads[HEAD_WINDOW, 0]),
         ints_from(heads[HEAD_SINK, 0]), floats_from(layer.sink_logits[0]), layer.sink_logits[1] > 0, own.lse,
-        own.factor, own.softcap, own.q_heads // own.kv_heads, dim, own.value_dim,
+        plan.sees, own.factor, own.softcap, own.q_heads // own.kv_heads, dim, own.value_dim,
     )  # fmt: skip
 
 
@@ -378,7 +378,8 @@ def _attend(kv, codes, own, layer, counters_at, thread):
     Any number of threads may do so at once. All is done when ``counters[FINISHED]`` is the number of parts: whoever
     needs the results of parts that others took may wait for that, as they were taken by threads that run.
     """
-    step, plan = _step_of(kv, codes, own, layer), plan_at(own.plans + layer.plan * _PLAN_BYTES)
+    plan = plan_at(own.plans + layer.plan * _PLAN_BYTES)
+    step = _step_of(kv, codes, own, layer, plan)
     share, dim, room = step.share, step.value_dim, own.partial_rows
     items, parts = _items_at(plan.items, plan.item_count), long_matrix_at(plan.parts, plan.part_count, 2)
     counters = longs_at(counters_at, FIRST_ITEM + plan.item_count)

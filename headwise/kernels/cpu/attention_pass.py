@@ -149,7 +149,7 @@ class PlanTable:
         for row, plan in zip(table, plans, strict=True):
             row[:] = (
                 place_of(plan.items), len(plan.items), place_of(plan.parts), len(plan.parts), plan.rows,
-                plan.is_tiled, plan.partial_rows,
+                plan.is_tiled, plan.partial_rows, 0 if plan.sees is None else place_of(plan.sees),
             )  # fmt: skip
         return PlanTable(plans, table)
 

@@ -129,7 +129,7 @@ def _taken_together(own, position, most, window):
 
 
 @_pasted
-def _plan_items(own, cu, lens, follows, windows, sinks, items):
+def _plan_items(own, cu, lens, follows, sees, windows, sinks, items):
     """Fill in all items of a batch, and what they come to; how many there are."""
     share, at, sequence = own.share, 0, 0
     parts = most_rows = is_tiled = partial_rows = cost = 0
@@ -149,6 +149,8 @@ def _plan_items(own, cu, lens, follows, windows, sinks, items):
                 item.head, item.token, item.in_place = head, cu[sequence] + done, 1 if in_place else 0
                 item.window_start = item.sink_end = 0
                 item.window_end = item.position + item.tokens
+                if own.sees != 0 and not in_place:  # one query alone sees nothing behind itself
+                    item.window_end = sees[item.token + item.tokens - 1]
                 if windows[head] > 0:
                     item.window_start = max(0, item.position - windows[head] + 1)
                     item.sink_end = min(sinks[head], item.window_start)
@@ -172,11 +174,12 @@ def _plan(address):
     own = _planning_at(address)
     cu, lens = ints_at(own.cu_seqlens, own.sequences + 1), ints_at(own.seq_lens, own.sequences)
     windows, sinks = ints_at(own.windows, own.kv_heads), ints_at(own.sinks, own.kv_heads)
+    follows, sees = ints_at(own.follows, own.sequences), ints_at(own.sees, cu[own.sequences])
     own.item_count, own.part_count = _count_items(cu, own.sequences, own.kv_heads, own.share), 0
     if own.item_count > own.item_room:
         return
     items = _items_at(own.items, own.item_count)
-    own.item_count = _plan_items(own, cu, lens, ints_at(own.follows, own.sequences), windows, sinks, items)
+    own.item_count = _plan_items(own, cu, lens, follows, sees, windows, sinks, items)
     if own.part_count > own.part_room:
         return
     parts, at = long_matrix_at(own.parts, own.part_count, 2), 0
@@ -202,6 +205,7 @@ class Plan:
     is_tiled:     whether an item has keys and values laid out for it
     partial_rows: rows of partial results
     cost:         in the units of `THREAD_COST`
+    sees:         of the batch, where heads go by it
     """
 
     items: NDArray[np.int64]
@@ -210,6 +214,7 @@ class Plan:
     is_tiled: bool
     partial_rows: int
     cost: int
+    sees: Ints | None
 
     def of_rows(self, wanted: NDArray[np.int64]) -> Plan:
         """The same without items none of whose tokens is among these rows of the batch, ascending."""
@@ -221,13 +226,14 @@ class Plan:
 
 
 class Planner:
-    """Makes the plans of steps for heads of these windows and sinks (``int32 [kv_heads]``).
+    """Makes the plans of steps for heads of these windows and sinks (``int32 [kv_heads]``), which may see both ways.
 
     A plan is valid until the next one is made, which mostly fits into the same memory.
     """
 
-    def __init__(self, windows: Ints, sinks: Ints, share: int, dim: int) -> None:
+    def __init__(self, windows: Ints, sinks: Ints, share: int, dim: int, both_ways: bool = False) -> None:
         self._heads = windows, sinks  # keeps alive what the record points to
+        self._both_ways = both_ways
         self._own = records.filled(
             PLANNING, windows=address_of(windows, np.int32), sinks=address_of(sinks, np.int32), kv_heads=len(windows),
             share=share, dim=dim,
@@ -243,14 +249,16 @@ class Planner:
         """
         cu_seqlens, seq_lens = (address_of(array, np.int32) for array in (batch.cu_seqlens_q, batch.seq_lens))
         follows = 0 if batch.follows is None else address_of(batch.follows, np.int32)
-        self._own[: len(_BATCH)] = cu_seqlens, seq_lens, len(batch.seq_lens), follows
+        sees = batch.sees if self._both_ways else None
+        told = cu_seqlens, seq_lens, len(batch.seq_lens), follows, 0 if sees is None else address_of(sees, np.int32)
+        self._own[: len(_BATCH)] = told
         self._plan(self._place)
         items, parts, *others = self._own[-len(_FOUND) :].tolist()
         if items > len(self._items) or parts > len(self._parts):
             self._make_room(items, parts)
             return self.plan(batch)
         rows, is_tiled, partial_rows, cost = others
-        return Plan(self._items[:items], self._parts[:parts], rows, bool(is_tiled), partial_rows, cost)
+        return Plan(self._items[:items], self._parts[:parts], rows, bool(is_tiled), partial_rows, cost, sees)
 
     def _make_room(self, items: int, parts: int) -> None:
         """For so many; parts are not known before there is room for the items."""
@@ -262,7 +270,7 @@ class Planner:
         self._own[-len(_FOUND) - len(rooms) : -len(_FOUND)] = rooms
 
 
-_BATCH = ("cu_seqlens", "seq_lens", "sequences", "follows")
+_BATCH = ("cu_seqlens", "seq_lens", "sequences", "follows", "sees")
 """The first fields of a `PLANNING`, in order."""
 
 _FOUND = ("item_count", "part_count", "rows", "is_tiled", "partial_rows", "cost")

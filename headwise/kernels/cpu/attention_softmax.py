@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from headwise.kernels.cpu.addresses import address_in, floats_from
+from headwise.kernels.cpu.addresses import address_in, floats_from, ints_from
 from headwise.kernels.cpu.attention_micro import (
     LARGEST_INT16,
     TILED_STRIP,
@@ -61,6 +61,7 @@ class Step(NamedTuple):
     head_...: pointers to ``int32 [kv_heads]``
     sink_logits: pointer to ``float32 [q_heads]``, if there are any
     lse:     address of ``float32 [tokens, q_heads]``, or 0; see `records.PASS`
+    sees:    address of ``int32 [tokens]``, or 0; see `AttentionBatch.sees`
     factor:  of queries
     share:   query heads per KV head
     """
@@ -86,6 +87,7 @@ class Step(NamedTuple):
     sink_logits: Any
     has_sink_logits: Any
     lse: Any
+    sees: Any
     factor: Any
     softcap: Any
     share: Any
@@ -128,16 +130,25 @@ class Softmax(NamedTuple):
 
 
 @_inlined
-def _mask_row(s, at, first, count, width, position, window, sink):
-    """Set to -inf what the query at ``position`` does not see of the keys ``[first, first + count)``."""
+def _mask_row(s, at, first, count, width, position, end, window, sink):
+    """Set to -inf what the query at ``position``, which sees none from ``end`` on, does not see of the keys ``[first,
+    first + count)``."""
     for i in range(count, width):
         s[at + i] = -np.inf
-    if first + count - 1 <= position and (window == 0 or position - first < window or first + count <= sink):
+    if first + count <= end and (window == 0 or position - first < window or first + count <= sink):
         return
     for i in range(count):
         k = first + i
-        if k > position or (window > 0 and position - k >= window and k >= sink):
+        if k >= end or (window > 0 and position - k >= window and k >= sink):
             s[at + i] = -np.inf
+
+
+@_pasted
+def _end_of(step, item, token):
+    """Behind the last position that a tile's ``token`` may see."""
+    if step.sees != 0:
+        return np.int64(ints_from(step.sees)[item.token + token])
+    return item.position + token + 1
 
 
 @_inlined
@@ -233,7 +244,8 @@ def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, coun
             row_multiply(s, at, width, scales, 0, scratch.q_scales[row] * stored_unit(kv))
         if step.softcap > 0:
             row_softcap(s, at, width, step.softcap * LOG2E)
-        _mask_row(s, at, first, count, width, item.position + row // step.share, window, sink)
+        position = item.position + row // step.share
+        _mask_row(s, at, first, count, width, position, position + 1, window, sink)
         factors[row] = row_max(s, at, width)
     for row in range(rows):  # a loop of its own: what the first one's rows wait for goes side by side
         at, highest = row * KEYS, factors[row]
@@ -256,7 +268,7 @@ def attend_chunk(step, item, scratch, softmax, first, count):
     words, rows = step.dim // pair_size(kv), item.tokens * share
     for strip in range(0, rows, strip_size(kv)):
         some = min(strip_size(kv), rows - strip)
-        seen = min(count, item.position + (strip + some - 1) // share + 1 - first)
+        seen = min(count, _end_of(step, item, (strip + some - 1) // share) - first)
         if seen <= 0:
             continue
         width = -(-seen // (2 * LANES)) * (2 * LANES)
@@ -267,7 +279,9 @@ def attend_chunk(step, item, scratch, softmax, first, count):
                 row_multiply(s, at, width, scales, 0, stored_unit(kv))
             if step.softcap > 0:
                 row_softcap(s, at, width, step.softcap * LOG2E)
-            _mask_row(s, at, first, seen, width, item.position + row // share, window, sink)
+            token = row // share
+            end = _end_of(step, item, token)
+            _mask_row(s, at, first, seen, width, item.position + token, end, window, sink)
         if is_tiled(kv):
             _take_strip(kv, s, softmax, strip, some, dim, width, scratch)
         else:

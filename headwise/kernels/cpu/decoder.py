@@ -349,9 +349,10 @@ class CpuDecoder:
                 self._adapted.phases.placed(index, which=which)
             if not isinstance(kind, StatesKind):
                 share = kind.q_heads // kind.kv_heads
-                policy = (head.window.tobytes(), head.sink.tobytes(), share, kind.dim, kind.is_chunked)
+                seeing = share, kind.dim, head.both_ways
+                policy = (head.window.tobytes(), head.sink.tobytes(), *seeing, kind.is_chunked)
                 if policy not in plans:
-                    plans[policy] = len(plans), Planner(head.window, head.sink, share, kind.dim)
+                    plans[policy] = len(plans), Planner(head.window, head.sink, *seeing)
                 record["plan"] = plans[policy][0]
         self._set_kinds(kinds)
         self._planners = [(planner, is_chunked) for (*_, is_chunked), (_, planner) in plans.items()]

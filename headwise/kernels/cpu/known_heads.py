@@ -32,7 +32,8 @@ class Heads:
         """That of a batch for ``share`` query heads over each. Valid until the next one is made in its place."""
         plan = self.plans.get((share, dim))
         if plan is None:
-            plan = OfLatest(Planner(self.table.window, self.table.sink, share, dim).plan)
+            table = self.table
+            plan = OfLatest(Planner(table.window, table.sink, share, dim, table.both_ways).plan)
             self.plans[share, dim] = plan
         return plan(batch)
 
@@ -42,7 +43,7 @@ class KnownHeads(threading.local):
 
     def __init__(self) -> None:
         self.of = OfEach(self._heads_of, MOST_TABLES)
-        self._plans: dict[tuple[bytes, bytes], Plans] = {}
+        self._plans: dict[tuple[bytes, bytes, bool], Plans] = {}
 
     def _heads_of(self, table: HeadTable, sink_logits: NDArray[np.float32] | None) -> Heads:
         """Raises TypeError: an array is not one that compiled code reads."""
@@ -52,5 +53,6 @@ class KnownHeads(threading.local):
         layer = records.filled(records.LAYER, heads=places, sink_logits=sinks)
         if len(self._plans) == MOST_TABLES:
             self._plans.clear()
-        plans = self._plans.setdefault((table.window.tobytes(), table.sink.tobytes()), {})  # heads that see as much
+        seeing = table.window.tobytes(), table.sink.tobytes(), table.both_ways
+        plans = self._plans.setdefault(seeing, {})  # those of heads that see as much
         return Heads(table, layer, place_of(layer), plans)

@@ -84,6 +84,8 @@ class AttentionShape:
     """See `HeadTable`."""
     smaller_value: int = 0
     """Size of a head's values, where they are smaller than its keys; else 0."""
+    both_ways: bool = False
+    """Whether rows of prompts see what `AttentionBatch.sees` says."""
 
     @property
     def value_dim(self) -> int:
@@ -100,6 +102,7 @@ class AttentionShape:
         softcap: float,
         sink_logits: bool = False,
         chunked: bool = False,
+        both_ways: bool = False,
     ) -> AttentionShape:
         """The shape of attention with ``q_heads`` of ``q_dtype`` over ``kv_heads`` in blocks of ``layout``."""
         if q_heads % kv_heads:
@@ -107,7 +110,7 @@ class AttentionShape:
         share = q_heads // kv_heads
         dtypes, options = (q_dtype, kv_dtype_of(layout)), (softcap > 0, sink_logits, chunked)
         dim, value_dim = head_dim_of(layout), value_dim_of(layout)
-        return cls(share, dim, layout.block_size, *dtypes, *options, 0 if value_dim == dim else value_dim)
+        return cls(share, dim, layout.block_size, *dtypes, *options, 0 if value_dim == dim else value_dim, both_ways)
 
 
 def check_shape(shape: AttentionShape, sm: int) -> None:
@@ -241,8 +244,9 @@ class TritonAttention:
         """
         tokens, q_heads, _ = query.shape
         kv_heads, sequences = heads.group.shape[0], batch.cu_seqlens_q.shape[0] - 1
-        has_sinks = sink_logits is not None
-        ready = self._asked_for(layout, q_heads, kv_heads, query.dtype, softcap > 0, has_sinks, heads.chunked)
+        sees = batch.sees_of(heads)
+        options = softcap > 0, sink_logits is not None, heads.chunked, sees is not None
+        ready = self._asked_for(layout, q_heads, kv_heads, query.dtype, *options)
         if tokens == 0 or sequences == 0:
             return
         shape, plan = ready.shape, ready.plan
@@ -280,7 +284,8 @@ class TritonAttention:
         if longest != 1:
             tiles = tokens // plan.tokens + sequences
             arguments["fewest_queries"] = 2 if decodes else 1
-            ready.prefill((kv_heads * tiles * plan.parts, 1, 1), _in_order(arguments))
+            told = () if sees is None else (address_of(sees),)
+            ready.prefill((kv_heads * tiles * plan.parts, 1, 1), (*_in_order(arguments), *told))
         if decodes:
             arguments["fewest_queries"] = 1
             ready.decode((of_units["units"] + sequences, kv_heads, 1), _in_order(arguments))
@@ -350,12 +355,14 @@ class TritonAttention:
         softcap: bool,
         sink_logits: bool,
         chunked: bool,
+        both_ways: bool,
     ) -> _Ready:
         """What a layer's shape has, found without making that, which takes as long as all else that `attend` does."""
-        asked = layout, q_heads, kv_heads, q_dtype, softcap, sink_logits, chunked
+        options = softcap, sink_logits, chunked, both_ways
+        asked = layout, q_heads, kv_heads, q_dtype, *options
         ready = self._asked.get(asked)
         if ready is None:
-            shape = AttentionShape.of(layout, q_heads, kv_heads, q_dtype.name, softcap, sink_logits, chunked)
+            shape = AttentionShape.of(layout, q_heads, kv_heads, q_dtype.name, *options)
             ready = self._asked[asked] = self._prepared(shape)
         return ready
 
@@ -443,7 +450,17 @@ _in_order: Callable[[dict[str, Argument]], tuple[Argument, ...]] = itemgetter(
 
 MORE_OF_RANKS = {"tokens_of_step": "i32", "own_heads": "i32"}
 """Parameters for queries of all ranks."""
-NOT_OF_RANKS = {"sink_logits": 0, "kv_heads": 1, "query_stride": 0, "out_stride": 0, "fewest_queries": 1}
+OF_BOTH_WAYS = {"sees": "*i32"}
+"""The last parameter of a prompt whose rows see more than up to themselves."""
+NOT_OF_RANKS = {
+    "sink_logits": 0,
+    "kv_heads": 1,
+    "query_stride": 0,
+    "out_stride": 0,
+    "fewest_queries": 1,
+    "sees": 0,
+    "BOTH_WAYS": False,
+}
 """Those that there is nothing to tell of then."""
 
 MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
@@ -451,16 +468,21 @@ PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
 
 
 def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
-    has_tma = tuning.tma and not shape.smaller_value
+    has_tma = tuning.tma and not shape.smaller_value and not shape.both_ways
     by_tma = tma_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size) if has_tma else None
     prefill = tuning.prefill or by_tma or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
     whole = {"BLOCK_N": prefill.keys, "MIN_SPLIT_TILES": 1, "SPLIT_TILES": 1}
     alone: dict[str, Any] = {"OF_RANKS": False, **dict.fromkeys(MORE_OF_RANKS, 0)}
+    up_to_themselves: dict[str, Any] = {"BOTH_WAYS": False, **dict.fromkeys(OF_BOTH_WAYS, 0)}
+    reaching = {"BOTH_WAYS": True} if shape.both_ways else up_to_themselves
+    of_prompt = _attend_variant(shape, prefill, tokens, sm, DECODE=False, **whole, **alone, **reaching)
+    if shape.both_ways:
+        of_prompt = replace(of_prompt, signature=(*of_prompt.signature, *OF_BOTH_WAYS.items()))
     return _Plan(
-        prefill=_attend_variant(shape, prefill, tokens, sm, DECODE=False, **whole, **alone),
-        decode=_attend_variant(shape, decode, 1, sm, **_of_splits(shape, decode, tuning), **alone),
+        prefill=of_prompt,
+        decode=_attend_variant(shape, decode, 1, sm, **_of_splits(shape, decode, tuning), **alone, **up_to_themselves),
         tokens=tokens,
         parts=prefill.parts,
     )

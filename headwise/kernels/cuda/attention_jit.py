@@ -104,15 +104,17 @@ def place_tile(
 
 @JITFunction
 def attend_tile(
-    accumulator, highest, total, queries, positions, tile, earliest, latest, window, sink,
+    accumulator, highest, total, queries, positions, reaches, tile, earliest, latest, window, sink,
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr, INTERIOR: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
     PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_D: tl.constexpr,
+    BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
 
-    ``earliest`` and ``latest`` are the positions of the first and the last query, ``positions`` those of all rows. With
+    ``earliest`` is the position of the first query, ``latest`` the last one that any sees, ``positions`` those of all
+    rows, and with ``BOTH_WAYS`` ``reaches`` the last ones that these see. With
     ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked. Of values the
     first ``VALUE_D`` elements from ``value`` on are read. ``score_scale`` is ``[BLOCK_M]``.
     """
@@ -154,7 +156,8 @@ def attend_tile(
         # Two comparisons per score: sinks pass every window, unmapped tokens lie behind every query.
         after = tl.where(mapped, tokens, NEVER)[None, :]
         before = tl.where(tokens < sink, NEVER, tokens)[None, :]
-        visible = (after <= positions[:, None]) & (before > unseen_before(positions, window, CHUNKED)[:, None])
+        last_seen = reaches if BOTH_WAYS else positions
+        visible = (after <= last_seen[:, None]) & (before > unseen_before(positions, window, CHUNKED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
     if QUANTISED:
@@ -337,14 +340,14 @@ def attend(
     query, out, counters, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
-    score_scale, cap, units, fewest_units, fewest_queries, tokens_of_step, own_heads,
+    score_scale, cap, units, fewest_units, fewest_queries, tokens_of_step, own_heads, sees,
     SHARE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr, BULK: tl.constexpr,
     PAIRED: tl.constexpr, IS_E4M3: tl.constexpr, SPLIT_TILES: tl.constexpr, OVERLAPS: tl.constexpr,
-    OF_RANKS: tl.constexpr,
+    OF_RANKS: tl.constexpr, BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -364,6 +367,9 @@ def attend(
     With ``PAIRED`` a decode reads several elements of its cache as one of 16 bits, which with ``IS_E4M3`` are e4m3.
 
     With ``BULK`` those tiles of a prompt that all rows see come by the tensor memory accelerator, block by block.
+
+    With ``BOTH_WAYS``, of a prompt, each row sees the first ``sees [rows]`` of its sequence's tokens, in place of those
+    up to itself: no fewer than the row before it.
 
     With ``OVERLAPS``, of a decode, it is launched, and has the next kernel launched, as `overlap.cuh` says. What each
     program is to do it finds out before it waits, so while what comes before writes keys and values.
@@ -411,7 +417,11 @@ def attend(
     slot = tl.load(head_slot + kv_head).to(tl.int64)
     offset = tl.load(seq_lens + sequence) - query_count
     last = offset + tl.minimum(first + TOKENS, query_count) - 1
-    tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N, CHUNKED)
+    least, latest = offset + first, last  # what the first query sees up to, and what the last one does
+    if BOTH_WAYS:
+        least = tl.load(sees + query_begin + first) - 1
+        latest = tl.load(sees + query_begin + last - offset) - 1
+    tiles, sink_tiles, window_tile = walk_of(offset + first, latest, window, sink, BLOCK_N, CHUNKED)
     jump = window_tile - sink_tiles
     begin, end, used = 0, tiles, 1
     if DECODE:
@@ -425,6 +435,9 @@ def attend(
     dims = tl.arange(0, BLOCK_D)
     real_row = (row < TOKENS * SHARE) & (token < query_count)
     real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
+    reaches = 0
+    if BOTH_WAYS:
+        reaches = tl.load(sees + query_begin + token, mask=real_row, other=1) - 1
     if OF_RANKS:
         at_seen = place_of(query_begin + token, head, tokens_of_step, own_heads)
         at_query = at_seen * HEAD_DIM
@@ -462,7 +475,7 @@ def attend(
         # Tiles that every query sees whole: not those of the sinks, of the window's left edge, of the diagonal.
         whole = (tl.maximum(unseen_before(last, window, CHUNKED) + 1, 0) + BLOCK_N - 1) // BLOCK_N
         skipped_at = tl.maximum(whole - jump, sink_tiles)
-        whole_end = tl.maximum((offset + first + 1) // BLOCK_N - jump, skipped_at)
+        whole_end = tl.maximum((least + 1) // BLOCK_N - jump, skipped_at)
         columns_end = ((whole_end + jump) * BLOCK_N + BLOCK_SIZE - 1) // BLOCK_SIZE
         if not has_all_blocks(table, (skipped_at + jump) * BLOCK_N // BLOCK_SIZE, columns_end):
             whole_end = skipped_at  # as before there is a cache: each tile is masked
@@ -485,12 +498,12 @@ def attend(
         else:
             for step in range(skipped_at, whole_end):
                 accumulator, highest, total = attend_tile(
-                    accumulator, highest, total, queries, offset + token, step + jump,
-                    offset + first, last, window, sink,
+                    accumulator, highest, total, queries, offset + token, reaches, step + jump,
+                    offset + first, latest, window, sink,
                     key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                     block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
                     HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED,
-                    VALUE_DIM, VALUE_D,
+                    VALUE_DIM, VALUE_D, BOTH_WAYS,
                 )  # fmt: skip
     if PAIRED and PACKED:
         first_sums = tl.zeros([BLOCK_M, VALUE_D // 4], tl.float32)
@@ -525,12 +538,12 @@ def attend(
         for step in range(begin, end - skipped):
             step = step + tl.where(step >= skipped_at, skipped, 0)
             accumulator, highest, total = attend_tile(
-                accumulator, highest, total, queries, offset + token, step + tl.where(step >= sink_tiles, jump, 0),
-                offset + first, last, window, sink,
+                accumulator, highest, total, queries, offset + token, reaches,
+                step + tl.where(step >= sink_tiles, jump, 0), offset + first, latest, window, sink,
                 key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                 block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
                 HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, PACKED, CHUNKED,
-                VALUE_DIM, VALUE_D,
+                VALUE_DIM, VALUE_D, BOTH_WAYS,
             )  # fmt: skip
 
     if PACKED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from typing import Any, get_args
@@ -257,6 +257,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-dtype", default=None, help="of cached keys and values (default: that of queries)")
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
     parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
+    parser.add_argument(
+        "--both-ways", action="store_true", help="images' tokens see one another (Gemma 3 from 4B on, Gemma 4)"
+    )
     parser.add_argument("--chunked", action="store_true", help="layers see chunks, not windows (Llama 4)")
     parser.add_argument(
         "--tma", action=argparse.BooleanOptionalAction, default=True, help="for engines with prefill_tma (default: yes)"
@@ -375,6 +378,8 @@ def _shapes(options: argparse.Namespace) -> Iterator[tuple[AttentionShape, int]]
             smaller_value=0 if value_dim == head_dim else value_dim,
         )
         yield shape, parts
+        if options.both_ways and parts == 1:
+            yield replace(shape, both_ways=True), parts
 
 
 def _compressed(options: argparse.Namespace) -> Iterator[CompressedModel]:

@@ -805,6 +805,10 @@ class EngineConfig:
         a step's budget."""
         return -(-self.most_batched_tokens // min(2, self.steps_in_flight))
 
+    def batched_tokens_for(self, chunk: int) -> int:
+        """The least ``max_batched_tokens`` with chunks of so many tokens."""
+        return (chunk - 1) * min(2, self.steps_in_flight) + 1
+
     @property
     def tokens_in_flight(self) -> int:
         """Most tokens of one sequence in the steps that are on their way together."""

@@ -33,6 +33,7 @@ from headwise.runtime.engine.peers.prefills import Prefills
 from headwise.runtime.engine.prefetcher import Lookup
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.engine.whole_items import check_whole_items
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import SLEEP, StepResult
 from headwise.runtime.protocol.executor import Executor
@@ -103,6 +104,7 @@ class EngineCore:
             speculator=speculator_of(config, card),
             prefetcher=prefetcher_of(config, self.cache, lookup),
             peer_loads=self._peer_loads,
+            whole_items=any(card.config.both_ways),
         )
         self._prefills: Prefills | None = None
         if self._lending is not None:
@@ -175,6 +177,8 @@ class EngineCore:
         if self.card.config.axes == 1 and any(each.columns for each in request.extra_keys):
             raise InvalidRequestError("this model gives a token one position: leave the items' columns out")
         check_embeds(request.extra_keys, request.embeds, self.card.config.embed_size)
+        if any(self.card.config.both_ways):
+            check_whole_items(request, self.config, self.card.token_parts)
         if self._embed_bytes + embed_bytes(request.embeds) > MAX_HELD_EMBED_BYTES:
             raise OverloadedError(
                 f"requests with embeddings of {self._embed_bytes} bytes are served or wait already, of at most "

@@ -25,6 +25,7 @@ from headwise.runtime.engine.step_places import step_places
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
 from headwise.runtime.engine.waiting_queue import WaitingQueue
+from headwise.runtime.engine.whole_items import ending_outside, step_sees
 from headwise.runtime.protocol.batch import (
     LAST_SAMPLED,
     NO_DRAFTS,
@@ -76,6 +77,7 @@ class ResourceManager:
     pipeline:           of the workers
     speculator:         whether sequences have drafts; None: they have not
     prefetcher, peer_loads: see `WaitingQueue`
+    whole_items:        whether steps compute items whole: see `whole_items`. None has more tokens than a chunk
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ResourceManager:
         speculator: Speculator | None = None,
         prefetcher: Prefetcher | None = None,
         peer_loads: PeerLoads | None = None,
+        whole_items: bool = False,
     ) -> None:
         self.cache = cache
         self.waiting = WaitingQueue(prefetcher, peer_loads)
@@ -96,7 +99,7 @@ class ResourceManager:
         self.step_times = StepTimes()
         self._keeps_states = any(policy.is_state for policy in cache.policies)
         lag = speculator.most if speculator is not None and self._keeps_states else 0
-        self.table = SequenceTable(max_rows, lag, takes_known=pipeline.takes_known)
+        self.table = SequenceTable(max_rows, lag, takes_known=pipeline.takes_known, whole_items=whole_items)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
         self._pipeline = pipeline
@@ -152,7 +155,8 @@ class ResourceManager:
                 budget,
             )
             row = np.array([admitted.row], dtype=np.int32)
-            if self._extend(row, self.table.scheduled[row] + count):
+            count = int(ending_outside(self.table, row, np.array([count]))[0])
+            if count and self._extend(row, self.table.scheduled[row] + count):
                 plan.add(admitted.row, count)
                 budget -= count
         return self._send(plan) if len(plan.rows) or self._copies_need_a_step() else None
@@ -224,7 +228,15 @@ class ResourceManager:
         rows = self._rows_in_order()
         wanted = self._pipeline.of_step(wanted, decoding, self.table, rows, self._step_id + 1, self._last_done)
         order, counts = shares(wanted, decoding, self.max_batched_tokens)
-        return _Plan(rows[order], counts)
+        whole = ending_outside(self.table, rows[order], counts)
+        stuck = order[(whole == 0) & ~decoding[order]]
+        if len(stuck) and not whole[~decoding[order]].any():
+            # No prompt gets on, for an item has no room beside all that decode: some of these wait for one step.
+            is_first = np.arange(len(rows)) == stuck[0]
+            wanted = np.where(decoding | is_first, wanted, 0)
+            order, counts = shares(wanted, is_first, self.max_batched_tokens)
+            whole = ending_outside(self.table, rows[order], counts)
+        return _Plan(rows[order][whole > 0], whole[whole > 0])
 
     def _wanted(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Of each running sequence, the tokens that a step could compute at most, and whether it decodes."""
@@ -357,6 +369,7 @@ class ResourceManager:
             embeds=step_embeds(columns, rows, starts, counts),
             drafts=drafts.astype(np.int32) if drafts.any() else NO_DRAFTS,
             places=step_places(columns, rows, starts, counts),
+            sees=step_sees(columns, rows, starts, counts),
             **of_model,
         )
         return ScheduledStep(batch, tuple(sequences))

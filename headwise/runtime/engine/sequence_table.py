@@ -30,18 +30,20 @@ class SequenceTable:
     drafted:    and those that it has in a step in flight: what comes next is not known until that is back
     last_step:  the latest step that holds the sequence
     last_token: the last known token
-    chunk:      most tokens of it in a step
+    chunk:      most tokens of it in a step, and no fewer than of an item that a step computes whole
     wanted:     whether its results are: the request has not ended
     embeds_end: behind the last token whose embedding came with the request; 0: none did
     grids_begin, grids_end: the first token of an item on a grid, and behind the last one; `NO_GRID`, 0: there is none
     grids_saved: positions that a token behind all of these has less than tokens are before it
+    items_end:  behind the last item that steps compute whole; 0: there is none
 
     lag: tokens, at most, that were guessed right and are computed once more
     takes_known: see `PipelineShares`
+    whole_items: whether steps compute items whole: see `whole_items`
     """
 
-    def __init__(self, max_rows: int, lag: int = 0, takes_known: bool = False) -> None:
-        self.lag, self._takes_known = lag, takes_known
+    def __init__(self, max_rows: int, lag: int = 0, takes_known: bool = False, whole_items: bool = False) -> None:
+        self.lag, self._takes_known, self._whole_items = lag, takes_known, whole_items
         self._sequences: dict[int, Sequence] = {}
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.pending = np.zeros(max_rows, dtype=np.int64)
@@ -56,6 +58,7 @@ class SequenceTable:
         self.grids_begin = np.full(max_rows, NO_GRID, dtype=np.int64)
         self.grids_end = np.zeros(max_rows, dtype=np.int64)
         self.grids_saved = np.zeros(max_rows, dtype=np.int64)
+        self.items_end = np.zeros(max_rows, dtype=np.int64)
         self.last_token = np.zeros(max_rows, dtype=np.int32)
         self.wanted = np.zeros(max_rows, dtype=np.bool_)
         self._free = list(range(max_rows - 1, -1, -1))
@@ -78,7 +81,9 @@ class SequenceTable:
         self.scheduled[row] = computed
         self.num_prompt[row] = sequence.num_prompt
         self.max_length[row] = sequence.max_length
-        self.chunk[row] = chunk
+        whole = sequence.request.extra_keys if self._whole_items else ()
+        self.chunk[row] = max([chunk, *(each.end - each.start for each in whole)])
+        self.items_end[row] = max((each.end for each in whole), default=0)
         self.embeds_end[row] = max((each.end for each in sequence.request.embeds), default=0)
         grids = [each for each in sequence.request.extra_keys if each.columns]
         self.grids_begin[row] = grids[0].start if grids else NO_GRID

@@ -14,6 +14,7 @@ from headwise.runtime.loader.checkpoint import read_json
 from headwise.runtime.loader.control_tokens import Marks, Rendered, unmarked
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, detokenizer_factory
 from headwise.runtime.loader.tiktoken_file import RANKS, read_tiktoken
+from headwise.runtime.models.image_text import ImageText, image_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -32,6 +33,7 @@ class Tokenizer:
     chat_template:  Jinja source; None if the model has none
     bos_token_id:   the token that texts begin with, if the model has one
     eos_token_ids:  every token that ends the model's output, ascending
+    image_text:     what stands for an image in a chat; None: what the template writes
 
     Raises `ModelError` if its ids cannot be decoded as they come.
     """
@@ -43,6 +45,7 @@ class Tokenizer:
         chat_template: str | None,
         bos_token_id: int | None,
         eos_token_ids: tuple[int, ...],
+        image_text: ImageText | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -51,6 +54,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
+        self._image_text = image_text
         added = backend.get_added_tokens_decoder()
         self._hidden = frozenset(token for token, entry in added.items() if entry.special)
         self._normalises_control_tokens = backend.normalizer is not None and any(
@@ -81,6 +85,7 @@ class Tokenizer:
             read_template(chat_template) if chat_template else _chat_template(directory, files["tokenizer_config"]),
             _bos_token_id(backend, named, files),
             _eos_token_ids(backend, named, files),
+            image_text(files["config"]),
         )
 
     @property
@@ -199,7 +204,10 @@ class Tokenizer:
         if self._template is None:
             raise InvalidRequestError("this model has no chat template: send a plain prompt instead of messages")
         marked, marks = self._marks.on(plain_chat(chat))
-        return unmarked(self._template.render(marked, add_generation_prompt), marks)
+        text = self._template.render(marked, add_generation_prompt)
+        if self._image_text is not None:  # the template's own alone: users' has marks
+            text = text.replace(self._image_text.written, self._image_text.read)
+        return unmarked(text, marks)
 
     @cached_property
     def _template(self) -> ChatTemplate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from headwise.runtime.models.gemma2 import Gemma2, gemma_fields
@@ -18,7 +19,8 @@ from headwise.runtime.models.hf_config import (
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.position_config import RopeConfig
 
-ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+_WITH_IMAGES = "Gemma3ForConditionalGeneration"
+ARCHITECTURES = ("Gemma3ForCausalLM", _WITH_IMAGES)
 
 _DEFAULTS = {
     "vocab_size": 262208,
@@ -42,7 +44,7 @@ def parse(config: HfConfig) -> ModelConfig:
             return RopeConfig(number(text, "rope_local_base_freq", 10000.0))
         return rope(text, kind, default_theta=10000.0 if kind == "sliding_attention" else 1000000.0)
 
-    return decoder_config(
+    decoder = decoder_config(
         text,
         "Gemma3ForCausalLM",
         layer_types=named_layer_types(text, layer_type),
@@ -50,6 +52,8 @@ def parse(config: HfConfig) -> ModelConfig:
         window=positive(text, "sliding_window", default=4096),
         **gemma_fields(text),
     )
+    has_images = _WITH_IMAGES in config.get("architectures", ())
+    return replace(decoder, both_ways=(has_images,) * decoder.num_layers)
 
 
 class Gemma3(Gemma2):

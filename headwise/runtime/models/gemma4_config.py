@@ -88,7 +88,8 @@ def parse(config: HfConfig) -> Gemma4Config:
     nested = mapping(config, "text_config")
     text: dict[str, Any] = {**_DEFAULTS, **config, **nested}
     text["eos_token_id"] = config.get("eos_token_id", nested.get("eos_token_id"))
-    if text.get("use_bidirectional_attention") == "vision":  # of images, which are not served
+    sees_images = text.get("use_bidirectional_attention") == "vision"
+    if sees_images:  # of what is no image `decoder_config` is told
         text["use_bidirectional_attention"] = None
     layers = positive(text, "num_hidden_layers", most=MOST_LAYERS)
     named = named_layer_types(text, lambda layer: SLIDING if (layer + 1) % _EVERY else FULL)
@@ -113,6 +114,7 @@ def parse(config: HfConfig) -> Gemma4Config:
             for row, each, own in zip(decoder.policies, heads, keeps, strict=True)
         ),
         "moe": _moe(text, layers) if flag(text, "enable_moe_block") else None,
+        "both_ways": tuple(sees_images and kind == SLIDING for kind in kinds),  # full layers see none ahead
         "values_are_keys": tuple(flag(text, "attention_k_eq_v") and kind == FULL for kind in kinds),
         "side_size": _side_size(text),
         "wide_mlps": flag(text, "use_double_wide_mlp"),

@@ -7,10 +7,7 @@ from typing import Any
 
 from headwise.runtime.models.position_config import AXES
 
-_BOTH_WAYS = "attention in both directions among an image's tokens"
 _PLACES = "three positions of each token (M-RoPE)"
-_BY_NAME = {"Gemma3ForConditionalGeneration": _BOTH_WAYS}
-"""Of architectures, whether or not their configs say it."""
 
 
 def missing_for_images(config: Mapping[str, Any], axes: int = 1) -> str:
@@ -18,16 +15,10 @@ def missing_for_images(config: Mapping[str, Any], axes: int = 1) -> str:
 
     axes: positions of a token with which the model is served
     """
-    names, text = config.get("architectures"), config.get("text_config")
-    known = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    for name in known:
-        if name in _BY_NAME:
-            return _BY_NAME[name]
+    text = config.get("text_config")
     for each in (config, text if isinstance(text, Mapping) else {}):
         if axes < AXES and any("mrope_section" in rope for rope in _ropes(each)):
             return _PLACES
-        if each.get("use_bidirectional_attention") == "vision":
-            return _BOTH_WAYS
     return ""
 
 

@@ -76,8 +76,10 @@ class ModelConfig:
                      window is what its policy says
     mlp_gate:        whether MLPs, and experts, have a gate: their activation is of both, else of one product
     logit_scale:     factor on logits
+    both_ways:       ``[num_layers]``, whether in a layer an item's tokens see all of that item, also behind themselves;
+                     empty: in none. See `sees_both_ways`
     missing_for_images: what its images need that is not served, in words; empty: nothing
-    image_token:     the control token that its chat template writes for an image; empty: no tower of its is served
+    image_token:     the control token that stands for an image in a chat's text; empty: no tower of its is served
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     draft_layers:    the last ones, 1 or none, which are not the decoder's: see `Model.draft`
     eagle:           the head that such a layer is of, where it is not of the model's own checkpoint
@@ -117,6 +119,7 @@ class ModelConfig:
     chunk: int = 0
     temper: TemperConfig | None = None
     logit_scale: float = 1.0
+    both_ways: tuple[bool, ...] = ()
     missing_for_images: str = ""
     image_token: str = ""
     draft_layers: int = 0
@@ -147,6 +150,10 @@ class ModelConfig:
     def query_heads_of(self, layer: int) -> int:
         """Query heads of a layer, over all ranks."""
         return self.query_heads[layer] if self.query_heads else self.num_heads
+
+    def sees_both_ways(self, layer: int) -> bool:
+        """Whether an item's tokens see all of it in a layer; one that drafts has not learned to."""
+        return layer < len(self.both_ways) and self.both_ways[layer]
 
     @property
     def cache_layers(self) -> int:

@@ -26,6 +26,9 @@ NO_DRAFTS: NDArray[np.int32] = np.empty(0, np.int32)
 NO_PLACES: NDArray[np.int32] = np.empty((0, 0), np.int32)
 """Of a step whose tokens are where they are in their sequences."""
 
+UP_TO_THEMSELVES: NDArray[np.int32] = np.empty(0, np.int32)
+"""What tokens see in a step in which none sees any behind itself."""
+
 NOTHING_PROPOSED: NDArray[np.int32] = np.empty((0, 0), np.int32)
 
 
@@ -110,6 +113,8 @@ class BatchRequest:
                           room for all but the last of them. Or `NO_DRAFTS`
     places:               ``[sum(query_lens), 3]``: the tokens' positions, of a model that gives a token three, where
                           these are not all its place in the sequence; or `NO_PLACES`
+    sees:                 ``[sum(query_lens)]`` how many of its sequence's tokens, the first ones, each token may see,
+                          where items are seen in both directions; or `UP_TO_THEMSELVES`
     """
 
     step_id: int
@@ -128,6 +133,7 @@ class BatchRequest:
     following: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
     proposals: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
     places: NDArray[np.int32] = field(default_factory=lambda: NO_PLACES)
+    sees: NDArray[np.int32] = field(default_factory=lambda: UP_TO_THEMSELVES)
 
     @property
     def num_tokens(self) -> int:

@@ -19,7 +19,7 @@ from headwise.runtime.models.attention.wanted import ending_at
 from headwise.runtime.models.base import Model, PagedAttentionLayer, PagedCache
 from headwise.runtime.ops.base import Fetch, KernelArray, Tensor
 from headwise.runtime.ops.stage_links import StageLinks
-from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.batch import UP_TO_THEMSELVES, BatchRequest
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.drafts import Spread, spread
@@ -92,7 +92,7 @@ class ModelRunner:
     def is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether a token is sampled behind each one, of no more than there may be sequences, and nothing is being
         loaded meanwhile."""
-        is_decode = batch.samples_behind_each and batch.embeds is None and not self._adapters.are_in(batch)
+        is_decode = batch.samples_behind_each and not self._is_enqueued_anew(batch) and not self._adapters.are_in(batch)
         return is_decode and 0 < batch.num_tokens <= self._card.spec.max_rows and not self._loads.is_loading()
 
     def decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
@@ -131,6 +131,12 @@ class ModelRunner:
             return self._forward_adapted(batch, wanted)
         return self._forward_with(batch, wanted, self._graphs_of(batch, wanted))
 
+    @staticmethod
+    def _is_enqueued_anew(batch: BatchRequest) -> bool:
+        """Whether no graph has what the step needs: embeddings, which come from the host, or tokens that see others
+        behind themselves."""
+        return batch.embeds is not None or len(batch.sees) > 0
+
     def _forward_adapted(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> Tensor | None:
         """The same of a step of which some rows go by adapters: without graphs."""
         self.model.adapted = self._adapters.of(batch)
@@ -145,7 +151,7 @@ class ModelRunner:
         upload: Callable[..., Sequence[KernelArray]] = self._upload
         if graphs is not None:
             upload = partial(graphs.upload, wanted=wanted)
-        step = self.on_device(spread(batch), self.last.inputs(batch), upload)
+        step = self.on_device(spread(batch), self.last.inputs(batch), upload, batch.sees)
         self.last.fill(step.tokens, step.batch.cu_seqlens_q, step.rows)
         stream = self._links.receive(batch.num_tokens)
         if graphs is not None:
@@ -161,24 +167,37 @@ class ModelRunner:
         return hidden
 
     def on_device(
-        self, each: Spread, tokens: NDArray[np.int32], upload: Callable[..., Sequence[KernelArray]]
+        self,
+        each: Spread,
+        tokens: NDArray[np.int32],
+        upload: Callable[..., Sequence[KernelArray]],
+        sees: NDArray[np.int32] = UP_TO_THEMSELVES,
     ) -> DeviceStep:
-        """These sequences, of ``tokens [T]``, and their block tables. upload: as `TensorOps.step_upload` gives it"""
+        """These sequences, of ``tokens [T]``, and their block tables.
+
+        upload: as `TensorOps.step_upload` gives it
+        sees:   see `BatchRequest`
+        """
         seq_lens = each.starts + each.query_lens
         positions, cu_seqlens = each.positions(len(tokens))
-        told = () if each.follows is None or not self._card.has_states else (each.follows,)
-        given = upload(tokens, each.turned(positions, self._axes), cu_seqlens, seq_lens, each.rows, *told)
-        on_device, places, begins, lengths, rows, *follows = given
+        told: dict[str, NDArray[np.int32]] = {}
+        if each.follows is not None and self._card.has_states:
+            told["follows_on_device"] = each.follows
+        if len(sees):
+            told["sees"] = sees
+        given = upload(tokens, each.turned(positions, self._axes), cu_seqlens, seq_lens, each.rows, *told.values())
+        on_device, places, begins, lengths, rows, *behind = given
+        more = dict(zip(told, behind, strict=True))
         tables = self.cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         known, longest = HostLengths(cu_seqlens, seq_lens), int(each.query_lens.max())
-        batch = AttentionBatch(begins, lengths, gathered, tables.shape.groups, longest, known, each.follows, *follows)
+        batch = AttentionBatch(begins, lengths, gathered, tables.shape.groups, longest, known, each.follows, **more)
         return DeviceStep(on_device, places, rows, batch)
 
     def _graphs_of(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> StepGraphs | None:
         """Those that a step runs by, if it has no embeddings, which come from the host, and they give all rows where
         all are wanted."""
-        graphs = None if self.prefill is None or batch.embeds is not None else self.prefill.of(batch.num_tokens)
+        graphs = None if self.prefill is None or self._is_enqueued_anew(batch) else self.prefill.of(batch.num_tokens)
         return None if graphs is not None and graphs.wanted and wanted is None else graphs
 
     # ---- attention ----

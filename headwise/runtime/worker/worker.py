@@ -158,6 +158,7 @@ class ModelWorker:
             slot=column(places[:, 1]),
             window=column([policy.window for policy in policies]),
             sink=column([policy.sink for policy in policies]),
+            both_ways=model.sees_both_ways(layer),
         )
 
     def describe(self) -> str:

@@ -87,6 +87,12 @@ def test_windows_and_sinks_of_any_dtype(
     assert_right(kernels, Case((queries,), (403,), ((window, sink),), share=3, head_dim=64, block_size=16, dtype=dtype))
 
 
+def test_tokens_of_an_item_see_all_of_it_in_any_dtype(kernels: NumbaKernels, dtype: str) -> None:
+    items = ((0, 30, 300), (0, 310, 330), (1, 0, 40))
+    case = Case((290, 20, 1), (331, 90, 50), ((0, 0), (40, 4)), share=3, head_dim=64, block_size=16, items=items)
+    assert_right(kernels, replace(case, dtype=dtype))
+
+
 @pytest.mark.parametrize(("share", "head_dim"), [(1, 32), (3, 64), (4, 256), (8, 128), (5, 80), (2, 96), (6, 16)])
 def test_common_head_geometries_of_any_dtype(kernels: NumbaKernels, dtype: str, share: int, head_dim: int) -> None:
     head_dim = head_dim_for(dtype, head_dim)

@@ -41,7 +41,7 @@ ARCHITECTURES = {
 }
 NOT_GEOMETRY = ("ropes", "eos_token_ids", "bos_token_id", "attention_scale")
 NOT_TOLD = {
-    **dict.fromkeys(("gemma-4-26b-a4b", "gemma-4-31b"), "missing_for_images"),
+    **dict.fromkeys(("gemma-4-26b-a4b", "gemma-4-31b"), "both_ways"),
     **dict.fromkeys(("granite-4.0-h-tiny", "granite-4.0-h-small"), "max_position"),
     "granite-4.0-micro": "architecture",
 }

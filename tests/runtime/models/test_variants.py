@@ -462,8 +462,8 @@ def _joined(weights: DictWeights) -> DictWeights:
     [
         ({**TINY_CONFIGS["qwen2"], "rope_scaling": MROPE}, "three positions"),
         (published("qwen3.5-27b"), ""),
-        (published("gemma-3-4b"), "both directions"),
-        (published("gemma-4-31b"), "both directions"),
+        (published("gemma-3-4b"), ""),
+        (published("gemma-4-31b"), ""),
         (published("gemma-3-1b"), ""),
         (published("mistral-small-3.2-24b"), ""),
         (published("kimi-k2.5"), ""),
@@ -474,6 +474,25 @@ def test_what_images_need_that_is_not_served_is_known(config: dict[str, Any], la
     found = model_config(config).missing_for_images
     assert lacking in found
     assert bool(lacking) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("gemma-3-4b", "all"),
+        ("gemma-4-31b", "windows"),
+        ("gemma-4-26b-a4b", "windows"),
+        ("gemma-4-e2b", ""),
+        ("gemma-3-1b", ""),
+        ("kimi-k2.5", ""),
+    ],
+)
+def test_layers_in_which_an_item_is_seen_in_both_directions_are_known(name: str, layers: str) -> None:
+    config = model_config(published(name))
+    for layer in range(config.num_layers):
+        has_window = any(policy.window for policy in config.policies[config.heads_of(layer).cache_layer])
+        assert config.sees_both_ways(layer) == (layers == "all" or (layers == "windows" and has_window))
+    assert not config.sees_both_ways(config.num_layers)
 
 
 def test_a_kimi_k2_5_is_the_kimi_k2_in_it_and_so_is_how_its_weights_are_stored() -> None:

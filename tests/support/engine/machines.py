@@ -97,7 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
         name = f"r{len(self.expected)}"
         count = min(count, self.engine.card.max_model_len - length)
         prompt = [family * 10 + i % 7 for i in range(length)]
-        self.requests[name] = request(name, prompt, count, priority=priority)
+        self.requests[name] = self._request(name, prompt, count, priority)
         self.engine.add(self.requests[name])
         if self._is_broken(family, length + count):
             self.broken.add(name)
@@ -105,7 +105,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.expected[name], self.got[name] = self._continuation(prompt, count), []
         self.paths[name] = []
         tokens = np.array([*prompt, *self.expected[name]], dtype=np.int32)
-        extend_hashes(self.paths[name], hash_seed(self.engine.card.identity, "", ""), tokens, BLOCK)
+        tokens[: len(prompt)] = self.requests[name].prompt_token_ids
+        seed, items = hash_seed(self.engine.card.identity, "", ""), self.requests[name].extra_keys
+        extend_hashes(self.paths[name], seed, tokens, BLOCK, items)
+
+    def _request(self, name: str, prompt: list[int], count: int, priority: int) -> GenerateRequest:
+        return request(name, prompt, count, priority=priority)
 
     @rule()
     def step(self) -> None:

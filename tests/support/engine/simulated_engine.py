@@ -67,13 +67,14 @@ def make_engine(
     storage: Storage | Path | None = None,
     is_late=False,
     drafts=False,
+    both_ways=False,
     **config,
 ) -> tuple[EngineCore, SimulatedExecutor]:  # fmt: skip
     config = {"max_batched_tokens": 16, **config}
     if storage is not None:
         config |= SOMEWHERE
     sizes = {"num_blocks": num_blocks, "max_rows": max_rows, "host_blocks": host_blocks}
-    card = simulated_card(policies, block_size=BLOCK, drafts=drafts, **sizes)
+    card = simulated_card(policies, block_size=BLOCK, drafts=drafts, both_ways=both_ways, **sizes)
     lookup: SimulatedLookup | StorageLookup | None = None
     if isinstance(storage, Path):
         executor = SimulatedExecutor(card, eager=eager, storage=_file_storage(storage, card), is_late=is_late)

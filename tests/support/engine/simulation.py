@@ -66,8 +66,13 @@ def simulated_card(
     tp_size: int = 1,
     grouping: Literal["auto", "per_head_index"] = "auto",
     drafts: bool = False,
+    both_ways: bool = False,
 ) -> ModelCard:
-    """A card with one layer and one KV head per policy. drafts: and another layer, of as many, for that"""
+    """A card with one layer and one KV head per policy.
+
+    drafts:    and another layer, of as many, for that
+    both_ways: whether items' tokens see each other
+    """
     layers = [tuple(policies), *([(FULL,) * len(policies)] if drafts else [])]
     plan = plan_head_groups(layers, tp_size, grouping)
     layout = BlockLayout(block_size, plan.slots, (Role("token", (), "int32"),), alignment=4)
@@ -88,6 +93,7 @@ def simulated_card(
         ropes=(RopeConfig(1.0),) * len(layers),
         attention_scale=1.0,
         draft_layers=len(layers) - 1,
+        both_ways=(True,) if both_ways else (),
     )
     spec = CacheSpec(num_blocks, max_rows, -(-max_len // block_size), host_blocks)
     return ModelCard("simulated", "simulated", model, plan, (layout,) * len(layers), spec, max_len)

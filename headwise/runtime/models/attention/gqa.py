@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,11 @@ class GroupedQueryAttention:
     ) -> AttentionKernels:
         kernels = CudaKernels(parts)
         shapes = {
-            (self._shape(layer, layout.own, share, tp_size, dtype), layout.parts): layout.own
+            (shape, layout.parts): layout.own
             for layer, layout in enumerate(layouts)
             for share in query_shares(self.config, layer, tp_size)
+            for shape in self._shapes(layer, layout.own, share, tp_size, dtype)
+            if layout.parts == 1 or not shape.both_ways
         }
         for (shape, keeping), layout in shapes.items():
             check_shape(shape, parts.launcher.sm)
@@ -85,19 +87,23 @@ class GroupedQueryAttention:
                 kernels.prepare_shared(layout, RanksShape(shape, keeping))
         return kernels
 
-    def _shape(self, layer: int, layout: BlockLayout, share: int, tp_size: int, dtype: str) -> AttentionShape:
+    def _shapes(
+        self, layer: int, layout: BlockLayout, share: int, tp_size: int, dtype: str
+    ) -> Iterator[AttentionShape]:
         """What a layer asks of the kernels of a rank with ``share`` query heads over each of its KV heads."""
         c = self.config
         kv_heads = max(1, c.heads_of(layer).kv_heads // tp_size)
-        return AttentionShape.of(
-            layout,
-            share * kv_heads,
-            kv_heads,
-            dtype,
-            c.attention_softcap,
-            sink_logits=c.sink_logits,
-            chunked=c.chunk > 0,
-        )
+        for both_ways in (False, True) if c.sees_both_ways(layer) else (False,):
+            yield AttentionShape.of(
+                layout,
+                share * kv_heads,
+                kv_heads,
+                dtype,
+                c.attention_softcap,
+                sink_logits=c.sink_logits,
+                chunked=c.chunk > 0,
+                both_ways=both_ways,
+            )
 
     def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
         numbers = self.config.attention_scale, self.config.attention_softcap

@@ -29,7 +29,8 @@ def wanted_rows(rows: KernelArray, wanted: NDArray[np.int64] | None, ops: Tensor
 
 
 def ending_at(batch: AttentionBatch, rows: NDArray[np.int64], ops: TensorOps) -> AttentionBatch:
-    """A sequence for each of these query rows, ascending, whose one query it is: it ends there."""
+    """A sequence for each of these query rows, ascending, whose one query it is: it ends there. So they must see none
+    behind themselves: those that are sampled from are the last ones of their sequences."""
     on_host = batch.on_host or HostLengths(batch.cu_seqlens_q, batch.seq_lens)
     which = np.searchsorted(on_host.cu_seqlens_q, rows, side="right") - 1
     behind = on_host.cu_seqlens_q[which + 1] - 1 - rows

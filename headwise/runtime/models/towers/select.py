@@ -8,13 +8,13 @@ from typing import Any
 
 from headwise.errors import ModelError
 from headwise.runtime.models.images import missing_for_images
-from headwise.runtime.models.towers import llama4_vision, moonvit, pixtral, qwen_vision
+from headwise.runtime.models.towers import gemma3_vision, llama4_vision, moonvit, pixtral, qwen_vision
 from headwise.runtime.models.towers.base import BuildTower
 
 
 @dataclass(frozen=True)
 class TowerKind:
-    """build: makes the tower; placeholder: the control token that chat templates write for an image"""
+    """build: makes the tower; placeholder: the control token that stands for an image in a chat's text"""
 
     build: BuildTower
     placeholder: str
@@ -24,6 +24,7 @@ _QWEN_PLACE = "<|image_pad|>"
 _TOWERS = {
     "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, "[IMG]"),
     "Llama4ForConditionalGeneration": TowerKind(llama4_vision.build, "<|image|>"),
+    "Gemma3ForConditionalGeneration": TowerKind(gemma3_vision.build, "<image_soft_token>"),
     "KimiK25ForConditionalGeneration": TowerKind(moonvit.build, "<|media_pad|>"),
     "Qwen2VLForConditionalGeneration": TowerKind(qwen_vision.build_qwen2_vl, _QWEN_PLACE),
     "Qwen2_5_VLForConditionalGeneration": TowerKind(qwen_vision.build_qwen2_5_vl, _QWEN_PLACE),
@@ -35,7 +36,7 @@ _TOWERS = {
 
 
 def image_token(config: Mapping[str, Any]) -> str:
-    """The control token that a model's chat template writes for an image; empty: its images are not served."""
+    """The control token that stands for an image in a chat's text; empty: the model's images are not served."""
     kind = _kind(config)
     return "" if kind is None else kind.placeholder
 

@@ -106,12 +106,15 @@ class TowerLayer:
     mlp: Mlp
     heads: int
 
-    def forward(self, ops: TensorOps, x: Tensor, angles: Sequence[KernelArray], windows: Windows = ()) -> Tensor:
-        """Of ``x [T, hidden]``. angles: cosines and sines, ``[T, 1, D / 2]``; windows: as of `dense_attention`"""
+    def forward(self, ops: TensorOps, x: Tensor, angles: Sequence[KernelArray] = (), windows: Windows = ()) -> Tensor:
+        """Of ``x [T, hidden]``. angles: cosines and sines, ``[T, 1, D / 2]``; empty: queries and keys are not turned;
+        windows: as of `dense_attention`"""
         tokens, hidden = x.shape
         heads = (tokens, self.heads, hidden // self.heads)
         given = self.before.of(ops, x)
-        query, key = (ops.rope(each.of(ops, given).reshape(heads), *angles) for each in (self.query, self.key))
+        query, key = (each.of(ops, given).reshape(heads) for each in (self.query, self.key))
+        if angles:
+            query, key = (ops.rope(each, *angles) for each in (query, key))
         value = self.value.of(ops, given).reshape(heads)
         seen = dense_attention(ops, query, key, value, heads[2] ** -0.5, windows)
         x = x + self.out.of(ops, seen.reshape((tokens, hidden)))

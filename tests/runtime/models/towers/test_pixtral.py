@@ -159,7 +159,7 @@ def test_a_tokenizer_without_control_tokens_for_images_is_told(tmp_path: Path) -
     ("config", "says"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "it has no vision tower"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}, "both directions"),
+        ({"architectures": ["Gemma4ForConditionalGeneration"], "vision_config": {}}, "tower is not served"),
         (
             {
                 "architectures": ["Qwen2_5OmniForConditionalGeneration"],
