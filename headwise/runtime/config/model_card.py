@@ -292,7 +292,9 @@ def _plan(
 
     def plan_of(policies: Policies, tp_size: int) -> HeadGroupPlan:
         given = policies, tp_size, config.head_grouping
-        return plan_head_groups(*given, sizes=sizes, is_replicated=replicated, stages=stages)
+        return plan_head_groups(
+            *given, sizes=sizes, is_replicated=replicated, stages=stages, layer_of=model.layer_of_caches
+        )
 
     try:
         stages = model.stages(config.pipeline_parallel_size)
@@ -304,8 +306,10 @@ def _plan(
         raise ConfigError(str(error)) from None
     layouts = {}
     for layout in of_one:
-        slots, tail = divmod(plan.block_bytes, layout.slot_bytes)
-        layouts[layout] = replace(layout, slots=slots, tail_bytes=tail)
+        size, lead, slots = plan.run_of(layout.slot_bytes)
+        layouts[layout] = replace(
+            layout, slots=slots, lead_bytes=lead, tail_bytes=plan.block_bytes - lead - slots * size
+        )
     return plan, tuple(layouts[layout] for layout in of_one)
 
 

@@ -188,7 +188,7 @@ def error_in_bfloat16(case: IndexedCase, kernels: CudaIndexedKernels) -> float:
     scene.write(kernels)
     out = np.zeros((len(scene.query), case.heads, case.value_dim), narrow)
     where = scene.arena, scene.layout, scene.batch, scene.heads
-    kernels.attend_chosen(scene.query, scene.up, scene.index, *where, scale=scene.scale, out=out)
+    kernels.attend_chosen(scene.query, scene.up, scene.choose(kernels), *where, scale=scene.scale, out=out)
     scene.query, scene.index = scene.query.astype(np.float32), asked
     scene.up = UpProjections(*(part.astype(np.float32) for part in (scene.up.key, scene.up.value)))
     scene.latents, scene.keys = ([rows.astype(np.float32) for rows in each] for each in (scene.latents, scene.keys))
