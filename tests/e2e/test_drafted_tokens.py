@@ -16,7 +16,7 @@ from support.reference import assert_same
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.worker.worker import ModelWorker
 
-AS_OTHERS = ("deepseek-v3-bias", "glm5", "qwen3.5-moe")
+AS_OTHERS = ("deepseek-v3-bias", "glm5", "glm5-shared", "qwen3.5-moe")
 
 
 def config_of(name: str, **changes: Any) -> EngineConfig:
