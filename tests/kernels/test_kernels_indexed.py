@@ -13,7 +13,7 @@ from support.latent_scene import kept_in
 
 from headwise.errors import ConfigError
 from headwise.kernels.cpu import dsa_attention
-from headwise.kernels.cpu.dsa_attention import chosen
+from headwise.kernels.cpu.chosen import chosen
 from headwise.kernels.dsa import index_layout, index_scale_view, index_view, indexed_layout
 from headwise.kernels.dsa_base import IndexedKernels, IndexQueries
 from headwise.kernels.dsa_reference import ReferenceChosen, best

@@ -15,7 +15,7 @@ from support.ranks_in_threads import RankInThread, on_each
 from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels import shared_context
 from headwise.kernels.base import AttentionBatch
-from headwise.kernels.cpu.dsa_attention import best_of_all
+from headwise.kernels.cpu.chosen import best_of_all
 from headwise.kernels.dsa_base import SharedIndexedKernels
 from headwise.kernels.select import make_indexed_kernels
 

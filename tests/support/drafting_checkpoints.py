@@ -73,7 +73,7 @@ OTHERWISE: Mapping[str, Mapping[str, str]] = {
         "self_attn": "1.self_attn",
         "pre_mlp_layernorm": "1.post_attention_layernorm",
         "mlp": "0.mlp",
-    }
+    },
 }
 """Of a model whose layer is not as its last one: what its parts are called, and which layer's parts they are like."""
 

@@ -171,6 +171,8 @@ def read_model_card(
         )
     if config.head_pattern and model.compressed is not None:
         raise ConfigError(f"{config.model} compresses its cache, which no head pattern has: serve it without")
+    if config.head_pattern and model.cache_layers > model.num_layers:
+        raise ConfigError(f"{config.model}: its layers share an indexer, which no head pattern has: serve it without")
     if config.head_pattern and model.chunk:
         raise ConfigError(f"{config.model} has chunked attention, which no head pattern has: serve it without")
     if config.head_pattern and any(policy.is_state for row in model.policies for policy in row):
