@@ -154,7 +154,8 @@ class OnDevice:
         """To all that is seen, or to what the indexer, if there is one, chooses of it."""
         where = self.arena, self.layout, self.batch, self.heads
         if chosen and self.indexed is not None:
-            self.indexed.attend_chosen(self.query, self.up, self.index, *where, scale=SCALE, out=self.out)
+            found = self.indexed.choose(self.index, *where)
+            self.indexed.attend_chosen(self.query, self.up, found, *where, scale=SCALE, out=self.out)
         else:
             self.kernels.attend_latent(self.query, self.up, *where, scale=SCALE, out=self.out)
         return self.out
@@ -169,7 +170,9 @@ def check(bench: Bench, sizes: LatentSizes, step: LatentStep) -> None:
     for name in ("dense", "chosen") if has_indexer(step.layout) else ("alone",):
         wanted = np.empty((len(step.query), sizes.heads, sizes.value_dim))
         if name == "chosen":
-            ReferenceIndexedKernels().attend_chosen(step.query, step.up, step.index, *where, scale=SCALE, out=wanted)
+            reference = ReferenceIndexedKernels()
+            best = reference.choose(step.index, *where)
+            reference.attend_chosen(step.query, step.up, best, *where, scale=SCALE, out=wanted)
         else:
             ReferenceLatentKernels().attend_latent(step.query, step.up, *where, scale=SCALE, out=wanted)
         found = rig.download(device.attend(name == "chosen"))

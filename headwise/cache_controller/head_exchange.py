@@ -44,6 +44,11 @@ class Arrangement:
         slots = tuple(layout.slot_bytes for layout in layouts)
         return cls(plan, slots, layouts[0].block_bytes, tuple(layout.slot_identity for layout in layouts))
 
+    def first_byte(self, member: Member, slot: int) -> int:
+        """Of a member in blocks where it has this slot."""
+        size = self.slot_bytes[member.layer]
+        return self.plan.run_of(size).begin + slot * size
+
 
 class HeadExchange:
     """From the blocks of an ``owner`` to ours.
@@ -87,13 +92,15 @@ class HeadExchange:
             zeros = np.zeros_like(groups)
             return np.column_stack([groups, groups, zeros + rank, zeros, zeros, zeros + self._ours.block_bytes])
         pieces: list[list[int]] = []
+        own_places = self._ours.plan.places[rank]
         for index, group in enumerate(self._ours.plan.groups):
-            for slot, member in enumerate(group.members[rank]):
+            in_order = sorted((self._ours.first_byte(each, own_places[each][1]), each) for each in group.members[rank])
+            for first_byte, member in in_order:
                 places = self._places[member]
                 # Kept by several: each rank of ours asks another one, and each of its groups asks in turn.
                 owner_rank, owner_group, owner_slot = places[(rank + index) % len(places)]
-                size = self._ours.slot_bytes[member.layer]
-                piece = [index, owner_group, owner_rank, owner_slot * size, slot * size, size]
+                theirs, size = self._owner.first_byte(member, owner_slot), self._ours.slot_bytes[member.layer]
+                piece = [index, owner_group, owner_rank, theirs, first_byte, size]
                 if pieces and _goes_on(pieces[-1], piece):
                     pieces[-1][5] += size
                 else:
@@ -109,11 +116,10 @@ def _goes_on(piece: list[int], then: list[int]) -> bool:
 def _places(plan: HeadGroupPlan) -> dict[Member, list[tuple[int, int, int]]]:
     """(rank, group, slot) of each member, on every rank that has it."""
     places: dict[Member, list[tuple[int, int, int]]] = {}
-    for index, group in enumerate(plan.groups):
-        for rank, members in enumerate(group.members):
-            for slot, member in enumerate(members):
-                places.setdefault(member, []).append((rank, index, slot))
-    return {member: sorted(found) for member, found in places.items()}
+    for rank, found in enumerate(plan.places):
+        for member, place in found.items():
+            places.setdefault(member, []).append((rank, *place))
+    return {member: sorted(of_member) for member, of_member in places.items()}
 
 
 def _check(ours: Arrangement, owner: Arrangement, places: dict[Member, list[tuple[int, int, int]]]) -> None:

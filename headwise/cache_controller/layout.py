@@ -34,12 +34,12 @@ class Role:
 class BlockLayout:
     """The bytes of one block: ``slots`` members, ordered by layer, each with its roles one after the other.
 
-        block  = | slot 0            | slot 1            | ... | tail_bytes      slot_bytes each
+        block  = | lead_bytes | slot 0            | slot 1            | ... | tail_bytes      slot_bytes each
         slot   = | role 0 [own_tokens, *shape] | role 1 ... |       each role starts on ``alignment``
 
     The layout is the same on the device, on the host, in storage and on the wire. Where members of a model differ in
-    size, blocks of each have a layout, all of ``block_size`` tokens and equal ``block_bytes``: what slots do not fill
-    of them is left empty (``tail_bytes``).
+    size, those of each have a layout, all of ``block_size`` tokens and equal ``block_bytes``: the rest of a block is
+    empty, or other members' (``lead_bytes``, ``tail_bytes``).
 
     parts: of so many ranks each keeps the tokens of its `TokenShare` alone, ``block_size / parts`` of a block
     rate:  tokens that each entry of the roles stands for; a block has those that end in it, or room for one where an
@@ -53,10 +53,12 @@ class BlockLayout:
     tail_bytes: int = 0
     parts: int = 1
     rate: int = 1
+    lead_bytes: int = 0
 
     def __hash__(self) -> int:
         """Of numbers alone, for roles take a while: every layer of a step looks something up by its layout."""
-        return hash((self.block_size, self.slots, self.alignment, self.tail_bytes, self.parts, self.rate))
+        beside = self.lead_bytes, self.tail_bytes
+        return hash((self.block_size, self.slots, self.alignment, *beside, self.parts, self.rate))
 
     @property
     def own_tokens(self) -> int:
@@ -71,8 +73,8 @@ class BlockLayout:
 
     @cached_property
     def role_offsets(self) -> dict[str, int]:
-        """Byte offset of each role inside a slot."""
-        offsets, at = {}, 0
+        """Byte offset of each role in a block's first slot, from the block's beginning."""
+        offsets, at = {}, self.lead_bytes
         for role in self.roles:
             offsets[role.name] = at
             at += self._aligned(role.bytes_of(self.own_tokens))
@@ -84,13 +86,14 @@ class BlockLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        return self.slot_bytes * self.slots + self.tail_bytes
+        return self.lead_bytes + self.slot_bytes * self.slots + self.tail_bytes
 
     @property
     def identity(self) -> str:
         """A string that differs whenever the bytes of a block would be read differently."""
-        tail = f"/t{self.tail_bytes}" if self.tail_bytes else ""
-        return f"v1/b{self.block_size}{self._parts_text}/s{self.slots}/a{self.alignment}{tail}/{self._roles_text}"
+        beside = f"/l{self.lead_bytes}" if self.lead_bytes else ""
+        beside += f"/t{self.tail_bytes}" if self.tail_bytes else ""
+        return f"v1/b{self.block_size}{self._parts_text}/s{self.slots}/a{self.alignment}{beside}/{self._roles_text}"
 
     @property
     def slot_identity(self) -> str:
@@ -108,7 +111,7 @@ class BlockLayout:
 
     def slot_range(self, first: int, last: int) -> tuple[int, int]:
         """Byte range ``[start, stop)`` inside a block of the slots ``[first, last)``."""
-        return first * self.slot_bytes, last * self.slot_bytes
+        return self.lead_bytes + first * self.slot_bytes, self.lead_bytes + last * self.slot_bytes
 
     def _aligned(self, size: int) -> int:
         return -(-size // self.alignment) * self.alignment

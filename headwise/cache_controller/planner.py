@@ -1,8 +1,9 @@
 """Packs members into head groups whose blocks have equal bytes, and deals them to tensor-parallel ranks.
 
 A member is what one layer keeps of a sequence: keys and values of one KV head, the latent of a layer, or the state of
-one head. Where members differ in size, groups differ in how many of them a block holds. States and what is kept for
-every token never share a group.
+one head. Where members differ in size, groups differ in how many of them a block holds; where all live and die together
+in spite of it, they are one group, those of each size one behind the other. States and what is kept for every token
+never share a group.
 
 Where there are more ranks than KV heads in a layer, each rank keeps one of these, and those that keep the same one
 share its query heads, as equally as these divide:
@@ -18,9 +19,11 @@ Ranks of all stages have the same groups: where one has fewer members than anoth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -85,18 +88,28 @@ class Sharing(NamedTuple):
         return range(self.part * count // self.ranks, (self.part + 1) * count // self.ranks)
 
 
+class Run(NamedTuple):
+    """A part of a block: slots of members of one size, and where they begin, in the unit of that."""
+
+    size: int
+    begin: int
+    slots: int
+
+
 @dataclass(frozen=True)
 class HeadGroup:
-    """Members of one size that live and die together.
+    """Members that live and die together.
 
     policy:  the loosest of the members' policies: what the group's blocks must keep. Some members may need less
     members: ``[ranks][<= slots]``, ordered by layer, so that a layer is one byte range of a block
     slots:   members that a block has room for
+    runs:    of each size that members have; empty: all have one, and their slots begin where the block does
     """
 
     policy: HeadPolicy
     members: tuple[tuple[Member, ...], ...]
     slots: int
+    runs: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,18 +180,27 @@ class HeadGroupPlan:
         return sum(self.sizes[member.layer] for member in every) / once if once else 1.0
 
     @cached_property
-    def _places(self) -> list[dict[Member, tuple[int, int]]]:
+    def places(self) -> list[dict[Member, tuple[int, int]]]:
+        """Of each rank, the group and the slot of its members; where these differ in size, among those of one."""
         places: list[dict[Member, tuple[int, int]]] = [{} for _ in range(self.ranks)]
         for index, group in enumerate(self.groups):
             for rank, members in enumerate(group.members):
-                for slot, member in enumerate(members):
-                    places[rank][member] = (index, slot)
+                taken: Counter[int] = Counter()
+                for member in members:
+                    size = self.sizes[member.layer] if group.runs else 0
+                    places[rank][member] = (index, taken[size])
+                    taken[size] += 1
         return places
+
+    def run_of(self, size: int) -> Run:
+        """Where slots of members of this size lie in blocks of the groups that have some."""
+        runs = (run for group in self.groups for run in group.runs if run.size == size)
+        return next(runs, Run(size, 0, self.block_bytes // size))
 
     def kv_heads(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """``[num_layers]`` global KV heads dealt to ``rank``, ascending; none of other stages' layers."""
         heads: list[list[int]] = [[] for _ in range(self.num_layers)]
-        for layer, kv_head in sorted(self._places[rank]):
+        for layer, kv_head in sorted(self.places[rank]):
             heads[layer].append(kv_head)
         return tuple(map(tuple, heads))
 
@@ -186,13 +208,13 @@ class HeadGroupPlan:
         """``[num_layers]``, of ``rank``; parts are in the order of ranks."""
         found = []
         for layer, heads in enumerate(self.kv_heads(rank)):
-            ranks = [r for r, places in enumerate(self._places) if heads and Member(layer, heads[0]) in places]
+            ranks = [r for r, places in enumerate(self.places) if heads and Member(layer, heads[0]) in places]
             found.append(Sharing(ranks.index(rank), len(ranks)) if ranks else Sharing(0, 1))
         return tuple(found)
 
     def placement(self, rank: int, layer: int) -> NDArray[np.int32]:
         """``int32 [local KV heads, 2]``: group and slot of each of the rank's heads of a layer."""
-        places = self._places[rank]
+        places = self.places[rank]
         heads = self.kv_heads(rank)[layer]
         return np.array([places[Member(layer, head)] for head in heads], dtype=np.int32).reshape(-1, 2)
 
@@ -205,11 +227,12 @@ def plan_head_groups(
     sizes: Sequence[int] | None = None,
     is_replicated: bool = False,
     stages: Sequence[range] = (),
+    layer_of: Sequence[int] = (),
 ) -> HeadGroupPlan:
     """Pack the members of a model into groups.
 
     ``auto`` packs by policy and size, with the fewest groups that stay within `MAX_PADDING`, `MAX_ROUNDED_UP`
-    and `MAX_FULL_WASTE`.
+    and `MAX_FULL_WASTE`; members of one policy are one group, whatever their sizes.
     ``per_head_index`` makes one group per KV head index of a rank, over all layers.
 
     sizes:         ``[num_layers]``, bytes of a slot of each layer's members; None: all are equal
@@ -217,6 +240,8 @@ def plan_head_groups(
                    each rank has equally many of every layer's, or one, where there are more ranks. States are not
                    shared: each rank has equally many
     stages:        layers of each stage of a pipeline, in order; none: one has all
+    layer_of:      ``[num_layers]``, of each the one whose stage has it: its own number, but of caches beside layers'
+                   own, which have numbers behind them; none: all are layers
 
     Raises ValueError if the members of a layer cannot be so dealt to ``tp_size`` ranks, the policies or sizes are not
     a full table, or ``per_head_index`` is asked of layers that differ.
@@ -227,9 +252,10 @@ def plan_head_groups(
     _check_deals(to_deal, tp_size)
     stages, dealt = tuple(stages) or (range(len(policies)),), []
     for stage in stages:
-        of_stage = _deal(_of_layers(to_deal, stage), tp_size)
+        its = [layer in stage for layer in layer_of or range(len(policies))]
+        of_stage = _deal(_of_layers(to_deal, its), tp_size)
         if is_replicated:
-            whole = [[] if _are_states(row) else list(range(len(row))) for row in _of_layers(policies, stage)]
+            whole = [[] if _are_states(row) else list(range(len(row))) for row in _of_layers(policies, its)]
             of_stage = [[own or every for own, every in zip(layers, whole, strict=True)] for layers in of_stage]
         dealt += of_stage
     if grouping == "per_head_index":
@@ -239,9 +265,9 @@ def plan_head_groups(
     return HeadGroupPlan(sizes, block_bytes, tp_size, groups, stages)
 
 
-def _of_layers(policies: Policies, layers: range) -> Policies:
-    """The same, of no other layer."""
-    return [row if layer in layers else () for layer, row in enumerate(policies)]
+def _of_layers(policies: Policies, its: Sequence[bool]) -> Policies:
+    """The same, of no layer that is not ``its``."""
+    return [row if is_its else () for row, is_its in zip(policies, its, strict=True)]
 
 
 def agreed_policies(policies: Policies, plans: Callable[[Policies], Sequence[HeadGroupPlan]]) -> Policies:
@@ -416,6 +442,10 @@ def _group_by_policy(
     otherwise. Full groups come first: they decide how far a prefix reaches. States come last.
     """
     lines = _lines(policies, sizes, dealt)
+    if len(lines) > 1 and _live_together(policies):
+        every = (tuple(sorted(chain(*of_rank))) for of_rank in zip(*(line.members for line in lines), strict=True))
+        block_bytes, group = _together(policies, sizes, tuple(every))
+        return block_bytes, (group,)
     block_bytes = _choose_block_bytes(lines)
     groups = []
     for line in lines:
@@ -424,6 +454,25 @@ def _group_by_policy(
             members = tuple(tuple(sorted(rank[first : first + slots])) for rank in line.members)
             groups.append(_group(policies, members, slots))
     return block_bytes, tuple(sorted(groups, key=lambda group: (not group.policy.is_full, group.policy.is_state)))
+
+
+def _together(
+    policies: Policies, sizes: Sequence[int], members: tuple[tuple[Member, ...], ...]
+) -> tuple[int, HeadGroup]:
+    """These members as one group, those of each size one behind the other, and the bytes of its blocks."""
+    counts = [Counter(sizes[member.layer] for member in of_rank) for of_rank in members]
+    runs, at = [], 0
+    for size in dict.fromkeys(chain(*counts)):
+        runs.append(Run(size, at, max(count[size] for count in counts)))
+        at += size * runs[-1].slots
+    group = _group(policies, members, sum(run.slots for run in runs))
+    return at, replace(group, runs=tuple(runs) if len(runs) > 1 else ())
+
+
+def _live_together(policies: Policies) -> bool:
+    """Whether all members do, whatever their sizes: they have one policy, and are no states."""
+    found = {*chain(*policies)}
+    return len(found) == 1 and not found.pop().is_state
 
 
 def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]]) -> list[_Line]:
@@ -496,15 +545,15 @@ def _choose_block_bytes(lines: Sequence[_Line]) -> int:
 def _group_by_head_index(
     policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]]
 ) -> tuple[int, tuple[HeadGroup, ...]]:
-    if len(set(sizes)) > 1 or len({len(row) for row in policies}) > 1:
+    if len({len(row) for row in policies}) > 1 or (len(set(sizes)) > 1 and not _live_together(policies)):
         raise ValueError("head_grouping per_head_index takes layers of equally many heads of one size: choose auto")
-    groups, slots = [], max(sum(map(bool, layers)) for layers in dealt)
+    made = []
     for index in range(max(map(len, dealt[0]))):
         members = tuple(
             tuple(Member(layer, heads[index]) for layer, heads in enumerate(layers) if heads) for layers in dealt
         )
-        groups.append(_group(policies, members, slots))
-    return sizes[0] * slots, tuple(groups)
+        made.append(_together(policies, sizes, members))
+    return made[0][0], tuple(group for _, group in made)
 
 
 def _group(policies: Policies, members: tuple[tuple[Member, ...], ...], slots: int) -> HeadGroup:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 def deal_layers(cache_layers: Sequence[int], stages: int) -> tuple[range, ...]:
     """Neighbouring layers for each of so many stages, in order: equally many, or one more on the first ones, as the
-    last has the LM head. Layers that use the cache of an earlier one stay with it, so some may have more or fewer.
+    last has the LM head. Layers that use something of an earlier one stay with it, so some may have more or fewer.
 
-    cache_layers: of each layer, whose cache it uses: its own, or an earlier one's
+    cache_layers: of each layer, whose cache, or whose indexer's choice, it uses: its own, or an earlier one's
 
     Raises:
         ValueError: there are more stages than that leaves room for.
@@ -19,7 +19,7 @@ def deal_layers(cache_layers: Sequence[int], stages: int) -> tuple[range, ...]:
     if stages > len(cuts) + 1:
         raise ValueError(
             f"pipeline_parallel_size {stages} is too much: {layers} layers can be dealt to {len(cuts) + 1} stages at "
-            "most that share no cache"
+            "most that share neither a cache nor an indexer"
         )
     chosen: list[int] = []
     for stage in range(1, stages):

@@ -1,7 +1,8 @@
 """The block layout of latent attention with an indexer (DSA), and typed views of an arena of such blocks.
 
 Beside a token's latent a layer keeps a key that the token is chosen by: a few light heads score all tokens before a
-query, and it attends to the best of them alone (DeepSeek-V3.2-Exp, 2025).
+query, and it attends to the best of them alone (DeepSeek-V3.2-Exp, 2025). Where layers share an indexer, a key is a
+member of its own, and only the layer with the indexer has one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.gqa import role_view
-from headwise.kernels.mla import Index, bits_view, has_scales, is_latent, latent_layout
+from headwise.kernels.mla import LATENT, LATENT_SCALE, QUANTISED_LATENTS, Index, bits_view, latent_layout
 from headwise.kernels.mla_quantised import INT8, dequantise_keys, quantise_keys
 from headwise.kernels.nibbles import INT4
 
@@ -37,10 +38,33 @@ def indexed_layout(
         ConfigError: latents are not kept in this dtype.
     """
     latents = latent_layout(block_size, slots, width, dtype, rotated)
-    roles = [Role(INDEXER, (index_dim,), index_dtype(dtype))]
-    if has_scales(latents):
-        roles.append(Role(INDEXER_SCALE, (), "float32"))
-    return replace(latents, roles=(*latents.roles, *roles))
+    return replace(latents, roles=(*latents.roles, *_key_roles(index_dim, dtype)))
+
+
+def index_layout(block_size: int, slots: int, index_dim: int, dtype: str = "float32") -> BlockLayout:
+    """The layout of blocks that hold, per member and token, one key of an ``indexer``, kept as beside latents of
+    ``dtype``."""
+    return BlockLayout(block_size, slots, _key_roles(index_dim, dtype))
+
+
+def _key_roles(index_dim: int, dtype: str) -> tuple[Role, ...]:
+    keys = Role(INDEXER, (index_dim,), index_dtype(dtype))
+    return (keys, Role(INDEXER_SCALE, (), "float32")) if dtype in QUANTISED_LATENTS else (keys,)
+
+
+def latent_roles(layout: BlockLayout) -> tuple[Role, ...]:
+    """What of a member is of latents."""
+    return tuple(role for role in layout.roles if role.name in (LATENT, LATENT_SCALE))
+
+
+def key_roles(layout: BlockLayout) -> tuple[Role, ...]:
+    """What of a member is of keys of an indexer."""
+    return tuple(role for role in layout.roles if role.name in (INDEXER, INDEXER_SCALE))
+
+
+def has_key_scales(layout: BlockLayout) -> bool:
+    """Whether keys of the indexer are stored with a scale for each."""
+    return INDEXER_SCALE in layout.role_offsets
 
 
 def index_dtype(dtype: str) -> str:
@@ -55,8 +79,10 @@ def index_role(layout: BlockLayout) -> Role:
         ConfigError: the layout has none.
     """
     found = [role for role in layout.roles if role.name == INDEXER]
-    if not is_latent(layout) or not found:
-        raise ConfigError(f"layout {layout.identity} has no keys of an indexer; build it with indexed_layout()")
+    if not found:
+        raise ConfigError(
+            f"layout {layout.identity} has no keys of an indexer; build it with indexed_layout() or index_layout()"
+        )
     return found[0]
 
 
@@ -79,7 +105,7 @@ def index_scale_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[n
 def store_keys(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, keys: NDArray[Any]) -> None:
     """Store ``keys [tokens, index_dim]`` at these places, as the layout has them."""
     view = index_view(arena, layout)
-    if has_scales(layout):
+    if has_key_scales(layout):
         view[at], index_scale_view(arena, layout)[at] = quantise_keys(keys, index_role(layout).dtype)
     else:
         view[at] = to_bits(keys) if view.dtype == np.uint16 else keys
@@ -88,6 +114,6 @@ def store_keys(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, keys: N
 def load_keys(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, dtype: Any = np.float32) -> NDArray[Any]:
     """Keys at these places, ``[*places, index_dim]`` of ``dtype``, float32 or wider."""
     stored = index_view(arena, layout)[at]
-    if has_scales(layout):
+    if has_key_scales(layout):
         return dequantise_keys(stored, index_scale_view(arena, layout)[at], dtype)
     return (to_float32(stored) if stored.dtype == np.uint16 else stored).astype(dtype, copy=False)

@@ -46,19 +46,40 @@ class IndexKeys:
     eps: float
 
 
+class Chosen:
+    """The tokens that a step's queries see, as the kernels that chose them have it.
+
+    Layers whose members are in the same group, so that their tokens lie in the same blocks, can all attend to what one
+    of them chose. It holds nothing of what attended to it before.
+    """
+
+
 class IndexedKernels(LatentKernels, Protocol):
-    """Write and attention of latents that an indexer chooses."""
+    """Write and attention of latents that an indexer chooses. Its keys may lie beside the latents, or in members of
+    their own."""
 
     def write_index(
         self, key: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
     ) -> None:
         """Store the indexer's keys of this step's tokens, ``[tokens, index_dim]``, as `write_latent` does latents."""
 
+    def choose(
+        self, index: IndexQueries, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> Chosen:
+        """Of what is visible to each query, the ``index.top`` best tokens by their keys, or all of fewer.
+
+        A token's score is ``sum over heads of weight * max(query @ key, 0)``. Of equal scores the earlier token's
+        counts as the higher. Published code computes them in FP8, for which it turns queries and keys by one Hadamard
+        matrix: that leaves their products as they are, so it is left out here.
+
+        layout, heads: of the keys
+        """
+
     def attend_chosen(
         self,
         query: Array,
         up: UpProjections,
-        index: IndexQueries,
+        chosen: Chosen,
         arena: Array,
         layout: BlockLayout,
         batch: AttentionBatch,
@@ -67,12 +88,8 @@ class IndexedKernels(LatentKernels, Protocol):
         scale: float,
         out: Array,
     ) -> None:
-        """`attend_latent`, but each query sees only the ``index.top`` best of what is visible to it, or all of fewer.
-
-        A token's score is ``sum over heads of weight * max(query @ key, 0)``. Of equal scores the earlier token's
-        counts as the higher. Published code computes them in FP8, for which it turns queries and keys by one Hadamard
-        matrix: that leaves their products as they are, so it is left out here.
-        """
+        """`attend_latent`, but each query sees only what is chosen for it, of the same ``batch``. What a query sees
+        is NaN where a score is."""
 
 
 @runtime_checkable
@@ -85,7 +102,7 @@ class SharedIndexedKernels(IndexedKernels, SharedLatentKernels, Protocol):
     ) -> None:
         """`write_index` of those of the step's keys that are of ``share``."""
 
-    def attend_chosen_shared(
+    def choose_shared(
         self,
         query: Array,
         up: UpProjections,
@@ -95,11 +112,27 @@ class SharedIndexedKernels(IndexedKernels, SharedLatentKernels, Protocol):
         batch: AttentionBatch,
         heads: HeadTable,
         ranks: TokenRanks,
+    ) -> Chosen:
+        """`choose` of what all ``ranks`` keep: the best of all of it.
+
+        query, up: whose shapes those of all layers that see it are; nothing is read of them
+        """
+
+    def attend_chosen_shared(
+        self,
+        query: Array,
+        up: UpProjections,
+        chosen: Chosen,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
         *,
         scale: float,
         out: Array,
     ) -> None:
-        """`attend_chosen` of what all ``ranks`` keep: the best of all of it. As `attend_shared`."""
+        """`attend_chosen` of what all ``ranks`` keep. As `attend_shared`."""
 
 
 @runtime_checkable

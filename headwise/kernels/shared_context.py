@@ -7,14 +7,14 @@ by the kernels that it has for a cache that is its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
 from headwise.kernels.latest import MOST_TABLES, OfEach
 from headwise.kernels.token_ranks import TokenRanks, merged, rows_over_share
@@ -31,13 +31,18 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SharedContext:
-    """Sequences' blocks in one layer, of which this rank has all tokens, as kernels take them. rows: their queries"""
+    """Sequences' blocks in one layer, of which this rank has all tokens, as kernels take them.
+
+    rows:     their queries
+    sequence: the first of them
+    """
 
     arena: Array
     layout: BlockLayout
     batch: AttentionBatch
     heads: HeadTable
     rows: slice
+    sequence: int
 
 
 Where = tuple[NDArray[np.uint8], BlockLayout, AttentionBatch, HeadTable]
@@ -51,43 +56,49 @@ def attend_shared(
     row_bytes: int,
     attend: Callable[[SharedContext], None],
     attend_rows: Callable[[NDArray[np.int64]], None],
+    roles: Sequence[Role] = (),
 ) -> None:
     """All of a batch: sequences with `MANY_QUERIES` by ``attend``, the rows of others by ``attend_rows``, as many at a
-    time as their ``row_bytes`` allow."""
+    time as their ``row_bytes`` allow. roles: see `gather_context`"""
     batch = where[2]
     counts = np.diff(batch.cu_seqlens_q)
     for sequence in np.flatnonzero(counts >= MANY_QUERIES).tolist():
-        attend(gather_context(ranks, *where, sequence))
+        attend(gather_context(ranks, *where, sequence, roles))
     rows = np.flatnonzero(np.repeat(counts < MANY_QUERIES, counts))
     each = max(1, EXCHANGED_BYTES // row_bytes)
     for first in range(0, len(rows), each):
         attend_rows(rows[first : first + each])
 
 
-def gather_all(ranks: TokenRanks, where: Where, attend: Callable[[SharedContext], None]) -> None:
-    """All of a batch by ``attend``, whatever it costs."""
+def gather_all(
+    ranks: TokenRanks, where: Where, attend: Callable[[SharedContext], None], roles: Sequence[Role] = ()
+) -> None:
+    """All of a batch by ``attend``, whatever it costs. roles: see `gather_context`"""
     for sequence in np.flatnonzero(np.diff(where[2].cu_seqlens_q)).tolist():
-        attend(gather_context(ranks, *where, sequence))
+        attend(gather_context(ranks, *where, sequence, roles))
 
 
 def gather_context(
     ranks: TokenRanks, arena: NDArray[np.uint8], layout: BlockLayout, batch: AttentionBatch, heads: HeadTable,
-    sequence: int,
+    sequence: int, roles: Sequence[Role] = (),
 ) -> SharedContext:  # fmt: skip
     """A sequence's blocks of a layer's one member, of which each of ``ranks`` gives its tokens: all call it together.
 
     layout: of blocks of a rank's own tokens
+    roles:  of which neighbours there is something in what is gathered; none: of all
     """
     parts, context = ranks.share.parts, int(batch.seq_lens[sequence])
     row = batch.block_tables[sequence * batch.groups + int(heads.group[0])]
     table = row[: -(-context // (parts * layout.block_size))]
     mapped = table >= 0
-    slots = arena.reshape(-1, layout.block_bytes)[:, : layout.slots * layout.slot_bytes]
-    own = slots.reshape(len(slots), layout.slots, layout.slot_bytes)[table[mapped], heads.slot[0]]
-    whole = whole_layout(layout, parts)
+    begin, end = layout.slot_range(0, layout.slots)
+    slots, some = arena.reshape(-1, layout.block_bytes)[:, begin:end], roles_alone(layout, tuple(roles))
+    first_byte = layout.role_offsets[some.roles[0].name] - begin
+    taken = slots.reshape(len(slots), layout.slots, -1)[:, :, first_byte : first_byte + some.slot_bytes]
+    own, whole = taken[table[mapped], heads.slot[0]], whole_layout(some, parts)
     first, last = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
     return SharedContext(
-        arena=_in_order(ranks.all_gather(own), layout, whole).reshape(-1),
+        arena=_in_order(ranks.all_gather(own), some, whole).reshape(-1),
         layout=whole,
         batch=AttentionBatch(
             cu_seqlens_q=np.array([0, last - first], np.int32),
@@ -98,13 +109,20 @@ def gather_context(
         ),
         heads=_alone(heads),
         rows=slice(first, last),
+        sequence=sequence,
     )
 
 
 @lru_cache(maxsize=64)  # kernels know layouts, and tables of heads, by what they are
 def whole_layout(layout: BlockLayout, parts: int) -> BlockLayout:
     """The layout of blocks of one slot that have all tokens."""
-    return replace(layout, block_size=parts * layout.block_size, slots=1, tail_bytes=0)
+    return replace(layout, block_size=parts * layout.block_size, slots=1, lead_bytes=0, tail_bytes=0)
+
+
+@lru_cache(maxsize=64)
+def roles_alone(layout: BlockLayout, roles: tuple[Role, ...]) -> BlockLayout:
+    """The layout of blocks of one slot that has these neighbouring roles alone; none: all."""
+    return replace(layout, roles=roles or layout.roles, slots=1, lead_bytes=0, tail_bytes=0)
 
 
 def _in_the_first_place(heads: HeadTable) -> HeadTable:

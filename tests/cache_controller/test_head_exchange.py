@@ -49,9 +49,12 @@ def blocks_of(kept: Arrangement, rank: int) -> np.ndarray:
     """``[groups, block_bytes]``: one block of each group with its members' content."""
     blocks = np.full((len(kept.plan.groups), kept.block_bytes), POISON, dtype=np.uint8)
     for index, group in enumerate(kept.plan.groups):
-        for slot, member in enumerate(group.members[rank]):
+        of_group = [(size, 0) for size in {*kept.slot_bytes}]
+        taken = dict(of_group if not group.runs else ((run.size, run.begin) for run in group.runs))
+        for member in group.members[rank]:
             size = kept.slot_bytes[member.layer]
-            blocks[index, slot * size : (slot + 1) * size] = content(member, size)
+            blocks[index, taken[size] : taken[size] + size] = content(member, size)
+            taken[size] += size
     return blocks
 
 
@@ -121,6 +124,18 @@ def test_ranks_that_all_have_a_latent_are_asked_in_turn() -> None:
     exchange = HeadExchange(ours, owner)
     assert [exchange.pieces(rank)[:, 2].tolist() for rank in range(4)] == [[0], [1], [0], [1]]
     assert exchange.pieces(0)[:, 5].tolist() == [96], "members that lie together are one piece"
+
+
+def test_members_of_two_sizes_that_live_together_arrive_in_their_parts_of_a_block() -> None:
+    """Latents that all ranks have, and heads that are dealt to them."""
+    sizes, policies = [32, 16, 32, 16], [[FULL] * 4] * 4
+    ours, owner = (arrangement(policies, sizes, ranks) for ranks in (1, 4))
+    assert [run.begin for run in ours.plan.groups[0].runs] == [0, 8 * 32]
+    assert [run.begin for run in owner.plan.groups[0].runs] == [0, 2 * 32]
+    assert_all_arrives(ours, owner)
+    assert_all_arrives(owner, ours)
+    alike = [arrangement([[FULL]] * 4, sizes, ranks, is_replicated=True) for ranks in (2, 8)]
+    assert HeadExchange(*alike).pieces(1).tolist() == [[0, 0, 1, 0, 0, 96]], "one piece"
 
 
 def test_ranks_that_share_a_head_are_asked_in_turn() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -169,6 +171,53 @@ def test_members_of_several_sizes_share_blocks_of_one_size(kinds, tp_size, is_re
         assert dealt == sorted([*range(len(row))] * copies)
 
 
+def test_members_that_live_together_are_one_group_whatever_their_sizes() -> None:
+    """Latents of 78 layers, and keys of 21 indexers, in caches beside them."""
+    sizes, layer_of = [1152] * 78 + [256] * 21, [*range(78), 0, 1, *range(5, 78, 4)]
+    plan = plan_head_groups([[FULL]] * 99, 4, sizes=sizes, layer_of=layer_of, is_replicated=True)
+    (group,) = plan.groups
+    assert (plan.block_bytes, plan.padding, group.slots) == (78 * 1152 + 21 * 256, 0, 99)
+    assert group.runs == ((1152, 0, 78), (256, 78 * 1152, 21))
+    assert [plan.placement(3, cache).tolist() for cache in (77, 78, 98)] == [[[0, 77]], [[0, 0]], [[0, 20]]]
+    assert plan.run_of(256).begin == 78 * 1152
+    assert plan_head_groups([[FULL]] * 99, 1, "per_head_index", sizes=sizes).groups[0].runs == group.runs
+    assert plan_head_groups([[FULL] * 2] * 99, 1, "per_head_index", sizes=sizes).groups[1].runs == group.runs
+
+
+def test_caches_beside_layers_are_in_the_stage_of_theirs() -> None:
+    plan = plan_head_groups(
+        [[FULL]] * 7, sizes=[32] * 5 + [8] * 2, layer_of=[0, 1, 2, 3, 4, 0, 3], stages=(range(3), range(3, 5))
+    )
+    assert [plan.kv_heads(rank)[5:] for rank in (0, 1)] == [((0,), ()), ((), (0,))]
+    assert [[*rank] for rank in plan.groups[0].members] == [
+        [Member(layer, 0) for layer in layers] for layers in ((0, 1, 2, 5), (3, 4, 6))
+    ]
+    assert plan.groups[0].runs == ((32, 0, 3), (8, 96, 1))
+    assert (plan.block_bytes, plan.padding) == (104, 32 / (5 * 32 + 2 * 8))
+
+
+@given(
+    st.lists(st.sampled_from([(16, 2), (48, 4), (64, 1)]), min_size=1, max_size=20),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([FULL, WINDOW]),
+)
+def test_places_of_members_that_live_together_are_apart(kinds, tp_size, policy) -> None:
+    sizes, policies = [size for size, _ in kinds], [[policy] * heads for _, heads in kinds]
+    plan = plan_head_groups(policies, tp_size, sizes=sizes)
+    (group,) = plan.groups
+    for rank, places in enumerate(plan.places):
+        taken: list[range] = []
+        for member, (_, slot) in places.items():
+            size = sizes[member.layer]
+            begin = plan.run_of(size).begin + slot * size
+            taken.append(range(begin, begin + size))
+        assert len(taken) == len(group.members[rank])
+        ends = sorted((part.start, part.stop) for part in taken)
+        assert all(before[1] <= after[0] for before, after in pairwise(ends))
+        assert ends[-1][1] <= plan.block_bytes
+    assert plan.padding == 0
+
+
 def test_two_heads_of_256_lie_beside_one_of_512() -> None:
     policies = [[FULL] * 4 if (layer + 1) % 6 == 0 else [WINDOW] * 8 for layer in range(30)]
     plan = plan_head_groups(policies, sizes=[512 if (layer + 1) % 6 == 0 else 256 for layer in range(30)])
@@ -201,7 +250,7 @@ def test_every_rank_has_the_latents_of_a_replicated_model() -> None:
         ([[], []], None, "auto", "no layer has head policies"),
         ([[FULL]], [1, 2], "auto", r"sizes \[1, 2\] must be one positive number for each of 1 layers"),
         ([[FULL]], [0], "auto", "positive"),
-        ([[FULL], [FULL]], [1, 2], "per_head_index", "per_head_index takes layers of equally many heads of one size"),
+        ([[FULL], [WINDOW]], [1, 2], "per_head_index", "per_head_index takes layers of equally many heads of one size"),
         ([[FULL], [FULL] * 2], None, "per_head_index", "choose auto"),
     ],
 )

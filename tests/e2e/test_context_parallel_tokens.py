@@ -71,6 +71,7 @@ def assert_says_the_reference_tokens(name: str, config: EngineConfig, times: int
         ("hunyuan4", 2, {"block_size": 8}),  # sinks beside them
         ("mistral4", 2, {"block_size": 8}),  # queries that grow with their position
         pytest.param("glm5", 2, {}, marks=pytest.mark.soak),
+        ("glm5-shared", 4, {"context_parallel_size": 2, "block_size": 16}),  # keys apart from latents
         ("qwen3", 4, {"context_parallel_size": 2}),  # two KV heads, normed queries and keys
         ("gpt-oss", 4, {"context_parallel_size": 2}),  # of layers without a window alone; learned sinks, biases
         ("gemma4", 4, {"context_parallel_size": 2, "block_size": 16}),  # heads of two sizes, half of them on two ranks

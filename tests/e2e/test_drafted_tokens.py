@@ -18,7 +18,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.worker.worker import ModelWorker
 
-AS_OTHERS = ("deepseek-v3-bias", "glm5", "qwen3.5-moe")
+AS_OTHERS = ("deepseek-v3-bias", "glm5", "glm5-shared", "qwen3.5-moe")
 
 
 def config_of(name: str, **changes: Any) -> EngineConfig:

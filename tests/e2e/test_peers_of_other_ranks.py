@@ -137,6 +137,7 @@ def full_blocks(answer: Answer, block_size: int) -> int:
     ("name", "prefill", "decode"),
     [
         ("deepseek-v3.2", 1, 2),  # latents and an indexer's keys, on every rank
+        ("glm5-shared", 2, 1),  # keys of some layers, behind the latents of all
         ("deepseek-v4", 2, 1),  # windows and entries of several tokens
         ("qwen3-next", 2, 1),  # states beside attention
         ("kimi-linear", 1, 2),  # states, which are dealt, beside latents, which are not
@@ -178,6 +179,7 @@ def test_so_it_does_where_ranks_keep_tokens_together(name: str, ranks: int) -> N
         ("gpt-oss", 3, 1, 1),  # each stage of the same one
         pytest.param("qwen3-next", 2, 2, 1, marks=pytest.mark.soak),
         pytest.param("deepseek-v3.2", 2, 1, 2, marks=pytest.mark.soak),
+        pytest.param("glm5-shared", 2, 1, 2, marks=pytest.mark.soak),
         pytest.param("gemma4", 2, 1, 4, marks=pytest.mark.soak),
         pytest.param("llama4", 4, 1, 1, marks=pytest.mark.soak),
         pytest.param("nemotron-h", 6, 1, 2, marks=pytest.mark.soak),

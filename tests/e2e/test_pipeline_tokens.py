@@ -114,6 +114,7 @@ def assert_says_the_reference_tokens(
         pytest.param("nemotron-h-moe", {"pipeline_parallel_size": 4}, marks=pytest.mark.soak),
         pytest.param("cohere2", {"pipeline_parallel_size": 4}, marks=pytest.mark.soak),  # attention beside MLPs
         pytest.param("glm5", {"tp_size": 2}, marks=pytest.mark.soak),
+        ("glm5-shared", {"tp_size": 2}),  # each stage has an indexer, and keys of its own
     ],
 )
 def test_stages_say_the_reference_tokens_whole_chunked_batched_and_cached(name: str, changes: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ from support.latent_scene import kept_in
 
 from headwise.errors import ConfigError
 from headwise.kernels.cpu import dsa_attention
-from headwise.kernels.cpu.dsa_attention import chosen
-from headwise.kernels.dsa import index_scale_view, index_view, indexed_layout
+from headwise.kernels.cpu.chosen import chosen
+from headwise.kernels.dsa import index_layout, index_scale_view, index_view, indexed_layout
 from headwise.kernels.dsa_base import IndexedKernels, IndexQueries
-from headwise.kernels.dsa_reference import best
+from headwise.kernels.dsa_reference import ReferenceChosen, best
 from headwise.kernels.mla import latent_layout, latent_scale_view, latent_view
 from headwise.kernels.select import make_indexed_kernels
 
@@ -52,6 +52,7 @@ def cases(draw: st.DrawFn) -> IndexedCase:
         index_dim=draw(st.sampled_from([32, 96])),
         top=draw(st.sampled_from([1, 2, 20, 64, 100, 150])),
         has_sinks=draw(st.booleans()),
+        is_apart=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -63,6 +64,36 @@ def test_any_batch_matches_dense_attention_to_the_best_tokens(kernels: IndexedKe
         assert_right(kernels, case)
 
     check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn", "int4"])
+def test_layers_that_share_an_indexer_see_what_it_has_chosen_once(kernels: IndexedKernels, dtype: str) -> None:
+    """Of latents of their own: what is chosen holds nothing of the layer that attends to it."""
+
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
+    @given(case=cases())
+    def check(case: IndexedCase) -> None:
+        scene = IndexedScene(kept_in(dtype, replace(case, policy=(0, 0), is_apart=True)))
+        behind = scene.next_layer()
+        scene.write(kernels)
+        chosen = scene.choose(kernels)
+        scene.arena.view(np.uint8)[:] = 0xFF  # its keys and latents are not looked at any more
+        super(IndexedScene, behind).write(kernels)
+        right = behind.expected()
+        near = 1e-4 if dtype == "float32" else 0.02 * np.abs(right).max(initial=1)
+        np.testing.assert_allclose(behind.attend_to(kernels, chosen), right, rtol=0, atol=near)
+
+    check()
+
+
+def test_what_the_reference_chooses_is_what_it_says_of_each_query() -> None:
+    scene, reference = IndexedScene(IndexedCase((3, 2), (50, 9), is_apart=True)), make_indexed_kernels("reference", 1)
+    scene.write(reference)
+    chosen = scene.choose(reference)
+    assert isinstance(chosen, ReferenceChosen)
+    for sequence, (found, is_broken) in chosen.of_sequences.items():
+        np.testing.assert_array_equal(found, scene.visible(sequence))
+        assert not is_broken.any()
 
 
 @pytest.mark.parametrize("queries", [(1, 1), (60, 1), (60, 90)])
@@ -108,6 +139,8 @@ def test_scores_of_quantised_keys_are_those_of_what_is_stored(dtype: str) -> Non
 def test_a_token_takes_scales_for_its_latent_and_its_key() -> None:
     layout = indexed_layout(64, 1, 576, 128, "float8_e4m3fn", rotated=64)
     assert layout.slot_bytes == 64 * (512 + 2 * 64 + 4 + 128 + 4)
+    assert index_layout(64, 1, 128, "float8_e4m3fn").slot_bytes == 64 * (128 + 4)
+    assert index_layout(64, 1, 128, "int4").roles[0].dtype == "int8"
     assert layout.slot_bytes < 0.56 * indexed_layout(64, 1, 576, 128, "bfloat16").slot_bytes
 
 
@@ -143,7 +176,8 @@ def test_a_sequence_says_the_same_in_any_company(threads: int) -> None:
         out, of_index = np.empty_like(together[rows]), scene.index
         asked = IndexQueries(of_index.query[rows], of_index.weights[rows], of_index.top)
         where = scene.arena, scene.layout, alone, scene.heads
-        numba_kernels.attend_chosen(scene.query[rows], scene.up, asked, *where, scale=scene.scale, out=out)
+        chosen_alone = numba_kernels.choose(asked, *where)
+        numba_kernels.attend_chosen(scene.query[rows], scene.up, chosen_alone, *where, scale=scene.scale, out=out)
         np.testing.assert_allclose(out, together[rows], rtol=0, atol=ROUNDING)
 
 

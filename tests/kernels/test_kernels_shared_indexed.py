@@ -15,7 +15,7 @@ from support.ranks_in_threads import RankInThread, on_each
 from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels import shared_context
 from headwise.kernels.base import AttentionBatch
-from headwise.kernels.cpu.dsa_attention import best_of_all
+from headwise.kernels.cpu.chosen import best_of_all
 from headwise.kernels.dsa_base import SharedIndexedKernels
 from headwise.kernels.select import make_indexed_kernels
 
@@ -33,16 +33,17 @@ class SharedScene(IndexedScene):
         super().__init__(case)
         self.parts = parts
         blocks = len(self.arena) // self.layout.block_bytes
-        self.layout = replace(self.layout, parts=parts)
+        self.layout, self.key_layout = case.layouts(parts)
         self.arenas = [np.full(blocks * self.layout.block_bytes, 0xFF, np.uint8) for _ in range(parts)]
 
     def write_shared(self, kernels: SharedIndexedKernels) -> None:
         cu = np.cumsum([0, *self.case.seq_lens], dtype=np.int32)
         whole = AttentionBatch(cu, self.batch.seq_lens, self.batch.block_tables, 2)
         for part, arena in enumerate(self.arenas):
-            where = arena, self.layout.own, whole, self.heads, TokenShare(part, self.parts)
-            kernels.write_own(np.concatenate(self.latents), *where)
-            kernels.write_index_own(np.concatenate(self.keys), *where)
+            share = TokenShare(part, self.parts)
+            kernels.write_own(np.concatenate(self.latents), arena, self.layout.own, whole, self.heads, share)
+            of_keys = arena, self.key_layout.own, whole, self.key_heads, share
+            kernels.write_index_own(np.concatenate(self.keys), *of_keys)
 
     def attend_on(self, ranks: RankInThread, kernels: SharedIndexedKernels) -> np.ndarray:
         heads = self.case.heads // self.parts
@@ -50,7 +51,9 @@ class SharedScene(IndexedScene):
         query, up = np.ascontiguousarray(self.query[:, some]), self.up.of_heads(some)
         out = np.full((len(query), heads, self.case.value_dim), np.nan, np.float32)
         where = self.arenas[ranks.share.part], self.layout.own, self.batch, self.heads
-        kernels.attend_chosen_shared(query, up, self.index, *where, ranks, scale=self.scale, out=out)
+        of_keys = where[0], self.key_layout.own, self.batch, self.key_heads
+        chosen = kernels.choose_shared(query, up, self.index, *of_keys, ranks)
+        kernels.attend_chosen_shared(query, up, chosen, *where, ranks, scale=self.scale, out=out)
         return out
 
     def attend_together(self, kernels: SharedIndexedKernels) -> np.ndarray:
@@ -70,6 +73,7 @@ def cases(draw: st.DrawFn) -> tuple[IndexedCase, int]:
         index_heads=draw(st.sampled_from([1, 4])),
         top=draw(st.sampled_from([1, 2, 20, 64])),
         has_sinks=draw(st.booleans()),
+        is_apart=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
     return case, parts
@@ -93,10 +97,11 @@ def test_any_batch_matches_dense_attention_to_the_best_tokens(
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn", "int4"])
 def test_caches_of_fewer_bits(kernels: SharedIndexedKernels, dtype: str) -> None:
     case = kept_in(dtype, IndexedCase((1, 40, 3), (90, 90, 7), heads=4, rank=64, block_size=16, top=20))
-    scene = SharedScene(case, 2)
-    scene.write_shared(kernels)
-    right = scene.expected()
-    np.testing.assert_allclose(scene.attend_together(kernels), right, rtol=0, atol=0.02 * np.abs(right).max())
+    for is_apart in (False, True):
+        scene = SharedScene(replace(case, is_apart=is_apart), 2)
+        scene.write_shared(kernels)
+        right = scene.expected()
+        np.testing.assert_allclose(scene.attend_together(kernels), right, rtol=0, atol=0.02 * np.abs(right).max())
 
 
 def test_a_score_that_is_nan_on_one_rank_breaks_its_query_on_all(kernels: SharedIndexedKernels) -> None:

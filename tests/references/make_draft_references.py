@@ -41,6 +41,8 @@ def model_with_one_more(name: str, directory: Path) -> Any:
     elif names["layer"].startswith("mtp."):
         every = ["linear_attention"] * 3 + ["full_attention"]
         config["layer_types"] = [*every[:layers], "full_attention"]
+    if name == "glm5-shared":
+        config["indexer_types"] = [*config["indexer_types"], "full"]
     if name == "mimo-v2":
         config["layer_types"] = [*config["layer_types"], "sliding_attention"]
         config["mlp_layer_types"] = [*config["mlp_layer_types"], "dense"]

@@ -43,6 +43,7 @@ DRAFTING: Mapping[str, Mapping[str, str]] = {
     "glm4-moe": BEHIND,
     "glm4-moe-lite": BEHIND,
     "glm5": BEHIND,
+    "glm5-shared": BEHIND,
     "hunyuan3": {**BEHIND, "final_norm": "model.layers.{layer}.final_layernorm"},
     "mimo": {
         "layer": "model.mtp_layers.0.",
@@ -66,12 +67,13 @@ DRAFTING: Mapping[str, Mapping[str, str]] = {
 
 
 OTHERWISE: Mapping[str, Mapping[str, str]] = {
+    "glm5-shared": {"": "2."},
     "mimo-v2": {
         "input_layernorm": "1.input_layernorm",
         "self_attn": "1.self_attn",
         "pre_mlp_layernorm": "1.post_attention_layernorm",
         "mlp": "0.mlp",
-    }
+    },
 }
 """Of a model whose layer is not as its last one: what its parts are called, and which layer's parts they are like."""
 

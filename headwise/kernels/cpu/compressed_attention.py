@@ -19,7 +19,8 @@ from headwise.kernels.compressed import blocks_in, columns_of, make_entries, tab
 from headwise.kernels.compressed_base import Entries, Kept
 from headwise.kernels.cpu.attention import NumbaKernels, TokenKernels
 from headwise.kernels.cpu.attention_pass import token_step
-from headwise.kernels.cpu.dsa_attention import INDEX_DIM_STEP, SCORES, NumbaIndexedKernels, chosen
+from headwise.kernels.cpu.chosen import chosen
+from headwise.kernels.cpu.dsa_attention import INDEX_DIM_STEP, SCORES, NumbaIndexedKernels
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.mla import LATENT
 from headwise.kernels.token_ranks import places_of_rows

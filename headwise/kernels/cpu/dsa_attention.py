@@ -9,8 +9,7 @@ block, are copied first: to a block of one token each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,10 +23,11 @@ from headwise.kernels.cpu import dsa_jit
 from headwise.kernels.cpu.attention import NumbaKernels, TokenKernels
 from headwise.kernels.cpu.attention_pass import STORED, token_step
 from headwise.kernels.cpu.attention_products import CHUNK
+from headwise.kernels.cpu.chosen import ChosenOfRanks, ChosenTokens, best_of_all, chosen, tokens_at, tokens_of
 from headwise.kernels.cpu.mla_attention import THREAD_WORK, NumbaLatentKernels, compressed, places_of
 from headwise.kernels.cpu.sharing import share_out
-from headwise.kernels.dsa import INDEXER_SCALE, index_role, store_keys
-from headwise.kernels.dsa_base import IndexQueries
+from headwise.kernels.dsa import INDEXER_SCALE, has_key_scales, index_role, key_roles, latent_roles, store_keys
+from headwise.kernels.dsa_base import Chosen, IndexQueries
 from headwise.kernels.mla import has_scales, latent_scale_view, latent_view
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.shared_context import SharedContext, attend_shared, seen_by_all
@@ -74,11 +74,39 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         at, mapped = places_of(batch, heads, layout.block_size)
         store_keys(arena, layout, at, key[: len(mapped)][mapped])
 
+    def choose(
+        self,
+        index: IndexQueries,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> ChosenTokens:
+        """See `IndexedKernels.choose`. A visible token whose block is ``-1`` is treated as not visible."""
+        _check_index(index, layout)
+        queries = np.diff(batch.cu_seqlens_q)
+        early = np.clip(index.top - batch.seq_lens + queries, 0, queries)  # that see no more than may be chosen
+        count = int((queries - early).sum())
+        tokens, is_broken, done = np.empty((count, index.top), np.int32), np.empty(count, np.bool_), 0
+        for sequence, few in enumerate(early):
+            first, last = int(batch.cu_seqlens_q[sequence] + few), int(batch.cu_seqlens_q[sequence + 1])
+            context = int(batch.seq_lens[sequence])
+            table = batch.block_tables[sequence * batch.groups + heads.group[0]]
+            step = max(1, SCORES // max(1, context))
+            for begin in range(first, last, step):
+                rows = slice(begin, min(begin + step, last))
+                seen, some = context - (last - rows.stop), slice(done, done + rows.stop - begin)
+                scores = np.empty((rows.stop - begin, seen), np.float32)
+                self.score(index, rows, arena, layout, table, heads, seen, scores)
+                tokens[some] = tokens_of(chosen(scores, index.top), index.top, layout, table)
+                is_broken[some], done = np.isnan(scores.max(axis=1)), some.stop
+        return ChosenTokens(early, tokens, is_broken)
+
     def attend_chosen(
         self,
         query: Floats,
         up: UpProjections,
-        index: IndexQueries,
+        chosen: Chosen,
         arena: NDArray[np.uint8],
         layout: BlockLayout,
         batch: AttentionBatch,
@@ -87,56 +115,27 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         scale: float,
         out: Floats,
     ) -> None:
-        """See `IndexedKernels.attend_chosen`. A visible token whose block is ``-1`` is treated as not visible."""
-        _check(query, index, arena, layout)
-        cu, queries = batch.cu_seqlens_q, np.diff(batch.cu_seqlens_q)
-        starts = batch.seq_lens - queries
-        early = np.clip(index.top - starts, 0, queries)  # queries that see no more than may be chosen
-        if (early == queries).all():
+        """See `IndexedKernels.attend_chosen`."""
+        assert isinstance(chosen, ChosenTokens)
+        _check_places(arena, layout)
+        cu, queries, early = batch.cu_seqlens_q, np.diff(batch.cu_seqlens_q), chosen.early
+        if not len(chosen.tokens):
             self.attend_latent(query, up, arena, layout, batch, heads, scale=scale, out=out)
             return
         if early.any():
-            those = np.concatenate([np.arange(first, first + few) for first, few in zip(cu[:-1], early, strict=True)])
+            those = _rows_of(cu[:-1], early)
             part = np.empty_like(out, shape=(len(those), *out.shape[1:]))
-            ends = np.cumsum([0, *early], dtype=np.int32)
-            shortened = replace(batch, cu_seqlens_q=ends, seq_lens=(starts + early).astype(np.int32), follows=None)
+            ends, lens = np.cumsum([0, *early], dtype=np.int32), batch.seq_lens - queries + early
+            shortened = replace(batch, cu_seqlens_q=ends, seq_lens=lens.astype(np.int32), follows=None)
             self.attend_latent(query[those], up, arena, layout, shortened, heads, scale=scale, out=part)
             out[those] = part
+        rows, top = _rows_of(cu[:-1] + early, queries - early), chosen.tokens.shape[1]
         step = max(1, ABSORBED_BYTES // (4 * query.shape[1] * layout.roles[0].shape[0]))
         if has_scales(layout):
-            step = max(1, min(step, COPIED_BYTES // (index.top * _of_single_tokens(layout).block_bytes)))
-        waiting: list[_Choice] = []
-        for choice in self._choices(index, arena, layout, batch, heads, early, step):
-            if waiting and sum(len(one.places) for one in waiting) + len(choice.places) > step:
-                self._attend_places(query, up, waiting, arena, layout, heads, scale, out)
-                waiting = []
-            waiting.append(choice)
-        self._attend_places(query, up, waiting, arena, layout, heads, scale, out)
-
-    def _choices(
-        self,
-        index: IndexQueries,
-        arena: NDArray[np.uint8],
-        layout: BlockLayout,
-        batch: AttentionBatch,
-        heads: HeadTable,
-        early: Any,
-        most_rows: int,
-    ) -> Iterator[_Choice]:
-        """What is chosen for the queries behind the ``early`` ones of each sequence, for some at a time."""
-        for sequence, few in enumerate(early):
-            first, last = int(batch.cu_seqlens_q[sequence] + few), int(batch.cu_seqlens_q[sequence + 1])
-            context = int(batch.seq_lens[sequence])
-            step = max(1, min(most_rows, SCORES // max(1, context)))
-            table = batch.block_tables[sequence * batch.groups + heads.group[0]]
-            for begin in range(first, last, step):
-                rows = slice(begin, min(begin + step, last))
-                seen = context - (last - rows.stop)
-                scores = np.empty((rows.stop - begin, seen), np.float32)
-                self.score(index, rows, arena, layout, table, heads, seen, scores)
-                is_chosen = chosen(scores, index.top)
-                places = (_tokens if has_scales(layout) else _places)(is_chosen, index.top, layout, table, heads)
-                yield _Choice(rows, places, np.isnan(scores.max(axis=1)))
+            step = max(1, min(step, COPIED_BYTES // (top * _of_single_tokens(layout).block_bytes)))
+        for first in range(0, len(rows), step):
+            some = slice(first, first + step)
+            self._attend_tokens(query, up, rows[some], chosen.of_queries(some), arena, layout, heads, scale, out)
 
     def score(
         self,
@@ -182,7 +181,7 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         if len(rows):
             self.write_index(key[rows], arena, layout, own, heads)
 
-    def attend_chosen_shared(
+    def choose_shared(
         self,
         query: Floats,
         up: UpProjections,
@@ -192,40 +191,29 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         batch: AttentionBatch,
         heads: HeadTable,
         ranks: TokenRanks,
-        *,
-        scale: float,
-        out: Floats,
-    ) -> None:
-        """See `SharedIndexedKernels.attend_chosen_shared`."""
-        _check(query, index, arena, layout)
-        where, positions = (arena, layout, batch, heads), places_of_rows(batch)[1]
+    ) -> ChosenOfRanks:
+        """See `SharedIndexedKernels.choose_shared`."""
+        _check_index(index, layout)
+        positions = places_of_rows(batch)[1]
+        tokens, is_broken = np.full((len(positions), index.top), -1, np.int32), np.zeros(len(positions), np.bool_)
+        found = ChosenOfRanks({}, positions < index.top, tokens, is_broken)
 
-        def attend(whole: SharedContext) -> None:
+        def choose(whole: SharedContext) -> None:
             own = whole.arena, whole.layout, whole.batch, whole.heads
-            of_rows = index.of_rows(whole.rows)
-            self.attend_chosen(query[whole.rows], up, of_rows, *own, scale=scale, out=out[whole.rows])
+            found.of_whole[whole.sequence] = self.choose(index.of_rows(whole.rows), *own)
 
-        def attend_rows(rows: NDArray[np.int64]) -> None:
-            sees_all = positions[rows] < index.top
-            for some in (rows[sees_all], rows[~sees_all]):
-                if not len(some):
-                    continue
-                asking = ranks, some, scale
-                if positions[some[0]] < index.top:
-                    seen = self._seen_by_all(query[some], up, *where, *asking)
-                else:
-                    seen = self._chosen_by_all(query[some], up, index.of_rows(some), *where, *asking)
-                part = np.empty_like(out, shape=(len(some), *out.shape[1:]))
-                self._multiply(seen, up.value, part)
-                out[some] = part
+        def choose_rows(rows: NDArray[np.int64]) -> None:
+            some = rows[~found.sees_all[rows]]
+            if len(some):
+                where = arena, layout, batch, heads, ranks
+                found.tokens[some], found.is_broken[some] = self._best_of_all(index.of_rows(some), *where, some)
 
-        row_bytes = 4 * ranks.share.parts * (query.shape[1] * layout.roles[0].shape[0] + 2 * index.top)
-        attend_shared(ranks, where, row_bytes, attend, attend_rows)
+        row_bytes = 4 * ranks.share.parts * 2 * index.top
+        attend_shared(ranks, (arena, layout, batch, heads), row_bytes, choose, choose_rows, key_roles(layout))
+        return found
 
-    def _chosen_by_all(
+    def _best_of_all(
         self,
-        query: Floats,
-        up: UpProjections,
         index: IndexQueries,
         arena: NDArray[np.uint8],
         layout: BlockLayout,
@@ -233,9 +221,8 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         heads: HeadTable,
         ranks: TokenRanks,
         rows: NDArray[np.int64],
-        scale: float,
-    ) -> Floats:
-        """As `_seen_by_all` of the tokens that are chosen of all; NaN where nothing can be. index: of these rows"""
+    ) -> tuple[Ints, NDArray[np.bool_]]:
+        """`ChosenOfRanks.tokens` and ``is_broken`` of these rows, whose ``index`` is."""
         seeing, own = rows_over_share(batch, ranks.share, rows)
         scores = np.full((len(rows), index.top), -np.inf, np.float32)
         at = np.full(scores.shape, -1, np.int32)
@@ -248,54 +235,110 @@ class NumbaIndexedKernels(NumbaLatentKernels):
             if np.isnan(every).any():
                 scores[row, 0] = np.nan
         is_chosen, is_broken = best_of_all(scores, at, ranks)
-        places = _places_of(np.where(is_chosen, at, -1)[seeing], layout, tables, int(heads.slot[0]))
+        tokens = np.full(at.shape, -1, np.int32)
+        tokens[seeing] = tokens_at(np.where(is_chosen, at, -1)[seeing], layout, tables)
+        return tokens, is_broken
 
-        def attend(absorbed: Floats, own: AttentionBatch) -> tuple[Floats, Floats]:
-            lse = np.empty(absorbed.shape[:2], np.float32)
-            mixed = self._attend_at(absorbed, places, arena, layout, int(heads.slot[0]), scale, lse)
-            return compressed(mixed, query.shape[2] - up.key.shape[1], layout), lse
-
-        seen = seen_by_all(
-            self._absorbed(query, up, layout), up.key.shape[2], batch, rows, ranks, attend, up.sink_logits
-        )
-        seen[is_broken] = np.nan
-        return seen
-
-    def _attend_places(
+    def attend_chosen_shared(
         self,
         query: Floats,
         up: UpProjections,
-        choices: list[_Choice],
+        chosen: Chosen,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        *,
+        scale: float,
+        out: Floats,
+    ) -> None:
+        """See `SharedIndexedKernels.attend_chosen_shared`."""
+        assert isinstance(chosen, ChosenOfRanks)
+        _check_places(arena, layout)
+        where = arena, layout, batch, heads
+
+        def attend(whole: SharedContext) -> None:
+            own = chosen.of_whole[whole.sequence], whole.arena, whole.layout, whole.batch, whole.heads
+            self.attend_chosen(query[whole.rows], up, *own, scale=scale, out=out[whole.rows])
+
+        def attend_rows(rows: NDArray[np.int64]) -> None:
+            sees_all = chosen.sees_all[rows]
+            for some in (rows[sees_all], rows[~sees_all]):
+                if not len(some):
+                    continue
+                asking = *where, ranks, some, scale
+                if chosen.sees_all[some[0]]:
+                    seen = self._seen_by_all(query[some], up, *asking)
+                else:
+                    seen = self._chosen_by_all(query[some], up, chosen, *asking)
+                part = np.empty_like(out, shape=(len(some), *out.shape[1:]))
+                self._multiply(seen, up.value, part)
+                out[some] = part
+
+        row_bytes = 4 * ranks.share.parts * (query.shape[1] * layout.roles[0].shape[0] + chosen.tokens.shape[1])
+        attend_shared(ranks, where, row_bytes, attend, attend_rows, latent_roles(layout))
+
+    def _chosen_by_all(
+        self,
+        query: Floats,
+        up: UpProjections,
+        chosen: ChosenOfRanks,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        rows: NDArray[np.int64],
+        scale: float,
+    ) -> Floats:
+        """As `_seen_by_all` of the tokens that are chosen of all; NaN where nothing can be."""
+        slot, seeing = int(heads.slot[0]), rows_over_share(batch, ranks.share, rows)[0]
+
+        def attend(absorbed: Floats, own: AttentionBatch) -> tuple[Floats, Floats]:
+            lse = np.empty(absorbed.shape[:2], np.float32)
+            mixed = self._attend_at(absorbed, chosen.tokens[rows[seeing]], arena, layout, slot, scale, lse)
+            return compressed(mixed, query.shape[2] - up.key.shape[1], layout), lse
+
+        absorbed = self._absorbed(query, up, layout)
+        seen = seen_by_all(absorbed, up.key.shape[2], batch, rows, ranks, attend, up.sink_logits)
+        seen[chosen.is_broken[rows]] = np.nan
+        return seen
+
+    def _attend_tokens(
+        self,
+        query: Floats,
+        up: UpProjections,
+        rows: NDArray[np.int64],
+        chosen: ChosenTokens,
         arena: NDArray[np.uint8],
         layout: BlockLayout,
         heads_at: HeadTable,
         scale: float,
         out: Floats,
     ) -> None:
-        """Attention of some queries, each to the tokens at its places."""
-        rows = np.concatenate([np.arange(choice.rows.start, choice.rows.stop) for choice in choices])
-        places = np.concatenate([choice.places for choice in choices])
+        """Attention of some queries, each to its tokens."""
         absorbed = self._absorbed(query[rows], up, layout)
         lse = None if up.sink_logits is None else np.empty(absorbed.shape[:2], np.float32)
-        mixed = self._attend_at(absorbed, places, arena, layout, int(heads_at.slot[0]), scale, lse)
+        mixed = self._attend_at(absorbed, chosen.tokens, arena, layout, int(heads_at.slot[0]), scale, lse)
         if lse is not None and up.sink_logits is not None:
             mixed *= share_without_sinks(lse, up.sink_logits)[:, :, None]
         part = np.empty_like(out, shape=(len(rows), *out.shape[1:]))
         self._multiply(compressed(mixed, query.shape[2] - up.key.shape[1], layout), up.value, part)
-        part[np.concatenate([choice.is_broken for choice in choices])] = np.nan
+        part[chosen.is_broken] = np.nan
         out[rows] = part
 
     def _attend_at(
         self,
         absorbed: Floats,
-        places: Ints,
+        tokens: Ints,
         arena: NDArray[np.uint8],
         layout: BlockLayout,
         slot: int,
         scale: float,
         lse: Floats | None = None,
     ) -> Floats:
-        """Means of latents as they are stored, of each of ``absorbed [queries, heads, width]`` those at its places.
+        """Means of latents as they are stored, of each of ``absorbed [queries, heads, width]`` those of its tokens.
 
         lse: ``[queries, heads]``, see `NumbaKernels.attend`
         """
@@ -303,7 +346,9 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         kernels: NumbaKernels = self._tokens
         if has_scales(layout):
             kernels = self._latents
-            arena, layout, places = _copied(arena, layout, slot, places)
+            arena, layout, places = _copied(arena, layout, slot, tokens)
+        else:
+            places = _places(tokens, layout, slot)
         table = np.full((count, places.shape[1] + heads - 1), -1, np.int32)
         table[:, : places.shape[1]] = places
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(heads)
@@ -317,90 +362,22 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         return mixed
 
 
-@dataclass(frozen=True, eq=False)
-class _Choice:
-    """Of some queries of a sequence.
-
-    places:    ``int32 [queries, top]``, where the tokens chosen for each lie, in `token_step`, or with scales by
-               their number in the arena; -1 behind them
-    is_broken: ``bool [queries]``, whether a score is NaN: nothing can be chosen by it
-    """
-
-    rows: slice
-    places: Ints
-    is_broken: NDArray[np.bool_]
-
-
 def share_without_sinks(lse: Floats, sink_logits: Floats) -> Floats:
     """Of softmaxes whose sums have the logarithms ``lse [.., heads]``, to base 2, what sinks leave of all."""
     over = np.minimum(sink_logits * np.float32(np.log2(np.e)) - lse, np.float32(126))
     return np.asarray(1 / (1 + np.exp2(over)), np.float32)
 
 
-def chosen(scores: Floats, top: int) -> NDArray[np.bool_]:
-    """``bool [queries, keys]``: the ``top`` highest scores above minus infinity, of equal ones the first."""
-    keys = scores.shape[1]
-    if keys <= top:
-        return scores > -np.inf
-    least = np.partition(scores, keys - top, axis=1)[:, keys - top, None]
-    above = scores > least
-    equal = (scores == least) & (scores > -np.inf)
-    room = top - above.sum(axis=1, keepdims=True)
-    found: NDArray[np.bool_] = above | (equal & (np.cumsum(equal, axis=1) <= room))
-    return found
+def _rows_of(firsts: NDArray[Any], counts: NDArray[Any]) -> NDArray[np.int64]:
+    """So many from each of the first ones on."""
+    return np.concatenate([np.arange(first, first + few) for first, few in zip(firsts, counts, strict=True)])
 
 
-def best_of_all(scores: Floats, at: Ints, ranks: TokenRanks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which of a rank's candidates are among the best of all ranks', ``bool [queries, top]``, and of which queries a
-    score is NaN, ``bool [queries]``.
-
-    scores, at: of each query the rank's own best, ``[queries, top]``, with minus infinity behind them, and their
-                positions among its own tokens
-    """
-    (count, top), share = scores.shape, ranks.share
-    every = ranks.all_gather(scores).swapaxes(0, 1).reshape(count, share.parts * top)
-    positions = ranks.all_gather(at * share.parts + share.part).swapaxes(0, 1).reshape(every.shape)
-    order = np.lexsort((positions, -every), axis=1)[:, :top]
-    is_best = np.zeros(every.shape, np.bool_)
-    np.put_along_axis(is_best, order, True, axis=1)
-    own = slice(share.part * top, (share.part + 1) * top)
-    return (is_best & (every > -np.inf))[:, own], np.isnan(every).any(axis=1)
-
-
-def _places_of(at: Ints, layout: BlockLayout, tables: Ints, slot: int) -> Ints:
-    """`_Choice.places` of tokens of sequences with these ``tables [queries, columns]``, ``at int32 [queries, top]``
-    among those that a rank has; -1 for none."""
-    blocks = np.take_along_axis(tables, np.maximum(at, 0) // layout.block_size, axis=1).astype(np.int64)
-    within = at % layout.block_size
-    if has_scales(layout):
-        places = blocks * layout.block_size + within
-    else:
-        places = blocks * layout.block_bytes + slot * layout.slot_bytes + within * layout.roles[0].token_bytes
-        places //= token_step(layout)
-    return np.where(at < 0, -1, places).astype(np.int32)
-
-
-def _places(is_chosen: NDArray[np.bool_], top: int, layout: BlockLayout, table: Ints, heads: HeadTable) -> Ints:
-    """`_Choice.places` of tokens by their positions, ``bool [queries, keys]``."""
-    positions = np.nonzero(is_chosen)[1]
-    at = table[positions // layout.block_size].astype(np.int64) * layout.block_bytes
-    at += int(heads.slot[0]) * layout.slot_bytes + positions % layout.block_size * layout.roles[0].token_bytes
-    return _one_behind_the_other(is_chosen, top, at // token_step(layout))
-
-
-def _tokens(is_chosen: NDArray[np.bool_], top: int, layout: BlockLayout, table: Ints, heads: HeadTable) -> Ints:
-    """The same as numbers of tokens: ``block * block_size`` and what is before them in their block."""
-    positions = np.nonzero(is_chosen)[1]
-    at = table[positions // layout.block_size].astype(np.int64) * layout.block_size + positions % layout.block_size
-    return _one_behind_the_other(is_chosen, top, at)
-
-
-def _one_behind_the_other(is_chosen: NDArray[np.bool_], top: int, at: NDArray[np.int64]) -> Ints:
-    """``int32 [queries, top]``: of each query what ``at`` has of its chosen tokens, and -1 behind that."""
-    rows, counts = np.nonzero(is_chosen)[0], is_chosen.sum(axis=1)
-    places = np.full((len(counts), top), -1, np.int32)
-    places[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = at
-    return places
+def _places(tokens: Ints, layout: BlockLayout, slot: int) -> Ints:
+    """Where latents of these tokens lie, in `token_step`; -1 for none."""
+    blocks, within = np.divmod(tokens.astype(np.int64), layout.block_size)
+    at = blocks * layout.block_bytes + slot * layout.slot_bytes + within * layout.roles[0].token_bytes
+    return np.where(tokens < 0, -1, at // token_step(layout)).astype(np.int32)
 
 
 @cache
@@ -426,20 +403,24 @@ def _copied(
 def _scales_of(arena: NDArray[np.uint8], layout: BlockLayout, slot: int) -> tuple[Floats, tuple[int, int]]:
     """The arena as scales of keys, floats from one block to the next, and where those of a slot begin; nothing, where
     there are none."""
-    if not has_scales(layout):
+    if not has_key_scales(layout):
         return np.empty(0, np.float32), (0, 0)
     first = slot * layout.slot_bytes + layout.role_offsets[INDEXER_SCALE]
     return arena.view(np.float32), (layout.block_bytes // 4, first // 4)
 
 
-def _check(query: Floats, index: IndexQueries, arena: NDArray[np.uint8], layout: BlockLayout) -> None:
-    """Raise ValueError where the arrays do not fit each other, or places are too many for the numbers of a table."""
-    tokens, heads, dim = index.query.shape
-    fits = tokens == len(query) and index.weights.shape == (tokens, heads) and dim == index_role(layout).shape[0]
+def _check_index(index: IndexQueries, layout: BlockLayout) -> None:
+    """Raise ValueError where what an indexer asks with and its keys do not fit each other."""
+    (tokens, heads, dim), size = index.query.shape, index_role(layout).shape[0]
+    fits = index.weights.shape == (tokens, heads) and dim == size
     if not fits or dim % INDEX_DIM_STEP or index.top < 1:
         raise ValueError(
-            f"query {query.shape}, those of the indexer {index.query.shape}, weights {index.weights.shape} and its "
-            f"keys of {index_role(layout).shape[0]} do not fit each other, or to choose {index.top} cannot be"
+            f"queries of the indexer {index.query.shape}, weights {index.weights.shape} and its keys of {size} do not "
+            f"fit each other, or to choose {index.top} cannot be"
         )
+
+
+def _check_places(arena: NDArray[np.uint8], layout: BlockLayout) -> None:
+    """Raise ValueError where places are too many for the numbers of a table."""
     if arena.nbytes // token_step(layout) > _MOST_PLACES:
         raise ValueError(f"an arena of {arena.nbytes} bytes has more places than 2**31: give a smaller kv_cache")

@@ -14,9 +14,21 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.dsa import TritonIndexed
 from headwise.kernels.cuda.indexer import CudaIndexer
 from headwise.kernels.cuda.launch import Array
-from headwise.kernels.dsa_base import IndexQueries
+from headwise.kernels.dsa_base import Chosen, IndexQueries
 
 MOST_PLACES = 1 << 31
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenPlaces(Chosen):
+    """places: int32 ``[queries, top]``; counts: int32 ``[queries]``; see `indexer.cu`"""
+
+    places: Array
+    counts: Array
+
+
+EVERYTHING = Chosen()
+"""Of all queries: tables cannot hold more tokens than may be chosen."""
 
 
 @dataclass(frozen=True)

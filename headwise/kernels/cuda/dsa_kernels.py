@@ -8,16 +8,16 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.token_share import ALL_TOKENS, TokenShare
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cuda.choice import TokenChoice
+from headwise.kernels.cuda.choice import EVERYTHING, ChosenPlaces, TokenChoice
 from headwise.kernels.cuda.dsa import IndexShape, TritonIndexed
-from headwise.kernels.cuda.dsa_ranks import RanksIndexed, whole
+from headwise.kernels.cuda.dsa_ranks import ChosenOfRanks, RanksIndexed, whole
 from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.indexer import CHOOSE_THREADS, CudaIndexer
 from headwise.kernels.cuda.launch import Array
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.mla_kernels import CudaLatentKernels, check_fit
 from headwise.kernels.cuda.parts import GpuParts
-from headwise.kernels.dsa_base import IndexKeys, IndexQueries
+from headwise.kernels.dsa_base import Chosen, IndexKeys, IndexQueries
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.token_ranks import TokenRanks
 
@@ -103,11 +103,22 @@ class CudaIndexedKernels(CudaLatentKernels):
         norm = keys.weight, keys.bias, keys.eps
         self._indexer.write(index.query, keys.rows, norm, (cosines, sines), arena, layout, batch, heads, share)
 
+    def choose(
+        self, index: IndexQueries, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> Chosen:
+        """See `IndexedKernels.choose`."""
+        tokens = len(index.query)
+        if not tokens or batch.block_tables.shape[1] * layout.block_size <= index.top:
+            return EVERYTHING
+        places, counts = self._empty((tokens, index.top), np.int32), self._empty((tokens,), np.int32)
+        self._choice(index, slice(0, tokens), arena, layout, batch, heads, places, counts)
+        return ChosenPlaces(places, counts)
+
     def attend_chosen(
         self,
         query: Array,
         up: UpProjections,
-        index: IndexQueries,
+        chosen: Chosen,
         arena: Array,
         layout: BlockLayout,
         batch: AttentionBatch,
@@ -117,27 +128,39 @@ class CudaIndexedKernels(CudaLatentKernels):
         out: Array,
     ) -> None:
         """See `IndexedKernels.attend_chosen`."""
-        if batch.block_tables.shape[1] * layout.block_size <= index.top:
+        if chosen is EVERYTHING:
             self.attend_latent(query, up, arena, layout, batch, heads, scale=scale, out=out)
             return
+        assert isinstance(chosen, ChosenPlaces)
         check_fit(query, up, out)
-        if not query.shape[0]:
-            return
-        tokens = len(query)
-        places, counts = self._empty((tokens, index.top), np.int32), self._empty((tokens,), np.int32)
-        self._choice(index, slice(0, tokens), arena, layout, batch, heads, places, counts)
+        places = chosen.places, chosen.counts
 
         def attend(absorbed: Array, some: Array, shape: LatentShape, mixed: Array) -> None:
-            chosen = places, counts
-            self._indexed.attend(absorbed, some, shape, chosen, arena, layout, heads, scale=scale, out=mixed)
+            self._indexed.attend(absorbed, some, shape, places, arena, layout, heads, scale=scale, out=mixed)
 
         self.attend_absorbed(query, up, layout, out, attend)
+
+    def choose_shared(
+        self,
+        query: Array,
+        up: UpProjections,
+        index: IndexQueries,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+    ) -> Chosen:
+        """See `SharedIndexedKernels.choose_shared`."""
+        if batch.block_tables.shape[1] * ranks.share.parts * layout.block_size <= index.top:
+            return EVERYTHING
+        return self._indexed_of_ranks.choose(query, up, index, arena, layout, batch, heads, ranks, self.choose)
 
     def attend_chosen_shared(
         self,
         query: Array,
         up: UpProjections,
-        index: IndexQueries,
+        chosen: Chosen,
         arena: Array,
         layout: BlockLayout,
         batch: AttentionBatch,
@@ -149,10 +172,11 @@ class CudaIndexedKernels(CudaLatentKernels):
     ) -> None:
         """See `SharedIndexedKernels.attend_chosen_shared`."""
         where = arena, layout, batch, heads
-        if batch.block_tables.shape[1] * ranks.share.parts * layout.block_size <= index.top:
+        if chosen is EVERYTHING:
             self.attend_shared(query, up, *where, ranks, scale=scale, out=out)
             return
+        assert isinstance(chosen, ChosenOfRanks)
         check_fit(query, up, out)
         self._indexed_of_ranks.attend(
-            query, up, index, *where, ranks, scale=scale, out=out, attend_whole=self.attend_chosen
+            query, up, chosen, *where, ranks, scale=scale, out=out, attend_whole=self.attend_chosen
         )

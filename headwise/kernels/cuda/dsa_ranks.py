@@ -14,7 +14,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -32,7 +32,8 @@ from headwise.kernels.cuda.launch import Array, Variant
 from headwise.kernels.cuda.mla import BESIDE, LatentShape
 from headwise.kernels.cuda.mla_ranks import BYTE_COST, RANKS_BYTES, RanksLatents, are_expanded, of_ranks
 from headwise.kernels.cuda.parts import GpuParts
-from headwise.kernels.dsa_base import IndexQueries
+from headwise.kernels.dsa import key_roles, latent_roles
+from headwise.kernels.dsa_base import Chosen, IndexQueries
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.token_ranks import TokenRanks
 
@@ -57,9 +58,22 @@ def variants_of(shape: ExpandedShape, index: IndexShape, sm: int) -> tuple[Varia
     return own + dsa.variants_of(whole(shape.latents, shape.parts), whole(index, shape.parts), sm)
 
 
+@dataclass(frozen=True, eq=False)
+class ChosenOfRanks(Chosen):
+    """
+    rows:     runs of query rows, and of each row places and counts of what this rank keeps of the tokens chosen for it
+    prompts:  sequences that see all, and are expanded
+    gathered: sequences whose contexts are gathered, and what is chosen in these
+    """
+
+    rows: Sequence[tuple[Sequence[slice], tuple[Array, Array]]]
+    prompts: Sequence[int]
+    gathered: Sequence[tuple[int, Chosen]]
+
+
 class RanksIndexed:
-    """`SharedIndexedKernels.attend_chosen_shared` where not everything is chosen; all calls only enqueue, on the
-    current stream."""
+    """`choose_shared` and `attend_chosen_shared` of `SharedIndexedKernels`, where not everything is chosen; all calls
+    only enqueue, on the current stream."""
 
     def __init__(
         self,
@@ -81,11 +95,46 @@ class RanksIndexed:
         self._indexed.prepare_latents([whole(shape.latents, shape.parts)])
         self._gathered.prepare()
 
-    def attend(
+    def choose(
         self,
         query: Array,
         up: UpProjections,
         index: IndexQueries,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        ranks: TokenRanks,
+        choose_whole: Callable[..., Chosen],
+    ) -> ChosenOfRanks:
+        """See `SharedIndexedKernels.choose_shared`.
+
+        choose_whole: `IndexedKernels.choose`, over a cache that is a rank's own
+
+        Raises:
+            ValueError: the host does not know the lengths of a step whose sequences may have several queries.
+        """
+        where, runs, prompts = (arena, layout, batch, heads), [slice(0, len(index.query))], list[int]()
+        gathered = list[tuple[int, Chosen]]()
+        if batch.max_query_len != 1:
+            known = lengths_of(batch)
+            sees_all = known.seq_lens <= index.top
+            expands = sees_all & are_expanded(known, query, up, ranks.share.parts)
+            gathers = ~sees_all & are_gathered(known, query, up, index, layout, ranks.share.parts)
+            runs, prompts = runs_of(known, ~(expands | gathers)), np.flatnonzero(expands).tolist()
+            for sequence in np.flatnonzero(gathers).tolist():
+                context = self._gathered(ranks, *where, range(sequence, sequence + 1), key_roles(layout))
+                there = context.arena, context.layout, context.batch, context.heads
+                gathered.append((sequence, choose_whole(index.of_rows(context.rows), *there)))
+        at_a_time = max(1, RANKS_BYTES // (BEST_BYTES * ranks.share.parts * index.top))
+        rows = [(some, self._choose(index, *where, ranks, some)) for some in portions(runs, at_a_time)]
+        return ChosenOfRanks(rows, prompts, gathered)
+
+    def attend(
+        self,
+        query: Array,
+        up: UpProjections,
+        chosen: ChosenOfRanks,
         arena: Array,
         layout: BlockLayout,
         batch: AttentionBatch,
@@ -99,48 +148,20 @@ class RanksIndexed:
         """See `SharedIndexedKernels.attend_chosen_shared`.
 
         attend_whole: `IndexedKernels.attend_chosen`, over a cache that is a rank's own
-
-        Raises:
-            ValueError: the host does not know the lengths of a step whose sequences may have several queries.
         """
         where = arena, layout, batch, heads
-        if batch.max_query_len == 1:
-            self._attend_rows(query, up, index, *where, ranks, [slice(0, len(query))], scale, out)
-            return
-        known = lengths_of(batch)
-        sees_all = known.seq_lens <= index.top
-        expands = sees_all & are_expanded(known, query, up, ranks.share.parts)
-        gathers = ~sees_all & are_gathered(known, query, up, index, layout, ranks.share.parts)
-        self._attend_rows(query, up, index, *where, ranks, runs_of(known, ~(expands | gathers)), scale, out)
-        prompts = np.flatnonzero(expands).tolist()
-        self._expanded.attend(query, up, *where, scale=scale, out=out, sequences=prompts, ranks=ranks)
-        for sequence in np.flatnonzero(gathers).tolist():
-            context = self._gathered(ranks, *where, range(sequence, sequence + 1))
-            rows, there = context.rows, (context.arena, context.layout, context.batch, context.heads)
-            attend_whole(query[rows], up, index.of_rows(rows), *there, scale=scale, out=out[rows])
+        for some, places in chosen.rows:
 
-    def _attend_rows(
-        self,
-        query: Array,
-        up: UpProjections,
-        index: IndexQueries,
-        arena: Array,
-        layout: BlockLayout,
-        batch: AttentionBatch,
-        heads: HeadTable,
-        ranks: TokenRanks,
-        runs: Sequence[slice],
-        scale: float,
-        out: Array,
-    ) -> None:
-        """Of the query rows ``runs``, as many at a time as ranks can tell each other the best tokens of."""
-        for some in portions(runs, max(1, RANKS_BYTES // (BEST_BYTES * ranks.share.parts * index.top))):
-            chosen = self._choose(index, arena, layout, batch, heads, ranks, some)
-
-            def attend(queries: Array, shape: LatentShape, seen: Array, chosen: tuple[Array, Array] = chosen) -> None:
-                self._indexed.attend_of_ranks(queries, shape, chosen, arena, layout, heads, scale=scale, out=seen)
+            def attend(queries: Array, shape: LatentShape, seen: Array, places: tuple[Array, Array] = places) -> None:
+                self._indexed.attend_of_ranks(queries, shape, places, arena, layout, heads, scale=scale, out=seen)
 
             self._latents.attend_rows(query, up, layout, some, ranks, out, attend)
+        if chosen.prompts:
+            self._expanded.attend(query, up, *where, scale=scale, out=out, sequences=chosen.prompts, ranks=ranks)
+        for sequence, of_sequence in chosen.gathered:
+            context = self._gathered(ranks, *where, range(sequence, sequence + 1), latent_roles(layout))
+            rows, there = context.rows, (context.arena, context.layout, context.batch, context.heads)
+            attend_whole(query[rows], up, of_sequence, *there, scale=scale, out=out[rows])
 
     def _choose(
         self,
@@ -169,15 +190,17 @@ def are_gathered(
 ) -> NDArray[np.bool_]:
     """Which sequences have their contexts gathered: the more queries, the less it is in comparison to send these.
 
-    Counted in products, as by `mla_ranks.are_expanded`. Of rows, ranks send each other queries, what these see, and the
-    best tokens, but each scores a part of the context alone, where of a gathered one each scores it all.
+    Counted in products, as by `mla_ranks.are_expanded`, for the layer that chooses. Of rows, ranks send each other
+    queries, what these see, and the best tokens, but each scores a part of the context alone, where of a gathered one
+    each scores it all. layout: of keys, beside which latents may lie
     """
     (_, heads, size), (_, plain, rank) = query.shape, up.key.shape
     queries, contexts = np.diff(lengths.cu_seqlens_q).astype(np.float64), lengths.seq_lens.astype(np.float64)
     of_head = (rank + size - plain) * query.itemsize + 4 * (rank + BESIDE)
     row_bytes = parts * (heads * of_head + BEST_BYTES * index.top)
     scoring = index.query.shape[1] * index.query.shape[2] * (1 - 1 / parts)
-    context_bytes = contexts * sum(role.token_bytes for role in layout.roles)
+    latents = sum(role.token_bytes for role in latent_roles(layout)) or (rank + size - plain) * query.itemsize
+    context_bytes = contexts * (latents + sum(role.token_bytes for role in key_roles(layout)))
     saved = queries * (BYTE_COST * row_bytes - contexts * scoring)
     return np.asarray((queries > FEW_QUERIES) & (context_bytes <= GATHERED_BYTES) & (BYTE_COST * context_bytes < saved))
 

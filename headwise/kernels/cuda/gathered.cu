@@ -4,15 +4,17 @@ struct alignas(16) Vector {
     unsigned words[4];
 };
 
-// One member's slots of a sequence's blocks, one behind the other, and a batch that says so.
+// A part of one member's slots of a sequence's blocks, one behind the other, and a batch that says so.
 // block_tables: [groups, any], of the sequence
-// own:          [columns, slot_bytes]; of a block that is not mapped, left as it is
+// own:          [columns, own_bytes]; of a block that is not mapped, left as it is
+// first_byte:   where that part of the first slot begins in a block
 // table:        [columns], of which the first is block `first`; -1 of a block that is not mapped
 // rows:         [2], where the sequence's queries begin and end
 // grid:         the columns
 extern "C" __global__ void take_slots(
     const char* arena, const int* block_tables, const int* head_groups, const int* head_slots, char* own, int* table,
-    int* rows, long long block_bytes, long long slot_bytes, int table_stride, int first, int begin, int end)
+    int* rows, long long block_bytes, long long slot_bytes, long long first_byte, long long own_bytes,
+    int table_stride, int first, int begin, int end)
 {
     const int column = blockIdx.x;
     const int block = block_tables[static_cast<long long>(head_groups[0]) * table_stride + column];
@@ -21,9 +23,10 @@ extern "C" __global__ void take_slots(
         if (column == 0) rows[0] = begin, rows[1] = end;
     }
     if (block < 0) return;
-    const Vector* from = reinterpret_cast<const Vector*>(arena + block * block_bytes + head_slots[0] * slot_bytes);
-    Vector* to = reinterpret_cast<Vector*>(own + column * slot_bytes);
-    for (int i = threadIdx.x; i < slot_bytes / sizeof(Vector); i += blockDim.x) to[i] = from[i];
+    const char* slot = arena + block * block_bytes + head_slots[0] * slot_bytes;
+    const Vector* from = reinterpret_cast<const Vector*>(slot + first_byte);
+    Vector* to = reinterpret_cast<Vector*>(own + column * own_bytes);
+    for (int i = threadIdx.x; i < own_bytes / sizeof(Vector); i += blockDim.x) to[i] = from[i];
 }
 
 template <class Word>

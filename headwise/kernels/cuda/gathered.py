@@ -7,17 +7,18 @@ ranks tell each other `TOLD_BYTES`. Nothing but their lengths bounds that: whoev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
 from headwise.kernels.cuda.launch import Array, Kernel, addresses_of
 from headwise.kernels.cuda.parts import GpuParts
-from headwise.kernels.shared_context import SharedContext, whole_layout
+from headwise.kernels.shared_context import SharedContext, roles_alone, whole_layout
 from headwise.kernels.token_ranks import TokenRanks
 
 SOURCE = "gathered.cu"
@@ -56,22 +57,26 @@ class GatheredContexts:
         batch: AttentionBatch,
         heads: HeadTable,
         sequences: range,
+        roles: Sequence[Role] = (),
     ) -> SharedContext:
         """These sequences' blocks of a layer's one member, of which each of ``ranks`` gives its tokens; all call
         together.
 
         layout: of blocks of a rank's own tokens, whichever roles they have
+        roles:  neighbours, of which there is something in what is gathered; none: all
 
         Raises:
             ConfigError: what a token has is no whole words.
         """
         assert batch.on_host is not None, "who calls this knows the lengths"
-        some, whole = slice(sequences.start, sequences.stop), whole_layout(layout, ranks.share.parts)
+        some, taken = slice(sequences.start, sequences.stop), roles_alone(layout, tuple(roles))
+        whole = whole_layout(taken, ranks.share.parts)
         begins, lens = batch.on_host.cu_seqlens_q[sequences.start : sequences.stop + 1], batch.on_host.seq_lens[some]
         known = HostLengths(begins - begins[0], lens)
-        own, tables, cu = self._taken(arena, layout, batch, heads, sequences, known, -(-lens // whole.block_size))
+        columns = -(-lens // whole.block_size)
+        own, tables, cu = self._taken(arena, layout, taken, batch, heads, sequences, known, columns)
         return SharedContext(
-            arena=self._told(ranks, own, layout, whole),
+            arena=self._told(ranks, own, taken, whole),
             layout=whole,
             batch=AttentionBatch(
                 cu_seqlens_q=cu,
@@ -83,27 +88,32 @@ class GatheredContexts:
             ),
             heads=replace(heads, group=cu[:1], slot=cu[:1]),  # which is a zero
             rows=slice(int(begins[0]), int(begins[-1])),
+            sequence=sequences.start,
         )
 
     def _taken(
         self,
         arena: Array,
         layout: BlockLayout,
+        taken: BlockLayout,
         batch: AttentionBatch,
         heads: HeadTable,
         sequences: range,
         known: HostLengths,
         columns: NDArray[np.int32],
     ) -> tuple[Array, Array, Array]:
-        """A rank's own slots, ``int32 [all columns, words]``, tables of them, and ``cu_seqlens_q``."""
+        """What blocks like ``taken`` have of a rank's own slots, ``int32 [all columns, words]``, tables of them, and
+        ``cu_seqlens_q``."""
         firsts = [0, *np.cumsum(columns).tolist()]
-        own = self._empty((firsts[-1], layout.slot_bytes // WORD_BYTES), np.int32)
+        own = self._empty((firsts[-1], taken.slot_bytes // WORD_BYTES), np.int32)
         tables = self._empty((len(columns), int(columns.max())), np.int32)
         cu = self._empty((len(columns) + 1,), np.int32)
         for at, sequence in enumerate(sequences):
             of_sequence = batch.block_tables[sequence * batch.groups :]
             given = arena, of_sequence, heads.group, heads.slot, own[firsts[at] :], tables[at], cu[at:]
-            sizes = layout.block_bytes, layout.slot_bytes, of_sequence.strides[0] // of_sequence.itemsize
+            first_byte = layout.role_offsets[taken.roles[0].name]
+            places = layout.block_bytes, layout.slot_bytes, first_byte, taken.slot_bytes
+            sizes = *places, of_sequence.strides[0] // of_sequence.itemsize
             ends = known.cu_seqlens_q[at : at + 2].tolist()
             self.prepare().take((int(columns[at]), 1, 1), (*addresses_of(*given), *sizes, firsts[at], *ends))
         return own, tables, cu

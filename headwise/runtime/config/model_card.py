@@ -171,6 +171,8 @@ def read_model_card(
         )
     if config.head_pattern and model.compressed is not None:
         raise ConfigError(f"{config.model} compresses its cache, which no head pattern has: serve it without")
+    if config.head_pattern and model.cache_layers > model.num_layers:
+        raise ConfigError(f"{config.model}: its layers share an indexer, which no head pattern has: serve it without")
     if config.head_pattern and model.chunk:
         raise ConfigError(f"{config.model} has chunked attention, which no head pattern has: serve it without")
     if config.head_pattern and any(policy.is_state for row in model.policies for policy in row):
@@ -292,7 +294,9 @@ def _plan(
 
     def plan_of(policies: Policies, tp_size: int) -> HeadGroupPlan:
         given = policies, tp_size, config.head_grouping
-        return plan_head_groups(*given, sizes=sizes, is_replicated=replicated, stages=stages)
+        return plan_head_groups(
+            *given, sizes=sizes, is_replicated=replicated, stages=stages, layer_of=model.layer_of_caches
+        )
 
     try:
         stages = model.stages(config.pipeline_parallel_size)
@@ -304,8 +308,10 @@ def _plan(
         raise ConfigError(str(error)) from None
     layouts = {}
     for layout in of_one:
-        slots, tail = divmod(plan.block_bytes, layout.slot_bytes)
-        layouts[layout] = replace(layout, slots=slots, tail_bytes=tail)
+        size, lead, slots = plan.run_of(layout.slot_bytes)
+        layouts[layout] = replace(
+            layout, slots=slots, lead_bytes=lead, tail_bytes=plan.block_bytes - lead - slots * size
+        )
     return plan, tuple(layouts[layout] for layout in of_one)
 
 

@@ -264,7 +264,7 @@ class Deepseek(GroupedMoeDecoder):
     # ---- computation ----
 
     def fusible_attention(self, index: int, attention: Any) -> Attention | None:
-        if type(attention) is not LatentProjections:  # what chooses tokens is not a part of fused layers
+        if type(attention) is not LatentProjections:
             return None
         ranked = attention.into_heads
         return Latents(
@@ -296,14 +296,15 @@ class Deepseek(GroupedMoeDecoder):
         if weights.into_heads is not None:
             norm, into_heads = weights.into_heads
             ranked = self.ops.rms_norm(queries, norm, _NORM_EPS)
-            queries, choosing = self._linear(ranked, into_heads), self.choosing(weights, x, ranked)
+            queries, choosing = self._linear(ranked, into_heads), self.choosing(index, weights, x, ranked)
         queries = queries.reshape([tokens, -1, mla.plain + mla.rotated])
         latents = self.ops.rms_norm(compressed, weights.latent_norm, _NORM_EPS)
         heads = attention(index, queries, latents, shared, weights.up, rotation, *choosing, wanted=wanted)
         return self.projected(self.gated(layer, x, heads, wanted), weights.out)
 
-    def choosing(self, weights: Any, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
-        """What tokens are chosen by, for attention that sees only some: of ``x``, and of what queries are made of."""
+    def choosing(self, index: int, weights: Any, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
+        """What a layer's tokens are chosen by, where attention sees only some: of ``x``, and of what queries are made
+        of."""
         return ()
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.policy import FULL
 from headwise.errors import ModelError
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
+from headwise.kernels.fused import Attention
+from headwise.runtime.models.attention.dsa import Choosing
 from headwise.runtime.models.deepseek import MOST_RANK, Deepseek, LatentProjections, parse_latents
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v3_moe
 from headwise.runtime.models.hf_config import HfConfig, named_layer_types, positive
@@ -57,7 +61,8 @@ def parse_indexed(
             f"config.json: 'index_head_dim' {indexer.head_dim} is less than 'qk_rope_head_dim' {mla.rotated}, the part "
             "of an indexer's head that is rotated"
         )
-    return replace(decoder, mla=replace(mla, indexer=indexer))
+    beside = len(indexer.layers(decoder.num_layers)) if indexer.shared else 0
+    return replace(decoder, mla=replace(mla, indexer=indexer), policies=(*decoder.policies, *((FULL,),) * beside))
 
 
 def shared_indexers(config: HfConfig, num_layers: int) -> frozenset[int] | None:
@@ -96,13 +101,9 @@ class IndexedProjections(LatentProjections):
 class DeepseekV32(Deepseek):
     """DeepSeek-V3 over `IndexedProjections`.
 
-    The indexer rotates the elements ``(i, i + D / 2)``, as the rope operation does: its rows keep their order.
-
-    A layer that sees what an earlier one's indexer has chosen keeps that one's keys once more, and is told what it
-    asked with: the same is chosen again.
+    The indexer rotates the elements ``(i, i + D / 2)``, as the rope operation does: its rows keep their order. Layers
+    that see what an earlier one's has chosen have none.
     """
-
-    _chosen_by: tuple[IndexQueries, IndexKeys]
 
     def index_order(self) -> NDArray[np.int64]:
         """Of an indexer's head's elements, that in which the rope operation turns the pairs that the model turns."""
@@ -153,14 +154,14 @@ class DeepseekV32(Deepseek):
             )
         return found
 
-    def choosing(self, weights: LatentProjections, x: Tensor, ranked: Tensor) -> tuple[IndexQueries, IndexKeys]:
-        """What the indexer asks with, and tokens' keys; neither are rotated yet."""
-        if not isinstance(weights, IndexedProjections):
-            return _copied(*self._chosen_by)
-        found = self._asked(weights, x, ranked)
-        if self.indexer.shared:
-            self._chosen_by = _copied(*found)  # for layers of this pass; attention rotates what it is given
-        return found
+    # ---- computation ----
+
+    def fusible_attention(self, index: int, attention: Any) -> Attention | None:
+        return None  # what chooses tokens is not a part of fused layers, nor is what sees them alone
+
+    def choosing(self, index: int, weights: LatentProjections, x: Tensor, ranked: Tensor) -> tuple[Choosing]:
+        asked = self._asked(weights, x, ranked) if isinstance(weights, IndexedProjections) else None
+        return (Choosing(asked, is_kept=index + 1 in self.indexer.shared),)
 
     def _asked(self, weights: IndexedProjections, x: Tensor, ranked: Tensor) -> tuple[IndexQueries, IndexKeys]:
         indexer, tokens = self.indexer, x.shape[0]
@@ -171,8 +172,3 @@ class DeepseekV32(Deepseek):
             queries.reshape(tokens, indexer.heads, indexer.head_dim), self.ops.kernel_array(of_heads), indexer.top
         )
         return asked, IndexKeys(self.ops.kernel_array(rows), *weights.key_norm, self.key_norm_eps)
-
-
-def _copied(asked: IndexQueries, keys: IndexKeys) -> tuple[IndexQueries, IndexKeys]:
-    asked = replace(asked, query=asked.query.copy(), weights=asked.weights.copy())
-    return asked, replace(keys, rows=keys.rows.copy())

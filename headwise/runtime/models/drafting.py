@@ -113,12 +113,18 @@ def with_draft_layer(config: ModelConfig, names: DraftingNames | None, weights: 
     """``config`` with that layer, if there is one among the checkpoint's ``weights``, which are told by name.
 
     Of several, the first is served: it was trained to predict the nearest token, and what it makes goes into it again
-    for further ones. None is where layers share indexers: whether that layer has one is not told.
+    for further ones. Where layers share indexers, one without an indexer of its own is not served: whose choice it
+    sees is not told.
     """
-    shares = config.mla is not None and config.mla.indexer is not None and config.mla.indexer.shared
-    if names is None or shares:
+    if names is None:
         return config
-    join = names.of(names.join, "", config.num_layers) + ".weight"
-    if not any(name == join or name.endswith(f".{join}") for name in weights):
+
+    def has(name: str) -> bool:
+        return any(each == name or each.endswith(f".{name}") for each in weights)
+
+    if not has(names.of(names.join, "", config.num_layers) + ".weight"):
+        return config
+    shares = config.mla is not None and config.mla.indexer is not None and config.mla.indexer.shared
+    if shares and not has(names.of(names.layer, "", config.num_layers) + "self_attn.indexer.wq_b.weight"):
         return config
     return config.with_draft_layer(has_window=names.has_window)

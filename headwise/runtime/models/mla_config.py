@@ -11,13 +11,18 @@ class IndexerConfig:
 
     heads, head_dim: of the indexer (``index_n_heads``, ``index_head_dim``)
     top:             tokens that are chosen for a query, at most (``index_topk``)
-    shared:          layers that have none, and see what the last one before them with one has chosen
+    shared:          layers that have none, and see what the last one before them with one has chosen. Then keys of
+                     indexers have caches of their own, beside those of latents
     """
 
     heads: int
     head_dim: int
     top: int
     shared: frozenset[int] = frozenset()
+
+    def layers(self, count: int) -> tuple[int, ...]:
+        """Of so many layers, those with an indexer."""
+        return tuple(layer for layer in range(count) if layer not in self.shared)
 
 
 @dataclass(frozen=True)

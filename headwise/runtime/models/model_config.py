@@ -161,9 +161,31 @@ class ModelConfig:
         return len(self.policies)
 
     def sides_of(self, layer: int) -> tuple[int, ...]:
-        """Numbers of the caches that a layer has besides: of rows and of entries (`CompressedConfig`), or none."""
+        """Numbers of the caches that a layer has besides: of rows and of entries (`CompressedConfig`), of keys of its
+        indexer (`IndexerConfig.shared`), or none."""
+        if layer in self._index_layers:
+            return (self.num_layers + self._index_layers.index(layer),)
         sides = None if self.compressed is None else self.compressed.sides(layer)
         return () if sides is None else (sides.rows, sides.entries)
+
+    def caches_of(self, layers: range) -> tuple[int, ...]:
+        """Numbers of all caches of some layers, theirs first."""
+        return tuple(dict.fromkeys([*layers, *(side for layer in layers for side in self.sides_of(layer))]))
+
+    @property
+    def _index_layers(self) -> tuple[int, ...]:
+        """Layers with keys of an indexer beside latents, where others share it."""
+        indexer = None if self.mla is None else self.mla.indexer
+        return indexer.layers(self.num_layers) if indexer is not None and indexer.shared else ()
+
+    @property
+    def layer_of_caches(self) -> tuple[int, ...]:
+        """``[cache_layers]``, the layer that has each: the first of several."""
+        found = dict(enumerate(range(self.num_layers)))
+        for layer in range(self.num_layers):
+            for side in self.sides_of(layer):
+                found.setdefault(side, layer)
+        return tuple(found[cache] for cache in range(self.cache_layers))
 
     @property
     def last_kept(self) -> int:
@@ -179,9 +201,9 @@ class ModelConfig:
         """
         if count > 1 and self.undivided:
             raise ValueError(f"pipeline_parallel_size {count}: {self.undivided}; leave it out")
-        if self.compressed is not None:
-            return (range(self.cache_layers),)
         used = [self.heads_of(layer).cache_layer for layer in range(self.decoder_layers)]
+        if self._index_layers:  # what an indexer has chosen stays in its stage
+            used = [max(each for each in self._index_layers if each <= layer) for layer in range(self.decoder_layers)]
         return deal_layers([*used, *[self.decoder_layers - 1] * self.draft_layers], count)
 
     def by_cache_layer(self, kept: Sequence[_Kept]) -> tuple[_Kept, ...]:
@@ -197,7 +219,7 @@ class ModelConfig:
     def with_draft_layer(self, *, has_window: bool = False) -> ModelConfig:
         """The same with a layer that drafts, which is as the decoder's last one that attends to all tokens; or with
         ``has_window`` to a window, without experts."""
-        rows = enumerate(self.policies)
+        rows, beside = enumerate(self.policies[: self.num_layers]), self.policies[self.num_layers :]
         alike = max(layer for layer, row in rows if row and all(each.is_full != has_window for each in row))
         moe, heads = self.moe, self.layer_heads
         if moe is not None and alike in moe.layers and not has_window:
@@ -206,7 +228,7 @@ class ModelConfig:
             self,
             num_layers=self.num_layers + 1,
             draft_layers=1,
-            policies=(*self.policies, self.policies[alike]),
+            policies=(*self.policies[: self.num_layers], self.policies[alike], *beside, *beside[-1:]),
             ropes=(*self.ropes, self.ropes[alike]),
             moe=moe,
             layer_heads=(*heads, replace(heads[alike], cache_layer=self.num_layers)) if heads else (),
@@ -218,8 +240,6 @@ class ModelConfig:
         """Why its layers cannot be dealt to the stages of a pipeline, in words; empty: they can."""
         if self.compressed is not None:
             return "entries of several layers lie side by side"
-        if self.mla is not None and self.mla.indexer is not None and self.mla.indexer.shared:
-            return "layers see what an earlier one's indexer has chosen"
         return "" if self.eagle is None else "draft_model drafts by what layers of all stages leave"
 
     @property

@@ -218,9 +218,9 @@ def check_host_cache(config: EngineConfig, card: ModelCard, ranks: int) -> None:
 def layer_ranges(plan: HeadGroupPlan, layouts: Sequence[BlockLayout], rank: int) -> NDArray[np.int64]:
     """``int64 [layers, groups, 2]``: the bytes of each layer within a block of each group; empty without members."""
     ranges = np.zeros((plan.num_layers, len(plan.groups), 2), dtype=np.int64)
-    for index, group in enumerate(plan.groups):
-        layers = [member.layer for member in group.members[rank]]
-        for layer in set(layers):
-            first = layers.index(layer)
-            ranges[layer, index] = layouts[layer].slot_range(first, first + layers.count(layer))
+    of_layers: dict[tuple[int, int], list[int]] = {}
+    for member, (group, slot) in plan.places[rank].items():
+        of_layers.setdefault((member.layer, group), []).append(slot)
+    for (layer, group), slots in of_layers.items():
+        ranges[layer, group] = layouts[layer].slot_range(min(slots), max(slots) + 1)
     return ranges

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,8 +52,9 @@ class DeviceStep:
 
 
 class ModelRunner:
-    """Over one arena, whose ``layers``, those of this rank's stage, have these ``heads``.
+    """Over one arena.
 
+    heads:   of caches of the layers of this rank's stage, see `ModelConfig.caches_of`: the layers' first
     links:   to other stages' ranks
     last:    tokens of the steps before
     graphs:  decode steps, where they are graphs
@@ -69,8 +70,7 @@ class ModelRunner:
         device: Device,
         attention: CachedAttention,
         cache: CacheController,
-        heads: Sequence[HeadTable],
-        layers: range,
+        heads: Mapping[int, HeadTable],
         adapters: AdaptersOfRows,
         loads: Loads,
         links: StageLinks,
@@ -83,7 +83,7 @@ class ModelRunner:
         self.passed: Fetch = NOTHING
         self._card, self._ops, self._kernels = card, device.ops, device.kernels
         self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
-        self._layouts, self._first = card.layouts[layers.start : layers.stop], layers.start
+        self._of_caches = tuple(card.layouts[cache] for cache in heads), tuple(heads.values())
         self._links, self.is_last, self._axes = links, links.is_last, card.config.axes
         self._upload = self._ops.step_upload()
 
@@ -227,7 +227,7 @@ class ModelRunner:
 
     def _where(self, layer: int) -> tuple[BlockLayout, HeadTable]:
         """Where this rank's members of a layer, or of a cache beside it, lie."""
-        return self._layouts[layer - self._first], self._heads[layer - self._first]
+        return self._card.layouts[layer], self._heads[layer]
 
     def paged_cache(self, step: AttentionBatch) -> PagedCache | None:
         """The cache, for models with kernels of their own over it: where others were asked for, or ranks keep tokens
@@ -235,7 +235,8 @@ class ModelRunner:
         if self._kernels.name != "numba" or self._card.token_parts > 1:
             return None
         wait = self._loads.wait if self._loads.is_loading() else None
-        return PagedCache(self.cache.arena, self._layouts, step, self._heads, wait)
+        layouts, heads = self._of_caches
+        return PagedCache(self.cache.arena, layouts, step, heads, wait)
 
     def ending_at(self, step: AttentionBatch, rows: NDArray[np.int64]) -> AttentionBatch:
         """See `PagedAttentionLayer.ending_at`."""

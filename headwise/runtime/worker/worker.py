@@ -145,8 +145,9 @@ class ModelWorker:
         return self._parts.load_model(*where, self._ops, self._collectives, shard)
 
     def _head_table(self, layer: int) -> HeadTable:
+        """Of a layer, or of a cache beside one."""
         plan, model = self.card.plan, self.card.config
-        kept = model.heads_of(layer).cache_layer
+        kept = model.heads_of(layer).cache_layer if layer < model.num_layers else layer
         places = plan.placement(self.rank, kept)
         policies = [model.policies[kept][head] for head in plan.kv_heads(self.rank)[kept]]
 
@@ -233,9 +234,9 @@ class ModelWorker:
         arena = self._ops.empty_bytes(spec.num_blocks * card.layout.block_bytes)
         shape = TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
         cache = CacheController(card.layout, arena, self._device.block_tables(shape))
-        heads = [self._head_table(layer) for layer in self._layers]
+        heads = {cache: self._head_table(cache) for cache in card.config.caches_of(self._layers)}
         loads = Loads(lambda: self._copies is not None and self._copies.is_loading, self._wait_layer)
-        own = self._model, self._device, self._attention, cache, heads, self._layers, self._adapters
+        own = self._model, self._device, self._attention, cache, heads, self._adapters
         runner = ModelRunner(card, *own, loads, self._links)
         runner.prefill, runner.graphs = self._prefill, self._make_graphs(runner)
         editor = LogitEditor(card.config.vocab_size, self._guides)

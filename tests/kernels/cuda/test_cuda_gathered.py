@@ -11,12 +11,12 @@ from support.gpu.emulated_gpu import poisoned_array
 from support.gpu.machine_code import TARGETS, accesses, machine_code, spilled
 from support.ranks_in_threads import on_each
 
-from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
 from headwise.kernels.cuda import gathered
 from headwise.kernels.cuda.gathered import GatheredContexts
-from headwise.kernels.dsa import indexed_layout
+from headwise.kernels.dsa import indexed_layout, key_roles, latent_roles
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.shared_context import gather_context
 
@@ -28,6 +28,12 @@ LAYOUTS = [
     *(indexed_layout(8, 3, 48, 32, dtype, 16) for dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn")),
     indexed_layout(8, 3, 64, 32, "int4", 32),
     *(gqa_layout(8, 2, 32, dtype) for dtype in ("float32", "float16", "int8", "int4")),
+]
+
+PARTS_OF_MEMBERS = [
+    (replace(layout, lead_bytes=lead, tail_bytes=64), roles(layout))
+    for lead, layout in zip((0, 64, 192), LAYOUTS, strict=False)
+    for roles in (key_roles, latent_roles)
 ]
 
 HEADS = HeadTable(*(np.array([value], np.int32) for value in (1, 1, 0, 0)))
@@ -63,6 +69,32 @@ def test_contexts_are_gathered_as_in_host_memory_whatever_blocks_have(layout: Bl
             np.testing.assert_array_equal(blocks[0][:, at], blocks[1][:, at])
 
     on_each(parts, gather)
+
+
+@pytest.mark.parametrize(("layout", "roles"), PARTS_OF_MEMBERS)
+def test_some_of_a_members_roles_are_gathered_wherever_it_lies_in_a_block(
+    layout: BlockLayout, roles: tuple[Role, ...]
+) -> None:
+    layout, batch = replace(layout, block_size=8, parts=2), batch_of(17)
+
+    def gather(ranks: Any) -> None:
+        arena = poisoned_array((10 * layout.own.block_bytes,), np.uint8)
+        arena[:] = np.random.default_rng(ranks.share.part).integers(0, 256, len(arena))
+        where = ranks, arena, layout.own, batch, HEADS
+        found = GatheredContexts(gpu_parts())(*where, range(1, 2), roles)
+        some, every = gather_context(*where, 1, roles), gather_context(*where, 1)
+        assert found.layout == some.layout
+        assert found.layout.roles == roles
+        for role in roles:
+            parts = [
+                context.arena.reshape(blocks, -1)[:: -(-blocks // 2)][:, at : at + role.token_bytes * layout.block_size]
+                for context, blocks in ((found, 3), (some, 2), (every, 2))
+                for at in [context.layout.role_offsets[role.name]]
+            ]
+            np.testing.assert_array_equal(parts[0], parts[2])
+            np.testing.assert_array_equal(parts[1], parts[2])
+
+    on_each(2, gather)
 
 
 def test_a_role_that_is_no_whole_words_is_refused() -> None:

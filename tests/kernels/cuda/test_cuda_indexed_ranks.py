@@ -19,10 +19,11 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch, HostLengths
-from headwise.kernels.dsa import index_dtype, index_scale_view, index_view, indexed_layout
+from headwise.kernels.dsa import index_dtype, index_scale_view, index_view, indexed_layout, key_roles, latent_roles
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries, SharedIndexedKernels
 from headwise.kernels.dsa_reference import best
 from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.shared_context import roles_alone
 
 pytest.importorskip("triton")
 
@@ -162,7 +163,7 @@ KINDS = [("float32", "float32"), ("float32", "int8"), ("float32", "int4"), ("bfl
 @pytest.mark.parametrize(("asked", "kept"), KINDS)
 def test_decodes_of_any_length_see_the_best_tokens_of_all_ranks(asked: str, kept: str, parts: int) -> None:
     """Lengths of less than a token of each rank, of fewer than may be chosen, and of more."""
-    case = kept_in(kept, IndexedCase((1, 1, 0, 1, 1, 1), (1, 70, 9, 3, 34, 20), heads=2))
+    case = kept_in(kept, IndexedCase((1, 1, 0, 1, 1, 1), (1, 70, 9, 3, 34, 20), heads=2, is_apart=parts == 2))
     ranks = IndexedRanksScene(IndexedScene(case), parts, asked)
     ranks.write()
     told = assert_all_see_the_best(ranks, replace(ranks.scene.batch, max_query_len=1))
@@ -200,16 +201,25 @@ def test_where_all_scores_are_equal_the_first_tokens_are_seen() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize(("asked", "kept"), [("float32", "float32"), ("bfloat16", "int8"), ("float32", "int4")])
-def test_contexts_come_to_prompts_that_do_not_see_all_of_them(asked: str, kept: str, parts: int) -> None:
-    """A prompt that does is expanded, piece by piece, of what all ranks bring."""
-    case = kept_in(kept, IndexedCase((40, 20), (75, 20), heads=2))
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_contexts_come_to_prompts_that_do_not_see_all_of_them(
+    asked: str, kept: str, parts: int, is_apart: bool
+) -> None:
+    """Keys to choose by, then latents. A prompt that does is expanded, piece by piece, of what all ranks bring."""
+    case = kept_in(kept, IndexedCase((40, 20), (75, 20), heads=2, is_apart=is_apart))
     ranks = IndexedRanksScene(IndexedScene(case), parts, asked)
     ranks.write()
     told = assert_all_see_the_best(ranks, knowing(ranks.scene.batch))
     columns = -(-75 // case.block_size)
+    latents, keys = (
+        roles_alone(layout, roles_of(layout)).slot_bytes
+        for layout, roles_of in ((ranks.layout, latent_roles), (ranks.key_layout, key_roles))
+    )
+    assert is_apart or latents + keys == ranks.layout.slot_bytes
     assert told == [
+        ("all_gather", (columns, keys // 4), np.int32),
         ("all_gather", (20 // parts, case.rank + case.rotated), ranks.dtype),
-        ("all_gather", (columns, ranks.layout.slot_bytes // 4), np.int32),
+        ("all_gather", (columns, latents // 4), np.int32),
     ]
     assert [name for name, _ in ranks.launched(0) if name != "score_tokens"] == [
         "gather_latents", "attend_expanded", "attend_chosen",

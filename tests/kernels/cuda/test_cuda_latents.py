@@ -94,6 +94,21 @@ def test_any_batch_matches_dense_attention_to_the_best_tokens(
     assert_right(kept_in(dtype, replace(case, top=top)), indexed_kernels(score_bytes=4 * 80 * rows))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_layers_that_share_an_indexer_see_what_it_has_chosen_once(dtype: str) -> None:
+    scene = IndexedScene(kept_in(dtype, IndexedCase((1, 0, 6), (90, 9, 40), heads=4, is_apart=True)))
+    behind, kernels = scene.next_layer(), indexed_kernels()
+    scene.write(kernels)
+    super(IndexedScene, behind).write(kernels)
+    chosen = scene.choose(kernels)
+    for each in (scene, behind):
+        right = each.expected()
+        near = 1e-4 if dtype == "float32" else 0.02 * np.abs(right).max()
+        np.testing.assert_allclose(each.attend_to(kernels, chosen), right, rtol=0, atol=near)
+    launched = [name for name, _ in kernels._latents.launcher.launched]
+    assert (launched.count("score_tokens"), launched.count("attend_chosen")) == (1, 2)
+
+
 @pytest.mark.parametrize("dtype", QUANTISED)
 def test_of_quantised_keys_with_scales_of_their_own_those_of_the_reference_are_chosen(dtype: str) -> None:
     """And what is stored are its bytes, those of a CPU: tiers and peers exchange them."""
@@ -188,7 +203,7 @@ def error_in_bfloat16(case: IndexedCase, kernels: CudaIndexedKernels) -> float:
     scene.write(kernels)
     out = np.zeros((len(scene.query), case.heads, case.value_dim), narrow)
     where = scene.arena, scene.layout, scene.batch, scene.heads
-    kernels.attend_chosen(scene.query, scene.up, scene.index, *where, scale=scene.scale, out=out)
+    kernels.attend_chosen(scene.query, scene.up, scene.choose(kernels), *where, scale=scene.scale, out=out)
     scene.query, scene.index = scene.query.astype(np.float32), asked
     scene.up = UpProjections(*(part.astype(np.float32) for part in (scene.up.key, scene.up.value)))
     scene.latents, scene.keys = ([rows.astype(np.float32) for rows in each] for each in (scene.latents, scene.keys))

@@ -41,7 +41,7 @@ def has_states(model: ModelConfig) -> bool:
 def most_padding(model: ModelConfig, kv_dtype: str, block_size: int) -> float:
     """Of tokens or of states, on any number of ranks up to eight."""
     attention = attention_of(model)
-    sizes = [attention.layout(block_size, 1, kv_dtype, layer).slot_bytes for layer in range(model.num_layers)]
+    sizes = [attention.layout(block_size, 1, kv_dtype, layer).slot_bytes for layer in range(model.cache_layers)]
     plans = [
         plan_head_groups(model.policies, ranks, sizes=sizes, is_replicated=attention.is_replicated)
         for ranks in valid_tp_sizes(model)

@@ -99,6 +99,13 @@ def test_a_checkpoint_without_such_a_layer_has_none() -> None:
     assert drafting_config(model_config(TINY_CONFIGS["qwen3"]), ["model.layers.3.eh_proj.weight"]).draft_layers == 0
 
 
+def test_where_layers_share_an_indexer_one_that_drafts_must_have_its_own() -> None:
+    config, every = model_config(TINY_CONFIGS["glm5-shared"]), drafting_weights("glm5-shared")
+    drafting = drafting_config(config, [*every])
+    assert (drafting.draft_layers, drafting.sides_of(4), config.sides_of(2)) == (1, (7,), (5,))
+    assert drafting_config(config, [name for name in every if "layers.4.self_attn.indexer." not in name]) == config
+
+
 def test_a_projection_of_another_shape_is_refused_by_name() -> None:
     every = drafting_weights("glm4-moe")
     for shape in ((64, 64), (32, 128)):

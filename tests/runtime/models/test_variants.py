@@ -12,6 +12,7 @@ import pytest
 from support.engine.dense_oracle import DictWeights, run_rank
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint, draw_weights, reference
 
+from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
@@ -340,7 +341,7 @@ def test_which_layers_of_a_glm_5_share_an_indexer_is_told_in_three_ways() -> Non
         model = model_config({**TINY_CONFIGS["glm5"], "num_hidden_layers": 8, **fields})
         assert model.mla is not None
         assert model.mla.indexer is not None
-        assert bool(model.mla.indexer.shared) == bool(model.undivided)
+        assert model.mla.indexer.layers(8) == model.layer_of_caches[8:] or not model.mla.indexer.shared
         return set(model.mla.indexer.shared)
 
     named = ["full", "full", "shared", "shared", "shared", "full", "shared", "shared"]
@@ -351,6 +352,35 @@ def test_which_layers_of_a_glm_5_share_an_indexer_is_told_in_three_ways() -> Non
     assert shared(index_topk_freq=4) == {2, 3, 4, 6, 7}, "of the layers 1 and 5"
     assert shared(index_topk_freq=4, index_skip_topk_offset=1) == {1, 2, 3, 5, 6, 7}
     assert shared(indexer_types=["full"] * 8, index_topk_freq=4) == set()
+
+
+def test_stages_of_a_glm_5_begin_where_an_indexer_is() -> None:
+    model = model_config({**TINY_CONFIGS["glm5"], "num_hidden_layers": 11, "index_topk_freq": 4})
+    assert model.layer_of_caches == (*range(11), 0, 1, 5, 9)
+    assert model.stages(1) == (range(11),)
+    assert model.stages(2) == (range(5), range(5, 11))
+    assert model.stages(3) == (range(5), range(5, 9), range(9, 11))
+    assert [stage.start for stage in model.stages(4)] == [0, 1, 5, 9]
+    assert [model.caches_of(stage) for stage in model.stages(4)[1:3]] == [(1, 2, 3, 4, 12), (5, 6, 7, 8, 13)]
+    with pytest.raises(ValueError, match="can be dealt to 4 stages at most that share neither a cache nor an indexer"):
+        model.stages(5)
+    drafting = model.with_draft_layer()
+    assert (drafting.cache_layers, drafting.layer_of_caches[12:]) == (12 + 5, (0, 1, 5, 9, 11))
+    assert [stage[-1] for stage in drafting.stages(2)] == [4, 11]
+    assert drafting.policies == (*model.policies, *model.policies[:2])
+
+
+@pytest.mark.parametrize("name", ["hy4-preview", "glm-5"])
+def test_layers_without_an_indexer_keep_a_latent_alone(name: str) -> None:
+    """Of 78 layers, of which 21 choose: GLM-5.2's are so many, and named by how often they come."""
+    fields = {"index_topk_freq": 4, "index_skip_topk_offset": 3} if name == "glm-5" else {}
+    model = model_config({**published(name), **fields})
+    attention = attention_of(model)
+    layouts = [attention.layout(64, 1, "bfloat16", layer) for layer in range(model.cache_layers)]
+    assert [[role.name for role in layout.roles] for layout in layouts] == [["latent"]] * 78 + [["indexer"]] * 21
+    sizes = [layout.slot_bytes for layout in layouts]
+    plan = plan_head_groups(model.policies, sizes=sizes, is_replicated=True, layer_of=model.layer_of_caches)
+    assert (len(plan.groups), plan.padding, plan.block_bytes) == (1, 0, 64 * (78 * 576 + 21 * 128) * 2)
 
 
 def test_a_mistral_s_text_is_a_mistral_a_ministral_3_or_a_mistral_4() -> None:

@@ -92,16 +92,19 @@ class DenseLatentAttention:
 
     def __init__(self, config: ModelConfig, ops) -> None:
         self._config, self._ops = config, ops
+        self._last: np.ndarray | None = None
 
-    def __call__(self, layer: int, query, compressed, shared, up, rotation, index=None, keys=None, wanted=None):
+    def __call__(self, layer: int, query, compressed, shared, up, rotation, choosing=None, wanted=None):
         assert wanted is None
         ops, mla, tokens = self._ops, self._config.mla, len(query)
         turned = ops.kernel_array(ops.rope(query[:, :, mla.plain :], *rotation)).astype(np.float64)
         rotated = ops.kernel_array(ops.rope(shared.reshape([tokens, 1, mla.rotated]), *rotation))[:, 0]
         plain, latents = (ops.kernel_array(t).astype(np.float64) for t in (query[:, :, : mla.plain], compressed))
         mask = visible(self._config.policies[layer][0], tokens)
-        if index is not None:
-            mask = self._chosen(index, keys, rotation, mask)
+        if choosing is not None:
+            if choosing.asked is not None:
+                self._last = self._chosen(*choosing.asked, rotation, mask)
+            mask = self._last
         out = np.empty((tokens, query.shape[1], mla.value_dim))
         for head in range(query.shape[1]):
             scores = plain[:, head] @ (latents @ up.key[head].T).T + turned[:, head] @ rotated.T

@@ -15,6 +15,7 @@ from support.latent_scene import LatentCase, LatentScene
 from support.waiting import PATIENCE_S
 
 from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch, HostLengths
 from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
@@ -80,7 +81,7 @@ class RanksScene:
 
     def __init__(self, scene: LatentScene, parts: int, dtype: str = "float32", sms: int = 4) -> None:
         self.scene, self.parts, self.dtype = scene, parts, numpy_dtype(dtype)
-        self.layout = replace(scene.layout, parts=parts).own
+        self.layout = self.own_layout(scene, parts)
         blocks = len(scene.arena) // scene.layout.block_bytes
         self.arenas = [np.full(blocks * self.layout.block_bytes, 0xFF, np.uint8) for _ in range(parts)]
         self.kernels = [self.make_kernels(sms) for _ in range(parts)]
@@ -98,6 +99,10 @@ class RanksScene:
 
     def make_kernels(self, sms: int) -> Any:
         return latent_kernels(sms=sms)
+
+    def own_layout(self, scene: LatentScene, parts: int) -> BlockLayout:
+        """Of a rank's blocks of latents."""
+        return replace(scene.layout, parts=parts).own
 
     def narrow(self, array: np.ndarray) -> np.ndarray:
         """As a GPU has it."""
