@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -225,7 +226,7 @@ _NOT_GLM_S = ("architectures", "model_type", "vocab_size", "rope_theta", "partia
 _GLM_SECTIONS = {"rope_type": "default", "mrope_section": [4, 6, 6]}
 
 
-def _glm(architecture: str, model_type: str, like: str, text: dict[str, Any]) -> dict[str, Any]:
+def _glm(architecture: str, model_type: str, like: str, text: dict[str, Any], has_bias: bool = False) -> dict[str, Any]:
     own = {key: value for key, value in TINY_CONFIGS[like].items() if key not in _NOT_GLM_S} | text
     return {
         "architectures": [architecture],
@@ -246,6 +247,7 @@ def _glm(architecture: str, model_type: str, like: str, text: dict[str, Any]) ->
             "depth": 3,
             "hidden_size": 32,
             "hidden_act": "silu",
+            "attention_bias": has_bias,
             "num_heads": 4,
             "image_size": 24,  # six by six positions
             "patch_size": PATCH,
@@ -275,6 +277,7 @@ GLM4V_MOE_CONFIG = _glm(
     "glm4v_moe",
     "glm4-moe",
     {"rope_parameters": {**_GLM_SECTIONS, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    has_bias=True,
 )
 GLM_PROCESSOR = {**_QWEN_PROCESSOR, "size": {"shortest_edge": 512, "longest_edge": 8192}}
 _GLM_TOKENS = (
@@ -367,8 +370,11 @@ GLMS = {family.name: family for family in (GLM4V, GLM4V_MOE)}
 FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI)} | QWENS | GLMS
 
 
-def write_image_model(directory: Path, family: Family, shapes: dict[str, list[int]]) -> Path:
-    """A whole checkpoint: weights, tokenizer, chat template, and what says how images are prepared."""
+def write_image_model(
+    directory: Path, family: Family, shapes: dict[str, list[int]], more: Mapping[str, list[int]] | None = None
+) -> Path:
+    """A whole checkpoint: weights, tokenizer, chat template, and what says how images are prepared. more: shapes of
+    weights that leave the others as they are without"""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(family.config))
     (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
@@ -378,7 +384,8 @@ def write_image_model(directory: Path, family: Family, shapes: dict[str, list[in
     assert all(tokenizer.token_to_id(token) == family.id_of(token) for token in family.tokens)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text("{}")
-    weights = draw_weights(family.config["text_config"], shapes)
+    text = family.config["text_config"]
+    weights = {**draw_weights(text, shapes), **draw_weights(text, more or {})}
     forms = {name: TensorForm("F32", array.shape) for name, array in weights.items()}
     write_safetensors(directory / "model.safetensors", forms, (weights[name] for name in forms))
     return directory
