@@ -11,7 +11,7 @@ DENSE, MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
 
 _PAIRS = (8, 12, 12)
 """Turned by time, row and column, where a config does not say it: Hugging Face's default."""
-_DENSE_DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": None}
+_DENSE_DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": None, "partial_rotary_factor": 1.0}
 _MOE_DEFAULTS = {"attention_bias": True}
 """Where Hugging Face's configs differ from those of the text alone."""
 

@@ -60,6 +60,8 @@ def test_fields_of_a_dense_one_are_what_hugging_face_has_for_missing_ones() -> N
     )
     assert dense(rope_scaling="absent").ropes[0].axes == AXES
     assert dense(attention_bias=False) == dense()
+    whole = dense(partial_rotary_factor="absent", rope_scaling={"mrope_section": [16, 24, 24]}).ropes[0]
+    assert (whole.share, len(whole.axes)) == (1.0, 64)
     assert dense(hidden_size=2048, rope_scaling={"mrope_section": [4, 6, 6]}).head_dim == 64
     parameters = {**TEXT["rope_scaling"], "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     newer = dense(
