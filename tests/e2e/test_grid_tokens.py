@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.drafting_checkpoints import DRAFTING
 from support.engine.given_guesses import GivenGuesses
 from support.engine.ranks import Ranks
 from support.engine.watched_drafts import engine_of
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
 from support.reference import CLOSE
-from support.tiny_images import QWEN3_5, encoded, image_model, picture, references, write_image_model
+from support.tiny_images import FAMILIES, GLMS, encoded, image_model, picture, references, write_image_model
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
 from headwise.runtime.encoder.image_encoder import ImageEncoder
@@ -27,6 +28,8 @@ from headwise.runtime.protocol.request import GenerateRequest, GenerationResult,
 
 SMALL = EngineConfig(dtype="float32", kv_cache="8MiB", cpu_threads=1, block_size=16, image_encoders=1)
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+DRAFTING_AS = {"qwen3.5": "qwen3.5", "glm4v-moe": "glm4-moe"}
+"""By which names checkpoints have the layer that drafts: those of a model of `DRAFTING`."""
 
 
 def chat_of(prompt: dict[str, Any]) -> list[dict[str, Any]]:
@@ -79,6 +82,8 @@ def assert_said(name: str, found: dict[str, list[int]], least: int = 24) -> None
         ("qwen3-vl", {"pipeline_parallel_size": 3, "tensor_ops": "numpy"}),
         ("qwen3-vl", {"pipeline_parallel_size": 2, "tp_size": 2, "max_batched_tokens": 40}),
         ("qwen3.5", {"tp_size": 2}),
+        ("glm4v-moe", {"tp_size": 2, "max_batched_tokens": 40}),
+        pytest.param("glm4v", {"tp_size": 2}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -114,25 +119,29 @@ def test_guesses_and_preemption_change_no_token(name: str) -> None:
     assert_said(name, found)
 
 
-def test_a_layer_that_drafts_goes_on_behind_images(tmp_path: Path) -> None:
-    shapes = references("qwen3.5")["shapes"]
-    layer = f"model.language_model.layers.{QWEN3_5.config['text_config']['num_hidden_layers'] - 1}."
-    drafting = {
-        f"mtp.layers.0.{name.removeprefix(layer)}": shape for name, shape in shapes.items() if name.startswith(layer)
-    }
-    hidden = QWEN3_5.config["text_config"]["hidden_size"]
-    norms = {f"mtp.{name}.weight": [hidden] for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("glm4v-moe", marks=pytest.mark.soak)])
+def test_a_layer_that_drafts_goes_on_behind_images(name: str, tmp_path: Path) -> None:
+    family, shapes = FAMILIES[name], references(name)["shapes"]
+    hidden, layers = (family.config["text_config"][key] for key in ("hidden_size", "num_hidden_layers"))
+    inside = "model.language_model."
+    names = {part: text.format(layer=layers) for part, text in DRAFTING[DRAFTING_AS[name]].items()}
+    names = {part: text.replace("model.", inside, 1) for part, text in names.items()}
+    last = f"{inside}layers.{layers - 1}."
+    drafting = {names["layer"] + key.removeprefix(last): shapes[key] for key in shapes if key.startswith(last)}
+    norms = {f"{names[part]}.weight": [hidden] for part in ("embedding_norm", "hidden_norm", "final_norm")}
     model = write_image_model(
-        tmp_path / "m", QWEN3_5, {**shapes, **drafting, **norms, "mtp.fc.weight": [hidden, 2 * hidden]}
+        tmp_path / "m", family, shapes, {**drafting, **norms, f"{names['join']}.weight": [hidden, 2 * hidden]}
     )
     config = replace(SMALL, model=str(model), speculation=3, max_batched_tokens=48)
     with engine_of(config) as (engine, executor, preprocessor):
-        found = serve(engine, requests_of("qwen3.5", config, preprocessor))
+        found = serve(engine, requests_of(name, config, preprocessor))
         assert sum(map(len, executor.proposed.values())) > 20
-    assert_said("qwen3.5", found)
+    assert_said(name, found)
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", pytest.param("qwen3.5", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen3.5", *GLMS))]
+)
 def test_a_gpu_says_the_reference_tokens(name: str) -> None:
     pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
     config = replace(SMALL, model=str(image_model(name)), device="cuda", max_model_len=256, max_num_seqs=4)

@@ -44,6 +44,8 @@ from support.tiny_images import (
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
 from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
@@ -175,12 +177,14 @@ class KimiK25(Kind):
         return {name: torch.cat([each[name] for each in given]) for name in ("pixel_values", "image_grid_thw")}
 
 
-class Qwen(Kind):
-    """Qwen2-VL's processing, with Pillow, which all have; of a Qwen3-VL features of several layers."""
+class Gridded(Kind):
+    """Patches in squares, as Qwen2-VL's and GLM-4.1V's processing cuts them, with Pillow; of a Qwen3-VL features of
+    several layers."""
 
     def __init__(self, model: Any, family: Family) -> None:
-        self._model, self._image_token = model, family.id_of("<|image_pad|>")
-        self._processor = Qwen2VLImageProcessorPil(**family.processor)
+        self._model, self._image_token = model, family.tokens[0]
+        self._form, self._id = QWEN if family.name in QWENS else GLM, family.id_of(self._image_token)
+        self._processor = self._form[0](**family.processor)
 
     def inputs(self, name: str) -> Any:
         return self._processor(picture(name), return_tensors="pt")
@@ -197,14 +201,17 @@ class Qwen(Kind):
         return given["image_grid_thw"][0].tolist()[1:]
 
     def text(self, given: Any) -> str:
-        form = SimpleNamespace(image_processor=self._processor, image_token="<|image_pad|>")
-        return Qwen2VLProcessor.replace_image_token(form, given, 0)
+        form = SimpleNamespace(image_processor=self._processor, image_token=self._image_token)
+        return self._form[1].replace_image_token(form, given, 0)
 
     def together(self, given: list[Any]) -> dict[str, Any]:
         return {name: torch.cat([each[name] for each in given]) for name in ("pixel_values", "image_grid_thw")}
 
     def ids(self, ids: list[int]) -> dict[str, Any]:
-        return {"mm_token_type_ids": (torch.tensor([ids]) == self._image_token).int()}
+        return {"mm_token_type_ids": (torch.tensor([ids]) == self._id).int()}
+
+
+QWEN, GLM = (Qwen2VLImageProcessorPil, Qwen2VLProcessor), (Glm4vImageProcessorPil, Glm4vProcessor)
 
 
 class Gemma3(Kind):
@@ -271,7 +278,7 @@ def make(name: str) -> None:
     family = FAMILIES[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
     kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25, "gemma3": Gemma3}
-    kind = Qwen(model, family) if name in QWENS else kinds[name](model)
+    kind = kinds[name](model) if name in kinds else Gridded(model, family)
     inputs = {each: kind.inputs(each) for each in SIZES}
     images = {
         each: {
@@ -291,7 +298,7 @@ def make(name: str) -> None:
         whole = before + "".join(kind.text(inputs[each]) + rest for each, rest in zip(its, behind, strict=True))
         ids = tokenizer.encode(whole, add_special_tokens=False)
         more = {**kind.together([inputs[each] for each in its]), **kind.ids(ids)} if its else {}
-        if name in QWENS:
+        if isinstance(kind, Gridded):
             model.model.rope_deltas = None  # it keeps the last prompt's
         prompts.append({"images": list(its), **answer(model, prompt, ids, more)})
         distinct = len(set(prompts[-1]["output_ids"]))

@@ -858,7 +858,7 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
 
 _NORMS_FROM_ONE = ("step3p7", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose norms are stored as distances from 1."""
-_SMALL_BIASES = ("glm4", "glm4_moe", "dots1", "seed_oss", "arcee")
+_SMALL_BIASES = ("glm4", "glm4_moe", "glm4v_text", "glm4v_moe_text", "dots1", "seed_oss", "arcee")
 """Model types whose biases leave what is projected its say."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -220,6 +221,74 @@ QWEN3_PROCESSOR = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+
+_NOT_GLM_S = ("architectures", "model_type", "vocab_size", "rope_theta", "partial_rotary_factor", "use_qk_norm")
+_GLM_SECTIONS = {"rope_type": "default", "mrope_section": [4, 6, 6]}
+
+
+def _glm(architecture: str, model_type: str, like: str, text: dict[str, Any], has_bias: bool = False) -> dict[str, Any]:
+    own = {key: value for key, value in TINY_CONFIGS[like].items() if key not in _NOT_GLM_S} | text
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "image_token_id": FIRST_ID,
+        "image_start_token_id": FIRST_ID + 1,
+        "image_end_token_id": FIRST_ID + 2,
+        "video_token_id": FIRST_ID + 3,
+        "video_start_token_id": FIRST_ID + 4,
+        "video_end_token_id": FIRST_ID + 5,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "text_config": {"model_type": f"{model_type}_text", "vocab_size": 272, **own},
+        "vision_config": {
+            "model_type": f"{model_type}_vision",
+            "depth": 3,
+            "hidden_size": 32,
+            "hidden_act": "silu",
+            "attention_bias": has_bias,
+            "num_heads": 4,
+            "image_size": 24,  # six by six positions
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            "rms_norm_eps": 1e-5,
+            "out_hidden_size": own["hidden_size"],
+            "intermediate_size": 80,
+        },
+    }
+
+
+GLM4V_CONFIG = _glm(
+    "Glm4vForConditionalGeneration",
+    "glm4v",
+    "glm4",
+    {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": _GLM_SECTIONS,
+    },
+)
+GLM4V_MOE_CONFIG = _glm(
+    "Glm4vMoeForConditionalGeneration",
+    "glm4v_moe",
+    "glm4-moe",
+    {"rope_parameters": {**_GLM_SECTIONS, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    has_bias=True,
+)
+GLM_PROCESSOR = {**_QWEN_PROCESSOR, "size": {"shortest_edge": 512, "longest_edge": 8192}}
+_GLM_TOKENS = (
+    "<|image|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|video|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+)
+_GLM_PLACE = "<|begin_of_image|><|image|><|end_of_image|>"
 _QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 _QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -353,11 +422,17 @@ QWEN2_5_VL = Family("qwen2.5-vl", QWEN2_5_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKE
 QWEN3_VL = Family("qwen3-vl", QWEN3_VL_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWEN3_5 = Family("qwen3.5", QWEN3_5_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWENS = {family.name: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5)}
-FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI, GEMMA3)} | QWENS
+GLM4V = Family("glm4v", GLM4V_CONFIG, GLM_PROCESSOR, _GLM_TOKENS, _GLM_PLACE)
+GLM4V_MOE = Family("glm4v-moe", GLM4V_MOE_CONFIG, GLM_PROCESSOR, _GLM_TOKENS, _GLM_PLACE)
+GLMS = {family.name: family for family in (GLM4V, GLM4V_MOE)}
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI, GEMMA3)} | QWENS | GLMS
 
 
-def write_image_model(directory: Path, family: Family, shapes: dict[str, list[int]]) -> Path:
-    """A whole checkpoint: weights, tokenizer, chat template, and what says how images are prepared."""
+def write_image_model(
+    directory: Path, family: Family, shapes: dict[str, list[int]], more: Mapping[str, list[int]] | None = None
+) -> Path:
+    """A whole checkpoint: weights, tokenizer, chat template, and what says how images are prepared. more: shapes of
+    weights that leave the others as they are without"""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(family.config))
     (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
@@ -367,7 +442,8 @@ def write_image_model(directory: Path, family: Family, shapes: dict[str, list[in
     assert all(tokenizer.token_to_id(token) == family.id_of(token) for token in family.tokens)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text("{}")
-    weights = draw_weights(family.config["text_config"], shapes)
+    text = family.config["text_config"]
+    weights = {**draw_weights(text, shapes), **draw_weights(text, more or {})}
     forms = {name: TensorForm("F32", array.shape) for name, array in weights.items()}
     write_safetensors(directory / "model.safetensors", forms, (weights[name] for name in forms))
     return directory

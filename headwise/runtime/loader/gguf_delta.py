@@ -19,7 +19,7 @@ from headwise.runtime.loader.gguf_architecture import (
     feed_forward,
 )
 from headwise.runtime.loader.gguf_file import GgufFile
-from headwise.runtime.loader.gguf_keys import integer, rope_scaling, theta
+from headwise.runtime.loader.gguf_keys import integer, placed_scaling, theta
 from headwise.runtime.loader.gguf_part import Part, made_of
 from headwise.runtime.loader.gguf_qwen import GATED_EXPERT, GATED_EXPERT_PARTS, shared_gates
 from headwise.runtime.loader.gguf_states import decay_logarithms
@@ -27,15 +27,6 @@ from headwise.runtime.models.model_config import ModelConfig
 
 _NEXT, _QWEN35, _QWEN35_MOE = "qwen3next", "qwen35", "qwen35moe"
 _QKV, _GATES, _WHOLE = "attn_qkv.weight", "attn_gate.weight", "ssm_in.weight"
-
-
-def _rope_scaling(source: GgufFile, name: str) -> dict[str, Any] | None:
-    """With the parts of a head that positions in images rotate, where the model has such."""
-    scaling, parts = rope_scaling(source, name), source.get(f"{name}.rope.dimension_sections", ())
-    if not any(parts):
-        return scaling
-    sections = list(parts[:3]) if not any(parts[3:]) else list(parts)  # of four, the last is of other models
-    return {**(scaling or {"rope_type": "default"}), "mrope_section": sections}
 
 
 def _config(name: str, architecture: str, model_type: str) -> Callable[[GgufFile], dict[str, Any]]:
@@ -49,7 +40,7 @@ def _config(name: str, architecture: str, model_type: str) -> Callable[[GgufFile
             "model_type": model_type,
             "hidden_act": "silu",
             "rope_theta": theta(source, name),
-            "rope_scaling": _rope_scaling(source, name),
+            "rope_scaling": placed_scaling(source, name),
             "partial_rotary_factor": integer(source, f"{name}.rope.dimension_count") / head_dim,
             "full_attention_interval": integer(source, f"{name}.full_attention_interval", 4),
             "linear_num_key_heads": integer(source, f"{name}.ssm.group_count"),

@@ -15,7 +15,7 @@ from headwise.runtime.loader.gguf_architecture import (
     experts_at,
 )
 from headwise.runtime.loader.gguf_file import GgufFile
-from headwise.runtime.loader.gguf_keys import count, integer, rope_scaling, theta
+from headwise.runtime.loader.gguf_keys import count, integer, placed_scaling, theta
 from headwise.runtime.loader.gguf_rope import rotated_share
 from headwise.runtime.loader.gguf_routing import CORRECTION, corrected_feed_forward, sigmoid_routing
 from headwise.runtime.models.model_config import ModelConfig
@@ -26,7 +26,7 @@ def _of_glm(source: GgufFile, name: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "partial_rotary_factor": rotated_share(source, name),
         "rope_theta": theta(source, name),
-        "rope_scaling": rope_scaling(source, name),
+        "rope_scaling": placed_scaling(source, name),
     }
 
 
@@ -40,10 +40,13 @@ def _glm4(source: GgufFile) -> dict[str, Any]:
 
 
 def _glm4_moe(source: GgufFile) -> dict[str, Any]:
+    """Of a GLM-4.5V, too, whose rows are in order."""
+    rotated = _of_glm(source, "glm4moe")
+    has_places = "mrope_section" in (rotated["rope_scaling"] or {})
     return {
-        **_of_glm(source, "glm4moe"),
+        **rotated,
         **sigmoid_routing(source, "glm4moe"),
-        "architectures": ["Glm4MoeForCausalLM"],
+        "architectures": ["Glm4vMoeForConditionalGeneration" if has_places else "Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
         "use_qk_norm": "blk.0.attn_q_norm.weight" in source.tensors,
         "n_routed_experts": integer(source, "glm4moe.expert_count"),

@@ -55,6 +55,15 @@ def rope_scaling(source: GgufFile, name: str) -> dict[str, Any] | None:
     raise ModelError(f"{source.path} scales RoPE by {kind!r}; linear, yarn and Llama 3's can be converted")
 
 
+def placed_scaling(source: GgufFile, name: str) -> dict[str, Any] | None:
+    """The same, with the parts of a head that positions in images rotate, where the model has such."""
+    scaling, parts = rope_scaling(source, name), source.get(f"{name}.rope.dimension_sections", ())
+    if not any(parts):
+        return scaling
+    sections = list(parts[:3]) if not any(parts[3:]) else list(parts)  # of four, the last is of other models
+    return {**(scaling or {"rope_type": "default"}), "mrope_section": sections}
+
+
 def served_layers(source: GgufFile) -> int:
     """Layers of the model itself: those behind them predict further tokens, which is not served."""
     name = source.require("general.architecture")

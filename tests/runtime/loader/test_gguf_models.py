@@ -191,6 +191,15 @@ def test_older_files_do_not_name_the_function_of_scores_that_are_corrected(tmp_p
     )
 
 
+def test_a_glm_4_with_experts_may_rotate_by_positions_in_images(tmp_path: Path) -> None:
+    """As files of GLM-4.5V say; a text's tokens have three alike."""
+    sections = {"glm4moe.rope.dimension_sections": [4, 6, 6, 0]}
+    path = write_tiny_gguf(tmp_path / "placed.gguf", TINY_GGUFS["glm4-moe"], keys=sections)
+    found = convert(path, tmp_path)
+    assert model_config(Checkpoint(found).config).ropes[0].axes == (0,) * 4 + (1,) * 6 + (2,) * 6
+    np.testing.assert_array_equal(logits(found, some_ids()), logits(converted("glm4-moe"), some_ids()))
+
+
 def test_older_files_do_not_name_the_size_of_qwen_2s_experts(tmp_path: Path) -> None:
     path = write_tiny_gguf(
         tmp_path / "old.gguf", TINY_GGUFS["qwen2-moe"], keys={"qwen2moe.expert_feed_forward_length": None}

@@ -22,6 +22,7 @@ from headwise.runtime.models.towers.pixels import PixelForm, normalised, pixel_f
 from headwise.runtime.models.towers.stretched import stretched
 from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
+from headwise.runtime.models.towers.vision_fields import check_processor, check_served
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import Tensor
 
@@ -73,9 +74,7 @@ class MoonVitConfig:
     def of(cls, config: HfConfig, processor: HfConfig) -> MoonVitConfig:
         """Of fields as published, or as transformers writes them. Raises `ModelError` naming what is not served."""
         vision, form = mapping(config, "vision_config"), _processor_fields(processor)
-        for name, value in _SERVED.items():
-            if vision.get(name, value) != value:
-                raise ModelError(f"config.json: {name!r} of 'vision_config' must be {value}, got {shown(vision[name])}")
+        check_served(vision, _SERVED)
         hidden = _positive(vision, ("vt_hidden_size", "hidden_size"), 1152, 1 << 16)
         heads = _positive(vision, ("vt_num_attention_heads", "num_attention_heads"), 16, 256)
         if hidden % heads or hidden // heads % 4:
@@ -84,11 +83,7 @@ class MoonVitConfig:
                 f"{heads} attention heads: heads are rotated by rows and by columns"
             )
         patch, merge = positive(vision, "patch_size", default=14, most=256), _merge_size(vision)
-        for name, size in (("patch_size", patch), ("merge_size", merge)):
-            if positive(form, name, default=size) != size:
-                raise ModelError(
-                    f"the checkpoint's image processor has {name} {shown(form[name])}, its tower takes {size}"
-                )
+        check_processor(form, patch_size=patch, merge_size=merge)
         return cls(
             hidden,
             _positive(vision, ("vt_intermediate_size", "intermediate_size"), 4304, 1 << 20),

@@ -19,7 +19,6 @@ from headwise.runtime.models.towers.base import EncodedImage, TowerParts
 from headwise.runtime.models.towers.patch_order import PatchOrder
 from headwise.runtime.models.towers.pixels import normalised
 from headwise.runtime.models.towers.qwen_vision_config import (
-    FRAMES,
     QWEN2_5_VL,
     QWEN2_VL,
     QWEN3_5,
@@ -30,6 +29,7 @@ from headwise.runtime.models.towers.qwen_vision_config import (
 from headwise.runtime.models.towers.stretched import spanned
 from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, Norm, RmsNorm, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
+from headwise.runtime.models.towers.vision_fields import FRAMES
 from headwise.runtime.ops.base import Tensor, TensorOps
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ class QwenVision:
         self.config = config = QwenVisionConfig.of(generation, parts.config, parts.processor, parts.most)
         self._ops = ops = parts.ops
         source, hidden = TowerWeights(parts.weights, ops, (_AT,)), config.hidden
-        self._patches = _patches(source, generation, config)
+        self._patches = Linear.of_frames(
+            source, f"{_AT}patch_embed.proj", hidden, FRAMES, config.patch**2, has_bias=generation.has_places
+        )
         self._places = source.array(f"{_AT}pos_embed.weight", config.grid**2, hidden) if config.grid else None
         self._layers = [_layer(source, index, generation, config) for index in range(config.layers)]
         self._merger = _Merger.read(source, f"{_AT}merger.", generation, config)
@@ -68,7 +70,8 @@ class QwenVision:
 
     def _features(self, pixels: NDArray[np.float32], order: PatchOrder) -> NDArray[np.float32]:
         """Of ``pixels [3, height, width]``, each square's numbers, in the tower's order."""
-        ops, angles = self._ops, [self._ops.upload(each) for each in _angles(self.config, order)]
+        ops = self._ops
+        angles = [ops.upload(each) for each in order.angles(self.config.head_dim, self.config.theta)]
         x = self._embedded(pixels, order)
         added: list[Tensor] = []
         for index, layer in enumerate(self._layers):
@@ -80,15 +83,11 @@ class QwenVision:
 
     def _embedded(self, pixels: NDArray[np.float32], order: PatchOrder) -> Tensor:
         """What the first layer gets, ``[T, hidden]``."""
-        ops, patch = self._ops, self.config.patch
-        rows, columns = (edge // patch for edge in pixels.shape[1:])
-        grid = pixels.reshape(3, rows, patch, columns, patch).transpose(1, 3, 0, 2, 4)
-        cut = grid[order.rows, order.columns].reshape(len(order.rows), -1)
-        x = self._patches.of(ops, ops.tensor(np.ascontiguousarray(cut)))
+        ops, patch, edge = self._ops, self.config.patch, self.config.grid
+        x = self._patches.of(ops, ops.tensor(order.cut(pixels, patch)))
         if self._places is None:
             return x
-        edge = self.config.grid
-        places = spanned(self._places.reshape(edge, edge, -1), rows, columns)
+        places = spanned(self._places.reshape(edge, edge, -1), *(size // patch for size in pixels.shape[1:]))
         return x + ops.tensor(places[order.rows, order.columns])
 
 
@@ -143,27 +142,13 @@ class _Merger:
         return self.out.of(ops, activated(ops, self.into.of(ops, normed), "gelu"))
 
 
-def _patches(source: TowerWeights, generation: Generation, config: QwenVisionConfig) -> Linear:
-    name, inputs = f"{_AT}patch_embed.proj", 3 * config.patch**2
-    weight = source.array(f"{name}.weight", config.hidden, 3, FRAMES, config.patch**2).sum(axis=2)
-    bias = source.bias(f"{name}.bias", config.hidden) if generation.has_places else None
-    return Linear(source.matrix(weight.reshape(config.hidden, inputs)), bias)
-
-
 def _layer(source: TowerWeights, index: int, generation: Generation, config: QwenVisionConfig) -> TowerLayer:
     at, hidden, inner = f"{_AT}blocks.{index}.", config.hidden, config.inner
-    weights = np.split(source.array(f"{at}attn.qkv.weight", 3 * hidden, hidden), 3)
-    biases = np.split(source.array(f"{at}attn.qkv.bias", 3 * hidden), 3)
-    query, key, value = (
-        Linear(source.matrix(weight), source.vector(bias)) for weight, bias in zip(weights, biases, strict=True)
-    )
     gate, up, down = (f"{at}mlp.{name}" if name else "" for name in generation.mlp)
     return TowerLayer(
         _norm(source, f"{at}norm1", hidden, generation),
         _norm(source, f"{at}norm2", hidden, generation),
-        query,
-        key,
-        value,
+        *Linear.joined(source, f"{at}attn.qkv", hidden),
         Linear.read(source, f"{at}attn.proj", hidden, hidden),
         Mlp(
             Linear.read(source, gate, inner, hidden) if gate else None,
@@ -177,12 +162,3 @@ def _layer(source: TowerWeights, index: int, generation: Generation, config: Qwe
 
 def _norm(source: TowerWeights, name: str, size: int, generation: Generation) -> Norm:
     return (LayerNorm if generation.has_means else RmsNorm).read(source, name, size, _EPS)
-
-
-def _angles(config: QwenVisionConfig, order: PatchOrder) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines, ``float32 [T, 1, D / 2]``: half of the frequencies turn by the row, half by the column."""
-    half = config.head_dim // 2
-    frequencies = (1.0 / config.theta ** (np.arange(0, half, 2) / half)).astype(np.float32)
-    turned = [each.astype(np.float32)[:, None] * frequencies for each in (order.rows, order.columns)]
-    whole = np.concatenate(turned, axis=1)
-    return np.cos(whole)[:, None], np.sin(whole)[:, None]

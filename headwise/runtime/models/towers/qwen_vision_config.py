@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from headwise.errors import InvalidRequestError, ModelError
-from headwise.runtime.models.hf_config import HfConfig, layer_list, mapping, number, positive, text_of
+from headwise.errors import ModelError
+from headwise.runtime.models.hf_config import HfConfig, layer_list, mapping, number, positive
 from headwise.runtime.models.towers.pixels import PixelForm, pixel_form
+from headwise.runtime.models.towers.vision_fields import (
+    CLIP_MEAN,
+    CLIP_STD,
+    FRAMES,
+    check_processor,
+    check_served,
+    head_count,
+    pixel_bounds,
+    text_size,
+)
+from headwise.runtime.models.towers.whole_squares import check_shape, whole_squares
 from headwise.runtime.models.values import shown
 
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""CLIP's, where the checkpoint has no others."""
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 1280 * 28 * 28
-_LARGEST = 1 << 26
-"""Most pixels that a checkpoint may ask for: published ones ask for 2^24."""
-_MOST_RATIO = 200
-"""Of an image's longer edge to its shorter one."""
-FRAMES = 2
-"""That a patch is of: an image is two equal ones."""
 
 
 @dataclass(frozen=True)
@@ -129,28 +132,14 @@ class QwenVisionConfig:
     def of(cls, generation: Generation, config: HfConfig, processor: HfConfig, most_numbers: int) -> QwenVisionConfig:
         """most_numbers: of an image's embeddings. Raises `ModelError` naming the field that cannot be served."""
         vision = mapping(config, "vision_config")
-        _check(generation, vision)
+        served = {"hidden_act": generation.activation, "temporal_patch_size": FRAMES}
+        check_served(vision, {**served, "in_channels": 3, "in_chans": 3})
         hidden = positive(vision, generation.hidden, default=generation.size, most=1 << 16)
-        heads = positive(vision, "num_heads", default=16, most=256)
-        if hidden % heads or hidden // heads % 4:
-            raise ModelError(
-                f"config.json: {generation.hidden!r} {hidden} of 'vision_config' must be a multiple of four times its "
-                f"'num_heads' {heads}: heads are rotated by rows and by columns"
-            )
         layers = positive(vision, "depth", default=generation.depth, most=256)
         patch = positive(vision, "patch_size", default=generation.patch, most=256)
         merge = positive(vision, "spatial_merge_size", default=2, most=16)
-        for name, size in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", FRAMES)):
-            if positive(processor, name, default=size) != size:
-                raise ModelError(
-                    f"the checkpoint's image processor has {name} {shown(processor[name])}, its tower takes {size}"
-                )
-        text_hidden = positive(text_of(config), "hidden_size", most=1 << 20)
-        if positive(vision, generation.output, default=text_hidden) != text_hidden:
-            raise ModelError(
-                f"config.json: {generation.output!r} of 'vision_config' must be the text's 'hidden_size' "
-                f"{text_hidden}, got {shown(vision[generation.output])}"
-            )
+        check_processor(processor, patch_size=patch, merge_size=merge, temporal_patch_size=FRAMES)
+        text_hidden = text_size(config, generation.output)
         levels = _levels(generation, vision, layers)
         tokens = max(1, most_numbers // (text_hidden * (1 + len(levels))))
         least, most = _bounds(processor)
@@ -159,7 +148,7 @@ class QwenVisionConfig:
             hidden,
             _inner(generation, vision, hidden),
             text_hidden,
-            heads,
+            head_count(vision, generation.hidden, hidden, 16),
             layers,
             patch,
             merge,
@@ -170,33 +159,13 @@ class QwenVisionConfig:
             number(mapping(vision, "rope_parameters"), "rope_theta", 10000.0),
             min(least, most),
             most,
-            pixel_form(processor, _MEAN, _STD),
+            pixel_form(processor, CLIP_MEAN, CLIP_STD),
         )
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """The size to which an image is scaled: whole squares, of so many pixels in all. Raises `InvalidRequestError`
-        for an image that is as good as a line, which these models were not trained with."""
-        if max(width, height) > _MOST_RATIO * min(width, height):
-            raise InvalidRequestError(
-                f"the image has {width} x {height} pixels: this model takes none whose longer edge is more than "
-                f"{_MOST_RATIO} times its shorter one"
-            )
-        step, sizes = self.step, (width, height)
-        across, down = (round(size / step) for size in sizes)
-        if across * down * step**2 > self.most:
-            shrunk = math.sqrt(width * height / self.most)
-            across, down = (max(1, math.floor(size / shrunk / step)) for size in sizes)
-        elif across * down * step**2 < self.least:
-            grown = math.sqrt(self.least / (width * height))
-            across, down = (math.ceil(size * grown / step) for size in sizes)
-        return across * step, down * step
-
-
-def _check(generation: Generation, vision: HfConfig) -> None:
-    served = {"hidden_act": generation.activation, "temporal_patch_size": FRAMES, "in_channels": 3, "in_chans": 3}
-    for name, value in served.items():
-        if vision.get(name, value) != value:
-            raise ModelError(f"config.json: {name!r} of 'vision_config' must be {value}, got {shown(vision[name])}")
+        """The size to which an image is scaled. Raises `InvalidRequestError` as `check_shape`."""
+        check_shape(width, height)
+        return whole_squares(width, height, self.step, self.least, self.most)
 
 
 def _inner(generation: Generation, vision: HfConfig, hidden: int) -> int:
@@ -239,13 +208,12 @@ def _grid(vision: HfConfig) -> int:
 def _bounds(processor: HfConfig) -> tuple[int, int]:
     """Least and most pixels of an image: of fields of their own, or of a ``size`` that names edges and means these."""
     size = mapping(processor, "size")
-    least = None if size else _LEAST_PIXELS
-    most = None if size else _MOST_PIXELS
-    least = positive({**size, **_given(processor, "min_pixels", "shortest_edge")}, "shortest_edge", least, _LARGEST)
-    most = positive({**size, **_given(processor, "max_pixels", "longest_edge")}, "longest_edge", most, _LARGEST)
-    if least > most:
-        raise ModelError(f"the checkpoint's image processor has images of at least {least} and at most {most} pixels")
-    return least, most
+    given = {
+        **size,
+        **_given(processor, "min_pixels", "shortest_edge"),
+        **_given(processor, "max_pixels", "longest_edge"),
+    }
+    return pixel_bounds(given, None if size else _LEAST_PIXELS, None if size else _MOST_PIXELS)
 
 
 def _given(processor: HfConfig, key: str, name: str) -> HfConfig:

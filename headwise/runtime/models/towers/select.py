@@ -8,7 +8,7 @@ from typing import Any
 
 from headwise.errors import ModelError
 from headwise.runtime.models.images import missing_for_images
-from headwise.runtime.models.towers import gemma3_vision, llama4_vision, moonvit, pixtral, qwen_vision
+from headwise.runtime.models.towers import gemma3_vision, glm4v_vision, llama4_vision, moonvit, pixtral, qwen_vision
 from headwise.runtime.models.towers.base import BuildTower
 
 
@@ -21,11 +21,14 @@ class TowerKind:
 
 
 _QWEN_PLACE = "<|image_pad|>"
+_GLM = TowerKind(glm4v_vision.build, "<|image|>")
 _TOWERS = {
     "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, "[IMG]"),
     "Llama4ForConditionalGeneration": TowerKind(llama4_vision.build, "<|image|>"),
     "Gemma3ForConditionalGeneration": TowerKind(gemma3_vision.build, "<image_soft_token>"),
     "KimiK25ForConditionalGeneration": TowerKind(moonvit.build, "<|media_pad|>"),
+    "Glm4vForConditionalGeneration": _GLM,
+    "Glm4vMoeForConditionalGeneration": _GLM,
     "Qwen2VLForConditionalGeneration": TowerKind(qwen_vision.build_qwen2_vl, _QWEN_PLACE),
     "Qwen2_5_VLForConditionalGeneration": TowerKind(qwen_vision.build_qwen2_5_vl, _QWEN_PLACE),
     "Qwen3VLForConditionalGeneration": TowerKind(qwen_vision.build_qwen3_vl, _QWEN_PLACE),

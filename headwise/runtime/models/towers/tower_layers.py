@@ -60,6 +60,28 @@ class Linear:
         return cls(weight, source.bias(f"{name}.bias", outputs) if has_bias else None)
 
     @classmethod
+    def of_frames(
+        cls, source: TowerWeights, name: str, outputs: int, frames: int, pixels: int, *, has_bias: bool = True
+    ) -> Linear:
+        """Of patches of so many equal frames, ``[outputs, 3, frames, pixels]``: weights for all of them, added up."""
+        weight = source.array(f"{name}.weight", outputs, 3, frames, pixels).sum(axis=2)
+        bias = source.bias(f"{name}.bias", outputs) if has_bias else None
+        return cls(source.matrix(weight.reshape(outputs, 3 * pixels)), bias)
+
+    @classmethod
+    def joined(
+        cls, source: TowerWeights, name: str, hidden: int, *, has_bias: bool = True
+    ) -> tuple[Linear, Linear, Linear]:
+        """Queries, keys and values, of which one tensor has the weights, ``[3 * hidden, hidden]``."""
+        weights = np.split(source.array(f"{name}.weight", 3 * hidden, hidden), 3)
+        biases = np.split(source.array(f"{name}.bias", 3 * hidden), 3) if has_bias else (None,) * 3
+        query, key, value = (
+            cls(source.matrix(weight), None if bias is None else source.vector(bias))
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+        return query, key, value
+
+    @classmethod
     def rotated(
         cls, source: TowerWeights, weight: NDArray[np.float32], bias: NDArray[np.float32], head_dim: int
     ) -> Linear:

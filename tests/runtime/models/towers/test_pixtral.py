@@ -13,6 +13,7 @@ from PIL import Image
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.emulated_gpu import EmulatedOps
 from support.tiny_images import CONFIG, IMG, IMG_BREAK, IMG_END, SIZES, encoded, image_model, picture, references
+from support.tower_parts import assert_spread
 
 from headwise import EngineConfig
 from headwise.errors import ModelError
@@ -36,12 +37,6 @@ def made(encoder: ImageEncoder, image: Image.Image) -> EncodedImage:
 @pytest.fixture(scope="module", params=["numpy", "numba", "paddle"])
 def encoder(request: pytest.FixtureRequest) -> ImageEncoder:
     return opened(image_model(), tensor_ops=request.param)
-
-
-def assert_spread(found: np.ndarray, expected: dict[str, Any], tolerance: float) -> None:
-    assert list(found.shape) == expected["shape"]
-    np.testing.assert_allclose(found.reshape(-1)[expected["at"]], expected["values"], atol=tolerance)
-    assert float(np.abs(found.astype(np.float64)).sum()) == pytest.approx(expected["sum"], rel=10 * tolerance)
 
 
 @pytest.mark.parametrize("name", SIZES)

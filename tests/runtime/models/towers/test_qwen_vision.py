@@ -14,14 +14,13 @@ import pytest
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.emulated_gpu import EmulatedOps
 from support.tiny_images import QWENS, SIZES, image_model, picture, references
+from support.tower_parts import MANY, assert_spread, parts
 
 from headwise import EngineConfig
 from headwise.errors import InvalidRequestError, ModelError
 from headwise.runtime.encoder.image_encoder import ImageEncoder
-from headwise.runtime.loader.checkpoint import read_json
-from headwise.runtime.loader.quantised_checkpoint import open_weights
-from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.images import missing_for_images
+from headwise.runtime.models.position_config import AXES
 from headwise.runtime.models.towers import qwen_vision
 from headwise.runtime.models.towers.base import TowerParts
 from headwise.runtime.models.towers.pixels import normalised
@@ -36,7 +35,6 @@ from headwise.runtime.models.towers.qwen_vision_config import (
 )
 from headwise.runtime.models.towers.select import TowerKind, tower_of
 from headwise.runtime.models.towers.stretched import spanned
-from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES
 
@@ -47,25 +45,6 @@ BUILDS: dict[str, Callable[[TowerParts], QwenVision]] = {
     "qwen3.5": qwen_vision.build_qwen3_5,
 }
 GENERATIONS = {"qwen2-vl": QWEN2_VL, "qwen2.5-vl": QWEN2_5_VL, "qwen3-vl": QWEN3_VL, "qwen3.5": QWEN3_5}
-MANY = 1 << 30
-"""Numbers of an image: more than any has."""
-
-
-def parts(directory: Path, ops: TensorOps | None = None, most: int = MANY) -> TowerParts:
-    return TowerParts(
-        read_json(directory / "config.json"),
-        read_json(directory / "preprocessor_config.json"),
-        open_weights(directory),
-        ops or make_ops("numpy", 1, "float32", "float32"),
-        Tokenizer.from_directory(directory).control_token,
-        most,
-    )
-
-
-def assert_spread(found: np.ndarray, expected: dict[str, Any], tolerance: float) -> None:
-    assert list(found.shape) == expected["shape"]
-    np.testing.assert_allclose(found.reshape(-1)[expected["at"]], expected["values"], atol=tolerance)
-    assert float(np.abs(found.astype(np.float64)).sum()) == pytest.approx(expected["sum"], rel=10 * tolerance)
 
 
 @pytest.mark.parametrize("image", SIZES)
@@ -134,7 +113,7 @@ MODELS = {
 def test_models_go_by_their_towers_and_say_where_their_images_are(architecture: str) -> None:
     config = {**QWENS[MODELS[architecture]].config, "architectures": [architecture]}
     assert tower_of(config) == TowerKind(BUILDS[MODELS[architecture]], "<|image_pad|>")
-    assert missing_for_images(config) == ""
+    assert missing_for_images(config, AXES) == ""
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
