@@ -199,9 +199,22 @@ def test_where_all_scores_are_equal_the_first_tokens_are_seen() -> None:
     assert_all_see_the_best(ranks, knowing(scene.batch))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize(("asked", "kept"), [("float32", "float32"), ("bfloat16", "int8"), ("float32", "int4")])
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "kept", "parts", "is_apart"),
+    [
+        ("float32", "float32", 2, False),
+        ("bfloat16", "int8", 4, True),
+        ("float32", "int4", 1, False),
+        *(
+            pytest.param(*kinds, parts, is_apart, marks=pytest.mark.soak)
+            for *kinds, others in (
+                ("float32", "float32", (1, 4)), ("bfloat16", "int8", (1, 2)), ("float32", "int4", (2, 4)),
+            )
+            for parts in others
+            for is_apart in (False, True)
+        ),
+    ],
+)  # fmt: skip
 def test_contexts_come_to_prompts_that_do_not_see_all_of_them(
     asked: str, kept: str, parts: int, is_apart: bool
 ) -> None:

@@ -21,6 +21,7 @@ import pytest
 from support.eagle_checkpoints import head_config, head_weights, write_head
 from support.engine.dense_oracle import DenseAttention
 from support.engine.loaded_model import serve
+from support.packed_logits import IDS, KEEP_ALL, load
 from support.random_models import CONFIGS, random_weights
 from support.reference import answers
 from support.tiny_checkpoints import checkpoint
@@ -35,7 +36,7 @@ from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.checkpoint import SINGLE, Checkpoint
-from headwise.runtime.loader.packed_cache import DIRECTORY, Limits
+from headwise.runtime.loader.packed_cache import DIRECTORY
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 from headwise.runtime.models.registry import model_config
@@ -45,9 +46,6 @@ from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.worker.model_loading import load_model, packed_key
 from headwise.runtime.worker.worker import ModelWorker, WorkerParts
-
-KEEP_ALL = Limits(least_s=0.0, spare_bytes=0)
-IDS = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 
 
 @pytest.fixture
@@ -75,19 +73,6 @@ def quantised_model(tmp_path: Path) -> Path:
 def config_of(tmp_path: Path, model: Path, **changes: object) -> EngineConfig:
     given: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "kv_cache": "16MiB", **changes}
     return EngineConfig(model=str(model), cache_dir=str(tmp_path / "cache"), **given)
-
-
-def load(config: EngineConfig) -> np.ndarray:
-    """The logits of a model that is loaded as a worker does."""
-    directory = resolve_model(config.model, config.cache_path, weights=False)
-    card = read_model_card(config, directory)
-    shard = Shard.of(card.config, card.plan, 0)
-    ops = make_ops("numba", 1, config.dtype_name, config.weights_dtype_name)
-    model = load_model(card, config, directory, ops, SingleRank(), shard, KEEP_ALL)
-    attention = DenseAttention(model.config, shard, ops)
-    found = model.logits(model.forward(IDS, np.arange(len(IDS), dtype=np.int32), attention))
-    assert found is not None
-    return found
 
 
 def kept(config: EngineConfig) -> list[Path]:
@@ -153,7 +138,9 @@ DecoderWeights._rows = lambda self, where: np.ascontiguousarray(_in_order(self, 
 """At the end of `decoder_weights`: code that puts the same rows under the same names, in another order."""
 LOADS_TWICE = """
 import pickle, sys
-from test_model_loading import headwise, load, replace
+from dataclasses import replace
+from support.packed_logits import load
+import headwise
 config = pickle.loads(sys.stdin.buffer.read())
 found = headwise.__file__, load(config), load(replace(config, packed_cache=False))
 sys.stdout.buffer.write(pickle.dumps(found))
@@ -167,7 +154,7 @@ def test_what_other_code_has_kept_of_the_same_files_is_not_taken(tmp_path: Path,
     shutil.copytree(own, changed, ignore=shutil.ignore_patterns("__pycache__"))
     with (changed / "runtime" / "models" / "decoder_weights.py").open("a") as file:
         file.write(OTHER_CODE)
-    sources = os.pathsep.join(map(str, (changed.parent, Path(__file__).parent, Path(__file__).parents[2])))
+    sources = os.pathsep.join(map(str, (changed.parent, Path(__file__).parents[2])))
     how: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": sources}, "cwd": changed.parent, "timeout": 300}
     done = subprocess.run(
         [sys.executable, "-c", LOADS_TWICE], input=pickle.dumps(config), capture_output=True, check=False, **how
