@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -123,6 +124,12 @@ class SsmConfig(StatesConfig):
         return member * self.groups // self.members
 
 
+@lru_cache(maxsize=64)  # each layer of a step asks for it
+def _others(layers: frozenset[int], count: int) -> tuple[int, ...]:
+    """Of so many layers, those that are not among these."""
+    return tuple(layer for layer in range(count) if layer not in layers)
+
+
 @dataclass(frozen=True)
 class IndexerConfig:
     """What chooses the tokens that a layer's latent attention sees (DSA).
@@ -140,7 +147,7 @@ class IndexerConfig:
 
     def layers(self, count: int) -> tuple[int, ...]:
         """Of so many layers, those with an indexer."""
-        return tuple(layer for layer in range(count) if layer not in self.shared)
+        return _others(self.shared, count)
 
 
 @dataclass(frozen=True)
