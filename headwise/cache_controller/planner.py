@@ -194,8 +194,11 @@ class HeadGroupPlan:
 
     def run_of(self, size: int) -> Run:
         """Where slots of members of this size lie in blocks of the groups that have some."""
-        runs = (run for group in self.groups for run in group.runs if run.size == size)
-        return next(runs, Run(size, 0, self.block_bytes // size))
+        return self._runs.get(size) or Run(size, 0, self.block_bytes // size)
+
+    @cached_property
+    def _runs(self) -> dict[int, Run]:
+        return {run.size: run for group in self.groups for run in group.runs}
 
     def kv_heads(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """``[num_layers]`` global KV heads dealt to ``rank``, ascending; none of other stages' layers."""

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+
+
+@lru_cache(maxsize=64)  # each layer of a step asks for it
+def _others(layers: frozenset[int], count: int) -> tuple[int, ...]:
+    """Of so many layers, those that are not among these."""
+    return tuple(layer for layer in range(count) if layer not in layers)
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class IndexerConfig:
 
     def layers(self, count: int) -> tuple[int, ...]:
         """Of so many layers, those with an indexer."""
-        return tuple(layer for layer in range(count) if layer not in self.shared)
+        return _others(self.shared, count)
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ class ModelWorker:
         arena = self._ops.empty_bytes(spec.num_blocks * card.layout.block_bytes)
         shape = TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
         cache = CacheController(card.layout, arena, self._device.block_tables(shape))
-        heads = {cache: self._head_table(cache) for cache in card.config.caches_of(self._layers)}
+        heads = {number: self._head_table(number) for number in card.config.caches_of(self._layers)}
         loads = Loads(lambda: self._copies is not None and self._copies.is_loading, self._wait_layer)
         own = self._model, self._device, self._attention, cache, heads, self._adapters
         runner = ModelRunner(card, *own, loads, self._links)
