@@ -1,4 +1,4 @@
-"""The order in which Qwen's towers take an image's patches: square by square, and maybe window by window."""
+"""The order in which Qwen's towers and ERNIE's take an image's patches: square by square, maybe window by window."""
 
 from __future__ import annotations
 
@@ -50,3 +50,17 @@ class PatchOrder:
             row * wide + column,
             windows,
         )
+
+    def cut(self, pixels: NDArray[np.float32], patch: int) -> NDArray[np.float32]:
+        """The patches of ``pixels [3, height, width]``, each ``patch`` pixels square: ``[T, 3 * patch ** 2]``."""
+        rows, columns = (edge // patch for edge in pixels.shape[1:])
+        grid = pixels.reshape(3, rows, patch, columns, patch).transpose(1, 3, 0, 2, 4)
+        return np.ascontiguousarray(grid[self.rows, self.columns].reshape(len(self.rows), -1))
+
+    def angles(self, head_dim: int, theta: float) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines, ``float32 [T, 1, D / 2]``: half of the frequencies turn by the row, half by the column."""
+        half = head_dim // 2
+        frequencies = (1.0 / theta ** (np.arange(0, half, 2) / half)).astype(np.float32)
+        turned = [each.astype(np.float32)[:, None] * frequencies for each in (self.rows, self.columns)]
+        whole = np.concatenate(turned, axis=1)
+        return np.cos(whole)[:, None], np.sin(whole)[:, None]

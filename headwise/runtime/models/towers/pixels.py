@@ -15,6 +15,7 @@ from headwise.runtime.models.values import finite_number, shown
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _FILTERS = (1, 2, 3)
 """Pillow's Lanczos, bilinear and bicubic."""
 

@@ -18,7 +18,7 @@ from headwise.errors import ModelError
 from headwise.runtime.models.hf_config import HfConfig, flag, mapping, number, positive, text_of
 from headwise.runtime.models.towers.activations import activated
 from headwise.runtime.models.towers.base import EncodedImage, TowerParts
-from headwise.runtime.models.towers.pixels import PixelForm, normalised, pixel_form
+from headwise.runtime.models.towers.pixels import CLIP_MEAN, CLIP_STD, PixelForm, normalised, pixel_form
 from headwise.runtime.models.towers.tower_layers import Linear, Mlp, RmsNorm, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.values import shown
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 _EPS = 1e-5
 """Of the tower's norms: no config has it."""
 _MOST_LAYERS, _MOST_HEADS, _MOST_EDGE = 256, 256, 8192
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""CLIP's, where the checkpoint has no others."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class PixtralConfig:
             _activation(config, "projector_hidden_act"),
             flag(config, "multimodal_projector_bias"),
             number(text_of(config), "rms_norm_eps", 1e-6),
-            pixel_form(processor, _MEAN, _STD),
+            pixel_form(processor, CLIP_MEAN, CLIP_STD),
         )
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:

@@ -68,11 +68,12 @@ class QwenVision:
 
     def _features(self, pixels: NDArray[np.float32], order: PatchOrder) -> NDArray[np.float32]:
         """Of ``pixels [3, height, width]``, each square's numbers, in the tower's order."""
-        ops, angles = self._ops, [self._ops.upload(each) for each in _angles(self.config, order)]
+        ops, config = self._ops, self.config
+        angles = [ops.upload(each) for each in order.angles(config.head_dim, config.theta)]
         x = self._embedded(pixels, order)
         added: list[Tensor] = []
         for index, layer in enumerate(self._layers):
-            x = layer.forward(ops, x, angles, () if index in self.config.whole else order.windows)
+            x = layer.forward(ops, x, angles, () if index in config.whole else order.windows)
             if index in self._level_mergers:
                 added.append(self._level_mergers[index].of(ops, x))
         made = (self._merger.of(ops, x), *added)
@@ -81,12 +82,10 @@ class QwenVision:
     def _embedded(self, pixels: NDArray[np.float32], order: PatchOrder) -> Tensor:
         """What the first layer gets, ``[T, hidden]``."""
         ops, patch = self._ops, self.config.patch
-        rows, columns = (edge // patch for edge in pixels.shape[1:])
-        grid = pixels.reshape(3, rows, patch, columns, patch).transpose(1, 3, 0, 2, 4)
-        cut = grid[order.rows, order.columns].reshape(len(order.rows), -1)
-        x = self._patches.of(ops, ops.tensor(np.ascontiguousarray(cut)))
+        x = self._patches.of(ops, ops.tensor(order.cut(pixels, patch)))
         if self._places is None:
             return x
+        rows, columns = (edge // patch for edge in pixels.shape[1:])
         edge = self.config.grid
         places = spanned(self._places.reshape(edge, edge, -1), rows, columns)
         return x + ops.tensor(places[order.rows, order.columns])
@@ -152,18 +151,11 @@ def _patches(source: TowerWeights, generation: Generation, config: QwenVisionCon
 
 def _layer(source: TowerWeights, index: int, generation: Generation, config: QwenVisionConfig) -> TowerLayer:
     at, hidden, inner = f"{_AT}blocks.{index}.", config.hidden, config.inner
-    weights = np.split(source.array(f"{at}attn.qkv.weight", 3 * hidden, hidden), 3)
-    biases = np.split(source.array(f"{at}attn.qkv.bias", 3 * hidden), 3)
-    query, key, value = (
-        Linear(source.matrix(weight), source.vector(bias)) for weight, bias in zip(weights, biases, strict=True)
-    )
     gate, up, down = (f"{at}mlp.{name}" if name else "" for name in generation.mlp)
     return TowerLayer(
         _norm(source, f"{at}norm1", hidden, generation),
         _norm(source, f"{at}norm2", hidden, generation),
-        query,
-        key,
-        value,
+        *Linear.joined(source, f"{at}attn.qkv", hidden),
         Linear.read(source, f"{at}attn.proj", hidden, hidden),
         Mlp(
             Linear.read(source, gate, inner, hidden) if gate else None,
@@ -177,12 +169,3 @@ def _layer(source: TowerWeights, index: int, generation: Generation, config: Qwe
 
 def _norm(source: TowerWeights, name: str, size: int, generation: Generation) -> Norm:
     return (LayerNorm if generation.has_means else RmsNorm).read(source, name, size, _EPS)
-
-
-def _angles(config: QwenVisionConfig, order: PatchOrder) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines, ``float32 [T, 1, D / 2]``: half of the frequencies turn by the row, half by the column."""
-    half = config.head_dim // 2
-    frequencies = (1.0 / config.theta ** (np.arange(0, half, 2) / half)).astype(np.float32)
-    turned = [each.astype(np.float32)[:, None] * frequencies for each in (order.rows, order.columns)]
-    whole = np.concatenate(turned, axis=1)
-    return np.cos(whole)[:, None], np.sin(whole)[:, None]

@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from headwise.errors import InvalidRequestError, ModelError
+from headwise.errors import ModelError
 from headwise.runtime.models.hf_config import HfConfig, layer_list, mapping, number, positive, text_of
-from headwise.runtime.models.towers.pixels import PixelForm, pixel_form
+from headwise.runtime.models.towers.pixels import CLIP_MEAN, CLIP_STD, PixelForm, pixel_form
+from headwise.runtime.models.towers.squares import fitted, pixel_bounds
 from headwise.runtime.models.values import shown
 
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""CLIP's, where the checkpoint has no others."""
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 1280 * 28 * 28
-_LARGEST = 1 << 26
-"""Most pixels that a checkpoint may ask for: published ones ask for 2^24."""
-_MOST_RATIO = 200
-"""Of an image's longer edge to its shorter one."""
 FRAMES = 2
 """That a patch is of: an image is two equal ones."""
 
@@ -153,7 +148,7 @@ class QwenVisionConfig:
             )
         levels = _levels(generation, vision, layers)
         tokens = max(1, most_numbers // (text_hidden * (1 + len(levels))))
-        least, most = _bounds(processor)
+        least, most = pixel_bounds(processor, _LEAST_PIXELS, _MOST_PIXELS)
         most = min(most, tokens * (patch * merge) ** 2)
         return cls(
             hidden,
@@ -170,26 +165,12 @@ class QwenVisionConfig:
             number(mapping(vision, "rope_parameters"), "rope_theta", 10000.0),
             min(least, most),
             most,
-            pixel_form(processor, _MEAN, _STD),
+            pixel_form(processor, CLIP_MEAN, CLIP_STD),
         )
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """The size to which an image is scaled: whole squares, of so many pixels in all. Raises `InvalidRequestError`
-        for an image that is as good as a line, which these models were not trained with."""
-        if max(width, height) > _MOST_RATIO * min(width, height):
-            raise InvalidRequestError(
-                f"the image has {width} x {height} pixels: this model takes none whose longer edge is more than "
-                f"{_MOST_RATIO} times its shorter one"
-            )
-        step, sizes = self.step, (width, height)
-        across, down = (round(size / step) for size in sizes)
-        if across * down * step**2 > self.most:
-            shrunk = math.sqrt(width * height / self.most)
-            across, down = (max(1, math.floor(size / shrunk / step)) for size in sizes)
-        elif across * down * step**2 < self.least:
-            grown = math.sqrt(self.least / (width * height))
-            across, down = (math.ceil(size * grown / step) for size in sizes)
-        return across * step, down * step
+        """See `fitted`."""
+        return fitted((width, height), self.step, self.least, self.most)
 
 
 def _check(generation: Generation, vision: HfConfig) -> None:
@@ -234,19 +215,3 @@ def _grid(vision: HfConfig) -> int:
     if math.isqrt(count) ** 2 != count:
         raise ModelError(f"config.json: 'num_position_embeddings' must be those of a square grid, got {count}")
     return math.isqrt(count)
-
-
-def _bounds(processor: HfConfig) -> tuple[int, int]:
-    """Least and most pixels of an image: of fields of their own, or of a ``size`` that names edges and means these."""
-    size = mapping(processor, "size")
-    least = None if size else _LEAST_PIXELS
-    most = None if size else _MOST_PIXELS
-    least = positive({**size, **_given(processor, "min_pixels", "shortest_edge")}, "shortest_edge", least, _LARGEST)
-    most = positive({**size, **_given(processor, "max_pixels", "longest_edge")}, "longest_edge", most, _LARGEST)
-    if least > most:
-        raise ModelError(f"the checkpoint's image processor has images of at least {least} and at most {most} pixels")
-    return least, most
-
-
-def _given(processor: HfConfig, key: str, name: str) -> HfConfig:
-    return {} if processor.get(key) is None else {name: processor[key]}

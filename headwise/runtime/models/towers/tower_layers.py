@@ -69,6 +69,16 @@ class Linear:
         order = (np.arange(0, len(weight), head_dim)[:, None] + halves).reshape(-1)
         return cls(source.matrix(weight[order]), source.vector(bias[order]))
 
+    @classmethod
+    def joined(cls, source: TowerWeights, name: str, hidden: int) -> tuple[Linear, Linear, Linear]:
+        """Queries, keys and values that a checkpoint has below one another in one matrix."""
+        weights = np.split(source.array(f"{name}.weight", 3 * hidden, hidden), 3)
+        biases = np.split(source.array(f"{name}.bias", 3 * hidden), 3)
+        query, key, value = (
+            cls(source.matrix(weight), source.vector(bias)) for weight, bias in zip(weights, biases, strict=True)
+        )
+        return query, key, value
+
     def of(self, ops: TensorOps, x: Tensor) -> Tensor:
         """Of ``x [T, inputs]``: ``[T, outputs]``."""
         return ops.linear(x, self.weight, self.bias)
