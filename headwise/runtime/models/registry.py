@@ -16,6 +16,7 @@ from headwise.runtime.models import (
     deepseek_v4,
     deepseek_v32,
     ernie45,
+    ernie45_vl,
     exaone4,
     gemma2,
     gemma3,
@@ -138,6 +139,7 @@ _MODELS = {
     gpt_oss.ARCHITECTURE: _Entry(gpt_oss.parse, gpt_oss.GptOss),
     ernie45.DENSE: _Entry(ernie45.parse, ernie45.Ernie45),
     ernie45.MOE: _Entry(ernie45.parse_moe, ernie45.Ernie45Moe),
+    **dict.fromkeys(ernie45_vl.ARCHITECTURES, _Entry(ernie45_vl.parse, ernie45_vl.Ernie45Vl)),
 }
 
 
