@@ -79,6 +79,8 @@ def assert_said(name: str, found: dict[str, list[int]], least: int = 24) -> None
         ("qwen3-vl", {"pipeline_parallel_size": 3, "tensor_ops": "numpy"}),
         ("qwen3-vl", {"pipeline_parallel_size": 2, "tp_size": 2, "max_batched_tokens": 40}),
         ("qwen3.5", {"tp_size": 2}),
+        ("ernie4.5-vl", {"tp_size": 2, "max_batched_tokens": 40}),
+        pytest.param("ernie4.5-vl", {"pipeline_parallel_size": 2, "tensor_ops": "numpy"}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -93,7 +95,7 @@ def test_ranks_and_stages_say_the_reference_tokens(name: str, changes: dict[str,
     ranks.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5", "ernie4.5-vl"])
 def test_guesses_and_preemption_change_no_token(name: str) -> None:
     known = {prompt["name"]: prompt["output_ids"] for prompt in references(name)["prompts"]}
     config, steps = replace(SMALL, model=str(image_model(name)), speculation=3, max_batched_tokens=48), 0
@@ -132,7 +134,9 @@ def test_a_layer_that_drafts_goes_on_behind_images(tmp_path: Path) -> None:
     assert_said("qwen3.5", found)
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", pytest.param("qwen3.5", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen3.5", "ernie4.5-vl"))]
+)
 def test_a_gpu_says_the_reference_tokens(name: str) -> None:
     pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
     config = replace(SMALL, model=str(image_model(name)), device="cuda", max_model_len=256, max_num_seqs=4)

@@ -27,6 +27,7 @@ import torch
 import transformers
 from make_references import NEW_TOKENS
 from support.tiny_images import (
+    ERNIE_VL,
     FAMILIES,
     KIMI,
     LONGEST,
@@ -40,6 +41,7 @@ from support.tiny_images import (
     write_image_model,
 )
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
 from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
@@ -172,9 +174,11 @@ class KimiK25(Kind):
 class Qwen(Kind):
     """Qwen2-VL's processing, with Pillow, which all have; of a Qwen3-VL features of several layers."""
 
+    processor = Qwen2VLImageProcessorPil
+
     def __init__(self, model: Any, family: Family) -> None:
-        self._model, self._image_token = model, family.id_of("<|image_pad|>")
-        self._processor = Qwen2VLImageProcessorPil(**family.processor)
+        self._model, self._placeholder, self._image_token = model, family.tokens[0], family.id_of(family.tokens[0])
+        self._processor = self.processor(**family.processor)
 
     def inputs(self, name: str) -> Any:
         return self._processor(picture(name), return_tensors="pt")
@@ -191,7 +195,7 @@ class Qwen(Kind):
         return given["image_grid_thw"][0].tolist()[1:]
 
     def text(self, given: Any) -> str:
-        form = SimpleNamespace(image_processor=self._processor, image_token="<|image_pad|>")
+        form = SimpleNamespace(image_processor=self._processor, image_token=self._placeholder)
         return Qwen2VLProcessor.replace_image_token(form, given, 0)
 
     def together(self, given: list[Any]) -> dict[str, Any]:
@@ -199,6 +203,17 @@ class Qwen(Kind):
 
     def ids(self, ids: list[int]) -> dict[str, Any]:
         return {"mm_token_type_ids": (torch.tensor([ids]) == self._image_token).int()}
+
+
+class Ernie(Qwen):
+    """The same, and tokens around an image go to its experts, too."""
+
+    processor = Ernie4_5_VLMoeImageProcessorPil
+
+    def ids(self, ids: list[int]) -> dict[str, Any]:
+        around = [ERNIE_VL.id_of("<|IMAGE_START|>"), ERNIE_VL.id_of("<|IMAGE_END|>")]
+        kinds = np.isin([ids], [self._image_token, *around]).astype(np.int32)
+        return {**super().ids(ids), "moe_mm_token_type_ids": torch.from_numpy(kinds)}
 
 
 _PUBLISHED = {
@@ -235,7 +250,8 @@ def make(name: str) -> None:
     family = FAMILIES[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
     kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25}
-    kind = Qwen(model, family) if name in QWENS else kinds[name](model)
+    on_grids = {"ernie4.5-vl": Ernie} | dict.fromkeys(QWENS, Qwen)
+    kind = on_grids[name](model, family) if name in on_grids else kinds[name](model)
     inputs = {each: kind.inputs(each) for each in SIZES}
     images = {
         each: {
@@ -254,7 +270,7 @@ def make(name: str) -> None:
         whole = before + "".join(kind.text(inputs[each]) + rest for each, rest in zip(its, behind, strict=True))
         ids = tokenizer.encode(whole, add_special_tokens=False)
         more = {**kind.together([inputs[each] for each in its]), **kind.ids(ids)} if its else {}
-        if name in QWENS:
+        if name in on_grids:
             model.model.rope_deltas = None  # it keeps the last prompt's
         prompts.append({"images": list(its), **answer(model, prompt, ids, more)})
         distinct = len(set(prompts[-1]["output_ids"]))

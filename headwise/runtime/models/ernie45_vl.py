@@ -183,12 +183,13 @@ class Ernie45Vl(Ernie45Moe):
             return super().feed_forward(mlp.text, x)
         if of_images.all():
             return super().feed_forward(mlp.images, x)
-        total = x * 0.0
+        whole: KernelArray = None
         for kind, is_own in ((mlp.text, ~of_images), (mlp.images, of_images)):
             rows = is_own.nonzero()[0]
-            made = super().feed_forward(kind, self.ops.take_rows(x, rows))
-            self.ops.scatter_add_rows(total, rows, made, np.ones(len(rows), np.float32))
-        return total
+            made = self.ops.kernel_array(super().feed_forward(kind, self.ops.take_rows(x, rows)))
+            whole = self.ops.empty_like(made, tuple(x.shape)) if whole is None else whole
+            whole[self.ops.upload(rows)] = made
+        return self.ops.from_kernel_array(whole)
 
 
 class _KindsOfExperts(RenamedWeights):
