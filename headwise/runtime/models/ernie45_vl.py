@@ -30,8 +30,9 @@ from headwise.runtime.models.weight_view import RenamedWeights
 from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import KernelArray, Tensor
 
-ARCHITECTURES = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VL_MoeForConditionalGeneration")
-"""The second one is what transformers called it at first."""
+ARCHITECTURE = "Ernie4_5_VLMoeForConditionalGeneration"
+FORMERLY = "Ernie4_5_VL_MoeForConditionalGeneration"
+"""What transformers called it at first."""
 
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "compression_ratio": (None, 1),
@@ -69,7 +70,7 @@ def parse(config: HfConfig) -> ModelConfig:
     if mapping(text, "rope_scaling").get("rope_type") == "ernie_3d":  # no scaling: it says again that there are axes
         text = {**text, "rope_scaling": None}
     of_text, of_images = ({**text, **{key: _of(text, key, kind) for key in _PAIRED}} for kind in (0, 1))
-    decoder = parse_decoder(of_text, ARCHITECTURES[0])
+    decoder = parse_decoder(of_text, ARCHITECTURE)
     moe, images = (moe_of(each, decoder.num_layers) for each in (of_text, of_images))
     layers = named_sparse_layers(text, moe.layers, decoder.num_layers)
     if moe.layers != images.layers:
