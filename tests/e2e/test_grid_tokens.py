@@ -84,6 +84,8 @@ def assert_said(name: str, found: dict[str, list[int]], least: int = 24) -> None
         ("qwen3.5", {"tp_size": 2}),
         ("glm4v-moe", {"tp_size": 2, "max_batched_tokens": 40}),
         pytest.param("glm4v", {"tp_size": 2}, marks=pytest.mark.soak),
+        ("ernie4.5-vl", {"tp_size": 2, "max_batched_tokens": 40}),
+        pytest.param("ernie4.5-vl", {"pipeline_parallel_size": 2, "tensor_ops": "numpy"}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -98,7 +100,7 @@ def test_ranks_and_stages_say_the_reference_tokens(name: str, changes: dict[str,
     ranks.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5", "ernie4.5-vl"])
 def test_guesses_and_preemption_change_no_token(name: str) -> None:
     known = {prompt["name"]: prompt["output_ids"] for prompt in references(name)["prompts"]}
     config, steps = replace(SMALL, model=str(image_model(name)), speculation=3, max_batched_tokens=48), 0
@@ -140,7 +142,7 @@ def test_a_layer_that_drafts_goes_on_behind_images(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen3.5", *GLMS))]
+    "name", ["qwen3-vl", *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen3.5", "ernie4.5-vl", *GLMS))]
 )
 def test_a_gpu_says_the_reference_tokens(name: str) -> None:
     pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")

@@ -51,13 +51,27 @@ def assert_judged(prompt: dict[str, Any], tokens: list[int]) -> None:
     assert tokens[:stop] == prompt["output_ids"][:stop]
 
 
+CHANGES: tuple[dict[str, Any], ...] = ({}, {"tensor_ops": "numpy", "max_batched_tokens": 24})
+LIKE_OTHERS = ("glm4v-moe",)
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak if name == "glm4v-moe" else ()) for name in FAMILIES]
+    ("name", "changes"),
+    [
+        *(
+            pytest.param(name, changes, marks=pytest.mark.soak if name in LIKE_OTHERS else ())
+            for changes in CHANGES
+            for name in FAMILIES
+        ),
+        pytest.param("ernie4.5-vl", {"tensor_ops": "paddle"}, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("changes", [{}, {"tensor_ops": "numpy", "max_batched_tokens": 24}], ids=str)
 def test_chats_with_images_say_what_transformers_says_and_hit_the_cache_when_they_come_again(
     name: str, changes: dict[str, Any]
 ) -> None:
+    if changes.get("tensor_ops") == "paddle":
+        pytest.importorskip("paddle")
     with engine_of(image_model(name), **changes) as engine:
         for round_ in range(2):
             for prompt in references(name)["prompts"]:

@@ -28,13 +28,14 @@ import torch
 import transformers
 from make_references import NEW_TOKENS
 from support.tiny_images import (
+    ERNIE_VL,
     FAMILIES,
     GEMMA3,
+    GLMS,
     KIMI,
     LONGEST,
     MERGE,
     PATCH,
-    QWENS,
     REFERENCES,
     SIZES,
     Family,
@@ -42,6 +43,7 @@ from support.tiny_images import (
     write_image_model,
 )
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -183,7 +185,7 @@ class Gridded(Kind):
 
     def __init__(self, model: Any, family: Family) -> None:
         self._model, self._image_token = model, family.tokens[0]
-        self._form, self._id = QWEN if family.name in QWENS else GLM, family.id_of(self._image_token)
+        self._form, self._id = FORMS.get(family.name, QWEN), family.id_of(self._image_token)
         self._processor = self._form[0](**family.processor)
 
     def inputs(self, name: str) -> Any:
@@ -212,6 +214,8 @@ class Gridded(Kind):
 
 
 QWEN, GLM = (Qwen2VLImageProcessorPil, Qwen2VLProcessor), (Glm4vImageProcessorPil, Glm4vProcessor)
+ERNIE = Ernie4_5_VLMoeImageProcessorPil, Qwen2VLProcessor
+FORMS: dict[str, Any] = {ERNIE_VL.name: ERNIE, **dict.fromkeys(GLMS, GLM)}
 
 
 class Gemma3(Kind):
@@ -242,6 +246,15 @@ class Gemma3(Kind):
 
     def together(self, given: list[Any]) -> dict[str, Any]:
         return {"pixel_values": torch.cat([each["pixel_values"] for each in given])}
+
+
+class Ernie(Gridded):
+    """The same, and tokens around an image go to its experts, too."""
+
+    def ids(self, ids: list[int]) -> dict[str, Any]:
+        around = [ERNIE_VL.id_of("<|IMAGE_START|>"), ERNIE_VL.id_of("<|IMAGE_END|>")]
+        kinds = np.isin([ids], [self._id, *around]).astype(np.int32)
+        return {**super().ids(ids), "moe_mm_token_type_ids": torch.from_numpy(kinds)}
 
 
 _PUBLISHED = {
@@ -278,7 +291,8 @@ def make(name: str) -> None:
     family = FAMILIES[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
     kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25, "gemma3": Gemma3}
-    kind = kinds[name](model) if name in kinds else Gridded(model, family)
+    on_grid = Ernie if name == ERNIE_VL.name else Gridded
+    kind = kinds[name](model) if name in kinds else on_grid(model, family)
     inputs = {each: kind.inputs(each) for each in SIZES}
     images = {
         each: {

@@ -894,6 +894,8 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
             values *= np.float32(5)  # some are beyond the limit of a clamped activation
         elif name.endswith(_LIMITED.get(config["model_type"], "")) and config["model_type"] in _LIMITED:
             values *= np.float32(6 / shape[1] ** 0.5)  # some are beyond its limit
+        elif name.endswith(("mlp.gate.weight", "mlp.gate.weight_1")) and shape[0] == config["hidden_size"]:
+            values *= np.float32(1.5 / shape[0] ** 0.5)  # inputs come first
         elif len(shape) > 1:
             values *= np.float32(1.5 / shape[1] ** 0.5)
         found[name] = values

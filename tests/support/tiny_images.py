@@ -213,6 +213,45 @@ QWEN3_5_CONFIG = _qwen(
     },
     _QWEN3_VISION,
 )
+ERNIE_CONFIG: dict[str, Any] = {
+    "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+    "model_type": "ernie4_5_vl_moe",
+    "image_token_id": FIRST_ID,
+    "image_start_token_id": FIRST_ID + 1,
+    "image_end_token_id": FIRST_ID + 2,
+    "video_token_id": FIRST_ID + 3,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "text_config": {
+        "model_type": "ernie4_5_vl_moe_text",
+        "hidden_size": 256,  # the head size follows from it
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 272,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [11, 11, 10]},
+        "moe_intermediate_size": [64, 32],
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "vision_config": {
+        "model_type": "ernie4_5_vl_moe_vision",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_merge_size": 2,
+    },
+}
 _QWEN_PROCESSOR = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
 QWEN2_PROCESSOR = {**_QWEN_PROCESSOR, "min_pixels": 256, "max_pixels": 4096}
 QWEN3_PROCESSOR = {
@@ -425,7 +464,14 @@ QWENS = {family.name: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN
 GLM4V = Family("glm4v", GLM4V_CONFIG, GLM_PROCESSOR, _GLM_TOKENS, _GLM_PLACE)
 GLM4V_MOE = Family("glm4v-moe", GLM4V_MOE_CONFIG, GLM_PROCESSOR, _GLM_TOKENS, _GLM_PLACE)
 GLMS = {family.name: family for family in (GLM4V, GLM4V_MOE)}
-FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI, GEMMA3)} | QWENS | GLMS
+ERNIE_VL = Family(
+    "ernie4.5-vl",
+    ERNIE_CONFIG,
+    {"patch_size": PATCH, "merge_size": MERGE, "size": {"shortest_edge": 256, "longest_edge": 4096}},
+    ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|VIDEO_PLACEHOLDER|>"),
+    "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+)
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI, GEMMA3, ERNIE_VL)} | QWENS | GLMS
 
 
 def write_image_model(

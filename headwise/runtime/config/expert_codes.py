@@ -27,7 +27,8 @@ def check_expert_codes(config: EngineConfig, model: ModelConfig, found: Mapping[
         return
     group, bits = _group_and_bits(config, found)
     for ranks in config.tp_sizes:
-        parts = (split(model.moe.expert_size, rank, ranks) for rank in range(ranks))
+        sizes = {model.moe.expert_size, model.moe.image_expert_size} - {0}
+        parts = (split(size, rank, ranks) for size in sizes for rank in range(ranks))
         for depth in (model.hidden_size, *sorted({stop - start for start, stop in parts})):
             size = gcd(group, depth) if config.weights_dtype == "fp8" else group or depth
             if depth % size:

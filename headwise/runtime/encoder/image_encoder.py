@@ -24,8 +24,8 @@ from headwise.runtime.models.towers.base import Tower, TowerParts
 from headwise.runtime.models.towers.select import tower_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
-from headwise.runtime.protocol.images import EncodedImage, PromptImage
-from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES, as_bfloat16, digest
+from headwise.runtime.protocol.images import EncodedImage, named
+from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES, as_bfloat16
 from headwise.units import parse_bytes
 
 _MOST_BYTES = 30 << 20
@@ -108,7 +108,7 @@ class ImageEncoder:
                 "make it smaller"
             )
         embeds.flags.writeable = False
-        return EncodedImage(PromptImage(digest(embeds), made.tokens, made.columns), embeds)
+        return named(embeds, made.tokens, made.columns, made.is_framed)
 
     def warm_up(self) -> None:
         """Compile what the first images would wait for: nobody is answered meanwhile."""

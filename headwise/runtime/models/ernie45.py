@@ -42,15 +42,16 @@ _DENSE_HEAD_DIM = 128
 
 
 def parse(config: HfConfig) -> ModelConfig:
-    return _parse({"head_dim": _DENSE_HEAD_DIM, **config}, DENSE)
+    return parse_decoder({"head_dim": _DENSE_HEAD_DIM, **config}, DENSE)
 
 
 def parse_moe(config: HfConfig) -> ModelConfig:
-    decoder = _parse(config, MOE)
-    return replace(decoder, moe=_moe(config, decoder.num_layers))
+    decoder = parse_decoder(config, MOE)
+    return replace(decoder, moe=moe_of(config, decoder.num_layers))
 
 
-def _parse(config: HfConfig, architecture: str) -> ModelConfig:
+def parse_decoder(config: HfConfig, architecture: str) -> ModelConfig:
+    """All but its experts."""
     check_served(config, _SERVED_VALUES)
 
     def layer_rope(kind: str) -> RopeConfig:
@@ -65,7 +66,7 @@ def _parse(config: HfConfig, architecture: str) -> ModelConfig:
     return replace(decoder, policies=head_policies(config, decoder.num_layers, decoder.num_kv_heads))
 
 
-def _moe(config: HfConfig, num_layers: int) -> MoeConfig:
+def moe_of(config: HfConfig, num_layers: int) -> MoeConfig:
     """The ``moe_*`` fields, with the defaults of Hugging Face's ``Ernie4_5_MoeConfig``.
 
     Layer ``l`` has experts if ``moe_layer_start_index <= l <= moe_layer_end_index`` (-1: the last layer) and

@@ -261,5 +261,5 @@ class ModelConfig:
         if self.moe is None:
             return (self.intermediate_size, *heads)
         moe = self.moe
-        sizes = (self.intermediate_size, moe.expert_size, moe.shared_expert_size, moe.gated_shared_size, *heads)
-        return tuple(size for size in sizes if size)
+        experts = moe.expert_size, moe.shared_expert_size, moe.gated_shared_size, moe.image_expert_size
+        return tuple(size for size in (self.intermediate_size, *experts, *heads) if size)

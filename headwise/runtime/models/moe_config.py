@@ -18,6 +18,8 @@ class MoeConfig:
     norm_min:           least sum that a token's routing weights are divided by; None: they are not divided
     gated_shared_size:  intermediate size of what every token goes through as far as a gate of its own lets it; 0: none
     latent_size:        numbers of what routed experts are given of a token, and make; 0: the hidden size
+    image_expert_size:  intermediate size of as many experts, with a router of their own, that tokens which came with
+                        embeddings are routed to; 0: all tokens are routed to the same
     """
 
     layers: tuple[int, ...]
@@ -29,6 +31,7 @@ class MoeConfig:
     shared_expert_size: int = field(default=0, kw_only=True)
     gated_shared_size: int = field(default=0, kw_only=True)
     latent_size: int = field(default=0, kw_only=True)
+    image_expert_size: int = field(default=0, kw_only=True)
 
     @property
     def shared_size(self) -> int:

@@ -48,6 +48,13 @@ class MoeDecoder(Decoder):
         moe = self.config.moe
         if moe is None or layer not in moe.layers:
             return super().load_mlp(layer, at)
+        made = self.routed_mlp(moe, layer, at, None if moe.latent_size else self._shared(at, moe))
+        if moe.latent_size:
+            return replace(made, latent=self._latent(at, moe))
+        return self._with_gated_shared(made, at, moe.gated_shared_size) if moe.gated_shared_size else made
+
+    def routed_mlp(self, moe: MoeConfig, layer: int, at: str, shared: DenseMlp | None) -> MoeMlp:
+        """A router and its experts, named ``at...``, and with them what every token goes through."""
         correction, name = self.correction(layer, at), f"{at}{self.router_name}"
         router, expected = self._weights.tensor(f"{name}.weight"), (moe.num_experts, self.config.hidden_size)
         corrected = moe.num_experts if correction is None else len(correction)
@@ -59,7 +66,7 @@ class MoeDecoder(Decoder):
         bias, mixture = self._router_bias(f"{name}.bias", moe), self.mixture(moe, correction)
         leaves = self.ops.leaves_biases
         routed = (self.dense_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
-        made = MoeMlp(
+        return MoeMlp(
             router=Linear(
                 self._prepare(f"{name}.weight", lambda: self.ops.linear_weight(router)),
                 None if bias is None or leaves else self.ops.linear_bias(bias),
@@ -67,12 +74,9 @@ class MoeDecoder(Decoder):
             experts=self.ops.experts(
                 replace(mixture, logit_bias=bias) if leaves else mixture,
                 routed,
-                None if moe.latent_size else self._shared(at, moe),
+                shared,
             ),
         )
-        if moe.latent_size:
-            return replace(made, latent=self._latent(at, moe))
-        return self._with_gated_shared(made, at, moe.gated_shared_size) if moe.gated_shared_size else made
 
     def _shared(self, at: str, moe: MoeConfig) -> DenseMlp | None:
         size = moe.shared_size

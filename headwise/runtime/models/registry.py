@@ -16,6 +16,7 @@ from headwise.runtime.models import (
     deepseek_v4,
     deepseek_v32,
     ernie45,
+    ernie45_vl,
     exaone4,
     gemma2,
     gemma3,
@@ -141,6 +142,7 @@ _MODELS = {
     gpt_oss.ARCHITECTURE: _Entry(gpt_oss.parse, gpt_oss.GptOss),
     ernie45.DENSE: _Entry(ernie45.parse, ernie45.Ernie45),
     ernie45.MOE: _Entry(ernie45.parse_moe, ernie45.Ernie45Moe),
+    **dict.fromkeys((ernie45_vl.ARCHITECTURE, ernie45_vl.FORMERLY), _Entry(ernie45_vl.parse, ernie45_vl.Ernie45Vl)),
 }
 
 
@@ -171,10 +173,12 @@ _ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def _supported() -> str:
-    """All that are, short: they end alike."""
-    every = sorted(_MODELS)
-    found = {end: [name.removesuffix(end) for name in every if name.endswith(end)] for end in _ENDINGS}
-    return "; ".join(f"..{end} of {', '.join(names)}" for end, names in found.items())
+    """All that are, short: they end alike, and some names both ways."""
+    every = sorted(_MODELS.keys() - {ernie45_vl.FORMERLY})
+    found = [{name.removesuffix(end) for name in every if name.endswith(end)} for end in _ENDINGS]
+    both = found[0] & found[1]
+    told = {**{f"..{end}": names - both for end, names in zip(_ENDINGS, found, strict=True)}, "both": both}
+    return "; ".join(f"{end} of {', '.join(sorted(names))}" for end, names in told.items())
 
 
 def build_model(

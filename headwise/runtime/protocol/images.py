@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import InvalidRequestError
 from headwise.runtime.loader.chat_images import ImageLimits
-from headwise.runtime.protocol.prompt_items import PromptEmbeds, PromptItem
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, PromptItem, digest
 from headwise.runtime.protocol.request import GenerateRequest
 
 MAX_IMAGES = 64
@@ -27,11 +27,25 @@ class PromptImage:
     hash:    of its embeddings: see `headwise.runtime.protocol.prompt_items.digest`
     tokens:  ``int32 [n]``, in place of the one that the chat template writes for it
     columns: see `PromptItem`
+    frame:   where the first token and the last one stand around the image, and the chat template writes them, too: the
+             hashes of their embeddings, as they are items of their own; empty: there are none
     """
 
     hash: str
     tokens: NDArray[np.int32]
     columns: int = 0
+    frame: tuple[str, ...] = ()
+
+    def items(self, offset: int) -> list[PromptItem]:
+        """Those that its tokens are, from ``offset`` on."""
+        if not self.frame:
+            return [PromptItem(offset, len(self.tokens), self.hash, columns=self.columns)]
+        (first, last), within = self.frame, len(self.tokens) - 2
+        return [
+            PromptItem(offset, 1, first),
+            PromptItem(offset + 1, within, self.hash, columns=self.columns),
+            PromptItem(offset + 1 + within, 1, last),
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +54,26 @@ class EncodedImage:
 
     image: PromptImage
     embeds: NDArray[np.float32] | NDArray[np.uint16]
+
+    @property
+    def parts(self) -> list[NDArray[np.float32] | NDArray[np.uint16]]:
+        """Embeddings of each of its items."""
+        return _parts(self.embeds, bool(self.image.frame))
+
+
+def named(
+    embeds: NDArray[np.float32] | NDArray[np.uint16], tokens: NDArray[np.int32], columns: int, is_framed: bool
+) -> EncodedImage:
+    """An image whose items are named by the digests of their embeddings. is_framed: see `PromptImage.frame`"""
+    hashes = [digest(part) for part in _parts(embeds, is_framed)]
+    own = hashes.pop(1 if is_framed else 0)
+    return EncodedImage(PromptImage(own, tokens, columns, tuple(hashes)), embeds)
+
+
+def _parts(
+    embeds: NDArray[np.float32] | NDArray[np.uint16], is_framed: bool
+) -> list[NDArray[np.float32] | NDArray[np.uint16]]:
+    return [embeds[:1], embeds[1:-1], embeds[-1:]] if is_framed else [embeds]
 
 
 def with_images(
@@ -68,15 +102,21 @@ def with_images(
         own = image.tokens
         if own.ndim != 1 or not len(own) or int(own.min()) < 0 or int(own.max()) >= vocab_size:
             raise InvalidRequestError(f"an image's tokens must be one row of ids below {vocab_size}")
-        parts += (tokens[done:place], own)
-        length += place - done
-        items.append(PromptItem(length, len(own), image.hash, columns=image.columns))
+        reach = 1 if image.frame else 0
+        start, end = place - reach, place + 1 + reach
+        if reach and (start < done or len(own) < 3 or tokens[start:end:2].tolist() != [own[0], own[-1]]):
+            raise InvalidRequestError(
+                f"the model's chat template must write token {own[0]} before an image's place and {own[-1]} behind it"
+            )
+        parts += (tokens[done:start], own)
+        length += start - done
+        items += image.items(length)
         length += len(own)
-        done = place + 1
+        done = end
     return np.concatenate([*parts, tokens[done:]]), items
 
 
 def with_embeds(request: GenerateRequest, images: Sequence[EncodedImage]) -> GenerateRequest:
     """A request whose items are those of images, one after the other, with their embeddings."""
     places = [each.start for each in request.extra_keys]
-    return replace(request, embeds=tuple(map(PromptEmbeds, places, [image.embeds for image in images])))
+    return replace(request, embeds=tuple(map(PromptEmbeds, places, [part for image in images for part in image.parts])))

@@ -15,7 +15,7 @@ from support.tiny_checkpoints import checkpoint
 from headwise.errors import ModelError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
-from headwise.runtime.models.mrope import axes_of
+from headwise.runtime.models.mrope import axes_of, axes_of_rows_first
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import inverse_frequencies, pairs_first, rotation_scale, served_up_to, turning
 
@@ -53,6 +53,7 @@ def test_of_three_positions_each_turns_its_pairs_in_turn_or_one_after_the_other(
     assert axes_of([2, 3, 3], 8, interleaved=False) == (0, 0, 1, 1, 1, 2, 2, 2)
     assert axes_of([4, 2, 2], 8, interleaved=True) == (0, 1, 2, 0, 1, 2, 0, 0)
     assert axes_of([11, 11, 10], 32, interleaved=True)[-5:] == (0, 1, 2, 0, 1)
+    assert axes_of_rows_first([3, 3, 2], 8) == (1, 2, 1, 2, 1, 2, 0, 0)
     rope = replace(model_config(CONFIGS["llama"]).ropes[0], axes=(0, 1, 2, 0, 1, 2, 0, 0))
     inverse, by_axis = inverse_frequencies(rope, 16), turning(rope, 16)
     np.testing.assert_array_equal(by_axis.sum(axis=0), inverse)
@@ -65,9 +66,16 @@ def test_of_three_positions_each_turns_its_pairs_in_turn_or_one_after_the_other(
 def test_sections_of_pairs_that_cannot_be_are_told(section: Any) -> None:
     with pytest.raises(ModelError, match="'mrope_section' must be 3 numbers of pairs, 8 together, got"):
         axes_of(section, 8, interleaved=False)
+    with pytest.raises(ModelError, match="'mrope_section' must be 3 numbers of pairs, 8 together, got"):
+        axes_of_rows_first(section, 8)
     if section != [4, 4, 4]:  # of which as many take turns as there are
         with pytest.raises(ModelError, match="'mrope_section' must be 3 numbers of pairs, got"):
             axes_of(section, 8, interleaved=True)
+
+
+def test_rows_and_columns_that_take_turns_must_be_as_many() -> None:
+    with pytest.raises(ModelError, match=r"must be as many of rows as of columns, got \[4, 2, 2\]"):
+        axes_of_rows_first([4, 2, 2], 8)
 
 
 @pytest.mark.parametrize(

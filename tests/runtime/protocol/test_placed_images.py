@@ -8,7 +8,7 @@ import pytest
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.images import MAX_IMAGES, EncodedImage, PromptImage, with_embeds, with_images
+from headwise.runtime.protocol.images import MAX_IMAGES, EncodedImage, PromptImage, named, with_embeds, with_images
 from headwise.runtime.protocol.messages import Encode, Encoded, Route
 from headwise.runtime.protocol.prompt_items import (
     PromptEmbeds,
@@ -36,6 +36,30 @@ def test_each_place_becomes_an_image_s_tokens() -> None:
     assert tokens.tolist() == [1, 7, 7, 8, 2, 9, 7, 7, 8]
     assert [(item.offset, item.length, item.hash) for item in items] == [(1, 3, "a"), (5, 1, "b"), (6, 3, "a")]
     assert placed(items, len(tokens)).extra_keys == (ExtraKey(1, 4, "a"), ExtraKey(5, 6, "b"), ExtraKey(6, 9, "a"))
+
+
+FRAMED = named(np.arange(12, dtype=np.float32).reshape(6, 2), ids(5, 7, 7, 7, 7, 6), 2, is_framed=True)
+"""An image of two rows, between two tokens that the template writes beside its place."""
+
+
+def test_what_stands_around_an_image_is_an_item_before_it_and_one_behind() -> None:
+    tokens, items = with_images(ids(1, 5, 7, 6, 5, 7, 6), [FRAMED.image] * 2, 7, 10)
+    assert tokens.tolist() == [1, *[5, 7, 7, 7, 7, 6] * 2]
+    before, own, behind = (digest(part) for part in (FRAMED.embeds[:1], FRAMED.embeds[1:5], FRAMED.embeds[5:]))
+    known = (ExtraKey(1, 2, before), ExtraKey(2, 6, own, 2), ExtraKey(6, 7, behind))
+    request = GenerateRequest("r", tokens, SamplingParams(), extra_keys=placed(items, len(tokens)).extra_keys)
+    assert request.extra_keys[:3] == known
+    sent = wire.decode(wire.encode(with_embeds(request, [FRAMED, FRAMED])), GenerateRequest)
+    assert [each.start for each in sent.embeds] == [1, 2, 6, 7, 8, 12]
+    check_embeds(sent.extra_keys, sent.embeds, 2)
+    found = wire.decode(wire.encode(Encoded(5, FRAMED.image, FRAMED.embeds)), Encoded)
+    assert found.image.frame == FRAMED.image.frame == (before, behind)
+
+
+@pytest.mark.parametrize("tokens", [(7,), (5, 7), (7, 6), (6, 7, 5), (1, 7, 6), (5, 7, 6, 7, 6)])
+def test_a_template_that_does_not_write_what_stands_around_an_image_is_told(tokens: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequestError, match="must write token 5 before an image's place and 6 behind it"):
+        with_images(ids(*tokens), [FRAMED.image] * tokens.count(7), PLACE, 10)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,14 @@ class EncodedImage:
             is 0 but of Qwen3-VL (deepstack)
     columns: of an image whose tokens all lie on a grid, row by row, ``n / columns`` rows: how wide that is; 0: its
             tokens follow each other as text does
+    is_framed: the first token and the last one stand around those on the grid: the chat template writes them beside the
+            one for the image. They are here since the model computes with them as with the image's own
     """
 
     tokens: NDArray[np.int32]
     embeds: NDArray[np.float32]
     columns: int = 0
+    is_framed: bool = False
 
 
 class Tower(Protocol):

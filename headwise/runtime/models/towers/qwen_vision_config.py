@@ -15,7 +15,7 @@ from headwise.runtime.models.towers.vision_fields import (
     check_processor,
     check_served,
     head_count,
-    pixel_bounds,
+    processor_bounds,
     text_size,
 )
 from headwise.runtime.models.towers.whole_squares import check_shape, whole_squares
@@ -142,7 +142,7 @@ class QwenVisionConfig:
         text_hidden = text_size(config, generation.output)
         levels = _levels(generation, vision, layers)
         tokens = max(1, most_numbers // (text_hidden * (1 + len(levels))))
-        least, most = _bounds(processor)
+        least, most = processor_bounds(processor, _LEAST_PIXELS, _MOST_PIXELS)
         most = min(most, tokens * (patch * merge) ** 2)
         return cls(
             hidden,
@@ -203,18 +203,3 @@ def _grid(vision: HfConfig) -> int:
     if math.isqrt(count) ** 2 != count:
         raise ModelError(f"config.json: 'num_position_embeddings' must be those of a square grid, got {count}")
     return math.isqrt(count)
-
-
-def _bounds(processor: HfConfig) -> tuple[int, int]:
-    """Least and most pixels of an image: of fields of their own, or of a ``size`` that names edges and means these."""
-    size = mapping(processor, "size")
-    given = {
-        **size,
-        **_given(processor, "min_pixels", "shortest_edge"),
-        **_given(processor, "max_pixels", "longest_edge"),
-    }
-    return pixel_bounds(given, None if size else _LEAST_PIXELS, None if size else _MOST_PIXELS)
-
-
-def _given(processor: HfConfig, key: str, name: str) -> HfConfig:
-    return {} if processor.get(key) is None else {name: processor[key]}

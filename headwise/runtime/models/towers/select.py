@@ -8,7 +8,15 @@ from typing import Any
 
 from headwise.errors import ModelError
 from headwise.runtime.models.images import missing_for_images
-from headwise.runtime.models.towers import gemma3_vision, glm4v_vision, llama4_vision, moonvit, pixtral, qwen_vision
+from headwise.runtime.models.towers import (
+    ernie_vision,
+    gemma3_vision,
+    glm4v_vision,
+    llama4_vision,
+    moonvit,
+    pixtral,
+    qwen_vision,
+)
 from headwise.runtime.models.towers.base import BuildTower
 
 
@@ -22,6 +30,7 @@ class TowerKind:
 
 _QWEN_PLACE = "<|image_pad|>"
 _GLM = TowerKind(glm4v_vision.build, "<|image|>")
+_ERNIE = TowerKind(ernie_vision.build, "<|IMAGE_PLACEHOLDER|>")
 _TOWERS = {
     "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, "[IMG]"),
     "Llama4ForConditionalGeneration": TowerKind(llama4_vision.build, "<|image|>"),
@@ -35,6 +44,8 @@ _TOWERS = {
     "Qwen3VLMoeForConditionalGeneration": TowerKind(qwen_vision.build_qwen3_vl, _QWEN_PLACE),
     "Qwen3_5ForConditionalGeneration": TowerKind(qwen_vision.build_qwen3_5, _QWEN_PLACE),
     "Qwen3_5MoeForConditionalGeneration": TowerKind(qwen_vision.build_qwen3_5, _QWEN_PLACE),
+    "Ernie4_5_VLMoeForConditionalGeneration": _ERNIE,
+    "Ernie4_5_VL_MoeForConditionalGeneration": _ERNIE,
 }
 
 

@@ -66,3 +66,11 @@ def pixel_bounds(size: HfConfig, least: int | None, most: int | None) -> tuple[i
     if least > most:
         raise ModelError(f"the checkpoint's image processor has images of at least {least} and at most {most} pixels")
     return least, most
+
+
+def processor_bounds(processor: HfConfig, least: int, most: int) -> tuple[int, int]:
+    """The same of fields of their own, or else of a ``size``, which must say both then."""
+    size = mapping(processor, "size")
+    own = {"shortest_edge": processor.get("min_pixels"), "longest_edge": processor.get("max_pixels")}
+    given = {**size, **{name: value for name, value in own.items() if value is not None}}
+    return pixel_bounds(given, None if size else least, None if size else most)
