@@ -53,7 +53,9 @@ def assert_judged(prompt: dict[str, Any], tokens: list[int]) -> None:
     assert tokens[:stop] == prompt["output_ids"][:stop]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in LEAST_BATCHED else []) for name in FAMILIES]
+)
 @pytest.mark.parametrize("changes", [{}, {"tensor_ops": "numpy"}, {"max_batched_tokens": 24}], ids=str)
 def test_chats_with_images_say_what_transformers_says_and_hit_the_cache_when_they_come_again(
     name: str, changes: dict[str, Any]
