@@ -20,6 +20,8 @@ from headwise.runtime.loader.safetensors_file import SafetensorsFile
 from headwise.runtime.protocol.request import OutputDelta, Usage
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+LEAST_BATCHED = {"gemma4": 140}
+"""Of models whose images are computed whole, and have more tokens than half of what others are tried with."""
 SMALL = EngineConfig(dtype="float32", kv_cache="8MiB", cpu_threads=1, block_size=16, image_encoders=1)
 
 
@@ -52,7 +54,7 @@ def assert_judged(prompt: dict[str, Any], tokens: list[int]) -> None:
 
 
 CHANGES: tuple[dict[str, Any], ...] = ({}, {"tensor_ops": "numpy", "max_batched_tokens": 24})
-LIKE_OTHERS = ("glm4v-moe",)
+LIKE_OTHERS = ("glm4v-moe", *LEAST_BATCHED)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,8 @@ def test_chats_with_images_say_what_transformers_says_and_hit_the_cache_when_the
 ) -> None:
     if changes.get("tensor_ops") == "paddle":
         pytest.importorskip("paddle")
+    if "max_batched_tokens" in changes and name in LEAST_BATCHED:
+        changes = {**changes, "max_batched_tokens": LEAST_BATCHED[name]}
     with engine_of(image_model(name), **changes) as engine:
         for round_ in range(2):
             for prompt in references(name)["prompts"]:

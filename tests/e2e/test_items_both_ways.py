@@ -1,4 +1,4 @@
-"""Images whose tokens see one another (Gemma 3): transformers' tokens, whoever computes, and in whatever pieces."""
+"""Images whose tokens see one another (Gemma 3, Gemma 4): transformers' tokens, whoever computes, in any pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.engine.ranks import Ranks
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
 from support.reference import CLOSE
-from support.tiny_images import GEMMA3, encoded, image_model, picture, references
+from support.tiny_images import FIRST_ID, encoded, image_model, picture, references
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
 from headwise.errors import InvalidRequestError
@@ -28,35 +28,35 @@ from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-IMAGE = GEMMA3.id_of("<image_soft_token>")
 Asked = tuple[list[int], list[PromptItem]]
 
 
 @cache
-def embeds_of(name: str) -> np.ndarray:
-    config = EngineConfig(model=str(image_model("gemma3")), dtype="float32", tensor_ops="numpy", image_encoder_cpus=1)
-    return ImageEncoder.open(config, image_model("gemma3")).encode(encoded(picture(name))).embeds
+def embeds_of(name: str, model: str) -> np.ndarray:
+    config = EngineConfig(model=str(image_model(model)), dtype="float32", tensor_ops="numpy", image_encoder_cpus=1)
+    return ImageEncoder.open(config, image_model(model)).encode(encoded(picture(name))).embeds
 
 
-def prompt(name: str) -> dict[str, Any]:
-    return next(each for each in references("gemma3")["prompts"] if each["name"] == name)
+def prompt(name: str, model: str = "gemma3") -> dict[str, Any]:
+    return next(each for each in references(model)["prompts"] if each["name"] == name)
 
 
-def asked(name: str) -> Asked:
+def asked(name: str, model: str = "gemma3") -> Asked:
     """A prompt of the references, with its images' embeddings."""
-    ids, images, at, items = prompt(name)["prompt_ids"], iter(prompt(name)["images"]), 0, []
-    for is_image, own in groupby(ids, lambda token: token == IMAGE):
+    ids, at, items = prompt(name, model)["prompt_ids"], 0, []
+    images = iter(prompt(name, model)["images"])
+    for is_image, own in groupby(ids, lambda token: token == FIRST_ID):
         length = len(list(own))
         if is_image:
-            items.append(PromptItem(at, length, embeds=embeds_of(next(images))))
+            items.append(PromptItem(at, length, embeds=embeds_of(next(images), model)))
         at += length
-    assert len(items) == len(prompt(name)["images"])
+    assert len(items) == len(prompt(name, model)["images"])
     return ids, items
 
 
 @contextmanager
-def engine_of(**changes: Any) -> Iterator[tuple[EngineCore, Preprocessor]]:
-    directory = image_model("gemma3")
+def engine_of(model: str = "gemma3", **changes: Any) -> Iterator[tuple[EngineCore, Preprocessor]]:
+    directory = image_model(model)
     sizes = {"kv_cache": "8MiB", "block_size": 16, "max_num_seqs": 8}
     config = replace(BASE, model=str(directory), **{**sizes, **changes})
     ranks, preprocessor = Ranks(config, directory), Preprocessor.open(config)
@@ -86,12 +86,12 @@ def serve(
     return results
 
 
-def assert_said(results: dict[str, GenerationResult], tokens: int = SAMPLING.max_tokens or 0) -> None:
+def assert_said(results: dict[str, GenerationResult], tokens: int = 24, model: str = "gemma3") -> None:
     for name, result in results.items():
-        gaps = prompt(name)["gaps"][:tokens]
+        gaps = prompt(name, model)["gaps"][:tokens]
         stop = next((at for at, gap in enumerate(gaps) if gap < CLOSE), len(gaps))
         assert stop >= min(16, tokens), "rounding decides too early to judge anything"
-        assert list(result.token_ids)[:stop] == prompt(name)["output_ids"][:stop]
+        assert list(result.token_ids)[:stop] == prompt(name, model)["output_ids"][:stop]
 
 
 EVERY = ("one", "two", "same", "none", "each")
@@ -116,6 +116,23 @@ def test_prompts_together_say_what_transformers_says(changes: dict[str, Any]) ->
         for _ in range(2):  # and out of the cache
             assert_said(serve(engine, preprocessor, {name: asked(name) for name in EVERY}))
         assert engine.stats()["cache"]["hit_tokens"] > 100
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernels": "reference", "tensor_ops": "numpy", "max_batched_tokens": 200},
+        {"max_batched_tokens": 140, "tp_size": 2},
+        pytest.param({"max_batched_tokens": 140, "pipeline_parallel_size": 2}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_images_longer_than_a_window_are_seen_whole_in_layers_with_windows_alone(changes: dict[str, Any]) -> None:
+    with engine_of("gemma4", **changes) as (engine, preprocessor):
+        for _ in range(2):
+            results = serve(engine, preprocessor, {name: asked(name, "gemma4") for name in EVERY})
+            assert_said(results, model="gemma4")
+        assert engine.stats()["cache"]["hit_tokens"] > 300
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])

@@ -276,6 +276,10 @@ def test_numba_kernels_refuse_arrays_that_do_not_fit_each_other() -> None:
     for key, value in ((np.zeros((1, 3, 16), np.float32),) * 2, (np.zeros((1, 2, 64), np.float32),) * 2):
         with pytest.raises(ValueError, match=r"do not fit|larger than"):
             numba_kernels.write_kv(key, value, *arguments)
+    told = Scene(Case((9,), (9,), ((0, 0),), items=((0, 2, 5),)))
+    told.batch = replace(told.batch, sees=told.batch.sees[:-1])
+    with pytest.raises(ValueError, match="sees of 8 rows does not fit cu_seqlens_q up to 9"):
+        told.attend(numba_kernels)
 
 
 def test_missing_numba_is_a_config_error_that_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

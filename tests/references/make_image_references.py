@@ -30,7 +30,9 @@ from make_references import NEW_TOKENS
 from support.tiny_images import (
     ERNIE_VL,
     FAMILIES,
+    FIRST_ID,
     GEMMA3,
+    GEMMA4,
     GLMS,
     KIMI,
     LONGEST,
@@ -46,6 +48,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
@@ -248,6 +252,40 @@ class Gemma3(Kind):
         return {"pixel_values": torch.cat([each["pixel_values"] for each in given])}
 
 
+class Gemma4(Kind):
+    """Patches, cut and padded beforehand."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._processor = Gemma4ImageProcessorPil(**GEMMA4.processor)
+
+    def inputs(self, name: str) -> Any:
+        return self._processor(picture(name), return_tensors="pt")
+
+    def features(self, given: Any) -> torch.Tensor:
+        return torch.cat(list(self._model.model.get_image_features(**_patches(given)).pooler_output))
+
+    def sizes(self, given: Any) -> list[int]:
+        columns, rows = (given["image_position_ids"][0].amax(0) + 1).tolist()
+        return [rows, columns]
+
+    def text(self, given: Any) -> str:
+        image, start, end = GEMMA4.tokens
+        form = SimpleNamespace(image_token=image, boi_token=start, eoi_token=end)
+        return Gemma4Processor.replace_image_token(form, given, 0)
+
+    def ids(self, ids: list[int]) -> dict[str, Any]:
+        return {"mm_token_type_ids": torch.tensor([[int(each == GEMMA4.id_of("<|image|>")) for each in ids]])}
+
+    def together(self, given: list[Any]) -> dict[str, Any]:
+        each = [_patches(one) for one in given]
+        return {name: torch.cat([one[name] for one in each]) for name in each[0]}
+
+
+def _patches(given: Any) -> dict[str, Any]:
+    return {name: given[name] for name in ("pixel_values", "image_position_ids")}
+
+
 class Ernie(Gridded):
     """The same, and tokens around an image go to its experts, too."""
 
@@ -290,7 +328,7 @@ def load(family: Family, scratch: Path) -> tuple[Any, Path, dict[str, list[int]]
 def make(name: str) -> None:
     family = FAMILIES[name]
     model, directory, shapes = load(family, Path(tempfile.mkdtemp()))
-    kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25, "gemma3": Gemma3}
+    kinds = {"mistral3": Mistral3, "llama4": Llama4, "kimi-k25": KimiK25, "gemma3": Gemma3, "gemma4": Gemma4}
     on_grid = Ernie if name == ERNIE_VL.name else Gridded
     kind = kinds[name](model) if name in kinds else on_grid(model, family)
     inputs = {each: kind.inputs(each) for each in SIZES}
@@ -316,8 +354,10 @@ def make(name: str) -> None:
             model.model.rope_deltas = None  # it keeps the last prompt's
         prompts.append({"images": list(its), **answer(model, prompt, ids, more)})
         distinct = len(set(prompts[-1]["output_ids"]))
-        if name == "kimi-k25":  # transformers computes with token 0 where the model itself says one of these
-            assert KIMI.id_of("<|media_pad|>") not in prompts[-1]["output_ids"], "choose another size of the vocabulary"
+        if name in ("kimi-k25", "gemma4"):  # where the model itself says this one, transformers goes on with another
+            said = [*prompts[-1]["output_ids"], FIRST_ID].index(FIRST_ID)
+            assert said >= 32, "choose another size of the vocabulary"
+            prompts[-1]["gaps"][said + 1 :] = [0.0] * (NEW_TOKENS - said - 1)  # nobody judges by what follows
         print(name, prompt, len(ids), f"{distinct} different tokens, least gap {min(prompts[-1]['gaps'])}")
     lines = ",\n".join(json.dumps(each) for each in prompts)
     head = {"transformers": transformers.__version__, "shapes": shapes, "images": images}

@@ -886,6 +886,9 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
             values = values * np.float32(0.1) + np.float32(1)
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             values *= np.float32(3 / config["hidden_size"] ** 0.5)
+        elif name.endswith(("put_min", "put_max")):  # limits, which some numbers are beyond
+            values = np.abs(values) / 2 + np.float32(1)
+            values = -values if name.endswith("min") else values
         elif name.endswith("A_log"):
             values -= np.float32(4)  # states forget slowly
         elif name.endswith("_proj.bias") and config["model_type"] in _SMALL_BIASES:

@@ -376,6 +376,44 @@ GEMMA3_CONFIG: dict[str, Any] = {
 }
 """A window that is longer than an image's tokens, and shorter than prompts."""
 
+GEMMA4_CONFIG: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "image_token_id": FIRST_ID,
+    "boi_token_id": FIRST_ID + 1,
+    "eoi_token_id": FIRST_ID + 2,
+    "audio_token_id": 100_000,
+    "video_token_id": 100_001,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "text_config": {
+        **TINY_CONFIGS["gemma4"],
+        "vocab_size": 272,
+        "vocab_size_per_layer_input": 272,
+        "pad_token_id": 0,
+        "sliding_window": 12,
+        "use_bidirectional_attention": "vision",
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "patch_size": PATCH,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 160,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+        "use_clipped_linears": True,
+        "standardize": True,
+    },
+}
+
 SIZES = {"exact": (24, 16), "odd": (37, 21), "tall": (9, 50), "large": (200, 130), "tiny": (2, 17), "thin": (300, 9)}
 """Width and height: whole squares of patches, others, and some that are scaled down."""
 
@@ -456,6 +494,12 @@ GEMMA3 = Family(
     ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     written="<start_of_image>",
 )
+GEMMA4 = Family(
+    "gemma4",
+    GEMMA4_CONFIG,
+    {"patch_size": PATCH, "pooling_kernel_size": 2, "max_soft_tokens": 70, "do_normalize": False, "resample": 3},
+    ("<|image|>", "<|image>", "<image|>"),
+)
 QWEN2_VL = Family("qwen2-vl", QWEN2_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWEN2_5_VL = Family("qwen2.5-vl", QWEN2_5_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
 QWEN3_VL = Family("qwen3-vl", QWEN3_VL_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
@@ -471,7 +515,7 @@ ERNIE_VL = Family(
     ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|VIDEO_PLACEHOLDER|>"),
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
 )
-FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI, GEMMA3, ERNIE_VL)} | QWENS | GLMS
+FAMILIES = {family.name: family for family in (MISTRAL3, LLAMA4, KIMI, GEMMA3, GEMMA4, ERNIE_VL)} | QWENS | GLMS
 
 
 def write_image_model(

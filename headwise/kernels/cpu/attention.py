@@ -246,6 +246,9 @@ def _check(
     rows: int, kv_heads: int, dims: tuple[int, int], kernels: CacheKernels, batch: AttentionBatch, heads: HeadTable
 ) -> None:
     """Raise ValueError where compiled code would read or write what is not there. dims: of keys, and of values"""
+    sees = batch.sees_of(heads)
+    if sees is not None and len(sees) < int(batch.cu_seqlens_q[-1]):
+        raise ValueError(f"sees of {len(sees)} rows does not fit cu_seqlens_q up to {batch.cu_seqlens_q[-1]}")
     if int(batch.cu_seqlens_q[-1]) > rows or len(heads.group) != kv_heads:
         raise ValueError(
             f"{rows} rows of {kv_heads} KV heads, cu_seqlens_q up to {batch.cu_seqlens_q[-1]} and a table of "

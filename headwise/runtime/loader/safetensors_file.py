@@ -113,8 +113,9 @@ class SafetensorsFile:
         dtype = self._entries[name].dtype
         if dtype not in FLOATS and dtype not in TABLES and dtype != "F8_E8M0":
             raise ModelError(_unreadable(self.path, name, dtype, FLOATS))
-        stored = self.stored(name)
-        part = stored[rows] if columns is None else stored[rows, columns]
+        part = self.stored(name)
+        if part.ndim:
+            part = part[rows] if columns is None else part[rows, columns]
         if self._entries[name].dtype == "BF16":
             bits = part.astype(np.uint32)
             bits <<= 16

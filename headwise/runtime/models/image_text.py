@@ -17,6 +17,7 @@ class ImageText:
 
 
 _BY_NAME = {
+    "Gemma4ForConditionalGeneration": ImageText("<|image|>", "<|image><|image|><image|>"),
     "Gemma3ForConditionalGeneration": ImageText(
         "<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"
     ),

@@ -260,7 +260,7 @@ def count_tiles(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
     step = scope["attend_tile"]
 
     def counted(*arguments: Any) -> Any:
-        if arguments[-8]:  # decode
+        if arguments[-9]:  # decode
             tiles[interpreter_builder.grid_idx] += 1
         return step(*arguments)
 

@@ -131,6 +131,17 @@ def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: in
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("sm", [80, 90])
+def test_rows_that_see_behind_themselves_spill_no_more_than_others_allow(sm: int) -> None:
+    prefill, decode = variants_of(replace(LLAMA, both_ways=True), sm)
+    assert decode == variants_of(LLAMA, sm)[DECODE]
+    compiled = variant_code(prefill, Target(sm, cuda=12))
+    assert not compiled.is_serialised
+    assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
+    assert compiled.spilled_bytes <= (128 if sm == 80 else 0)
+
+
 @pytest.mark.parametrize(
     ("sm", "kv_dtype"),
     [pytest.param(*where, marks=pytest.mark.soak) for where in ((90, "float8_e4m3fn"), (100, "int8"), (90, "int4"))],
@@ -383,8 +394,10 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     monkeypatch.setattr(cubins, "compile_variant", None)
     for variant in variants_of(LLAMA, 90, EngineConfig().prefill_tma):
         CubinCache(tmp_path, Target(90, 12)).get(variant)
-    mixture = ["--experts", "64", "--experts-per-token", "6", "--shared-experts", "2", "--expert-size", "1536"]
     monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, "--both-ways"])
+    assert len({line for line in capsys.readouterr().out.splitlines() if "attend-" in line}) == 3  # of a prompt two
+    mixture = ["--experts", "64", "--experts-per-token", "6", "--shared-experts", "2", "--expert-size", "1536"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *mixture, "--hidden-size", "2560"])
     gated = capsys.readouterr().out.splitlines()
     more = [Path(line).name.split("-sm90")[0] for line in gated]

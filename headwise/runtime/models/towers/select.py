@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from headwise.runtime.models.images import missing_for_images
 from headwise.runtime.models.towers import (
     ernie_vision,
     gemma3_vision,
+    gemma4_vision,
     glm4v_vision,
     llama4_vision,
     moonvit,
@@ -22,10 +23,14 @@ from headwise.runtime.models.towers.base import BuildTower
 
 @dataclass(frozen=True)
 class TowerKind:
-    """build: makes the tower; placeholder: the control token that stands for an image in a chat's text"""
+    """build:   makes the tower
+    placeholder: the control token that stands for an image in a chat's text
+    lacking:     of a ``config.json``, what its images need besides that is not served; empty: nothing
+    """
 
     build: BuildTower
     placeholder: str
+    lacking: Callable[[Mapping[str, Any]], str] = lambda config: ""
 
 
 _QWEN_PLACE = "<|image_pad|>"
@@ -35,6 +40,7 @@ _TOWERS = {
     "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, "[IMG]"),
     "Llama4ForConditionalGeneration": TowerKind(llama4_vision.build, "<|image|>"),
     "Gemma3ForConditionalGeneration": TowerKind(gemma3_vision.build, "<image_soft_token>"),
+    "Gemma4ForConditionalGeneration": TowerKind(gemma4_vision.build, "<|image|>", gemma4_vision.lacking),
     "KimiK25ForConditionalGeneration": TowerKind(moonvit.build, "<|media_pad|>"),
     "Glm4vForConditionalGeneration": _GLM,
     "Glm4vMoeForConditionalGeneration": _GLM,
@@ -52,17 +58,18 @@ _TOWERS = {
 def image_token(config: Mapping[str, Any]) -> str:
     """The control token that stands for an image in a chat's text; empty: the model's images are not served."""
     kind = _kind(config)
-    return "" if kind is None else kind.placeholder
+    return "" if kind is None or kind.lacking(config) else kind.placeholder
 
 
 def tower_of(config: Mapping[str, Any]) -> TowerKind:
     """The kind of a model's tower, by its ``config.json``. Raises `ModelError` if its images are not served."""
     kind = _kind(config)
-    if kind is not None:
+    lacking = missing_for_images(config) if kind is None else kind.lacking(config)
+    if kind is not None and not lacking:
         return kind
     if "vision_config" not in config:
         why = "it has no vision tower"
-    elif lacking := missing_for_images(config):
+    elif lacking:
         why = f"its images need {lacking}, which is not served"
     else:
         why = "its vision tower is not served"

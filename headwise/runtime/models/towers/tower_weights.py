@@ -23,7 +23,7 @@ class TowerWeights:
     """
 
     def __init__(self, weights: Weights, ops: TensorOps, beginnings: Sequence[str]) -> None:
-        self._weights, self._ops = weights, ops
+        self._weights, self.ops = weights, ops
         self._names: dict[str, str] = {}
         for name in sorted(weights.names, key=len, reverse=True):  # of those that end alike the shortest counts
             for first in (*beginnings, _EMBEDDING):
@@ -38,24 +38,27 @@ class TowerWeights:
         whole: NDArray[np.float32] = found.reshape(shape)
         return whole
 
+    def number(self, name: str) -> float:
+        return float(self._weights.tensor(self._full(name)).reshape(()))
+
     def linear(self, name: str, outputs: int, inputs: int) -> Weight:
         return self.matrix(self.array(name, outputs, inputs))
 
     def matrix(self, array: NDArray[np.float32]) -> Weight:
-        return self._ops.linear_weight(np.ascontiguousarray(array))
+        return self.ops.linear_weight(np.ascontiguousarray(array))
 
     def vector(self, array: NDArray[np.float32]) -> Tensor:
-        return self._ops.linear_bias(np.ascontiguousarray(array))
+        return self.ops.linear_bias(np.ascontiguousarray(array))
 
     def norm(self, name: str, size: int) -> Tensor:
-        return self._ops.norm_weight(self.array(name, size))
+        return self.ops.norm_weight(self.array(name, size))
 
     def bias(self, name: str, size: int) -> Tensor:
         return self.vector(self.array(name, size))
 
     def kernel_array(self, name: str, *shape: int) -> KernelArray:
         """Float32, where the operations compute."""
-        return self._ops.upload(np.ascontiguousarray(self.array(name, *shape), np.float32))
+        return self.ops.upload(np.ascontiguousarray(self.array(name, *shape), np.float32))
 
     def text_embedding(self, token: int) -> NDArray[np.float32]:
         """``float32 [hidden]``: that of the model's text."""

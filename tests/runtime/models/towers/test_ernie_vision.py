@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headwise.runtime.models.towers.squares import fitted
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.emulated_gpu import EmulatedOps
 from support.tiny_checkpoints import draw_weights
@@ -26,6 +25,7 @@ from headwise.runtime.models.towers.ernie_vision import ErnieVision, ErnieVision
 from headwise.runtime.models.towers.patch_order import PatchOrder
 from headwise.runtime.models.towers.pixels import normalised
 from headwise.runtime.models.towers.select import TowerKind, tower_of
+from headwise.runtime.models.towers.whole_squares import whole_squares
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
 
@@ -60,7 +60,7 @@ def assert_spread(found: np.ndarray, expected: dict[str, Any], tolerance: float)
 def test_images_are_prepared_as_transformers_prepares_them(image: str) -> None:
     known = references(ERNIE_VL.name)["images"][image]
     config = ErnieVisionConfig.of(ERNIE_VL.config, ERNIE_VL.processor, MANY)
-    width, height = fitted(SIZES[image], config.step, config.least, config.most)
+    width, height = whole_squares(*SIZES[image], config.step, config.least, config.most)
     assert [height // 4, width // 4] == known["sizes"]
     order = PatchOrder.of(height // 4, width // 4, 2, window=0)
     assert_spread(order.cut(normalised(picture(image), (width, height), config.pixels), 4), known["pixels"], 2e-6)
@@ -97,7 +97,7 @@ def test_the_published_config_is_read_and_images_become_no_more_numbers_than_are
     most = 15 << 20
     less = ErnieVisionConfig.of(published, {}, most)
     for size in ((8192, 8192), (1500, 30000)):
-        width, height = fitted(size, less.step, less.least, less.most)
+        width, height = whole_squares(*size, less.step, less.least, less.most)
         assert 0.8 * most < (width * height // less.step**2 + 2) * 2560 <= most
     few = tower(most=256 * 22).encode(picture("large"))
     assert (len(few.tokens), few.columns) == (17, 5)
