@@ -154,7 +154,10 @@ def test_a_tokenizer_without_control_tokens_for_images_is_told(tmp_path: Path) -
     ("config", "says"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "it has no vision tower"),
-        ({"architectures": ["Gemma4ForConditionalGeneration"], "vision_config": {}}, "tower is not served"),
+        (
+            {"architectures": ["Gemma4ForConditionalGeneration"], "vision_config": {}},
+            "an embedding of its own in every layer",
+        ),
         (
             {
                 "architectures": ["Qwen2_5OmniForConditionalGeneration"],
