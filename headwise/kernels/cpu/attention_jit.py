@@ -72,6 +72,7 @@ from headwise.kernels.cpu.attention_softmax import (
 )
 from headwise.kernels.cpu.int4 import CODES, expanded_from, is_int4, scales_of_row
 from headwise.kernels.cpu.matmul_rows import tiled_row
+from headwise.kernels.cpu.memory import CACHE_LINE
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
@@ -303,7 +304,8 @@ def scratch_floats(rows: int, is_tiled: bool, share: int, dim: int, expands: boo
     few, rows = _most_in_place.py_func(rows, share), _whole_strips.py_func(rows)
     floats = 2 * CHUNK + 2 * rows * dim + _score_floats.py_func(few, dim) + _small_floats.py_func(rows, few)
     floats += expanded_floats.py_func(dim) if expands else 0
-    return floats + (_turned_floats.py_func(dim) + CHUNK * dim if is_tiled else 0)
+    floats += _turned_floats.py_func(dim) + CHUNK * dim if is_tiled else 0
+    return -(-4 * floats // CACHE_LINE) * CACHE_LINE // 4  # the next thread's begins with a line, whatever a vector has
 
 
 @_pasted

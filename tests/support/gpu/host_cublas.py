@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,14 @@ _POINTER, _INT, _LONG, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong,
 
 
 class HostCublas:
-    """The functions of libcublas that products need, called through C. calls: their names, in order"""
+    """The functions of libcublas that products need, called through C. calls: their names, in order
+
+    Each thread has a handle: ranks that are threads of one process have one each.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.workspace: tuple[int, int] | None = None
+        self._of_thread = threading.local()
         gemm = (_POINTER, *[_INT] * 5, _POINTER, *[_POINTER, _INT, _INT] * 2, _POINTER, _POINTER, *[_INT] * 4)
         self.cublasCreate_v2 = self._exported(self._create, _POINTER)
         self.cublasDestroy_v2 = self._exported(self._destroy, _POINTER)
@@ -46,6 +50,12 @@ class HostCublas:
 
         return ctypes.CFUNCTYPE(_INT, *types)(call)
 
+    @property
+    def workspace(self) -> tuple[int, int] | None:
+        """Address and bytes of what this thread's handle was given."""
+        found: tuple[int, int] | None = getattr(self._of_thread, "workspace", None)
+        return found
+
     def _create(self, handle: int) -> int:
         ctypes.c_void_p.from_address(handle).value = HANDLE
         return 0
@@ -56,12 +66,12 @@ class HostCublas:
 
     def _set_stream(self, handle: int, stream: int) -> int:
         assert handle == HANDLE
-        self.workspace = None
+        self._of_thread.workspace = None
         return 0
 
     def _set_workspace(self, handle: int, address: int, num_bytes: int) -> int:
         assert handle == HANDLE
-        self.workspace = (address, num_bytes)
+        self._of_thread.workspace = (address, num_bytes)
         return INVALID_VALUE if address % 256 else 0
 
     def _gemm(
