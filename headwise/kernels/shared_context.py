@@ -94,7 +94,7 @@ def gather_context(
     begin, end = layout.slot_range(0, layout.slots)
     slots, some = arena.reshape(-1, layout.block_bytes)[:, begin:end], roles_alone(layout, tuple(roles))
     first_byte = layout.role_offsets[some.roles[0].name] - begin
-    taken = slots.reshape(len(slots), layout.slots, -1)[:, :, first_byte : first_byte + some.slot_bytes]
+    taken = slots.reshape(len(slots), layout.slots, layout.slot_bytes)[:, :, first_byte : first_byte + some.slot_bytes]
     own, whole = taken[table[mapped], heads.slot[0]], whole_layout(some, parts)
     first, last = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
     return SharedContext(
