@@ -255,11 +255,7 @@ class TokenModel(Model):
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
-        seen = token_ids.astype(np.float32)
-        if embeds is not None:  # an embedding is that of the token that it begins with
-            rows, values = embeds
-            seen[rows] = values[:, 0]
-        tokens = np.repeat(seen[:, None, None], self.config.num_kv_heads, axis=1)
+        tokens = np.repeat(_shown(token_ids, embeds)[:, None, None], self.config.num_kv_heads, axis=1)
         hidden: NDArray[np.float32] = attention(0, tokens, tokens, tokens, (None, None))[:, 0]
         return hidden if wanted is None else hidden[wanted]
 
@@ -270,17 +266,19 @@ class TokenModel(Model):
         hidden: NDArray[np.float32],
         attention: AttentionLayer,
         wanted: NDArray[np.int64] | None = None,
+        embeds: Embeds | None = None,
     ) -> NDArray[np.float32]:
         """Hidden rows of contexts that are a token longer than those of ``hidden``. The layer keeps the tokens that
         follow: they must be those of the contexts, but where another request's may be in a cached prefix."""
         before = [self._context(int(index)) if index >= 0 else None for index in hidden[:, 0]]
-        tokens = np.repeat(following.astype(np.float32)[:, None, None], self.config.num_kv_heads, axis=1)
+        shown = _shown(following, embeds)
+        tokens = np.repeat(shown[:, None, None], self.config.num_kv_heads, axis=1)
         self._kernels.is_drafting = True
         seen = attention(1, tokens, tokens, tokens, (None, None))[:, 0]
         self._kernels.is_drafting = False
         self._drafted = [
             None if context is None else [*context, int(token)]
-            for context, token in zip(before, following.tolist(), strict=True)
+            for context, token in zip(before, shown.tolist(), strict=True)
         ]
         for row in range(len(hidden)) if wanted is None else wanted.tolist():  # others may be behind a wrong guess
             context, kept = self._drafted[row], self._kernels.contexts[int(seen[row, 0])]
@@ -361,3 +359,12 @@ class SimulatedDevice:
 
     def sharing(self) -> None:
         return None
+
+
+def _shown(token_ids: NDArray[np.int32], embeds: Embeds | None) -> NDArray[np.float32]:
+    """The tokens that a step computes with: an embedding is that of the token that it begins with."""
+    seen = token_ids.astype(np.float32)
+    if embeds is not None:
+        rows, values = embeds
+        seen[rows] = values[:, 0]
+    return seen
