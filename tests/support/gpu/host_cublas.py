@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,12 @@ _POINTER, _INT, _LONG, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong,
 
 
 class HostCublas:
-    """The functions of libcublas that products need, called through C. calls: their names, in order
-
-    Each thread has a handle: ranks that are threads of one process have one each.
-    """
+    """The functions of libcublas that products need, called through C. calls: their names, in order"""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self._of_thread = threading.local()
+        self._numbers = count(HANDLE)
+        self._workspaces: dict[int, tuple[int, int] | None] = {}  # of each handle: ranks in one process have several
         gemm = (_POINTER, *[_INT] * 5, _POINTER, *[_POINTER, _INT, _INT] * 2, _POINTER, _POINTER, *[_INT] * 4)
         self.cublasCreate_v2 = self._exported(self._create, _POINTER)
         self.cublasDestroy_v2 = self._exported(self._destroy, _POINTER)
@@ -52,34 +50,34 @@ class HostCublas:
 
     @property
     def workspace(self) -> tuple[int, int] | None:
-        """Address and bytes of what this thread's handle was given."""
-        found: tuple[int, int] | None = getattr(self._of_thread, "workspace", None)
+        """Address and bytes of what the one handle was given."""
+        (found,) = self._workspaces.values()
         return found
 
     def _create(self, handle: int) -> int:
-        ctypes.c_void_p.from_address(handle).value = HANDLE
+        made = ctypes.c_void_p.from_address(handle).value = next(self._numbers)
+        self._workspaces[made] = None
         return 0
 
     def _destroy(self, handle: int) -> int:
-        assert handle == HANDLE
+        del self._workspaces[handle]
         return 0
 
     def _set_stream(self, handle: int, stream: int) -> int:
-        assert handle == HANDLE
-        self._of_thread.workspace = None
+        assert handle in self._workspaces
+        self._workspaces[handle] = None
         return 0
 
     def _set_workspace(self, handle: int, address: int, num_bytes: int) -> int:
-        assert handle == HANDLE
-        self._of_thread.workspace = (address, num_bytes)
+        assert handle in self._workspaces
+        self._workspaces[handle] = (address, num_bytes)
         return INVALID_VALUE if address % 256 else 0
 
     def _gemm(
         self, handle: int, op_a: int, op_b: int, m: int, n: int, k: int, alpha: int, a: int, type_a: int, lda: int,
         b: int, type_b: int, ldb: int, beta: int, c: int, type_c: int, ldc: int, compute: int, algorithm: int,
     ) -> int:  # fmt: skip
-        assert handle == HANDLE
-        assert self.workspace is not None, "in a graph, cuBLAS would allocate a workspace of its own"
+        assert self._workspaces[handle] is not None, "in a graph, cuBLAS would allocate a workspace of its own"
         if compute != 68 or type_a != type_b or type_c not in (type_a, FLOAT32) or algorithm != -1:
             return NOT_SUPPORTED
         scalars = [ctypes.c_float.from_address(at).value for at in (alpha, beta)]

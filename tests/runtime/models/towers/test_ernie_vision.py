@@ -122,7 +122,7 @@ def test_an_image_as_good_as_a_line_is_refused() -> None:
         ({}, {"depth": 4}, "lacks the tensor 'vision_model.blocks.3"),
         ({"temporal_conv_size": 3}, {}, "'temporal_conv_size' must be 2, got 3"),
         ({"spatial_conv_size": 4}, {}, "'spatial_conv_size' must be 2, got 4"),
-        ({"use_temporal_conv": False}, {}, "'use_temporal_conv' is False, which cannot be served"),
+        ({"use_temporal_conv": False}, {}, "'use_temporal_conv' must be True, got False"),
     ],
 )
 def test_a_tower_that_cannot_be_served_is_told(
