@@ -55,8 +55,8 @@ class WholeItemsMachine(EngineMachine):
             batch.rows.tolist(), batch.starts.tolist(), batch.query_lens.tolist(), strict=True
         ):
             items, stop = self.rows[row].extra_keys, start + count
-            assert not [item for item in items if item[0] < stop < item[1]]
-            ends = {at: end for begin, end, _ in items for at in range(begin, end)}
+            assert not [item for item in items if item.start < stop < item.end]
+            ends = {at: each.end for each in items for at in range(each.start, each.end)}
             expected += [ends.get(at, at + 1) for at in range(start, stop)]
         alone = np.repeat(batch.starts - np.cumsum(batch.query_lens) + batch.query_lens, batch.query_lens)
         told = batch.sees if len(batch.sees) else np.arange(1, len(alone) + 1) + alone
