@@ -102,6 +102,8 @@ def with_images(
         own = image.tokens
         if own.ndim != 1 or not len(own) or int(own.min()) < 0 or int(own.max()) >= vocab_size:
             raise InvalidRequestError(f"an image's tokens must be one row of ids below {vocab_size}")
+        if len(image.frame) not in (0, 2):
+            raise InvalidRequestError(f"an image's frame must be two hashes, or none, got {len(image.frame)}")
         reach = 1 if image.frame else 0
         start, end = place - reach, place + 1 + reach
         if reach and (start < done or len(own) < 3 or tokens[start:end:2].tolist() != [own[0], own[-1]]):

@@ -22,6 +22,11 @@ def test_the_configuration_page_is_the_one_the_code_generates() -> None:
     assert config_reference() in page, "run `headwise info --config-reference` and paste it into docs/configuration.md"
 
 
+def test_an_image_of_gemma_4_is_one_chunk_where_images_are_encoded() -> None:
+    assert EngineConfig(image_encoders=1).prefill_chunk >= 280
+    assert EngineConfig().prefill_chunk == EngineConfig(image_encoders=1, max_batched_tokens=512).prefill_chunk == 256
+
+
 def test_every_field_is_explained_in_the_reference() -> None:
     reference = config_reference()
     for f in fields(EngineConfig):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,12 @@ def test_what_stands_around_an_image_is_an_item_before_it_and_one_behind() -> No
 def test_a_template_that_does_not_write_what_stands_around_an_image_is_told(tokens: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequestError, match="must write token 5 before an image's place and 6 behind it"):
         with_images(ids(*tokens), [FRAMED.image] * tokens.count(7), PLACE, 10)
+
+
+@pytest.mark.parametrize("frame", [("a",), ("a", "b", "c")])
+def test_a_frame_of_another_size_is_refused(frame: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"frame must be two hashes, or none, got {len(frame)}"):
+        with_images(ids(5, 7, 6), [replace(FRAMED.image, frame=frame)], PLACE, 10)
 
 
 @pytest.mark.parametrize(
