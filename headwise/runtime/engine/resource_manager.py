@@ -229,6 +229,8 @@ class ResourceManager:
         wanted = self._pipeline.of_step(wanted, decoding, self.table, rows, self._step_id + 1, self._last_done)
         order, counts = shares(wanted, decoding, self.max_batched_tokens)
         whole = ending_outside(self.table, rows[order], counts)
+        if whole is counts:  # as in nearly all steps: no item is near
+            return _Plan(rows[order], counts)
         stuck = order[(whole == 0) & ~decoding[order]]
         if len(stuck) and not whole[~decoding[order]].any():
             # No prompt gets on, for an item has no room beside all that decode: some of these wait for one step.

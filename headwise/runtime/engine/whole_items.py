@@ -46,7 +46,8 @@ def check_whole_items(request: GenerateRequest, config: EngineConfig, token_part
 
 
 def ending_outside(table: SequenceTable, rows: Index, counts: Counts) -> Counts:
-    """``counts`` of each row's next tokens, less those behind the beginning of an item that they would end inside."""
+    """``counts`` of each row's next tokens, less those behind the beginning of an item that they would end inside; the
+    same array where no row has one before it."""
     starts = table.scheduled[rows]
     some = (starts < table.items_end[rows]).nonzero()[0]
     if not len(some):
@@ -64,6 +65,8 @@ def step_sees(table: SequenceTable, rows: Index, starts: Counts, counts: Counts)
     """See `BatchRequest.sees`, of a step with ``counts [n]`` tokens of each row, from ``starts [n]`` on."""
     some = (starts < table.items_end[rows]).nonzero()[0]
     sees: NDArray[np.int32] = UP_TO_THEMSELVES
+    if not len(some):
+        return sees
     begins = np.cumsum(counts) - counts
     for index, sequence in zip(some.tolist(), table.of(rows[some]), strict=True):
         first, stop, begin = int(starts[index]), int(starts[index] + counts[index]), int(begins[index])
