@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.cache_controller.planner import HeadGroupPlan, Policies, plan_head_groups
+from headwise.cache_controller.head_groups import HeadGroupPlan
+from headwise.cache_controller.planner import Policies, plan_head_groups
 from headwise.cache_controller.policy import FULL
 from headwise.cache_controller.unified_pages import UnifiedPages, planned_bytes, unified_pages
 from headwise.runtime.models.attention.select import attention_of

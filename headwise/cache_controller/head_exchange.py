@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.head_groups import HeadGroup, HeadGroupPlan, Member
 from headwise.cache_controller.layout import BlockLayout
-from headwise.cache_controller.planner import HeadGroup, HeadGroupPlan, Member
 
 Pieces = NDArray[np.int64]
 """``int64 [n, 6]``: (our group, the owner's group, its rank, first byte in its block, first byte in ours, bytes)"""

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwise.cache_controller.planner import HeadGroupPlan, Policies, loosest
+from headwise.cache_controller.head_groups import HeadGroupPlan
+from headwise.cache_controller.planner import Policies, loosest
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.windows import GroupWindows
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
+from headwise.cache_controller.head_groups import HeadGroupPlan, Member
 from headwise.cache_controller.layout import BlockLayout, Role
-from headwise.cache_controller.planner import HeadGroupPlan, Member, plan_head_groups
+from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 
 WINDOW, STREAMING = HeadPolicy(window=8), HeadPolicy(window=4, sink=2)

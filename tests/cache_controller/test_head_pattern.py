@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from headwise.cache_controller.block_hash import hash_seed
+from headwise.cache_controller.head_groups import HeadGroupPlan
 from headwise.cache_controller.head_pattern import (
     HeadPattern,
     check_streaming,
@@ -21,7 +22,7 @@ from headwise.cache_controller.head_pattern import (
     policies_from_scores,
     streaming_heads,
 )
-from headwise.cache_controller.planner import MAX_PADDING, MAX_ROUNDED_UP, HeadGroupPlan, plan_head_groups
+from headwise.cache_controller.planner import MAX_PADDING, MAX_ROUNDED_UP, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ConfigError, DeploymentError, ModelError
 from headwise.runtime.config.block_storage import check_agrees

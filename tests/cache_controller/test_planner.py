@@ -6,17 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.cache_controller.planner import (
-    MAX_PADDING,
-    HeadGroup,
-    HeadGroupPlan,
-    Member,
-    Sharing,
-    agreed_policies,
-    can_be_dealt,
-    loosest,
-    plan_head_groups,
-)
+from headwise.cache_controller.head_groups import HeadGroup, HeadGroupPlan, Member, Sharing
+from headwise.cache_controller.planner import MAX_PADDING, agreed_policies, can_be_dealt, loosest, plan_head_groups
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.cache_controller.stages import deal_layers
 

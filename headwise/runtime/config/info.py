@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from headwise.cache_controller.planner import MAX_STATE_PADDING, HeadGroup, HeadGroupPlan
+from headwise.cache_controller.head_groups import HeadGroup, HeadGroupPlan
+from headwise.cache_controller.planner import MAX_STATE_PADDING
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.unified_pages import planned_bytes, unified_pages
 from headwise.cache_controller.windows import GroupWindows

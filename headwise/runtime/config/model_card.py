@@ -10,9 +10,10 @@ from typing import Any
 
 from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.head_exchange import Arrangement
+from headwise.cache_controller.head_groups import HeadGroupPlan
 from headwise.cache_controller.head_pattern import HeadPattern, parse_pattern, policies_from_scores
 from headwise.cache_controller.layout import BlockLayout
-from headwise.cache_controller.planner import HeadGroupPlan, Policies, agreed_policies, plan_head_groups
+from headwise.cache_controller.planner import Policies, agreed_policies, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import ConfigError, InvalidRequestError, ModelError

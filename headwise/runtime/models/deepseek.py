@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.planner import Sharing
+from headwise.cache_controller.head_groups import Sharing
 from headwise.cache_controller.policy import FULL
 from headwise.errors import ModelError
 from headwise.kernels.fused import Attention, Latents

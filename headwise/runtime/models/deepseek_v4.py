@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.planner import Sharing
+from headwise.cache_controller.head_groups import Sharing
 from headwise.errors import ModelError
 from headwise.kernels.compressed_base import EntryMaking, Making
 from headwise.kernels.dsa_base import IndexQueries

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.cache_controller.planner import HeadGroupPlan, Sharing, can_be_dealt
+from headwise.cache_controller.head_groups import HeadGroupPlan, Sharing
+from headwise.cache_controller.planner import can_be_dealt
 from headwise.runtime.models.model_config import ModelConfig
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.head_groups import HeadGroupPlan
 from headwise.cache_controller.layout import BlockLayout
-from headwise.cache_controller.planner import HeadGroupPlan
 from headwise.errors import ConfigError, LayerSwapTimeoutError
 from headwise.runtime.config.block_storage import open_rank_storage
 from headwise.runtime.config.engine_config import EngineConfig

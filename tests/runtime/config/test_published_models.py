@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
+from headwise.cache_controller.head_groups import HeadGroupPlan
+from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import STATE
 from headwise.runtime.config.block_size import choose_block_size
 from headwise.runtime.config.engine_config import EngineConfig

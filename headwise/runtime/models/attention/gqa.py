@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headwise.cache_controller.head_groups import Sharing
 from headwise.cache_controller.layout import BlockLayout
-from headwise.cache_controller.planner import Sharing, can_be_dealt
+from headwise.cache_controller.planner import can_be_dealt
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, BiasingKernels, HeadTable, RotatingKernels
