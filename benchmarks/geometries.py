@@ -16,6 +16,7 @@ from headwise.cache_controller.head_groups import HeadGroupPlan
 from headwise.cache_controller.planner import Policies, plan_head_groups
 from headwise.cache_controller.policy import FULL
 from headwise.cache_controller.unified_pages import UnifiedPages, planned_bytes, unified_pages
+from headwise.kernels.mla_quantised import FLOAT8
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.registry import model_config
@@ -91,10 +92,19 @@ def planned(geometry: Geometry, tp_size: int = 1) -> Planned:
     return Planned(geometry, plan)
 
 
+IN_CODES = {"deepseek-v4-flash": FLOAT8}
+"""Models that are published with a cache of another dtype, which are there in that, too."""
+
+
 def published() -> dict[str, Geometry]:
     """Geometries by the names of their files."""
     paths = sorted(PUBLISHED.glob("*.json"), key=lambda path: path.stem)
-    return {path.stem: geometry(json.loads(path.read_text())) for path in paths}
+    found = {path.stem: geometry(json.loads(path.read_text())) for path in paths}
+    in_codes = {
+        f"{name}, {dtype}": _served(json.loads((PUBLISHED / f"{name}.json").read_text()), dtype)
+        for name, dtype in IN_CODES.items()
+    }
+    return dict(sorted((found | in_codes).items()))
 
 
 def geometry(config: Config) -> Geometry:
@@ -110,13 +120,13 @@ def geometry(config: Config) -> Geometry:
     return _ssm_and_attention(model, model.states)
 
 
-def _served(config: Config) -> Geometry:
+def _served(config: Config, kv_dtype: str = DTYPE) -> Geometry:
     model = model_config(config)
     attention = attention_of(model)
     layers = range(model.cache_layers)
     return Geometry(
         model.policies,
-        tuple(attention.layout(BLOCK_SIZE, 1, DTYPE, layer).slot_bytes // BLOCK_SIZE for layer in layers),
+        tuple(attention.layout(BLOCK_SIZE, 1, kv_dtype, layer).slot_bytes // BLOCK_SIZE for layer in layers),
         tuple(size for size in valid_tp_sizes(model) if size <= MOST_RANKS),
         is_replicated=attention.is_replicated,
     )

@@ -94,11 +94,13 @@ def _latent_models(sm: int) -> list[LatentModel]:
     ]
 
 
-def _compressed_model() -> CompressedModel:
+def _compressed_models(sm: int) -> list[CompressedModel]:
     """What the section entries needs."""
     sizes = FULL.entries
     indexer = sizes.indexed, sizes.index_heads, sizes.index_dim
-    return CompressedModel(sizes.heads, sizes.size, FULL.block_size, "bfloat16", sizes.rates, *indexer)
+    kept = ["bfloat16", "int8", *(["float8_e4m3fn"] if sm >= OLDEST_SM_E4M3 else [])]
+    every = sizes.heads, sizes.size, FULL.block_size, "bfloat16"
+    return [CompressedModel(*every, kv_dtype, sizes.turning, sizes.rates, *indexer) for kv_dtype in kept]
 
 
 # ---- compiling ----
@@ -129,8 +131,8 @@ def compile_kernels(bench: Bench) -> None:
                 made[each_ssm] = pool.submit(compile_ssm, each_ssm, target, work / "kernels")
             for model in _latent_models(target.sm):
                 made[model] = pool.submit(_compile_latents, model, target, work / "kernels")
-            of_entries = _compressed_model()
-            made[of_entries] = pool.submit(_compile_entries, of_entries, target, work / "kernels")
+            for of_entries in _compressed_models(target.sm):
+                made[of_entries] = pool.submit(_compile_entries, of_entries, target, work / "kernels")
             made |= {kind: pool.submit(compile_codes, kind, target, work / "kernels") for kind in KINDS}
         for shape, each in made.items():
             with bench.rows.case(f"{shape}") as begin:
@@ -164,7 +166,7 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
     files += sum(compile_kda(shape, where, directory) for shape in _kda_shapes(FULL))
     files += sum(compile_ssm(shape, where, directory) for _, shape in ssm_shapes(FULL, list(TOLERANCE)))
     files += sum(_compile_latents(model, where, directory) for model in _latent_models(where.sm))
-    files += _compile_entries(_compressed_model(), where, directory)
+    files += sum(_compile_entries(model, where, directory) for model in _compressed_models(where.sm))
     files += sum(compile_codes(kind, where, directory) for kind in KINDS)
     return files + compile_experts(expert_shape(FULL.moe), where, directory)
 

@@ -36,7 +36,9 @@ NEMOTRON_3_NANO = ExpertShape(Routing(128, 6, 1e-20, "sigmoid", scale=2.5), 2, 2
 """Without gates."""
 DEEPSEEK_V3 = LatentShape(128, 512, 64, 16, "bfloat16", "bfloat16")
 """Of eight ranks."""
-DEEPSEEK_V4 = CompressedModel(64, 512, 64, "bfloat16", (4, 128), indexed=4, index_heads=64, index_dim=128)
+DEEPSEEK_V4 = CompressedModel(
+    64, 512, 64, "bfloat16", "bfloat16", 32, (4, 128), indexed=4, index_heads=64, index_dim=128
+)
 QWEN3_NEXT = DeltaShape(16, StateSizes(128, 128, 2, 4), 64, "bfloat16")
 KIMI_LINEAR = KdaShape(32, StateSizes(128, 128, 1, 4), 128, "bfloat16", 32 * 385 + 256)
 NEMOTRON_3_NANO_STATES = SsmShape(16, 8, StateSizes(128, 64, 4, 4), 64, "bfloat16")
@@ -103,12 +105,13 @@ def _together(sm: int) -> Iterator[tuple[Served, Variant]]:
 
 def _entries(sm: int) -> Iterator[tuple[Served, Variant]]:
     """Attention to entries of several tokens, of each kind, and an indexer's scores of them."""
-    for variant in DEEPSEEK_V4.variants(sm):
-        sizes = dict(variant.constants)
-        name = "scores"
-        if "RATE" in sizes:
-            name = f"{'chosen ' * sizes['CHOSEN']}entries of {sizes['RATE']}" if sizes["RATE"] else "window"
-        yield Served(sm, f"entries, {DEEPSEEK_V4.heads} heads", DEEPSEEK_V4.dtype, name), variant
+    for kv_dtype in ("bfloat16", "int8", *(["float8_e4m3fn"] if sm >= OLDEST_SM_E4M3 else [])):
+        for variant in replace(DEEPSEEK_V4, kv_dtype=kv_dtype).variants(sm):
+            sizes = dict(variant.constants)
+            name = "scores"
+            if "RATE" in sizes:
+                name = f"{'chosen ' * sizes['CHOSEN']}entries of {sizes['RATE']}" if sizes["RATE"] else "window"
+            yield Served(sm, f"entries, {DEEPSEEK_V4.heads} heads", kv_dtype, name), variant
 
 
 def _experts(sm: int) -> Iterator[tuple[Served, Variant]]:

@@ -110,11 +110,13 @@ class LatentSizes:
 
 @dataclass(frozen=True)
 class EntrySizes:
-    """Attention of one rank to a window and entries: heads of ``size``, tokens that entries stand for, in two kinds of
-    layers, of which an indexer chooses those of ``indexed``. timed: tokens of sequences whose decodes are"""
+    """Attention of one rank to a window and entries: heads of ``size``, of each half of which ``turning`` are rotated,
+    tokens that entries stand for, in two kinds of layers, of which an indexer chooses those of ``indexed``. timed:
+    tokens of sequences whose decodes are"""
 
     heads: int
     size: int
+    turning: int
     window: int
     rates: tuple[int, int]
     indexed: int
@@ -267,7 +269,7 @@ FULL = Sizes(
     block_size=64,
     attention=Heads(32, 8, 128),
     latents=LatentSizes(16, 512, 64, 128, 128, index_heads=64, index_dim=128),
-    entries=EntrySizes(64, 512, 128, (4, 128), indexed=4, index_heads=64, index_dim=128, index_top=512, timed=8192),
+    entries=EntrySizes(64, 512, 32, 128, (4, 128), indexed=4, index_heads=64, index_dim=128, index_top=512, timed=8192),
     batches=(1, 8, 64),
     contexts=(2048, 8192, 32768),
     single_from=8192,
@@ -337,7 +339,7 @@ TINY = Sizes(
     block_size=16,
     attention=Heads(4, 2, 64),
     latents=LatentSizes(3, 32, 32, 16, 16, index_heads=2, index_dim=32),
-    entries=EntrySizes(3, 32, 24, (4, 8), indexed=4, index_heads=2, index_dim=32, index_top=6, timed=40),
+    entries=EntrySizes(3, 32, 8, 24, (4, 8), indexed=4, index_heads=2, index_dim=32, index_top=6, timed=40),
     batches=(1, 2),
     contexts=(48,),
     single_from=48,

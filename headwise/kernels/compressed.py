@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch
-from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.bfloat16 import to_float32
 from headwise.kernels.compressed_base import Entries, EntryMaking, Kept, Making
-from headwise.kernels.dsa import INDEXER, store_keys
-from headwise.kernels.mla import QUANTISED_LATENTS, latent_layout, latent_view
+from headwise.kernels.compressed_rows import QUANTISED, row_roles, store_rows
+from headwise.kernels.dsa import index_layout, store_keys
+from headwise.kernels.mla import latent_view
 
 _UNUSED = "unused"
 _MADE_ROWS = 1 << 14
@@ -27,22 +28,38 @@ Ints = NDArray[np.int64]
 
 
 def rows_layout(block_size: int, slots: int, width: int, dtype: str) -> BlockLayout:
-    """Of ``width`` numbers of each token.
+    """Of ``width`` numbers of each token that entries are made of, where these are kept in ``dtype``: softmaxes over
+    gates are not made of codes, so beside those rows are bfloat16.
 
     Raises:
         ConfigError: they are not kept in this dtype.
     """
-    if dtype in QUANTISED_LATENTS:
-        raise ConfigError(
-            f"kv_dtype {dtype} cannot hold what compressed attention keeps: choose kv_dtype bfloat16 or float32"
-        )
-    return latent_layout(block_size, slots, width, dtype)
+    return BlockLayout(block_size, slots, row_roles(width, "bfloat16" if dtype in QUANTISED else dtype))
+
+
+def keys_layout(block_size: int, slots: int, size: int, dtype: str, turning: int = 0) -> BlockLayout:
+    """Of a key of each token; turning: see `headwise.kernels.compressed_rows`.
+
+    Raises:
+        ConfigError: as `rows_layout`.
+    """
+    return BlockLayout(block_size, slots, row_roles(size, dtype, turning))
 
 
 def entries_layout(
-    block_size: int, slots: int, width: int, rate: int, dtype: str, index_dim: int = 0, least_bytes: int = 0
+    block_size: int,
+    slots: int,
+    size: int,
+    rate: int,
+    dtype: str,
+    turning: int = 0,
+    *,
+    index_dim: int = 0,
+    beside: int = 1,
+    least_bytes: int = 0,
 ) -> BlockLayout:
-    """Of ``width`` numbers of every ``rate`` tokens, and a key of an indexer of ``index_dim``, if there is one.
+    """Of an entry of ``size`` numbers of every ``rate`` tokens, of each of ``beside`` layers, and a key of an indexer
+    of ``index_dim``, if there is one.
 
     least_bytes: of a slot: so that one is as large as others are
 
@@ -54,9 +71,10 @@ def entries_layout(
             f"block_size {block_size} neither divides the {rate} tokens that an entry of this model stands for nor is "
             "a multiple of these: choose a power of two"
         )
-    layout = replace(rows_layout(block_size, slots, width, dtype), rate=rate)
+    roles = row_roles(size, dtype, turning, beside)
     if index_dim:
-        layout = replace(layout, roles=(*layout.roles, Role(INDEXER, (index_dim,), dtype)))
+        roles = (*roles, *index_layout(block_size, slots, index_dim, dtype).roles)
+    layout = BlockLayout(block_size, slots, roles, rate=rate)
     if layout.slot_bytes < least_bytes:
         unused = Role(_UNUSED, (least_bytes - layout.slot_bytes,), "uint8", is_state=True)
         layout = replace(layout, roles=(*layout.roles, unused))
@@ -105,21 +123,24 @@ def made_of(
     arena: NDArray[np.uint8], entries: Entries, batch: AttentionBatch, sequences: Ints, numbers: Ints, dtype: Any
 ) -> list[NDArray[Any]]:
     """Of these entries what each making gives, ``[n, size]``."""
-    making, rows = entries.making, _rows_of(arena, entries, batch, sequences, numbers, dtype)
-    made = []
-    for one, first in zip(making.makings, making.firsts, strict=False):
-        width = making.keys * one.size
-        keys, gates = rows[..., first : first + width], rows[..., first + width : first + 2 * width]
+    making, made = entries.making, []
+    for one, kept in zip(making.makings, entries.rows, strict=True):
+        keys, gates = np.split(_rows_of(arena, making, kept, batch, sequences, numbers, dtype), 2, axis=-1)
         made.append(_made(making, one, keys, gates + one.bias.astype(dtype), numbers))
     return made
 
 
 def _rows_of(
-    arena: NDArray[np.uint8], entries: Entries, batch: AttentionBatch, sequences: Ints, numbers: Ints, dtype: Any
+    arena: NDArray[np.uint8],
+    making: EntryMaking,
+    kept: Kept,
+    batch: AttentionBatch,
+    sequences: Ints,
+    numbers: Ints,
+    dtype: Any,
 ) -> NDArray[Any]:
     """``[n, keys, rate, width]``: rows of the tokens of entries, and where these overlap before them of the tokens of
     those before; anything before the first."""
-    making, kept = entries.making, entries.rows
     tokens = (numbers[:, None, None] - np.arange(making.keys - 1, -1, -1)[:, None]) * making.rate
     tokens = np.maximum(tokens + np.arange(making.rate), 0)
     size = kept.layout.block_size
@@ -159,7 +180,6 @@ def store_entries(
     mapped = blocks >= 0
     at = blocks[mapped], slot, places[mapped]
     own = kept.layout.own
-    view, keys = latent_view(arena, own), made[0][mapped]
-    view[(*at, slice(begin, begin + keys.shape[1]))] = to_bits(keys) if view.dtype == np.uint16 else keys
+    store_rows(arena, own, at, made[0][mapped], begin)
     if len(made) > 1:
         store_keys(arena, own, at, made[1][mapped])

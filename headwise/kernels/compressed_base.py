@@ -5,7 +5,8 @@ overlap (CSA), and entries of many tokens, all of which a query sees (HCA). In b
 all query heads share it. Of each layer three things are kept:
 
 window   of each token its key, as far back as the window reaches
-rows     of each token what entries are made of: keys and gates, until its last entry is made
+rows     of each token what entries are made of: keys and gates, until its last entry is made; and where an indexer
+         chooses, those of its keys apart
 entries  each like a token's key, for good; and where an indexer chooses, its key for that
 
 Every ``rate`` tokens make an entry, once the last of them is there, of each of its numbers by itself:
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
@@ -62,8 +64,7 @@ class EntryMaking:
 
     rate:    tokens that one stands for
     overlap: whether they do
-    makings: of entries, and of their keys for an indexer, if there is one. A row has of each its keys and then its
-             gates, ``[keys | gates | keys | gates]``
+    makings: of entries, and of their keys for an indexer, if there is one. A row of each is ``[keys | gates]``
     begin:   of what a block has of an entry the number with which this layer's begin: several layers' may lie side by
              side
     """
@@ -79,20 +80,18 @@ class EntryMaking:
         return 2 if self.overlaps else 1
 
     @cached_property
-    def firsts(self) -> tuple[int, ...]:
-        """With which number of a row what each thing is made of begins, and where the row ends."""
-        found = [0]
-        for making in self.makings:
-            found.append(found[-1] + 2 * self.keys * making.size)
-        return tuple(found)
+    def parts(self) -> tuple[slice, ...]:
+        """Which numbers are the row of each thing, where a token's lie side by side."""
+        ends = list(accumulate((2 * self.keys * making.size for making in self.makings), initial=0))
+        return tuple(map(slice, ends, ends[1:]))
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What a layer keeps beside its window."""
+    """What a layer keeps beside its window. rows: of each making"""
 
     making: EntryMaking
-    rows: Kept
+    rows: tuple[Kept, ...]
     made: Kept
 
 

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.compressed import blocks_in, columns_of, make_entries
 from headwise.kernels.compressed_base import Entries, Kept
+from headwise.kernels.compressed_rows import load_rows, write_rows
 from headwise.kernels.dsa import load_keys
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.dsa_reference import best
-from headwise.kernels.mla import latent_width, load_latents
-from headwise.kernels.mla_reference import ReferenceLatentKernels
 from headwise.kernels.reference import Positions, sequences_of, softmax_attention, visible_to
 
 
@@ -25,7 +24,7 @@ class ReferenceCompressedKernels:
 
     def write_rows(self, rows: NDArray[Any], arena: NDArray[np.uint8], kept: Kept, batch: AttentionBatch) -> None:
         """See `CompressedKernels.write_rows`."""
-        ReferenceLatentKernels().write_latent(rows, arena, kept.layout, batch, kept.heads)
+        write_rows(rows, arena, kept, batch)
 
     def make_entries(self, arena: NDArray[np.uint8], entries: Entries, batch: AttentionBatch) -> None:
         """See `CompressedKernels.make_entries`."""
@@ -46,7 +45,7 @@ class ReferenceCompressedKernels:
     ) -> None:
         """See `CompressedKernels.attend`. A visible token or entry whose block is ``-1`` is treated as not visible."""
         for sequence, rows, positions in sequences_of(batch):
-            keys, visible = _window_of(arena, window, batch, sequence, positions)
+            keys, visible = _window_of(arena, window, batch, sequence, positions, query.shape[2])
             if entries is not None:
                 of_rows = None if index is None else index.of_rows(rows)
                 more, chosen = _entries_of(arena, entries, of_rows, batch, sequence, positions, query.shape[2])
@@ -56,7 +55,7 @@ class ReferenceCompressedKernels:
 
 
 def _window_of(
-    arena: NDArray[np.uint8], window: Kept, batch: AttentionBatch, sequence: int, positions: Positions
+    arena: NDArray[np.uint8], window: Kept, batch: AttentionBatch, sequence: int, positions: Positions, width: int
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Keys of the tokens that some query sees, and which of them each does."""
     context, size = np.arange(positions[-1] + 1), window.layout.block_size
@@ -65,7 +64,7 @@ def _window_of(
     blocks = blocks_in(batch, sequence, window, seen // size)
     seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
     at = blocks, window.heads.slot[0], seen % size
-    return load_latents(arena, window.layout, at, latent_width(window.layout), np.float64), visible[:, seen]
+    return load_rows(arena, window.layout, at, width, dtype=np.float64), visible[:, seen]
 
 
 def _entries_of(
@@ -84,7 +83,7 @@ def _entries_of(
     blocks = blocks_in(batch, sequence, kept, columns)
     every, at = every[blocks >= 0], (blocks[blocks >= 0], kept.heads.slot[0], places[blocks >= 0])
     own = kept.layout.own
-    keys = load_latents(arena, own, at, latent_width(own), np.float64)[:, making.begin : making.begin + size]
+    keys = load_rows(arena, own, at, size, making.begin, np.float64)
     visible = every < ((positions + 1) // making.rate)[:, None]
     if index is None:
         return keys, visible

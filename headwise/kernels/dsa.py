@@ -99,7 +99,7 @@ def index_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[Any]:
 
 def index_scale_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.float32]:
     """Scales of a quantised arena's keys, ``[num_blocks, slots, block_size]``, sharing its memory."""
-    return role_view(arena, layout, layout.roles[-1])
+    return role_view(arena, layout, key_roles(layout)[-1])
 
 
 def store_keys(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, keys: NDArray[Any]) -> None:

@@ -144,12 +144,20 @@ def test_ranks_that_all_have_tokens_and_entries_say_the_reference_tokens(size: i
     assert_ranks_say_the_reference_tokens("deepseek-v4", size)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
-def test_entries_of_several_tokens_say_the_reference_tokens_in_16_bits(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        ("bfloat16", "auto"),
+        ("bfloat16", "float8_e4m3fn"),
+        pytest.param("bfloat16", "int8", marks=pytest.mark.soak),
+        pytest.param("float16", "auto", marks=pytest.mark.soak),
+    ],
+)
+def test_entries_of_several_tokens_say_the_reference_tokens_in_16_bits_and_8(dtype: str, kv_dtype: str) -> None:
     """Those of which the reference, in float32, is sure; behind them a router is not, who chooses between experts."""
     (wanted,) = (answer for answer in answers("deepseek-v4") if len(answer.prompt_ids) == 9)
     assert min(wanted.gaps[:2]) > 0.15
-    given = {"kv_cache": "64MiB", "max_model_len": 256, "max_num_seqs": 4}
+    given: dict[str, Any] = {"kv_cache": "64MiB", "max_model_len": 256, "max_num_seqs": 4, "kv_dtype": kv_dtype}
     config = EngineConfig(model=str(checkpoint("deepseek-v4")), device="cuda", dtype=dtype, **given)
     with LocalEngine(config, EmulatedGpu(LIBRARIES, dtype)) as engine:
         (result,) = engine.generate([wanted.prompt_ids], replace(GREEDY, max_tokens=2))

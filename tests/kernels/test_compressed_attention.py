@@ -14,6 +14,7 @@ from headwise.errors import ConfigError
 from headwise.kernels.compressed import columns_of, ending, entries_layout, rows_layout
 from headwise.kernels.compressed_base import CompressedKernels
 from headwise.kernels.compressed_reference import ReferenceCompressedKernels
+from headwise.kernels.compressed_rows import dequantised, quantised
 from headwise.kernels.cpu.compressed_attention import NumbaCompressedKernels
 from headwise.kernels.mla import latent_view
 from headwise.kernels.select import make_compressed_kernels
@@ -50,7 +51,7 @@ def cases(draw: st.DrawFn) -> CompressedCase:
     queries = [draw(st.integers(0 if len(lengths) > 1 else 1, length)) for length in lengths]
     if not any(queries):
         queries[0] = 1
-    dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "float8_e4m3fn"]))
     return CompressedCase(
         tuple(queries),
         tuple(lengths),
@@ -115,9 +116,25 @@ def test_an_entry_lies_in_the_block_of_its_last_token(block_size: int, rate: int
     assert places.max() < layout.own.block_size == max(1, block_size // rate)
 
 
+@pytest.mark.parametrize(("dtype", "plain", "turned"), [("int8", 0.01, 0.001), ("float8_e4m3fn", 0.03, 0.001)])
+def test_numbers_that_turn_keep_more_digits(dtype: str, plain: float, turned: float) -> None:
+    """Mean errors, relative to numbers, where those that turn are ten times as large: DeepSeek keeps the ones in E4M3,
+    0.02, and the others in bfloat16, 0.001."""
+    rows, turns = np.random.default_rng(3).standard_normal((200, 64), np.float32), np.arange(64) % 32 < 4
+    rows[:, turns] *= 10
+    stored, scales = quantised(rows, 4, dtype)
+    assert stored.shape == (200, 64 + 8)
+    off = np.abs(dequantised(stored, scales, 64) - rows)
+    of_both = [off[:, some].mean() / np.abs(rows[:, some]).mean() for some in (~turns, turns)]
+    assert plain / 4 < of_both[0] < plain
+    assert turned / 4 < of_both[1] < turned
+    broken = np.where(np.arange(64) == 9, np.float32("nan"), rows[:1])
+    assert np.isnan(dequantised(*quantised(broken, 4, dtype), 64)).all()
+
+
 def test_layouts_tell_what_they_cannot_keep() -> None:
-    with pytest.raises(ConfigError, match="kv_dtype int8 cannot hold what compressed attention keeps: choose kv_dtype"):
-        rows_layout(16, 1, 32, "int8")
+    with pytest.raises(ConfigError, match="kv_dtype int4 cannot hold what compressed attention keeps: choose kv_dtype"):
+        rows_layout(16, 1, 32, "int4")
     with pytest.raises(ConfigError, match=r"block_size 24 neither divides the 16 tokens .* choose a power of two"):
         entries_layout(24, 1, 32, 16, "float32")
     with pytest.raises(ConfigError, match="unknown kernels 'cuda'"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.compressed import entries_layout, rows_layout
+from headwise.kernels.compressed import entries_layout, keys_layout, rows_layout
 from headwise.kernels.compressed_base import CompressedKernels, Entries, EntryMaking, Kept, Making
 from headwise.kernels.dsa_base import IndexQueries
 
@@ -60,7 +60,7 @@ class CompressedScene:
             for size in sizes
         )
         self.making = EntryMaking(case.rate, case.is_indexed, makings, (case.beside - 1) * case.head_dim)
-        width = self.making.firsts[-1]
+        width = self.making.parts[-1].stop
         self.rows = [draw.standard_normal((length, width), np.float32) for length in case.seq_lens]
         self.keys = [draw.standard_normal((length, case.head_dim), np.float32) for length in case.seq_lens]
         tokens, self.scale = sum(case.query_lens), case.head_dim**-0.5
@@ -75,15 +75,20 @@ class CompressedScene:
     def _lay_out(self, draw: np.random.Generator, width: int) -> None:
         case = self.case
         layouts = [
-            rows_layout(case.block_size, case.slots, case.head_dim, case.dtype),
-            rows_layout(case.block_size, case.slots, width, case.dtype),
+            keys_layout(case.block_size, case.slots, case.head_dim, case.dtype, case.head_dim // 4),
+            *(
+                rows_layout(case.block_size, case.slots, part.stop - part.start, case.dtype)
+                for part in self.making.parts
+            ),
             entries_layout(
-                case.block_size, case.slots, case.beside * case.head_dim, case.rate, case.dtype,
-                case.index_dim if case.is_indexed else 0,
+                case.block_size, case.slots, case.head_dim, case.rate, case.dtype, case.head_dim // 4,
+                index_dim=case.index_dim if case.is_indexed else 0, beside=case.beside,
             ),
         ]  # fmt: skip
         block_bytes = max(layout.block_bytes for layout in layouts)
-        windows, groups, kept = (case.window, 2 * case.rate, 0), (2, 0, 1), []
+        windows, kept = (case.window, *[2 * case.rate] * len(self.making.parts), 0), []
+        groups = draw.permutation(len(layouts)).tolist()
+        self.groups = len(groups)
         for layout, window, group in zip(layouts, windows, groups, strict=True):
             whole = type(layout)(
                 layout.block_size, layout.slots, layout.roles, tail_bytes=block_bytes - layout.block_bytes,
@@ -91,15 +96,16 @@ class CompressedScene:
             )  # fmt: skip
             at = (np.array([number], np.int32) for number in (group, draw.integers(case.slots), window, 0))
             kept.append(Kept(whole, HeadTable(*at)))
-        self.window, rows, made = kept
-        self.entries = Entries(self.making, rows, made)
+        self.window, *rows, made = kept
+        self.entries = Entries(self.making, tuple(rows), made)
         columns = -(-max(case.seq_lens) // case.block_size)
-        self.tables = draw.permutation(len(case.seq_lens) * 3 * columns).reshape(-1, columns).astype(np.int32)
+        count = len(case.seq_lens) * self.groups * columns
+        self.tables = draw.permutation(count).reshape(-1, columns).astype(np.int32)
         self.arena = np.full((self.tables.size + 1) * block_bytes, 0xFF, np.uint8)
 
     def batch(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> AttentionBatch:
         ends = np.cumsum([0, *query_lens], dtype=np.int32)
-        return AttentionBatch(ends, np.array(seq_lens, np.int32), self.tables, 3)
+        return AttentionBatch(ends, np.array(seq_lens, np.int32), self.tables, self.groups)
 
     def write(self, kernels: CompressedKernels) -> None:
         """All tokens, in steps of some each; entries as they end."""
@@ -107,18 +113,22 @@ class CompressedScene:
             counts = [max(0, min(self.case.chunk, length - first)) for length in self.case.seq_lens]
             lengths = [min(first + self.case.chunk, length) for length in self.case.seq_lens]
             batch = self.batch(counts, lengths)
-            for kept, rows in ((self.window, self.keys), (self.entries.rows, self.rows)):
-                step = [each[first : first + count] for each, count in zip(rows, counts, strict=True)]
-                kernels.write_rows(np.concatenate(step), self.arena, kept, batch)
+            every = [
+                np.concatenate([each[first : first + count] for each, count in zip(rows, counts, strict=True)])
+                for rows in (self.keys, self.rows)
+            ]
+            kernels.write_rows(every[0], self.arena, self.window, batch)
+            for part, kept in zip(self.making.parts, self.entries.rows, strict=True):
+                kernels.write_rows(every[1][:, part], self.arena, kept, batch)
             kernels.make_entries(self.arena, self.entries, batch)
 
     def recycle(self) -> None:
         """Forget the blocks that no query of the last step sees, of windows and of rows; what was there is NaN."""
         case, columns = self.case, self.tables.shape[1]
-        for kept, window in ((self.window, case.window), (self.entries.rows, 2 * case.rate)):
+        for kept, window in ((self.window, case.window), *((rows, 2 * case.rate) for rows in self.entries.rows)):
             for sequence, (queries, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
                 gone = max(0, length - queries - window + 1) // case.block_size
-                row = sequence * 3 + int(kept.heads.group[0])
+                row = sequence * self.groups + int(kept.heads.group[0])
                 for block in self.tables[row, : min(gone, columns)]:
                     self.arena.reshape(-1, kept.layout.block_bytes)[block] = 0xFF
                 self.tables[row, :gone] = -1
@@ -136,7 +146,7 @@ class CompressedScene:
 
     def entry(self, sequence: int, number: int, index: int) -> np.ndarray:
         """What is made of an entry's tokens, one number after the other."""
-        one, first, rate = self.making.makings[index], self.making.firsts[index], self.case.rate
+        one, first, rate = self.making.makings[index], self.making.parts[index].start, self.case.rate
         width, rows = self.making.keys * one.size, self.rows[sequence].astype(np.float64)
         places = [(token, width - one.size) for token in range(number * rate, (number + 1) * rate)]
         if self.making.overlaps and number:

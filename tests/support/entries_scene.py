@@ -13,18 +13,27 @@ import numpy as np
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.compressed import entries_layout, rows_layout
-from headwise.kernels.compressed_base import CompressedKernels, Entries, EntryMaking, Kept, Making
+from headwise.kernels.compressed import entries_layout, keys_layout, rows_layout
+from headwise.kernels.compressed_base import (
+    CompressedKernels,
+    Entries,
+    EntryMaking,
+    Kept,
+    Making,
+    TurningCompressedKernels,
+)
 from headwise.kernels.dsa_base import IndexQueries
+from headwise.kernels.mla import has_scales
 
-GROUPS = 4
+GROUPS = 5
 """Of which the first has nothing to do with the layer."""
 
 
 @dataclass(frozen=True)
 class EntriesCase:
     """A batch; ``query_lens <= seq_lens``. rate: 0, no entries; index_dim: 0, no indexer, and entries do not overlap;
-    place: of the layer's entries among those of ``beside`` layers"""
+    place: of the layer's entries among those of ``beside`` layers; kv_dtype: of keys and entries, if not that of rows;
+    turning: elements of each half that are rotated"""
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -38,6 +47,8 @@ class EntriesCase:
     block_size: int = 16
     slots: int = 2
     dtype: str = "float32"
+    kv_dtype: str = ""
+    turning: int = 8
     beside: int = 1
     place: int = 0
     seed: int = 0
@@ -67,30 +78,40 @@ class EntriesScene:
         if case.index_dim and case.rate:
             asked = random(self.tokens, case.index_heads, case.index_dim), random(self.tokens, case.index_heads)
             self.index = IndexQueries(*(array.astype(kept) for array in asked), case.top)
-        layouts = self._layouts(width)
-        self.window, of_rows, made = (
+        layouts, reach = self._layouts(each), [each * case.rate] * len(case.sizes)
+        self.window, *of_rows, made = (
             Kept(layout, _heads(group, int(draw.integers(case.slots)), window))
-            for group, (layout, window) in enumerate(zip(layouts, (case.window, each * case.rate, 0), strict=True), 1)
+            for group, (layout, window) in enumerate(zip(layouts, (case.window, *reach, 0), strict=True), 1)
         )
         makings = tuple(
             Making(size, random(max(1, case.rate), each * size), random(size) + 2, 1e-6, random(size // 2) ** 2)
             for size in case.sizes
         )
         making = EntryMaking(case.rate, each == 2, makings, begin=case.place * case.size)
-        self.entries = Entries(making, of_rows, made) if case.rate else None
+        self.entries = Entries(making, tuple(of_rows), made) if case.rate else None
         columns = -(-max(case.seq_lens) // case.block_size)
-        needed = 3 * len(case.seq_lens) * columns
+        needed = len(layouts) * len(case.seq_lens) * columns
         self.arena = np.full((needed + 1) * layouts[0].block_bytes, 0xFF, np.uint8)
         self.tables = np.full((len(case.seq_lens), GROUPS, columns), -1, np.int32)
-        self.tables[:, 1:] = draw.permutation(needed).reshape(len(case.seq_lens), 3, columns) + 1
+        mapped = draw.permutation(needed).reshape(len(case.seq_lens), len(layouts), columns) + 1
+        self.tables[:, 1 : 1 + len(layouts)] = mapped
 
-    def _layouts(self, width: int) -> list[BlockLayout]:
+    def _layouts(self, keys: int) -> list[BlockLayout]:
+        """keys: that a token has of each thing"""
         case = self.case
-        sizes = case.block_size, case.slots
+        sizes, kv_dtype = (case.block_size, case.slots), case.kv_dtype or case.dtype
         found = [
-            rows_layout(*sizes, case.size, case.dtype),
-            rows_layout(*sizes, width, case.dtype),
-            entries_layout(*sizes, case.beside * case.size, max(1, case.rate), case.dtype, case.index_dim),
+            keys_layout(*sizes, case.size, kv_dtype, case.turning),
+            *(rows_layout(*sizes, 2 * keys * size, case.dtype) for size in case.sizes),
+            entries_layout(
+                *sizes,
+                case.size,
+                max(1, case.rate),
+                kv_dtype,
+                case.turning,
+                index_dim=case.index_dim,
+                beside=case.beside,
+            ),
         ]
         most = max(layout.block_bytes for layout in found)
         return [replace(layout, tail_bytes=most - layout.block_bytes) for layout in found]
@@ -99,7 +120,8 @@ class EntriesScene:
         """Of sequences that have ``lengths``, of which ``before`` were there; blocks that none needs are not mapped."""
         tables = self.tables.copy()
         for sequence, (length, old) in enumerate(zip(lengths, before, strict=True)):
-            reach = (self.case.window, 0 if self.entries is None else self.entries.making.keys * self.case.rate)
+            rows = () if self.entries is None else self.entries.rows
+            reach = (self.case.window, *(int(each.heads.window[0]) for each in rows))
             for group, window in enumerate(reach, 1):
                 tables[sequence, group, : max(0, old + 1 - window) // self.case.block_size] = -1
             tables[sequence, :, -(-length // self.case.block_size) :] = -1
@@ -126,10 +148,21 @@ class EntriesScene:
             keys, rows = (array.astype(np.float32) if wide else array for array in (keys, rows))
             if not len(keys):
                 continue
-            kernels.write_rows(keys, self.arena, self.window, batch)
+            if has_scales(self.window.layout) and isinstance(kernels, TurningCompressedKernels):
+                angles = np.ones((len(keys), 1, self.case.turning), np.float32)
+                arguments = angles, 0 * angles, self.case.turning, self.arena, self.window, batch
+                kernels.write_turned(np.zeros((len(keys), 1, self.case.size), keys.dtype), keys, *arguments)
+            else:
+                kernels.write_rows(keys, self.arena, self.window, batch)
             if self.entries is not None:
-                kernels.write_rows(rows, self.arena, self.entries.rows, batch)
+                self.write_rows(kernels, rows, batch)
                 kernels.make_entries(self.arena, self.entries, batch)
+
+    def write_rows(self, kernels: CompressedKernels, rows: np.ndarray, batch: AttentionBatch) -> None:
+        """Those that entries are made of."""
+        assert self.entries is not None
+        for part, kept in zip(self.entries.making.parts, self.entries.rows, strict=True):
+            kernels.write_rows(rows[:, part], self.arena, kept, batch)
 
     def attend(self, kernels: CompressedKernels, wide: bool = False, last: AttentionBatch | None = None) -> np.ndarray:
         """Of the second step. wide: likewise"""

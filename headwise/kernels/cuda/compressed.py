@@ -6,29 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.dtypes import dtype_bytes
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.compressed_base import Entries, Kept
+from headwise.kernels.compressed_rows import stored_part
 from headwise.kernels.cuda.attention import ALIGNMENT, FLOATS, LOG2E, OLDEST_SM, TRITON_TYPES, Tuning
+from headwise.kernels.cuda.entries import SCALE_BYTES
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of, addresses_of
-from headwise.kernels.cuda.mla import MOST_RANK, MULTIPLE, TUNING, power_of_two
+from headwise.kernels.cuda.mla import MOST_RANK, MULTIPLE, QUANTISED, TUNING, check_e4m3, power_of_two
 from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, compressed_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace
-from headwise.kernels.mla import LATENT
+from headwise.kernels.mla import LATENT, LATENT_SCALE, has_scales
 
 MODULE = "compressed_jit"
 MOST_SPLITS = 128
 
 SIGNATURE = (
-    "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "window_rows:q",
-    "entry_rows:q", "places:*i32", "counts:*i32", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
-    "window_group:*i32", "window_slot:*i32", "head_window:*i32", "entry_group:*i32", "entry_slot:*i32", "batch:i32",
-    "groups:i32", "max_blocks:i32", "block_bytes:i64", "window_slot_bytes:i64", "entry_slot_bytes:i64",
-    "query_stride:i32", "heads:i32", "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
-    "entry_width:i32",
+    "query:q", "out:q", "counters:*i32", "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "window_rows:kv",
+    "entry_rows:kv", "window_scales:*fp32", "entry_scales:*fp32", "places:*i32", "counts:*i32", "cu_seqlens_q:*i32",
+    "seq_lens:*i32", "block_tables:*i32", "window_group:*i32", "window_slot:*i32", "head_window:*i32",
+    "entry_group:*i32", "entry_slot:*i32", "batch:i32", "groups:i32", "max_blocks:i32",
+    "block_bytes:i64", "window_slot_bytes:i64", "entry_slot_bytes:i64", "query_stride:i32", "heads:i32",
+    "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32", "entry_width:i32", "entry_beside:i32",
 )  # fmt: skip
 MULTIPLES = (
     "query", "out", "partial", "window_rows", "entry_rows", "block_bytes", "window_slot_bytes", "entry_slot_bytes",
@@ -43,7 +45,9 @@ class CompressedShape:
     heads:      query heads of the rank
     size:       numbers of a head, of a token's key and of an entry
     block_size: tokens of a block
-    dtype:      of queries, and of the cache
+    dtype:      of queries
+    kv_dtype:   of the cache: that, int8 or E4M3
+    turning:    of a row in codes the first numbers of each half, which take two bytes
     rate:       tokens of an entry; 0: the layer has none
     is_chosen:  whether an indexer chooses entries
     """
@@ -52,26 +56,21 @@ class CompressedShape:
     size: int
     block_size: int
     dtype: str
+    kv_dtype: str
+    turning: int = 0
     rate: int = 0
     is_chosen: bool = False
 
     @classmethod
     def of(
-        cls, window: BlockLayout, made: BlockLayout | None, heads: int, dtype: str, is_chosen: bool
+        cls, window: BlockLayout, made: BlockLayout | None, heads: int, size: int, dtype: str, is_chosen: bool
     ) -> CompressedShape:
-        """The shape of attention of ``heads`` of ``dtype`` to tokens and entries in such blocks.
-
-        Raises:
-            ConfigError: they are of another dtype.
-        """
-        (size,), kept = window.roles[0].shape, window.roles[0].dtype
-        if kept != dtype:
-            raise ConfigError(
-                f"kv_dtype {kept} of compressed attention with dtype {dtype} is not supported on a GPU: choose {dtype}"
-            )
+        """The shape of attention of ``heads`` of ``size`` numbers of ``dtype`` to tokens and entries in such blocks."""
+        kept = window.roles[0].dtype
+        turning = (window.roles[0].shape[0] - size) // 2 if has_scales(window) else 0
         if made is None:
-            return cls(heads, size, window.block_size, dtype)
-        return cls(heads, size, window.block_size, dtype, made.rate, is_chosen)
+            return cls(heads, size, window.block_size, dtype, kept, turning)
+        return cls(heads, size, window.block_size, dtype, kept, turning, made.rate, is_chosen)
 
 
 def check_compressed(shape: CompressedShape, sm: int) -> None:
@@ -89,6 +88,17 @@ def check_compressed(shape: CompressedShape, sm: int) -> None:
         )
     if shape.dtype not in FLOATS:
         raise ConfigError(f"dtype {shape.dtype} is not supported on a GPU: choose one of {', '.join(FLOATS)}")
+    if shape.kv_dtype not in (shape.dtype, *QUANTISED):
+        raise ConfigError(
+            f"kv_dtype {shape.kv_dtype} cannot keep what compressed attention of dtype {shape.dtype} sees on a GPU: "
+            f"choose {shape.dtype} or {' or '.join(QUANTISED)}"
+        )
+    check_e4m3(shape.kv_dtype, sm)
+    if shape.kv_dtype in QUANTISED and (2 * shape.turning % MULTIPLE or not shape.turning):
+        raise ConfigError(
+            f"{2 * shape.turning} rotated numbers of a row in {shape.kv_dtype} are not supported on a GPU: only "
+            f"multiples of {MULTIPLE}; choose kv_dtype {shape.dtype}"
+        )
     if shape.block_size & (shape.block_size - 1):
         raise ConfigError(f"block_size {shape.block_size} is not supported on a GPU: choose a power of two, 16 or more")
     if shape.is_chosen and shape.rate > shape.block_size:
@@ -103,16 +113,17 @@ def check_compressed(shape: CompressedShape, sm: int) -> None:
 @lru_cache
 def variant_of(shape: CompressedShape, sm: int, tile: Tile | None = None) -> Variant:
     """What attention of ``shape`` launches on a card of compute capability ``sm``; tile: another than the card's"""
-    tile = tile or compressed_tile(shape.heads, shape.dtype, sm)
+    tile = tile or compressed_tile(shape.heads, shape.dtype, shape.kv_dtype, sm)
     constants = {
-        "SIZE": shape.size, "BLOCK_D": power_of_two(shape.size), "NUMBER_BYTES": numpy_dtype(shape.dtype).itemsize,
-        "BLOCK_SIZE": shape.block_size, "RATE": shape.rate,
+        "SIZE": shape.size, "BLOCK_D": power_of_two(shape.size), "NUMBER_BYTES": dtype_bytes(shape.kv_dtype),
+        "SCALED": shape.kv_dtype in QUANTISED, "TURNING": shape.turning,
+        "BLOCK_T": power_of_two(2 * shape.turning), "BLOCK_SIZE": shape.block_size, "RATE": shape.rate,
         "BLOCK_ENTRIES": max(1, shape.block_size // max(1, shape.rate)), "CHOSEN": shape.is_chosen,
         "HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
     }  # fmt: skip
-    numbers = "*" + TRITON_TYPES[shape.dtype]
+    types = {"q": "*" + TRITON_TYPES[shape.dtype], "kv": "*" + TRITON_TYPES[shape.kv_dtype]}
     pairs = (parameter.split(":") for parameter in SIGNATURE)
-    signature = tuple((name, numbers if type_ == "q" else type_) for name, type_ in pairs)
+    signature = tuple((name, types.get(type_, type_)) for name, type_ in pairs)
     return Variant("attend_compressed", signature, tuple(constants.items()), MULTIPLES, tile.warps, tile.stages, MODULE)
 
 
@@ -165,7 +176,7 @@ class TritonCompressed:
         """
         tokens, heads, size = query.shape
         made = None if entries is None else entries.made.layout
-        shape = CompressedShape.of(window.layout, made, heads, query.dtype.name, chosen is not None)
+        shape = CompressedShape.of(window.layout, made, heads, size, query.dtype.name, chosen is not None)
         self.prepare(shape)
         _check_arrays(query, out, sink_logits, shape, scale)
         variant = self._variant(shape)
@@ -173,7 +184,7 @@ class TritonCompressed:
         splits = self._splits(tokens * pieces, window, entries, chosen, batch)
         arguments: dict[str, Argument] = {
             **_batch_arguments(batch),
-            **_where(arena, window, entries),
+            **_where(arena, window, entries, size),
             **self.workspace.arguments(2 * self._programs * heads, size),
             **dict(zip(("query", "out", "sink_logits"), addresses_of(query, out, sink_logits), strict=True)),
             **dict(zip(("places", "counts"), addresses_of(*(chosen or (None, None))), strict=True)),
@@ -220,28 +231,33 @@ def _batch_arguments(batch: AttentionBatch) -> dict[str, Argument]:
     }
 
 
-def _where(arena: Array, window: Kept, entries: Entries | None) -> dict[str, Argument]:
+def _where(arena: Array, window: Kept, entries: Entries | None, size: int) -> dict[str, Argument]:
     """Where rows lie."""
     start, layout, heads = address_of(arena), window.layout, window.heads
     found: dict[str, Argument] = {
         "window_rows": start + layout.role_offsets[LATENT],
+        "window_scales": start + layout.role_offsets.get(LATENT_SCALE, 0),
         "block_bytes": layout.block_bytes,
         "window_slot_bytes": layout.slot_bytes,
     }
     places = addresses_of(heads.group, heads.slot, heads.window)
     found |= dict(zip(("window_group", "window_slot", "head_window"), places, strict=True))
     if entries is None:
-        nothing = ("entry_rows", "entry_slot_bytes", "entry_group", "entry_slot", "entry_width")
-        return found | dict.fromkeys(nothing, 0)
+        nothing = ("rows", "scales", "slot_bytes", "group", "slot", "width", "beside")
+        return found | {f"entry_{name}": 0 for name in nothing}
     made = entries.made
     if made.layout.block_bytes != layout.block_bytes:
         raise ValueError(f"entries in {made.layout.identity} and tokens in {layout.identity} are not of one arena")
-    role = made.layout.roles[0]
-    begin = entries.making.begin * (role.token_bytes // role.shape[0])
+    role, at, begin = made.layout.roles[0], made.layout.role_offsets, entries.making.begin
+    part, beside = stored_part(made.layout, size, begin), 0
+    if has_scales(made.layout):
+        (beside,) = made.layout.roles[1].shape
     found |= dict(zip(("entry_group", "entry_slot"), addresses_of(made.heads.group, made.heads.slot), strict=True))
     found |= {
         "entry_width": role.shape[0],
-        "entry_rows": start + made.layout.role_offsets[LATENT] + begin,
+        "entry_beside": beside,
+        "entry_rows": start + at[LATENT] + part.start * dtype_bytes(role.dtype),
+        "entry_scales": start + at.get(LATENT_SCALE, 0) + begin // size * SCALE_BYTES,
         "entry_slot_bytes": made.layout.slot_bytes,
     }
     return found

@@ -8,6 +8,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch
+from headwise.kernels.compressed import rows_layout
 from headwise.kernels.compressed_base import Entries, Kept
 from headwise.kernels.cuda.attention import Tuning
 from headwise.kernels.cuda.choice import TokenChoice
@@ -28,9 +29,9 @@ from headwise.kernels.dsa_base import IndexQueries
 class CudaCompressedKernels:
     """`TurningCompressedKernels` on device arrays; all calls only enqueue, on the current stream, by shapes alone.
 
-    Queries, rows and what is kept of them are of one dtype, float16, bfloat16 or float32. Rows and queries may have
-    gaps between tokens. Where block tables cannot hold more entries than may be chosen, all are attended to, and
-    nothing is scored.
+    Queries, rows and what is kept of them are of one dtype, float16, bfloat16 or float32; keys and entries may be kept
+    in int8 or E4M3. Rows and queries may have gaps between tokens. Where block tables cannot hold more entries than may
+    be chosen, all are attended to, and nothing is scored.
     """
 
     name = "cuda"
@@ -52,29 +53,37 @@ class CudaCompressedKernels:
         self._indexer = CudaIndexer(parts.programs, threads)
         self._choice = TokenChoice(parts.empty, self._scores, self._indexer, score_bytes)
 
-    def prepare(self, window: BlockLayout, heads: int, dtype: str) -> None:
+    def prepare(self, window: BlockLayout, heads: int, size: int, dtype: str) -> None:
         """Compile or load all that layers without entries need, and what those with some need of tokens.
 
         Raises:
             ConfigError: it is not supported.
         """
-        self._attention.prepare(CompressedShape.of(window, None, heads, dtype, is_chosen=False))
-        self._turned.prepare(dtype)
+        self._attention.prepare(CompressedShape.of(window, None, heads, size, dtype, is_chosen=False))
+        for kept in (dtype, window.roles[0].dtype):
+            self._turned.prepare(dtype, kept)
 
     def prepare_entries(
-        self, window: BlockLayout, made: BlockLayout, heads: int, dtype: str, index_heads: int = 0, index_dim: int = 0
+        self,
+        window: BlockLayout,
+        made: BlockLayout,
+        heads: int,
+        size: int,
+        dtype: str,
+        index_heads: int = 0,
+        index_dim: int = 0,
     ) -> None:
         """The same for entries in blocks of ``made``.
 
         index_heads, index_dim: of the indexer that chooses them; 0: there is none
         """
-        self._attention.prepare(CompressedShape.of(window, made, heads, dtype, is_chosen=False))
-        self._write.prepare(window, numpy_dtype(dtype))  # as of all rows of this dtype
-        self._entries.prepare(dtype)
-        for size in (*window.roles[0].shape, index_dim) if index_heads else window.roles[0].shape:
-            check_size(size, numpy_dtype(dtype).itemsize)
+        self._attention.prepare(CompressedShape.of(window, made, heads, size, dtype, is_chosen=False))
+        self._write.prepare(rows_layout(window.block_size, 1, size, dtype), numpy_dtype(dtype))  # as of all of them
+        self._entries.prepare(dtype, made.roles[0].dtype)
+        for each in (size, index_dim) if index_heads else (size,):
+            check_size(each, numpy_dtype(dtype).itemsize)
         if index_heads:
-            self._attention.prepare(CompressedShape.of(window, made, heads, dtype, is_chosen=True))
+            self._attention.prepare(CompressedShape.of(window, made, heads, size, dtype, is_chosen=True))
             self._scores.prepare(IndexShape.of(made.own, index_heads, dtype))
             self._indexer.prepare(made.own, numpy_dtype(dtype))
 
@@ -97,7 +106,7 @@ class CudaCompressedKernels:
         self._turned.turn(heads, cosines, sines, turning)
 
     def write_rows(self, rows: Array, arena: Array, kept: Kept, batch: AttentionBatch) -> None:
-        """See `CompressedKernels.write_rows`."""
+        """See `CompressedKernels.write_rows`, but for keys in int8 or E4M3: those come by `write_turned` alone."""
         begin = rows.shape[1] - ANY_PART
         self._write.write(None, rows[:, :begin], rows[:, begin:], None, arena, kept.layout, batch, kept.heads)
 

@@ -4,11 +4,16 @@
 // A block of threads makes an entry, or an indexer's key for it: a run of threads has a row of vectors of 16 bytes, and
 // each run some of the tokens, whose weighted sums are then added up. Arithmetic is in float32.
 //
-// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of rows and entries.
+// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of rows; CACHE, of entries: the same, or INT8 or E4M3, as of
+// turned.cu.
 
 #include "numbers.cuh"
+#include "e4m3.cuh"
 #include "sequences.cuh"
 #include "vectors.cuh"
+#include "quantised.cuh"
+
+static_assert(QUANTISED || int(CACHE) == int(NUMBER), "only quantised caches differ from rows");
 
 constexpr int NUMBER_BYTES = 4 / WORD_ELEMENTS;
 constexpr int THREADS = 256;
@@ -62,20 +67,25 @@ __device__ __forceinline__ int room_before(const int* cu_seqlens_q, int sequence
 // bias:        [rate, keys * size], a token's by its place; keys: 2 where entries overlap, else 1
 // norm:        [size]; inverse: [size / 2]
 // index_...:   the same of keys for an indexer
-// row_bytes:   of a token's row; first, index_first: where in it, in numbers, what each is made of begins
+// row_bytes:   of a token's row, [keys | gates]
 // row_at, entry_at, index_at: where the first row, entry and key is in a slot, in bytes; entry_bytes, index_bytes: from
 //              one to the next. entry_at is of the layer's own part of an entry
+// ..._scale_at: likewise where their first scale is; entry_scales: of an entry, which may be several layers'
+// turning:     of each half of an entry the first numbers, that turn and take two bytes; none of an indexer's key
 // block_size:  tokens of a block; block_entries: entries of one
 // grid:        room for all entries, tokens / rate + batch; and 2 with an indexer, else 1. threads: THREADS
 extern "C" __global__ void __launch_bounds__(THREADS) make_entries(
     char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
-    const int* row_groups, const int* row_slots, const int* entry_groups, const int* entry_slots,
-    const float* bias, const float* norm, const float* inverse,
+    const int* entry_groups, const int* entry_slots,
+    const float* bias, const float* norm, const float* inverse, const int* row_groups, const int* row_slots,
     const float* index_bias, const float* index_norm, const float* index_inverse,
-    long long block_bytes, long long row_slot_bytes, long long entry_slot_bytes, long long row_at, long long row_bytes,
+    const int* index_row_groups, const int* index_row_slots,
+    long long block_bytes, long long entry_slot_bytes, long long row_slot_bytes, long long row_at, long long row_bytes,
+    long long index_row_slot_bytes, long long index_row_at, long long index_row_bytes,
     long long entry_at, long long entry_bytes, long long index_at, long long index_bytes,
+    long long entry_scale_at, long long index_scale_at, int entry_scales, int turning,
     int batch, int groups, int table_stride, int block_size, int block_entries, int rate, int keys,
-    int size, int index_size, int first, int index_first, float eps, float index_eps)
+    int size, int index_size, float eps, float index_eps)
 {
     __shared__ float highest[THREADS * ELEMENTS], total[THREADS * ELEMENTS], sum[THREADS * ELEMENTS];
     int sequence = 0;
@@ -93,7 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_entries(
 
     if (blockIdx.y) {
         bias = index_bias, norm = index_norm, inverse = index_inverse, eps = index_eps;
-        size = index_size, first = index_first, entry_at = index_at, entry_bytes = index_bytes;
+        size = index_size;
+        row_groups = index_row_groups, row_slots = index_row_slots;
+        row_slot_bytes = index_row_slot_bytes, row_at = index_row_at, row_bytes = index_row_bytes;
     }
     const int* tables = block_tables + static_cast<long long>(sequence) * groups * table_stride;
     const int* row_table = tables + static_cast<long long>(row_groups[0]) * table_stride;
@@ -112,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_entries(
         const int token = begin + i, part = i / rate * size + column;
         const int block = token < 0 ? -1 : row_table[token / block_size];
         if (block < 0) continue;
-        const char* row = rows + block * block_bytes + token % block_size * row_bytes + (first + part) * NUMBER_BYTES;
+        const char* row = rows + block * block_bytes + token % block_size * row_bytes + part * NUMBER_BYTES;
         const Floats gates = widened(load(row + keys * size * NUMBER_BYTES));
         add_token(mixed, widened(load(row)), gates, load_floats(bias + i % rate * keys * size + part));
     }
@@ -138,12 +150,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_entries(
     }
     const float scale = sqrtf(sum_of_block(squares) / size + eps);  // behind its barrier all sums are there
 
+    if (blockIdx.y) {  // not before: what sums are made of takes the registers
+        entry_at = index_at, entry_bytes = index_bytes;
+        entry_scale_at = index_scale_at, entry_scales = 1, turning = 0;
+    }
     const int half = size / 2, at = entry % block_entries;
-    char* to = arena + to_block * block_bytes + entry_slots[0] * entry_slot_bytes + entry_at + at * entry_bytes;
+    char* slot = arena + to_block * block_bytes + entry_slots[0] * entry_slot_bytes;
+    char* to = slot + entry_at + at * entry_bytes;
+    float largest = 0.0f, turned_largest = 0.0f;
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         const float angle = static_cast<float>(entry * rate) * inverse[i], cosine = cosf(angle), sine = sinf(angle);
-        const float low = sum[i] / scale * norm[i], high = sum[half + i] / scale * norm[half + i];
-        store_number(to + i * NUMBER_BYTES, low * cosine - high * sine);
-        store_number(to + (half + i) * NUMBER_BYTES, high * cosine + low * sine);
+        const float before = sum[i] / scale * norm[i], behind = sum[half + i] / scale * norm[half + i];
+        const float low = before * cosine - behind * sine, high = behind * cosine + before * sine;
+        if constexpr (QUANTISED) {
+            sum[i] = low, sum[half + i] = high;  // this thread's again
+            const float most = larger(fabsf(low), fabsf(high));
+            if (i < turning) turned_largest = larger(turned_largest, most);
+            else largest = larger(largest, most);
+        } else {
+            store_number(to + i * NUMBER_BYTES, low), store_number(to + (half + i) * NUMBER_BYTES, high);
+        }
+    }
+    if constexpr (QUANTISED) {
+        const float unit = scale_of(largest_of_block(larger(largest, turned_largest / TURNED)));
+        for (int i = threadIdx.x; i < half; i += blockDim.x) {
+            const float low = rounded(sum[i], unit), high = rounded(sum[half + i], unit);
+            to[i] = byte_of(i < turning ? coarse_of(low) : low), to[half + i] = byte_of(i < turning ? coarse_of(high) : high);
+            if (i < turning) to[size + i] = byte_of(fine_of(low)), to[size + turning + i] = byte_of(fine_of(high));
+        }
+        if (threadIdx.x == 0) reinterpret_cast<float*>(slot + entry_scale_at)[at * entry_scales] = unit;
     }
 }

@@ -6,40 +6,46 @@ from collections.abc import Iterator
 from typing import Any
 
 from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch
-from headwise.kernels.compressed_base import Entries, Making
+from headwise.kernels.compressed_base import Entries, Kept, Making
+from headwise.kernels.compressed_rows import stored_part
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
 from headwise.kernels.cuda.launch import Array, Kernel, addresses_of
 from headwise.kernels.cuda.programs import Defines, Programs
-from headwise.kernels.dsa import INDEXER
-from headwise.kernels.mla import LATENT
+from headwise.kernels.dsa import INDEXER, INDEXER_SCALE
+from headwise.kernels.mla import LATENT, LATENT_SCALE, has_scales
+from headwise.kernels.mla_quantised import FLOAT8, INT8
 
 SOURCE, KERNEL = "entries.cu", "make_entries"
 THREADS = 256
 """That `entries.cu` is compiled for."""
+CODES = {INT8: "INT8", FLOAT8: "E4M3"}
+SCALE_BYTES = 4
 
 
 class CudaEntries:
     """`CompressedKernels.make_entries` on device arrays: one launch, on the current stream.
 
-    Rows and entries are of one dtype, float16, bfloat16 or float32. The grid depends on shapes alone: it has room for
-    ``tokens // rate + sequences`` entries, which is as many as there may be. Sequences without queries are padding.
+    Rows are float16, bfloat16 or float32, and entries, and keys for an indexer, of their dtype, int8 or E4M3. The grid
+    depends on shapes alone: it has room for ``tokens // rate + sequences`` entries, which is as many as there may be.
+    Sequences without queries are padding.
     """
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        self._kernels: dict[str, Kernel] = {}
+        self._kernels: dict[tuple[str, str], Kernel] = {}
 
-    def prepare(self, dtype: str) -> Kernel:
-        """Compile or load what calls on rows of ``dtype`` need, so that they only enqueue.
+    def prepare(self, dtype: str, kept: str) -> Kernel:
+        """Compile or load what calls on rows of ``dtype`` and entries of ``kept`` need, so that they only enqueue.
 
         Raises:
             ConfigError: there is no such variant.
         """
-        if dtype not in self._kernels:
-            self._kernels[dtype] = self._programs(SOURCE, variant_of(dtype)).kernel(KERNEL, THREADS)
-        return self._kernels[dtype]
+        if (dtype, kept) not in self._kernels:
+            self._kernels[dtype, kept] = self._programs(SOURCE, variant_of(dtype, kept)).kernel(KERNEL, THREADS)
+        return self._kernels[dtype, kept]
 
     def make(self, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
         """Make the entries whose last token is of the batch's step.
@@ -50,36 +56,51 @@ class CudaEntries:
             ConfigError: the sizes are none that the kernel can read in vectors (`check_size`).
             ValueError: rows and entries do not lie in blocks of one arena, or the host knows nothing of the lengths.
         """
-        making, rows, made = entries.making, entries.rows, entries.made
-        dtype = rows.layout.roles[0].dtype
-        kernel, item = self.prepare(dtype), numpy_dtype(dtype).itemsize
-        at, own = made.layout.role_offsets, made.layout.roles[0]
+        making, made = entries.making, entries.made
+        dtype, own = entries.rows[0].layout.roles[0].dtype, made.layout.roles[0]
+        kernel, item = self.prepare(dtype, own.dtype), numpy_dtype(dtype).itemsize
         for one in making.makings:
             check_size(one.size, item)
-        if (rows.layout.block_bytes, rows.layout.block_size, dtype) != (
-            made.layout.block_bytes, made.layout.block_size, own.dtype
-        ):  # fmt: skip
-            raise ValueError(
-                f"rows in {rows.layout.identity} and entries in {made.layout.identity} are not of one arena"
-            )
+        for rows in entries.rows:
+            if (rows.layout.block_bytes, rows.layout.block_size) != (made.layout.block_bytes, made.layout.block_size):
+                raise ValueError(
+                    f"rows in {rows.layout.identity} and entries in {made.layout.identity} are not of one arena"
+                )
         first, index = making.makings[0], making.makings[1] if len(making.makings) > 1 else None
-        index_bytes = 0 if index is None else index.size * item
-        tables = batch.block_tables
+        index_size, tables = 0 if index is None else index.size, batch.block_tables
         kernel(
             (queries_of(batch) // making.rate + batch.seq_lens.shape[0], len(making.makings), 1),
             (
                 *addresses_of(
-                    arena, batch.cu_seqlens_q, batch.seq_lens, tables, rows.heads.group, rows.heads.slot,
-                    made.heads.group, made.heads.slot, *_arrays(first), *_arrays(index),
+                    arena, batch.cu_seqlens_q, batch.seq_lens, tables, made.heads.group, made.heads.slot,
+                    *_arrays(first, entries.rows[0]), *_arrays(index, entries.rows[-1]),
                 ),
-                rows.layout.block_bytes, rows.layout.slot_bytes, made.layout.slot_bytes,
-                rows.layout.role_offsets[LATENT], rows.layout.roles[0].token_bytes,
-                at[LATENT] + making.begin * item, own.token_bytes, at.get(INDEXER, 0), index_bytes,
-                batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.itemsize, rows.layout.block_size,
-                made.layout.own_tokens, making.rate, making.keys, first.size, 0 if index is None else index.size,
-                making.firsts[0], making.firsts[1] if index else 0, first.eps, 0.0 if index is None else index.eps,
+                made.layout.block_bytes, made.layout.slot_bytes,
+                *_row_places(entries.rows[0].layout), *_row_places(entries.rows[-1].layout),
+                *_entry_places(made.layout, first.size, making.begin, index_size),
+                batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.itemsize, made.layout.block_size,
+                made.layout.own_tokens, making.rate, making.keys, first.size, index_size,
+                first.eps, 0.0 if index is None else index.eps,
             ),
         )  # fmt: skip
+
+
+def _row_places(layout: BlockLayout) -> tuple[int, ...]:
+    return layout.slot_bytes, layout.role_offsets[LATENT], layout.roles[0].token_bytes
+
+
+def _entry_places(layout: BlockLayout, size: int, begin: int, index_size: int) -> tuple[int, ...]:
+    """Where entries of ``size`` numbers, keys of ``index_size`` and scales of both lie, as `entries.cu` is told."""
+    at, own, part = layout.role_offsets, layout.roles[0], stored_part(layout, size, begin)
+    number = own.token_bytes // own.shape[0]
+    scales, scale_at = 0, 0
+    if has_scales(layout):
+        (scales,), scale_at = layout.roles[1].shape, at[LATENT_SCALE] + begin // size * SCALE_BYTES
+    turning = (part.stop - part.start - size) // 2
+    return (
+        at[LATENT] + part.start * number, own.token_bytes, at.get(INDEXER, 0), index_size * number,
+        scale_at, at.get(INDEXER_SCALE, 0), scales, turning,
+    )  # fmt: skip
 
 
 def check_size(size: int, itemsize: int) -> None:
@@ -105,22 +126,28 @@ def queries_of(batch: AttentionBatch) -> int:
     return int(batch.seq_lens.shape[0]) * batch.max_query_len
 
 
-def variant_of(dtype: str) -> Defines:
-    """The macros of `entries.cu` for rows of ``dtype``.
+def variant_of(dtype: str, kept: str) -> Defines:
+    """The macros of `entries.cu` and `turned.cu` for rows of ``dtype`` and what is kept of them.
 
     Raises:
         ConfigError: there is no such variant.
     """
-    if dtype not in NUMBERS:
-        raise ConfigError(f"entries of {dtype} are not made on a GPU: choose one of {', '.join(NUMBERS)}")
-    return {"NUMBER": NUMBERS[dtype]}
+    if dtype not in NUMBERS or kept not in (dtype, *CODES):
+        raise ConfigError(
+            f"entries of {dtype} kept in {kept} are not made on a GPU: choose one of {', '.join(NUMBERS)}, and keep "
+            f"them so or in {' or '.join(CODES)}"
+        )
+    return {"NUMBER": NUMBERS[dtype], "CACHE": CODES.get(kept, NUMBERS[dtype])}
 
 
 def all_variants() -> Iterator[Defines]:
     """The macros of every variant of `entries.cu`, to compile them ahead."""
-    for number in NUMBERS.values():
-        yield {"NUMBER": number}
+    for dtype in NUMBERS:
+        for kept in (dtype, *CODES):
+            yield variant_of(dtype, kept)
 
 
-def _arrays(one: Making | None) -> tuple[Any, ...]:
-    return (None, None, None) if one is None else (one.bias, one.norm, one.inverse)
+def _arrays(one: Making | None, rows: Kept) -> tuple[Any, ...]:
+    if one is None:
+        return (None,) * 5
+    return one.bias, one.norm, one.inverse, rows.heads.group, rows.heads.slot

@@ -16,41 +16,9 @@
 #include "quantised.cuh"
 
 constexpr bool PACKED = CACHE == INT4;
-constexpr float COARSE = 16.0f;  // fine units in a coarse one
-constexpr float TURNED = CACHE == INT8 ? COARSE : 1.0f;  // of the unit, what the coarse part of a rotated number counts
 
 static_assert(QUANTISED || PACKED || int(CACHE) == int(NUMBER), "only quantised caches differ from what is given");
 static_assert(SCALED == WARP, "a warp has a group");
-
-// ---- int8 and E4M3 ----
-
-// Of `value` over the block, all of whose threads take part.
-__device__ __forceinline__ float largest_of_block(float value)
-{
-    __shared__ float of_warps[WARP];
-    const int lane = threadIdx.x % WARP;
-    value = largest_of_warp(value);
-    if (lane == 0) of_warps[threadIdx.x / WARP] = value;
-    __syncthreads();
-    return largest_of_warp(lane < blockDim.x / WARP ? of_warps[lane] : 0.0f);
-}
-
-__device__ __forceinline__ void store_coarse_and_fine(char* coarse_at, char* fine_at, const Floats& floats, float scale)
-{
-    const Floats whole = rounded(floats, scale);
-    Floats coarse, fine;
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; i++) {
-        if constexpr (CACHE == INT8) {
-            coarse.at[i] = rintf(whole.at[i] / COARSE);
-            fine.at[i] = whole.at[i] - COARSE * coarse.at[i];
-        } else {
-            coarse.at[i] = whole.at[i];
-            fine.at[i] = COARSE * (whole.at[i] - of_e4m3(byte_of(whole.at[i])));
-        }
-    }
-    store_bytes(coarse_at, coarse), store_bytes(fine_at, fine);
-}
 
 // ---- int4 ----
 

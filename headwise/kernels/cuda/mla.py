@@ -113,13 +113,18 @@ def check_latents(shape: LatentShape, sm: int) -> None:
         )
     if shape.kv_dtype == INT4:
         check_groups(shape.rank, shape.rotated)
-    if shape.kv_dtype == FLOAT8 and sm < OLDEST_SM_E4M3:
+    check_e4m3(shape.kv_dtype, sm)
+    if shape.block_size & (shape.block_size - 1):
+        raise ConfigError(f"block_size {shape.block_size} is not supported on a GPU: choose a power of two, 16 or more")
+
+
+def check_e4m3(kv_dtype: str, sm: int) -> None:
+    """Raise ConfigError where a card of compute capability ``sm`` does not convert what is kept in ``kv_dtype``."""
+    if kv_dtype == FLOAT8 and sm < OLDEST_SM_E4M3:
         raise ConfigError(
             f"kv_dtype {FLOAT8} needs compute capability {OLDEST_SM_E4M3 / 10} or newer, this card has {sm / 10}: "
             "choose kv_dtype int8"
         )
-    if shape.block_size & (shape.block_size - 1):
-        raise ConfigError(f"block_size {shape.block_size} is not supported on a GPU: choose a power of two, 16 or more")
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,9 @@ def _parser() -> argparse.ArgumentParser:
     entries.add_argument("--entry-size", type=int, help="'head_dim'; --q-heads are those of one rank")
     entries.add_argument("--entry-rates", type=_numbers, default=[4, 128], help="tokens of each (default: 4,128)")
     entries.add_argument("--indexed-rate", type=int, default=4, help="of those that are chosen (default: 4)")
+    entries.add_argument(
+        "--entry-turning", type=int, default=32, help="half of 'qk_rope_head_dim'; counts with --kv-dtype (default: 32)"
+    )
     entries.add_argument("--streams", type=int, default=4, help="of hyper-connections; 0: none (default: 4)")
     mixture = parser.add_argument_group("mixture of experts", "of a model that has one")
     mixture.add_argument("--experts", type=int, help="to choose from")
@@ -386,12 +389,10 @@ def _compressed(options: argparse.Namespace) -> Iterator[CompressedModel]:
     if options.entry_size is None:
         return
     kept, rates = options.kv_dtype or options.dtype, tuple(options.entry_rates)
-    if kept != options.dtype:
-        raise ConfigError(f"entries of several tokens are kept in the dtype of queries: leave out --kv-dtype {kept}")
     indexed = options.indexed_rate if options.index_heads else 0
     if indexed and indexed not in rates:
         raise ConfigError(f"--indexed-rate {indexed} is not one of --entry-rates {','.join(map(str, rates))}")
-    every = options.q_heads, options.entry_size, options.block_size, options.dtype, rates
+    every = options.q_heads, options.entry_size, options.block_size, options.dtype, kept, options.entry_turning, rates
     yield CompressedModel(*every, indexed, options.index_heads or 0, options.index_dim, options.streams)
 
 

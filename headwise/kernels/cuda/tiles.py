@@ -163,13 +163,16 @@ def latent_tile(heads: int, q_dtype: str, kv_dtype: str, sm: int, is_decode: boo
     return Tile(32 if is_wide else 16, 64 if has_room else 32, 8, 2)
 
 
-def compressed_tile(heads: int, dtype: str, sm: int) -> Tile:
+def compressed_tile(heads: int, dtype: str, kv_dtype: str, sm: int) -> Tile:
     """For rows of 512 that are keys and values at once, of some heads of one query: as of a decode over latents.
 
-    A stage more brings places, and with two the compiler spills for sm_90 where an indexer chooses.
+    A stage more brings places, and with two the compiler spills for sm_90 where an indexer chooses. Codes are in
+    registers when they are converted, and so are the sums of numbers of two bytes: beside 32 rows the smallest tile.
     """
-    tile = latent_tile(heads, dtype, dtype, sm, is_decode=True)
-    return tile if dtype == "float32" else replace(tile, stages=3)
+    tile = latent_tile(heads, dtype, kv_dtype, sm, is_decode=True)
+    if dtype == "float32":
+        return tile
+    return replace(tile, stages=3, keys=LEAST_KEYS if kv_dtype != dtype and tile.rows > 16 else tile.keys)
 
 
 def score_tile(dtype: str) -> Tile:

@@ -11,15 +11,16 @@ from headwise.kernels.cuda.entries import variant_of
 from headwise.kernels.cuda.latents import rows_of
 from headwise.kernels.cuda.launch import Array, Kernel, addresses_of
 from headwise.kernels.cuda.programs import Programs
-from headwise.kernels.mla import LATENT
+from headwise.kernels.mla import LATENT, LATENT_SCALE, has_scales
 
 SOURCE, KERNEL = "turned.cu", "turn_rows"
 THREADS = 128
 
 
 class CudaTurned:
-    """One launch each, on the current stream. All is float16, bfloat16 or float32, and of one dtype; tokens may lie
-    apart. Grids depend on shapes alone; tokens beyond ``cu_seqlens_q[-1]`` are padding, and are turned, too.
+    """One launch each, on the current stream. All is float16, bfloat16 or float32, and of one dtype, but for a cache in
+    int8 or E4M3; tokens may lie apart. Grids depend on shapes alone; tokens beyond ``cu_seqlens_q[-1]`` are padding,
+    and are turned, too.
 
     Raises:
         ConfigError: there is no variant for a dtype, or an array that the kernel cannot read.
@@ -27,20 +28,22 @@ class CudaTurned:
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        self._kernels: dict[str, Kernel] = {}
+        self._kernels: dict[tuple[str, str], Kernel] = {}
 
-    def prepare(self, dtype: str) -> Kernel:
-        """Compile or load what calls on arrays of ``dtype`` need, so that they only enqueue."""
-        if dtype not in self._kernels:
-            self._kernels[dtype] = self._programs(SOURCE, variant_of(dtype)).kernel(KERNEL, THREADS)
-        return self._kernels[dtype]
+    def prepare(self, dtype: str, kept: str) -> Kernel:
+        """Compile or load what calls on arrays of ``dtype`` need that are kept in ``kept``, so that they only enqueue.
+        Those that keep nothing need what keeps ``dtype``."""
+        if (dtype, kept) not in self._kernels:
+            self._kernels[dtype, kept] = self._programs(SOURCE, variant_of(dtype, kept)).kernel(KERNEL, THREADS)
+        return self._kernels[dtype, kept]
 
     def turn(self, rows: Array, cosines: Array, sines: Array, turning: int) -> None:
         """Turn ``rows [tokens, heads, size]`` in place: elements ``i < turning`` with those of number ``i + size / 2``.
 
         cosines, sines: float32 ``[tokens, 1, angles]``, of which as many count
         """
-        self._launch(rows, None, cosines, sines, turning, (0, 0, 0), (None,) * 6, (0, 0, 0, 0))
+        kernel = self.prepare(rows.dtype.name, rows.dtype.name)
+        self._launch(kernel, rows, None, cosines, sines, turning, (0, 0, 0, 0), (None,) * 6, (0, 0, 0, 0))
 
     def write(
         self,
@@ -55,21 +58,24 @@ class CudaTurned:
     ) -> None:
         """The same of ``query``; and store ``key [tokens, size]``, turned likewise."""
         layout, tables = kept.layout, batch.block_tables
-        check_kept(layout, key)
+        check_kept(layout, key, turning)
         places = arena, batch.cu_seqlens_q, batch.seq_lens, tables, kept.heads.group, kept.heads.slot
-        offsets = layout.block_bytes, layout.slot_bytes, layout.role_offsets[LATENT]
+        at = layout.role_offsets
+        offsets = layout.block_bytes, layout.slot_bytes, at[LATENT], at.get(LATENT_SCALE, 0)
         stride = tables.strides[0] // tables.itemsize
         sizes = batch.seq_lens.shape[0], batch.groups, stride, layout.block_size
-        self._launch(query, key, cosines, sines, turning, offsets, places, sizes)
+        kernel = self.prepare(query.dtype.name, layout.roles[0].dtype)
+        self._launch(kernel, query, key, cosines, sines, turning, offsets, places, sizes)
 
     def _launch(
         self,
+        kernel: Kernel,
         rows: Array,
         key: Array | None,
         cosines: Array,
         sines: Array,
         turning: int,
-        offsets: tuple[int, int, int],
+        offsets: tuple[int, int, int, int],
         places: tuple[Array | None, ...],
         sizes: tuple[int, int, int, int],
     ) -> None:
@@ -82,7 +88,7 @@ class CudaTurned:
             raise ConfigError(f"{angles} angles, {turning} of which count, do not fit rows {rows.shape} and their keys")
         address, row_stride = rows_of("rows", rows, tokens)
         key_address, key_stride = (0, 0) if key is None else rows_of("key", key, tokens)
-        self.prepare(rows.dtype.name)(
+        kernel(
             (tokens, 1, 1),
             (
                 address, key_address, *addresses_of(cosines, sines, *places), row_stride, key_stride, *offsets, *sizes,
@@ -111,7 +117,12 @@ def check_angles(cosines: Array, sines: Array, tokens: int) -> int:
     return angles
 
 
-def check_kept(layout: BlockLayout, key: Array) -> None:
-    """Raise ConfigError where blocks of ``layout`` do not keep such keys."""
-    if layout.roles[0].shape != key.shape[1:] or layout.roles[0].dtype != key.dtype.name:
-        raise ConfigError(f"keys {key.dtype} {list(key.shape)} are not what {layout.identity} keeps")
+def check_kept(layout: BlockLayout, key: Array, turning: int) -> None:
+    """Raise ConfigError where blocks of ``layout`` do not keep such keys, of each half of which so many turn."""
+    (width,), (size,), kept = layout.roles[0].shape, key.shape[1:], layout.roles[0].dtype
+    fits = width == size + 2 * turning if has_scales(layout) else width == size and kept == key.dtype.name
+    if not fits:
+        raise ConfigError(
+            f"keys {key.dtype} {list(key.shape)}, {2 * turning} elements of which turn, are not what {layout.identity} "
+            "keeps"
+        )

@@ -192,7 +192,7 @@ def read_model_card(
     attention = attention_of(model)
     chosen = config.device, config.kernels, config.kv_dtype_name, config.tensor_ops
     for tp_size in config.tp_sizes:
-        attention.check(Serving(config.model, tp_size, *chosen, config.context_parallel_size))
+        attention.check(Serving(config.model, tp_size, *chosen, config.context_parallel_size, config.dtype_name))
     plan, layouts = _plan(config, model, attention, resolve_block_size(config, model))
     spec = _cache_spec(config, layouts[0], asked)
     adapters = [AdapterFile(name, path) for name, path in config.adapter_paths.items()]

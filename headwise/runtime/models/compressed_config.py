@@ -1,7 +1,8 @@
 """Geometry of attention to a window and to entries that stand for several tokens (DeepSeek-V4), and what it keeps.
 
 A decoder layer keeps its tokens' keys in the cache of its own number. What it keeps besides lies in caches with numbers
-behind those of all layers: rows that entries are made of, and entries.
+behind those of all layers: rows that entries are made of, and entries. Rows of keys for an indexer are apart from those
+of entries, which would else be larger than all entries of a block in codes, and make blocks of that size.
 
 Entries of many tokens are small: those of several layers lie side by side in one cache, which is as large as that of
 one layer's entries of few tokens. So both fill blocks of the same bytes.
@@ -24,17 +25,19 @@ In blocks of others they are padded, or pad those."""
 
 @dataclass(frozen=True)
 class SideCache:
-    """A cache beside those of layers. layers: whose it is"""
+    """A cache beside those of layers. layers: whose it is; width: of rows, numbers of a token"""
 
     kind: Literal["rows", "entries"]
     layers: tuple[int, ...]
+    width: int = 0
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Where a layer keeps rows and entries: numbers of caches. place: of its entries among those beside them"""
+    """Where a layer keeps rows, of entries and of their keys for an indexer, and entries: numbers of caches. place: of
+    its entries among those beside them"""
 
-    rows: int
+    rows: tuple[int, ...]
     entries: int
     place: int
 
@@ -68,16 +71,17 @@ class CompressedConfig:
         """Whether a layer's entries overlap, and are chosen by an indexer."""
         return 0 < self.rates[layer] == self.indexed
 
-    def row_width(self, layer: int) -> int:
-        """Numbers of a token that a layer's entries are made of: keys and gates."""
-        return 4 * (self.head_dim + self.index_dim) if self.is_indexed(layer) else 2 * self.head_dim
+    def row_widths(self, layer: int) -> tuple[int, ...]:
+        """Numbers of a token that each thing of a layer's entries is made of: keys and gates."""
+        return (4 * self.head_dim, 4 * self.index_dim) if self.is_indexed(layer) else (2 * self.head_dim,)
 
     @cached_property
     def caches(self) -> tuple[SideCache, ...]:
         """Those beside the layers' own, in the order of their numbers."""
         having = [layer for layer, rate in enumerate(self.rates) if rate]
         indexed = [layer for layer in having if self.is_indexed(layer)]
-        found = [SideCache("rows", (layer,)) for layer in having]
+        found = [SideCache("rows", (layer,), self.row_widths(layer)[0]) for layer in having]
+        found += [SideCache("rows", (layer,), self.row_widths(layer)[1]) for layer in indexed]
         found += [SideCache("entries", (layer,)) for layer in indexed]
         for rate in sorted({self.rates[layer] for layer in having} - {self.indexed}):
             others = [layer for layer in having if self.rates[layer] == rate]
@@ -92,10 +96,12 @@ class CompressedConfig:
 
     @cached_property
     def _sides(self) -> dict[int, Sides]:
-        rows = {cache.layers[0]: index for index, cache in enumerate(self.caches) if cache.kind == "rows"}
-        first = len(self.rates)
+        first, rows = len(self.rates), dict[int, tuple[int, ...]]()
+        for number, cache in enumerate(self.caches, first):
+            if cache.kind == "rows":
+                rows[cache.layers[0]] = (*rows.get(cache.layers[0], ()), number)
         return {
-            layer: Sides(first + rows[layer], first + index, place)
+            layer: Sides(rows[layer], first + index, place)
             for index, cache in enumerate(self.caches)
             if cache.kind == "entries"
             for place, layer in enumerate(cache.layers)

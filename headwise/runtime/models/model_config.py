@@ -166,7 +166,7 @@ class ModelConfig:
         if layer in self._index_layers:
             return (self.num_layers + self._index_layers.index(layer),)
         sides = None if self.compressed is None else self.compressed.sides(layer)
-        return () if sides is None else (sides.rows, sides.entries)
+        return () if sides is None else (*sides.rows, sides.entries)
 
     def caches_of(self, layers: range) -> tuple[int, ...]:
         """Numbers of all caches of some layers, theirs first."""

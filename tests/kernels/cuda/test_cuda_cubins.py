@@ -472,8 +472,8 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     assert sum(path.name.startswith("attend_compressed") for path in made_of_entries) == 4
     with pytest.raises(SystemExit, match="--indexed-rate 8 is not one of --entry-rates 4,128"):
         precompile.main([str(tmp_path), "--sm", "90", *of_entries, "--indexed-rate", "8"])
-    with pytest.raises(SystemExit, match="leave out --kv-dtype int8"):
-        precompile.main([str(tmp_path), "--sm", "90", *of_entries, "--kv-dtype", "int8"])
+    with pytest.raises(SystemExit, match="8 rotated numbers of a row in int8 are not supported"):
+        precompile.main([str(tmp_path), "--sm", "90", *of_entries, "--kv-dtype", "int8", "--entry-turning", "4"])
     monkeypatch.setattr(cubins, "compile_variant", None)
     of_rank = ExpandedShape(LatentShape(16, 512, 64, 8, "bfloat16", "bfloat16"), 128, 128, parts=8)
     for variant in mla_ranks.variants_of(of_rank, 90):

@@ -57,24 +57,23 @@ that is a power of two."""
 MORE_PADDING = {
     **NO_BETTER,
     **{("nemotron-nano-9b-v2", ranks): 0.31 for ranks in (4, 8)},
-    **{("deepseek-v4-flash", ranks): 0.3 for ranks in range(1, 9)},
 }
-"""DeepSeek-V4's is of windows: its entries fill blocks, see below. And those of which blocks of so many tokens do not
+"""Those of which blocks of so many tokens do not
 suit all numbers of ranks: with 80 x 128 numbers of a head's state, 128 tokens would suit four, and 512 eight."""
 
 
-def plan_of(path: Path, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
-    """As it is served, in bfloat16: states and heads in blocks of one pool.
+def plan_of(path: Path, tp_size: int, block_size: int = 0, kv_dtype: str = "bfloat16") -> HeadGroupPlan:
+    """As it is served: states and heads in blocks of one pool.
 
     block_size: 0: what ``auto`` is
     """
-    return plan_of_model(model_config(json.loads(path.read_text())), tp_size, block_size)
+    return plan_of_model(model_config(json.loads(path.read_text())), tp_size, block_size, kv_dtype)
 
 
-def plan_of_model(model: ModelConfig, tp_size: int, block_size: int = 0) -> HeadGroupPlan:
+def plan_of_model(model: ModelConfig, tp_size: int, block_size: int = 0, kv_dtype: str = "bfloat16") -> HeadGroupPlan:
     """The same of a model that was read."""
-    attention, block_size = attention_of(model), block_size or choose_block_size(model, "bfloat16").tokens
-    sizes = [attention.layout(block_size, 1, "bfloat16", layer).slot_bytes for layer in range(model.cache_layers)]
+    attention, block_size = attention_of(model), block_size or choose_block_size(model, kv_dtype).tokens
+    sizes = [attention.layout(block_size, 1, kv_dtype, layer).slot_bytes for layer in range(model.cache_layers)]
     return plan_head_groups(model.policies, tp_size, sizes=sizes, is_replicated=attention.is_replicated)
 
 
@@ -158,15 +157,25 @@ def test_heads_come_before_states_where_both_cannot_fit() -> None:
     assert paddings(plan_of(PUBLISHED[0].parent / "qwen3.5-27b.json", 8))[False] == 0
 
 
-def test_of_a_long_context_deepseek_v4_keeps_little_and_wastes_little_of_that() -> None:
-    """Entries of 4 tokens with keys of 128, of 21 layers, and entries of 128 tokens of 20 layers, in bfloat16."""
-    plan = plan_of(PUBLISHED[0].parent / "deepseek-v4-flash.json", 1)
+@pytest.mark.parametrize(
+    ("kv_dtype", "number", "groups", "most"), [("bfloat16", 2, [12, 10], 1.17), ("float8_e4m3fn", 1, [22], 1.05)]
+)
+def test_of_a_long_context_deepseek_v4_keeps_little_and_wastes_little_of_that(
+    kv_dtype: str, number: int, groups: list[int], most: float
+) -> None:
+    """Entries of 4 tokens with keys of 128, of 21 layers, and entries of 128 tokens of 20 layers.
+
+    groups: of entries, members; most: bytes over those of numbers, scales and rotated numbers' second bytes
+    """
+    plan = plan_of(PUBLISHED[0].parent / "deepseek-v4-flash.json", 1, kv_dtype=kv_dtype)
     full = [group for group in plan.groups if group.policy.is_full]
-    filled = 64 // 4 * (512 + 128) * 2 * 21 + 512 * 2 * 20
-    assert [len(group.members[0]) for group in full] == [22]
-    assert plan.block_bytes == 448 << 10
-    assert 1 < plan.block_bytes / filled < 1.02
-    assert plan.block_bytes / 64 < 85_888 / 11, "bytes of a token of DeepSeek-V3.2"
+    assert [len(group.members[0]) for group in full] == groups
+    assert plan.block_bytes == 256 << 10
+    each, key = (512 * 2, 128 * 2) if number == 2 else (512 + 64 + 4, 128 + 4)
+    filled = 64 // 4 * (each + key) * 21 + each * 20
+    assert 1 < plan.block_bytes * len(full) / filled < most
+    of_v3_2 = 85_888 if number == 2 else 47_336
+    assert plan.block_bytes * len(full) / 64 < of_v3_2 / 10, "bytes of a token of DeepSeek-V3.2"
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,25 @@ def test_numbers_beside_attention_and_experts_are_those_of_connections() -> None
     assert drafting.side_elements - config.side_elements == of_layer, "the layer that drafts joins streams, too"
 
 
-def test_what_a_layer_keeps_lies_in_three_caches() -> None:
+def test_what_a_layer_keeps_lies_in_three_caches_or_four() -> None:
     config = model_config(TINY)
-    assert [config.sides_of(layer) for layer in range(5)] == [(), (5, 9), (6, 11), (7, 10), (8, 11)]
+    assert [config.sides_of(layer) for layer in range(5)] == [(), (5, 9, 11), (6, 13), (7, 10, 12), (8, 13)]
     windows = [row[0] for row in config.policies]
-    assert windows == [*[HeadPolicy(24)] * 5, *[HeadPolicy(8), HeadPolicy(16)] * 2, *[FULL] * 3]
+    of_rows = [*[HeadPolicy(8), HeadPolicy(16)] * 2, *[HeadPolicy(8)] * 2]
+    assert windows == [*[HeadPolicy(24)] * 5, *of_rows, *[FULL] * 3]
     assert config.compressed is not None
-    assert config.compressed.sides(4) == Sides(rows=8, entries=11, place=1)
+    assert config.compressed.sides(4) == Sides(rows=(8,), entries=13, place=1)
+
+
+@pytest.mark.parametrize(("kv_dtype", "codes"), [("int8", 1), ("float8_e4m3fn", 1), ("bfloat16", 0)])
+def test_rotated_numbers_take_two_bytes_and_rows_that_entries_are_made_of_too(kv_dtype: str, codes: int) -> None:
+    """``[keys, rows, entries of one layer, entries of two]``: heads of 32, of which 16 are rotated."""
+    variant = attention_of(model_config(TINY))
+    kept = [variant.layout(16, 1, kv_dtype, number) for number in (0, 5, 11, 13)]
+    assert [layout.roles[0].dtype for layout in kept] == [kv_dtype, "bfloat16", kv_dtype, kv_dtype]
+    wide = 32 + 16 * codes
+    assert [layout.roles[0].shape for layout in (kept[0], kept[2], kept[3])] == [(wide,), (wide,), (2 * wide,)]
+    assert len({layout.slot_bytes for layout in kept[2:]}) == 1
 
 
 def test_of_the_published_model_entries_of_128_tokens_lie_side_by_side() -> None:
@@ -189,7 +201,11 @@ def test_weights_of_another_shape_are_refused_by_name(name: str, value: np.ndarr
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_dtype": "int8"}, "kv_dtype int8 cannot hold what compressed attention keeps"),
+        ({"kv_dtype": "int4"}, "kv_dtype int4 cannot hold what compressed attention keeps"),
+        (
+            {"kv_dtype": "int8", "device": "cuda", "dtype": "float16"},
+            "kv_dtype int8 of m on a GPU takes dtype bfloat16",
+        ),
         ({"tp_size": 5}, "tp_size 5 is more than the 4 query heads of m: choose up to that"),
         ({"context_parallel_size": 2, "tp_size": 2}, "context_parallel_size 2: of no layer of m"),
     ],

@@ -163,7 +163,7 @@ class DenseCompressedAttention:
         return ops.rope(ops.from_kernel_array(out.astype(np.float32)), *back)
 
     def _entries(self, making, index: int, rows: np.ndarray) -> np.ndarray:
-        one, first = making.makings[index], making.firsts[index]
+        one, first = making.makings[index], making.parts[index].start
         width = making.keys * one.size
         keys, gates = rows[:, first : first + width], rows[:, first + width : first + 2 * width]
         found = [np.empty((0, one.size))]

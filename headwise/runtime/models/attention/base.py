@@ -84,6 +84,7 @@ class Serving:
     kv_dtype: str
     tensor_ops: str = "auto"
     context_parallel_size: int = 1
+    dtype: str = "bfloat16"
 
     def check_context(self, variant: AttentionVariant, layers: int) -> None:
         """Raise ConfigError where ranks are to keep tokens together, and would of no layer."""

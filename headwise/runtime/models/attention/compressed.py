@@ -14,7 +14,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
-from headwise.kernels.compressed import entries_layout, rows_layout
+from headwise.kernels.compressed import entries_layout, keys_layout, rows_layout
 from headwise.kernels.compressed_base import (
     CompressedKernels,
     Entries,
@@ -22,6 +22,7 @@ from headwise.kernels.compressed_base import (
     Kept,
     TurningCompressedKernels,
 )
+from headwise.kernels.compressed_rows import QUANTISED
 from headwise.kernels.cuda.compressed_kernels import CudaCompressedKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.turned import check_turning
@@ -32,12 +33,16 @@ from headwise.runtime.models.attention.base import CachedAttention, LayerCache, 
 from headwise.runtime.models.attention.mla import heads_of_ranks
 from headwise.runtime.models.attention.wanted import of_wanted
 from headwise.runtime.models.base import Rotation
-from headwise.runtime.models.compressed_config import CompressedConfig
+from headwise.runtime.models.compressed_config import CompressedConfig, SideCache
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 CPU_SIZE_MULTIPLE = 32
 """Of numbers of a key, and of one of an indexer, for the CPU's kernels to read them as whole vectors."""
+
+
+MOST_PADDING = 0.05
+"""Of entries that an indexer chooses, so that others that lie side by side are as large."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +56,41 @@ class CompressedAttention:
     def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
         own, cache = self.compressed, self.compressed.cache_of(layer)
         if cache is None:
-            return rows_layout(block_size, slots, own.head_dim, kv_dtype)
-        first = cache.layers[0]
+            return keys_layout(block_size, slots, own.head_dim, kv_dtype, own.rotated // 2)
         if cache.kind == "rows":
-            return rows_layout(block_size, slots, own.row_width(first), kv_dtype)
-        rate = own.rates[first]
-        if own.is_indexed(first):
-            return entries_layout(block_size, slots, own.head_dim, rate, kv_dtype, own.index_dim)
-        indexed = next((layer for layer in range(len(own.rates)) if own.is_indexed(layer)), None)
-        least = 0
-        if indexed is not None:
-            least = entries_layout(block_size, 1, own.head_dim, own.indexed, kv_dtype, own.index_dim).slot_bytes
-        width = len(cache.layers) * own.head_dim
-        return entries_layout(block_size, slots, width, rate, kv_dtype, least_bytes=least)
+            return rows_layout(block_size, slots, cache.width, kv_dtype)
+        return self._entries(block_size, slots, kv_dtype, cache, self._least_bytes(block_size, kv_dtype, cache))
+
+    def _least_bytes(self, block_size: int, kv_dtype: str, cache: SideCache) -> int:
+        """Of a slot of entries: those of all layers are to fill blocks of the same bytes, if little is lost by it."""
+        own = self.compressed
+        firsts = {own.is_indexed(each.layers[0]): each for each in reversed(own.caches) if each.kind == "entries"}
+        sizes = {is_indexed: self._entries(block_size, 1, kv_dtype, each) for is_indexed, each in firsts.items()}
+        if len(sizes) < 2:
+            return 0
+        indexed, others = sizes[True].slot_bytes, sizes[False].slot_bytes
+        is_close = indexed < others <= indexed * (1 + MOST_PADDING)
+        return others if is_close and own.is_indexed(cache.layers[0]) else indexed
+
+    def _entries(
+        self, block_size: int, slots: int, kv_dtype: str, cache: SideCache, least_bytes: int = 0
+    ) -> BlockLayout:
+        own, first = self.compressed, cache.layers[0]
+        index_dim, beside = own.index_dim if own.is_indexed(first) else 0, len(cache.layers)
+        return entries_layout(
+            block_size, slots, own.head_dim, own.rates[first], kv_dtype, own.rotated // 2, index_dim=index_dim,
+            beside=beside, least_bytes=least_bytes,
+        )  # fmt: skip
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
         own, heads = self.compressed, self.config.num_heads
         self.layout(1, 1, serving.kv_dtype)
+        if serving.device == "cuda" and serving.kv_dtype in QUANTISED and serving.dtype != "bfloat16":
+            raise ConfigError(
+                f"kv_dtype {serving.kv_dtype} of {serving.model} on a GPU takes dtype bfloat16, in which it keeps the "
+                f"rows that entries are made of, not {serving.dtype}"
+            )
         if serving.device == "cuda" and serving.tensor_ops == "paddle":
             raise ConfigError(
                 f"tensor_ops paddle has no hyper-connections, which {serving.model} needs: choose tensor_ops cupy"
@@ -100,10 +122,10 @@ class CompressedAttention:
         made = {layout: cache.layers[0] for layout, cache in caches if cache.kind == "entries"}
         check_turning(own.head_dim, own.rotated // 2, numpy_dtype(dtype).itemsize)
         for heads in heads_of_ranks(self.config, tp_size):
-            kernels.prepare(layouts[0], heads, dtype)
+            kernels.prepare(layouts[0], heads, own.head_dim, dtype)
             for layout, layer in made.items():
                 index_heads = own.index_heads if own.is_indexed(layer) else 0
-                kernels.prepare_entries(layouts[0], layout, heads, dtype, index_heads, own.index_dim)
+                kernels.prepare_entries(layouts[0], layout, heads, own.head_dim, dtype, index_heads, own.index_dim)
         return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any, ranks: TokenRanks | None = None) -> CachedAttention:
@@ -116,7 +138,7 @@ class CompressedAttention:
         size = heads * own.head_dim
         queries = own.q_rank * (hidden + size) + hidden * own.head_dim
         out = size * own.out_rank + own.out_groups * own.out_rank * hidden
-        rows = hidden * own.row_width(layer) if own.rates[layer] else 0
+        rows = hidden * sum(own.row_widths(layer)) if own.rates[layer] else 0
         asking = own.index_heads * (own.q_rank * own.index_dim + hidden) if own.is_indexed(layer) else 0
         return queries + out + rows + asking
 
@@ -142,7 +164,7 @@ class CompressedAttention:
 class Asking:
     """What a layer with entries gives of a step's tokens.
 
-    rows:   ``[T, width]``, that entries are made of
+    rows:   ``[T, width]``, that entries are made of, side by side
     index:  what an indexer's queries ask with, not rotated yet; None: all entries are seen
     """
 
@@ -179,9 +201,10 @@ class CompressedOverCache:
         window, entries, index = Kept(cache.layout, cache.heads), None, None
         queries = self._written(cache, window, query, key, rotation)
         if asking is not None:
-            rows, made = (Kept(*side) for side in cache.sides)
-            entries = Entries(asking.making, rows, made)
-            kernels.write_rows(ops.kernel_array(asking.rows), cache.arena, rows, cache.batch)
+            *rows, made = (Kept(*side) for side in cache.sides)
+            entries, every = Entries(asking.making, tuple(rows), made), ops.kernel_array(asking.rows)
+            for part, kept in zip(asking.making.parts, rows, strict=True):
+                kernels.write_rows(every[:, part], cache.arena, kept, cache.batch)
             index = None if asking.index is None else self._turned(asking.index, rotation)
         cache.wait()
         if entries is not None:
