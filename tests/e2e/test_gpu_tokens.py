@@ -32,7 +32,8 @@ SHOWN_BY_OTHERS = (
     "llama4", "dots1", "glm4-moe-lite", "qwen2-moe", "glm4", "seed-oss", "smollm3", "olmo2", "granite",
     "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-h-latent", "bamba", "granite-swa",
     "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1", "mistral4", "laguna-elements", "glm5",
-    "hunyuan-v1-moe", "exaone-moe", "solar-open", "hunyuan3",
+    "hunyuan-v1-moe", "exaone-moe", "solar-open", "hunyuan3", "glm5-shared", "granite-moe", "nemotron-h-moe", "step3",
+    "afmoe", "exaone4", "olmo3", "ministral3", "deepseek-v4",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
 NOT_ON_GPUS = ("hunyuan4",)
@@ -147,8 +148,8 @@ def test_ranks_that_all_have_tokens_and_entries_say_the_reference_tokens(size: i
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [
-        ("bfloat16", "auto"),
         ("bfloat16", "float8_e4m3fn"),
+        pytest.param("bfloat16", "auto", marks=pytest.mark.soak),
         pytest.param("bfloat16", "int8", marks=pytest.mark.soak),
         pytest.param("float16", "auto", marks=pytest.mark.soak),
     ],
@@ -189,13 +190,13 @@ def test_ranks_with_states_beside_latents_that_all_have_say_the_reference_tokens
 @pytest.mark.parametrize(
     ("model", "size", "parts"),
     [
-        ("deepseek-v3", 2, 2),
         ("deepseek-v3.2", 2, 2),  # with an indexer
+        pytest.param("deepseek-v3", 2, 2, marks=pytest.mark.soak),
         pytest.param("deepseek-v2", 4, 2, marks=pytest.mark.soak),
         pytest.param("deepseek-v3.2", 4, 4, marks=pytest.mark.soak),
         pytest.param("glm5-shared", 2, 2, marks=pytest.mark.soak),  # that layers share
         pytest.param("kimi-linear", 2, 2, marks=pytest.mark.soak),  # beside states
-        ("qwen3", 4, 2),  # two KV heads
+        pytest.param("qwen3", 4, 2, marks=pytest.mark.soak),  # two KV heads
         ("gpt-oss", 4, 2),  # of layers without a window alone; learned sinks, biases
         pytest.param("gemma4", 4, 2, marks=pytest.mark.soak),  # heads of two sizes, half of them on two ranks
     ],
@@ -226,10 +227,17 @@ def test_states_are_resumed_at_checkpoints_that_a_prompt_left(model: str) -> Non
     "model",
     [
         "gemma4-shared",
-        "qwen3-next",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("gpt-oss", "deepseek-v3", "deepseek-v4", "kimi-linear", "nemotron-h", "granite-hybrid-ssm")
+            for name in (
+                "qwen3-next",
+                "gpt-oss",
+                "deepseek-v3",
+                "deepseek-v4",
+                "kimi-linear",
+                "nemotron-h",
+                "granite-hybrid-ssm",
+            )  # those with states: of stages, too, and in `test_drafted_tokens`
         ),
     ],
 )

@@ -367,7 +367,12 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+MOST_SERVED = ("chosen", "all", "chosen in E4M3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in MOST_SERVED else pytest.mark.soak) for name in PUBLISHED]
+)
 @pytest.mark.parametrize(
     "sm", [pytest.param(80, marks=pytest.mark.soak), 90, pytest.param(100, marks=pytest.mark.soak)]
 )

@@ -153,25 +153,25 @@ FOLLOWED = {
 }
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("spoils", [False, True])
 @pytest.mark.parametrize("whole", [NEVER, 5])
 @pytest.mark.parametrize("case", list(FOLLOWED.values()), ids=list(FOLLOWED))
 def test_tokens_that_follow_others_are_taken_on_in_turn_and_of_guesses_no_state_is_left(
-    case: StateCase, whole: int, spoils: bool
+    case: StateCase, whole: int, spoils: bool, seed: int
 ) -> None:
-    for seed in range(2):
-        scene, kernels = DeltaScene(replace(case, seed=seed)), OfProjected(padding=2, spoils=spoils)
-        wanted = expected_of(scene)
-        for found, expected in zip(scene.run(kernels, 3, whole), wanted, strict=True):
-            np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
-        if not spoils:
-            scene.assert_guesses(wanted, rtol=0, atol=5e-5)
-        launched = {kernel for kernel, _ in kernels.launcher.launched}
-        assert "step" not in launched
-        assert ("carry" in launched) == (whole < NEVER)
-        reference = DeltaScene(replace(case, seed=seed))
-        reference.run(make_delta_kernels("reference", threads=1), 3, whole)
-        scene.assert_same_states(reference, atol=1e-4)
+    scene, kernels = DeltaScene(replace(case, seed=seed)), OfProjected(padding=2, spoils=spoils)
+    wanted = expected_of(scene)
+    for found, expected in zip(scene.run(kernels, 3, whole), wanted, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
+    if not spoils:
+        scene.assert_guesses(wanted, rtol=0, atol=5e-5)
+    launched = {kernel for kernel, _ in kernels.launcher.launched}
+    assert "step" not in launched
+    assert ("carry" in launched) == (whole < NEVER)
+    reference = DeltaScene(replace(case, seed=seed))
+    reference.run(make_delta_kernels("reference", threads=1), 3, whole)
+    scene.assert_same_states(reference, atol=1e-4)
 
 
 def test_where_none_follows_another_all_is_the_same_to_the_bit() -> None:

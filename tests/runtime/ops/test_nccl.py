@@ -421,8 +421,18 @@ def test_two_ranks_say_what_one_says(
     assert ("eager", "broadcast", 2, nccl.NCCL_INT32) in nccl.log[1], "tokens come to the others without the host"
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("kept", ["deepseek-v3", "deepseek-v3.2", "a KV head"])
+@pytest.mark.parametrize(
+    ("kept", "graphs"),
+    [
+        ("deepseek-v3", True),
+        ("deepseek-v3.2", False),
+        ("a KV head", True),
+        *(
+            pytest.param(kept, graphs, marks=pytest.mark.soak)
+            for kept, graphs in (("deepseek-v3", False), ("deepseek-v3.2", True), ("a KV head", False))
+        ),
+    ],
+)
 def test_two_ranks_that_keep_tokens_together_say_what_one_says(
     nccl: HostNccl, libraries: Path, tmp_path: Path, graphs: bool, kept: str
 ) -> None:
