@@ -110,8 +110,11 @@ def assert_says_the_reference_tokens(
     [
         "qwen3",
         "gpt-oss",  # windows
-        "kimi-linear",  # recurrent states, latents
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek-v3", "gemma4", "qwen3-next", "nemotron-h")),
+        "deepseek-v4",  # streams, entries
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("kimi-linear", "deepseek-v3", "gemma4", "qwen3-next", "nemotron-h")
+        ),
     ],
 )
 def test_stages_say_the_reference_tokens_by_graphs(model: str) -> None:

@@ -115,6 +115,9 @@ def assert_says_the_reference_tokens(
         pytest.param("cohere2", {"pipeline_parallel_size": 4}, marks=pytest.mark.soak),  # attention beside MLPs
         pytest.param("glm5", {"tp_size": 2}, marks=pytest.mark.soak),
         ("glm5-shared", {"tp_size": 2}),  # each stage has an indexer, and keys of its own
+        ("deepseek-v4", {"tp_size": 2}),  # streams, and entries side by side in each stage
+        pytest.param("deepseek-v4", {"pipeline_parallel_size": 4}, marks=pytest.mark.soak),
+        ("hunyuan4", {}),
     ],
 )
 def test_stages_say_the_reference_tokens_whole_chunked_batched_and_cached(name: str, changes: dict[str, Any]) -> None:
@@ -131,6 +134,7 @@ def test_stages_say_the_reference_tokens_whole_chunked_batched_and_cached(name: 
         "qwen3-next",
         "kimi-linear",
         "gemma4",
+        pytest.param("deepseek-v4", marks=pytest.mark.soak),
         pytest.param("deepseek-v3.2", marks=pytest.mark.soak),
         pytest.param("gpt-oss", marks=pytest.mark.soak),
         pytest.param("llama4", marks=pytest.mark.soak),
@@ -232,6 +236,7 @@ def test_guesses_change_no_token(name: str, changes: dict[str, Any]) -> None:
         ("deepseek-v3", {"pipeline_parallel_size": 3, "tp_size": 2, "context_parallel_size": 2}),
         ("qwen3-next", {"pipeline_parallel_size": 4}),
         pytest.param("glm4-moe", {}, marks=pytest.mark.soak),
+        pytest.param("deepseek-v4", {}, marks=pytest.mark.soak),
     ],
 )
 def test_drafts_of_the_model_itself_change_no_token(name: str, changes: dict[str, Any]) -> None:
@@ -307,6 +312,7 @@ def test_tokens_that_are_drawn_are_those_of_one_stage(params: SamplingParams, tm
         ("gpt-oss", "int4"),
         pytest.param("qwen3-next", "int8", marks=pytest.mark.soak),
         pytest.param("gemma4", "int4", marks=pytest.mark.soak),
+        pytest.param("deepseek-v4", "float8_e4m3fn", marks=pytest.mark.soak),
     ],
 )
 def test_quantised_caches_say_what_they_say_in_one_stage(name: str, kv_dtype: Any) -> None:

@@ -187,7 +187,7 @@ def read_model_card(
         policies = policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, given)
         model = replace(model, policies=(*policies, *behind))
     asked = _asked_length(config, model)
-    model = served_up_to(model, asked)
+    model = _in_stages(served_up_to(model, asked), config)
     identity = _identity(weights + blocks + drafting, model, config) if identify else ""
     attention = attention_of(model)
     chosen = config.device, config.kernels, config.kv_dtype_name, config.tensor_ops
@@ -269,6 +269,13 @@ def arrangement_with(config: EngineConfig, card: ModelCard, tp_size: int) -> Arr
     """
     attention, block_size = attention_of(card.config), card.layout.block_size
     return Arrangement.of(*_plan(config.of_ranks(tp_size), card.config, attention, block_size))
+
+
+def _in_stages(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    try:
+        return model.in_stages(config.pipeline_parallel_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def plan_with(config: EngineConfig, card: ModelCard, block_size: int) -> HeadGroupPlan:

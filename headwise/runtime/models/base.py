@@ -85,7 +85,7 @@ class Model(ABC):
         """Hidden states ``[T, hidden]`` after the final norm, the same on every rank, until the next call.
 
         Of another stage than the last the residual stream behind its layers, of all of the ``T`` in any case; another
-        one than the first begins with that of the stage before, ``stream [T, hidden]``, which it may overwrite.
+        one than the first begins with that of the stage before, ``stream [T, stream_size]``, which it may overwrite.
 
         ``wanted`` are the rows that come of it, ascending, and may be none: once all is written that layers keep,
         nothing is computed for others. With them ``attention`` is a `PagedAttentionLayer`. None: all of the ``T``. In

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
@@ -53,6 +54,8 @@ class CompressedConfig:
     q_rank:    numbers that a token's queries are made of
     out_groups, out_rank: parts of the heads whose results are projected to so many numbers each
     window:    tokens that are seen as such
+    cuts:      first layers of a pipeline's stages but the first: what layers of different stages keep is never in one
+               cache
     """
 
     rates: tuple[int, ...]
@@ -66,6 +69,7 @@ class CompressedConfig:
     out_groups: int
     out_rank: int
     window: int
+    cuts: tuple[int, ...] = ()
 
     def is_indexed(self, layer: int) -> bool:
         """Whether a layer's entries overlap, and are chosen by an indexer."""
@@ -84,9 +88,10 @@ class CompressedConfig:
         found += [SideCache("rows", (layer,), self.row_widths(layer)[1]) for layer in indexed]
         found += [SideCache("entries", (layer,)) for layer in indexed]
         for rate in sorted({self.rates[layer] for layer in having} - {self.indexed}):
-            others = [layer for layer in having if self.rates[layer] == rate]
             each = self._beside(rate) if indexed else 1
-            found += [SideCache("entries", tuple(others[at : at + each])) for at in range(0, len(others), each)]
+            for first, last in pairwise([0, *self.cuts, len(self.rates)]):
+                others = [layer for layer in range(first, last) if self.rates[layer] == rate]
+                found += [SideCache("entries", tuple(others[at : at + each])) for at in range(0, len(others), each)]
         return tuple(found)
 
     def _beside(self, rate: int) -> int:

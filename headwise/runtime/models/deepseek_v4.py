@@ -289,7 +289,7 @@ class DeepseekV4(HyperDecoder):
     def for_drafts(self, hidden: Tensor) -> Tensor:
         """All streams, before they are joined: ``[T, streams * hidden]``."""
         streams, self._streams_behind = self._streams_behind, None
-        return self._flat(streams)
+        return self.side_by_side(streams)
 
     def draft(
         self,
@@ -311,11 +311,7 @@ class DeepseekV4(HyperDecoder):
         streams = hyper.spread(self.ops.from_kernel_array(given)) + streams.reshape(tokens, -1, size)
         turning = _there_and_back(self.rotations(positions)[self.rotation_of[index]])
         where = self._draft_connections, streams, turning, attention, wanted
-        return self._flat(self.through_layer(index, drafting.layer, *where))
-
-    def _flat(self, streams: KernelArray) -> Tensor:
-        """Streams ``[T, n, hidden]`` side by side."""
-        return self.ops.from_kernel_array(streams.reshape(streams.shape[0], streams.shape[1] * streams.shape[2]))
+        return self.side_by_side(self.through_layer(index, drafting.layer, *where))
 
     def drafted(self, made: Tensor) -> tuple[KernelArray, KernelArray] | None:
         drafting = self._drafting

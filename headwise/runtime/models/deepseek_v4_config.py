@@ -80,6 +80,26 @@ class V4Config(HyperModelConfig):
             moe=replace(moe, layers=(*moe.layers, self.num_layers)),
         )
 
+    def stages(self, count: int) -> tuple[range, ...]:
+        """See `ModelConfig.stages`. Layers whose experts are looked up by token are in the first, which alone knows
+        tokens before they are sampled."""
+        found = super().stages(count)
+        assert isinstance(self.moe, V4MoeConfig), "parsed so"
+        behind = sorted(layer for layer in self.moe.hashed if layer not in found[0])
+        if behind:
+            raise ValueError(
+                f"pipeline_parallel_size {count}: layer {behind[0]} looks its experts up by token, and only the first "
+                f"stage, which has {len(found[0])} layers then, is given these: choose fewer stages"
+            )
+        return found
+
+    def in_stages(self, count: int) -> ModelConfig:
+        """See `ModelConfig.in_stages`."""
+        compressed = self.compressed
+        assert compressed is not None, "parsed so"
+        compressed = replace(compressed, cuts=tuple(stage.start for stage in self.stages(count)[1:]))
+        return replace(self, compressed=compressed, policies=compressed.policies)
+
 
 def parse(config: HfConfig) -> ModelConfig:
     check_served(config, _SERVED_VALUES)

@@ -40,9 +40,11 @@ class HyperModelConfig(ModelConfig):
     hyper: HyperConfig | None = None
 
     @property
-    def undivided(self) -> str:
-        """See `ModelConfig.undivided`."""
-        return super().undivided or "layers are connected by several streams"
+    def stream_size(self) -> int:
+        """See `ModelConfig.stream_size`: of all streams."""
+        hyper = self.hyper
+        assert hyper is not None, "parsed so"
+        return hyper.streams * self.hidden_size
 
     @property
     def side_elements(self) -> int:

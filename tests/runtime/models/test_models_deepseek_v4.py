@@ -11,6 +11,7 @@ import pytest
 from support.engine.dense_oracle import DictWeights, run_rank
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint, draw_weights, reference
 
+from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
@@ -216,6 +217,31 @@ def test_a_deployment_that_cannot_be_served_is_told_why(changes: dict[str, Any],
         attention_of(model_config(TINY)).check(Serving(**given))
 
 
-def test_stages_are_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match="pipeline_parallel_size 2: entries of several layers lie side by side"):
-        model_config(TINY).stages(2)
+def test_what_lies_side_by_side_is_of_one_stage() -> None:
+    """Entries of layers 2 and 4, which are in one cache without stages."""
+    config = model_config(TINY).in_stages(2)
+    assert config.stages(2) == (range(3), range(3, 5))
+    assert [config.sides_of(layer) for layer in range(1, 5)] == [(5, 9, 11), (6, 13), (7, 10, 12), (8, 14)]
+    assert config.layer_of_caches == (0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 3, 1, 3, 2, 4)
+    assert len(config.policies) == 15
+    assert config.stream_size == 4 * config.hidden_size
+    assert model_config(TINY).in_stages(1) == model_config(TINY)
+
+
+def test_layers_that_look_experts_up_by_token_are_in_the_first_stage() -> None:
+    given = {**TINY, "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 2}
+    assert len(model_config(given).stages(2)) == 2
+    with pytest.raises(ValueError, match="pipeline_parallel_size 3: layer 2 looks its experts up by token, and only"):
+        model_config(given).in_stages(3)
+
+
+def test_the_published_model_fills_blocks_in_stages_too() -> None:
+    """In codes, of two stages: each has half of all that a token leaves for good."""
+    config = model_config(json.loads(PUBLISHED.read_text())).in_stages(2)
+    variant = attention_of(config)
+    sizes = [variant.layout(64, 1, "float8_e4m3fn", number).slot_bytes for number in range(config.cache_layers)]
+    plan = plan_head_groups(
+        config.policies, sizes=sizes, is_replicated=True, stages=config.stages(2), layer_of=config.layer_of_caches
+    )
+    full = [group for group in plan.groups if group.policy.is_full]
+    assert [len(members) for group in full for members in group.members] == [11, 12]

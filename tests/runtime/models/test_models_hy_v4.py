@@ -150,7 +150,6 @@ def test_a_deployment_that_cannot_be_served_is_told_why(changes: dict[str, Any],
         attention_of(model_config(TINY)).check(Serving(**given))
 
 
-def test_stages_are_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match="pipeline_parallel_size 2: layers are connected by several streams; leave it"):
-        model_config(TINY).stages(2)
+def test_stages_begin_where_an_indexer_does() -> None:
+    assert model_config(TINY).stages(2) == (range(2), range(2, 4))
     assert model_config(TINY).stages(1) == (range(4),)
