@@ -5,6 +5,7 @@ A block of a layout with a ``rate`` has the entries whose last token is in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -125,12 +126,18 @@ def made_of(
     """Of these entries what each making gives, ``[n, size]``."""
     making, made = entries.making, []
     for one, kept in zip(making.makings, entries.rows, strict=True):
-        keys, gates = np.split(_rows_of(arena, making, kept, batch, sequences, numbers, dtype), 2, axis=-1)
+        pieces = [
+            _piece_of(arena, making, kept.piece(index), batch, sequences, numbers, dtype)
+            for index in range(kept.pieces)
+        ]
+        keys, gates = (
+            np.concatenate(each, axis=-1).reshape(*each[0].shape[:-2], -1) for each in zip(*pieces, strict=True)
+        )
         made.append(_made(making, one, keys, gates + one.bias.astype(dtype), numbers))
     return made
 
 
-def _rows_of(
+def _piece_of(
     arena: NDArray[np.uint8],
     making: EntryMaking,
     kept: Kept,
@@ -138,15 +145,29 @@ def _rows_of(
     sequences: Ints,
     numbers: Ints,
     dtype: Any,
-) -> NDArray[Any]:
-    """``[n, keys, rate, width]``: rows of the tokens of entries, and where these overlap before them of the tokens of
-    those before; anything before the first."""
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """``[n, keys, rate, keys, size]`` of a piece's size, twice: keys and gates of the tokens of entries, and where
+    these overlap before them of the tokens of those before; anything before the first."""
     tokens = (numbers[:, None, None] - np.arange(making.keys - 1, -1, -1)[:, None]) * making.rate
     tokens = np.maximum(tokens + np.arange(making.rate), 0)
     size = kept.layout.block_size
     blocks = blocks_in(batch, sequences[:, None, None], kept, tokens // size)
     stored = latent_view(arena, kept.layout)[blocks, int(kept.heads.slot[0]), tokens % size]
-    return (to_float32(stored) if stored.dtype == np.uint16 else stored).astype(dtype, copy=False)
+    rows = (to_float32(stored) if stored.dtype == np.uint16 else stored).astype(dtype, copy=False)
+    keys, gates = np.split(rows.reshape(*rows.shape[:-1], 2 * making.keys, -1), 2, axis=-2)
+    return keys, gates
+
+
+def pieces_of(kept: Kept, row: slice) -> Iterator[tuple[slice, Kept]]:
+    """Which of a row's numbers are each piece of it, and where that is kept."""
+    each = (row.stop - row.start) // kept.pieces
+    for index in range(kept.pieces):
+        yield slice(row.start + index * each, row.start + (index + 1) * each), kept.piece(index)
+
+
+def in_pieces(size: int, keys: int, pieces: int) -> Ints:
+    """Numbers of a row ``[keys | gates]``, of which a token has so many of ``size`` each, in the order of pieces."""
+    return np.arange(2 * keys * size).reshape(2 * keys, pieces, -1).swapaxes(0, 1).reshape(-1)
 
 
 def _made(making: EntryMaking, one: Making, keys: Any, gates: Any, numbers: Ints) -> NDArray[Any]:

@@ -35,10 +35,25 @@ from headwise.kernels.dsa_base import IndexQueries
 
 @dataclass(frozen=True)
 class Kept:
-    """Where a rank keeps one thing of a layer: a member of these blocks. heads: of one entry"""
+    """Where a rank keeps one thing of a layer: a member of these blocks, or rows in several pieces, a member each.
+
+    heads: of these members
+    """
 
     layout: BlockLayout
     heads: HeadTable
+
+    @property
+    def pieces(self) -> int:
+        count: int = self.heads.group.shape[0]
+        return count
+
+    def piece(self, index: int) -> Kept:
+        """One of them alone."""
+        if self.pieces == 1:
+            return self
+        heads, one = self.heads, slice(index, index + 1)
+        return Kept(self.layout, HeadTable(heads.group[one], heads.slot[one], heads.window[one], heads.sink[one]))
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,8 @@ class EntryMaking:
 
     rate:    tokens that one stands for
     overlap: whether they do
-    makings: of entries, and of their keys for an indexer, if there is one. A row of each is ``[keys | gates]``
+    makings: of entries, and of their keys for an indexer, if there is one. A row of each is ``[keys | gates]``, or in
+             pieces ``[keys | gates]`` of so many neighbouring numbers each
     begin:   of what a block has of an entry the number with which this layer's begin: several layers' may lie side by
              side
     """

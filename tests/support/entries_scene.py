@@ -13,7 +13,7 @@ import numpy as np
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.compressed import entries_layout, keys_layout, rows_layout
+from headwise.kernels.compressed import entries_layout, in_pieces, keys_layout, pieces_of, rows_layout
 from headwise.kernels.compressed_base import (
     CompressedKernels,
     Entries,
@@ -33,7 +33,7 @@ GROUPS = 5
 class EntriesCase:
     """A batch; ``query_lens <= seq_lens``. rate: 0, no entries; index_dim: 0, no indexer, and entries do not overlap;
     place: of the layer's entries among those of ``beside`` layers; kv_dtype: of keys and entries, if not that of rows;
-    turning: elements of each half that are rotated"""
+    turning: elements of each half that are rotated; pieces: that rows are kept in"""
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -49,6 +49,7 @@ class EntriesCase:
     dtype: str = "float32"
     kv_dtype: str = ""
     turning: int = 8
+    pieces: int = 1
     beside: int = 1
     place: int = 0
     seed: int = 0
@@ -79,9 +80,12 @@ class EntriesScene:
             asked = random(self.tokens, case.index_heads, case.index_dim), random(self.tokens, case.index_heads)
             self.index = IndexQueries(*(array.astype(kept) for array in asked), case.top)
         layouts, reach = self._layouts(each), [each * case.rate] * len(case.sizes)
+        members = (1, *[case.pieces] * len(reach), 1)
         self.window, *of_rows, made = (
-            Kept(layout, _heads(group, int(draw.integers(case.slots)), window))
-            for group, (layout, window) in enumerate(zip(layouts, (case.window, *reach, 0), strict=True), 1)
+            Kept(layout, _heads(group, draw.permutation(case.slots)[:count], window))
+            for group, (layout, window, count) in enumerate(
+                zip(layouts, (case.window, *reach, 0), members, strict=True), 1
+            )
         )
         makings = tuple(
             Making(size, random(max(1, case.rate), each * size), random(size) + 2, 1e-6, random(size // 2) ** 2)
@@ -102,7 +106,7 @@ class EntriesScene:
         sizes, kv_dtype = (case.block_size, case.slots), case.kv_dtype or case.dtype
         found = [
             keys_layout(*sizes, case.size, kv_dtype, case.turning),
-            *(rows_layout(*sizes, 2 * keys * size, case.dtype) for size in case.sizes),
+            *(rows_layout(*sizes, 2 * keys * size // case.pieces, case.dtype) for size in case.sizes),
             entries_layout(
                 *sizes,
                 case.size,
@@ -161,8 +165,12 @@ class EntriesScene:
     def write_rows(self, kernels: CompressedKernels, rows: np.ndarray, batch: AttentionBatch) -> None:
         """Those that entries are made of."""
         assert self.entries is not None
-        for part, kept in zip(self.entries.making.parts, self.entries.rows, strict=True):
-            kernels.write_rows(rows[:, part], self.arena, kept, batch)
+        making = self.entries.making
+        for row, kept, one in zip(making.parts, self.entries.rows, making.makings, strict=True):
+            ordered = rows.copy()
+            ordered[:, row] = rows[:, row][:, in_pieces(one.size, making.keys, kept.pieces)]
+            for part, piece in pieces_of(kept, row):
+                kernels.write_rows(ordered[:, part], self.arena, piece, batch)
 
     def attend(self, kernels: CompressedKernels, wide: bool = False, last: AttentionBatch | None = None) -> np.ndarray:
         """Of the second step. wide: likewise"""
@@ -179,5 +187,6 @@ class EntriesScene:
         return out
 
 
-def _heads(group: int, slot: int, window: int) -> HeadTable:
-    return HeadTable(*(np.array([value], np.int32) for value in (group, slot, window, 0)))
+def _heads(group: int, slots: np.ndarray, window: int) -> HeadTable:
+    each = np.stack(np.broadcast_arrays(group, slots, window, 0)).astype(np.int32)
+    return HeadTable(*(np.ascontiguousarray(values) for values in each))

@@ -67,7 +67,7 @@ __device__ __forceinline__ int room_before(const int* cu_seqlens_q, int sequence
 // bias:        [rate, keys * size], a token's by its place; keys: 2 where entries overlap, else 1
 // norm:        [size]; inverse: [size / 2]
 // index_...:   the same of keys for an indexer
-// row_bytes:   of a token's row, [keys | gates]
+// row_bytes:   of a token's piece of a row, [keys | gates] of `piece` numbers each; row_groups, row_slots: of each piece
 // row_at, entry_at, index_at: where the first row, entry and key is in a slot, in bytes; entry_bytes, index_bytes: from
 //              one to the next. entry_at is of the layer's own part of an entry
 // ..._scale_at: likewise where their first scale is; entry_scales: of an entry, which may be several layers'
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_entries(
     long long entry_at, long long entry_bytes, long long index_at, long long index_bytes,
     long long entry_scale_at, long long index_scale_at, int entry_scales, int turning,
     int batch, int groups, int table_stride, int block_size, int block_entries, int rate, int keys,
-    int size, int index_size, float eps, float index_eps)
+    int size, int index_size, int piece, int index_piece, float eps, float index_eps)
 {
     __shared__ float highest[THREADS * ELEMENTS], total[THREADS * ELEMENTS], sum[THREADS * ELEMENTS];
     int sequence = 0;
@@ -103,12 +103,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_entries(
 
     if (blockIdx.y) {
         bias = index_bias, norm = index_norm, inverse = index_inverse, eps = index_eps;
-        size = index_size;
+        size = index_size, piece = index_piece;
         row_groups = index_row_groups, row_slots = index_row_slots;
         row_slot_bytes = index_row_slot_bytes, row_at = index_row_at, row_bytes = index_row_bytes;
     }
     const int* tables = block_tables + static_cast<long long>(sequence) * groups * table_stride;
-    const int* row_table = tables + static_cast<long long>(row_groups[0]) * table_stride;
     const int* entry_table = tables + static_cast<long long>(entry_groups[0]) * table_stride;
     const int to_block = entry_table[((entry + 1) * rate - 1) / block_size];
     if (to_block < 0) return;
@@ -118,15 +117,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_entries(
     Mixed mixed;
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) mixed.highest[i] = __uint_as_float(MINUS_INFINITY), mixed.total[i] = mixed.sum[i] = 0.0f;
-    const char* rows = arena + row_slots[0] * row_slot_bytes + row_at;
+    const int own = run < runs ? column / piece : 0;
+    const int* row_table = tables + static_cast<long long>(row_groups[own]) * table_stride;
+    const char* rows = arena + row_slots[own] * row_slot_bytes + row_at + (column - own * piece) * NUMBER_BYTES;
     const int begin = (entry + 1 - keys) * rate;
     for (int i = run; run < runs && i < keys * rate; i += runs) {
-        const int token = begin + i, part = i / rate * size + column;
+        const int token = begin + i, part = i / rate;
         const int block = token < 0 ? -1 : row_table[token / block_size];
         if (block < 0) continue;
-        const char* row = rows + block * block_bytes + token % block_size * row_bytes + part * NUMBER_BYTES;
-        const Floats gates = widened(load(row + keys * size * NUMBER_BYTES));
-        add_token(mixed, widened(load(row)), gates, load_floats(bias + i % rate * keys * size + part));
+        const char* row = rows + block * block_bytes + token % block_size * row_bytes + part * piece * NUMBER_BYTES;
+        const Floats gates = widened(load(row + keys * piece * NUMBER_BYTES));
+        add_token(mixed, widened(load(row)), gates, load_floats(bias + (i % rate * keys + part) * size + column));
     }
     if (run < runs) {
 #pragma unroll

@@ -59,8 +59,8 @@ class CudaEntries:
         making, made = entries.making, entries.made
         dtype, own = entries.rows[0].layout.roles[0].dtype, made.layout.roles[0]
         kernel, item = self.prepare(dtype, own.dtype), numpy_dtype(dtype).itemsize
-        for one in making.makings:
-            check_size(one.size, item)
+        for one, rows in zip(making.makings, entries.rows, strict=True):
+            check_size(one.size, item, rows.pieces)
         for rows in entries.rows:
             if (rows.layout.block_bytes, rows.layout.block_size) != (made.layout.block_bytes, made.layout.block_size):
                 raise ValueError(
@@ -80,7 +80,8 @@ class CudaEntries:
                 *_entry_places(made.layout, first.size, making.begin, index_size),
                 batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.itemsize, made.layout.block_size,
                 made.layout.own_tokens, making.rate, making.keys, first.size, index_size,
-                first.eps, 0.0 if index is None else index.eps,
+                first.size // entries.rows[0].pieces, index_size // entries.rows[-1].pieces, first.eps,
+                0.0 if index is None else index.eps,
             ),
         )  # fmt: skip
 
@@ -103,13 +104,15 @@ def _entry_places(layout: BlockLayout, size: int, begin: int, index_size: int) -
     )  # fmt: skip
 
 
-def check_size(size: int, itemsize: int) -> None:
-    """Raise ConfigError where entries of ``size`` numbers, or an indexer's keys, are not made on a GPU."""
+def check_size(size: int, itemsize: int, pieces: int = 1) -> None:
+    """Raise ConfigError where entries of ``size`` numbers, or an indexer's keys, are not made on a GPU of rows in so
+    many pieces."""
     step = 2 * VECTOR_BYTES // itemsize
     most = THREADS * VECTOR_BYTES // itemsize
-    if size % step or not 0 < size <= most:
+    if size % (step * pieces) or not 0 < size <= most:
         raise ConfigError(
-            f"entries of {size} numbers are not made on a GPU: only of multiples of {step} up to {most}; use device cpu"
+            f"entries of {size} numbers are not made on a GPU: only of multiples of {step * pieces} up to {most}; use "
+            "device cpu"
         )
 
 

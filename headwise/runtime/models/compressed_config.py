@@ -17,6 +17,9 @@ from typing import Literal
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 
+LEAST_PIECE = 16
+"""Numbers: kernels read rows in vectors."""
+
 Policies = tuple[tuple[HeadPolicy, ...], ...]
 
 USUAL_BLOCK = 64
@@ -26,11 +29,12 @@ In blocks of others they are padded, or pad those."""
 
 @dataclass(frozen=True)
 class SideCache:
-    """A cache beside those of layers. layers: whose it is; width: of rows, numbers of a token"""
+    """A cache beside those of layers. layers: whose it is; width: of rows, numbers of a token in a piece of these"""
 
     kind: Literal["rows", "entries"]
     layers: tuple[int, ...]
     width: int = 0
+    pieces: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class CompressedConfig:
     window:    tokens that are seen as such
     cuts:      first layers of a pipeline's stages but the first: what layers of different stages keep is never in one
                cache
+    pieces:    that rows are kept in, where these are as large as `LEAST_PIECE`: a stage has fewer entries, which blocks
+               are to fit
     """
 
     rates: tuple[int, ...]
@@ -70,6 +76,7 @@ class CompressedConfig:
     out_rank: int
     window: int
     cuts: tuple[int, ...] = ()
+    pieces: int = 1
 
     def is_indexed(self, layer: int) -> bool:
         """Whether a layer's entries overlap, and are chosen by an indexer."""
@@ -79,13 +86,21 @@ class CompressedConfig:
         """Numbers of a token that each thing of a layer's entries is made of: keys and gates."""
         return (4 * self.head_dim, 4 * self.index_dim) if self.is_indexed(layer) else (2 * self.head_dim,)
 
+    def pieces_of(self, size: int) -> int:
+        """That rows are kept in of which things of so many numbers are made."""
+        fitting = (count for count in range(self.pieces, 0, -1) if not size % (count * LEAST_PIECE))
+        return next(fitting, 1)
+
+    def _rows(self, layer: int, thing: int) -> SideCache:
+        pieces = self.pieces_of((self.head_dim, self.index_dim)[thing])
+        return SideCache("rows", (layer,), self.row_widths(layer)[thing] // pieces, pieces)
+
     @cached_property
     def caches(self) -> tuple[SideCache, ...]:
         """Those beside the layers' own, in the order of their numbers."""
         having = [layer for layer, rate in enumerate(self.rates) if rate]
         indexed = [layer for layer in having if self.is_indexed(layer)]
-        found = [SideCache("rows", (layer,), self.row_widths(layer)[0]) for layer in having]
-        found += [SideCache("rows", (layer,), self.row_widths(layer)[1]) for layer in indexed]
+        found = [self._rows(layer, 0) for layer in having] + [self._rows(layer, 1) for layer in indexed]
         found += [SideCache("entries", (layer,)) for layer in indexed]
         for rate in sorted({self.rates[layer] for layer in having} - {self.indexed}):
             each = self._beside(rate) if indexed else 1
@@ -129,4 +144,5 @@ class CompressedConfig:
             rate = self.rates[layer]
             return FULL if cache.kind == "entries" else HeadPolicy(window=2 * rate if self.is_indexed(layer) else rate)
 
-        return (*((HeadPolicy(window=self.window),) for _ in self.rates), *((of(cache),) for cache in self.caches))
+        beside = ((of(cache),) * cache.pieces for cache in self.caches)
+        return (*((HeadPolicy(window=self.window),) for _ in self.rates), *beside)

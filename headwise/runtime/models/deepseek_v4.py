@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.head_groups import Sharing
 from headwise.errors import ModelError
+from headwise.kernels.compressed import in_pieces
 from headwise.kernels.compressed_base import EntryMaking, Making
 from headwise.kernels.dsa_base import IndexQueries
 from headwise.kernels.experts import Mixture
@@ -221,19 +222,23 @@ class DeepseekV4(HyperDecoder):
         keys = 2 if own.is_indexed(layer) else 1
 
         def rows() -> Matrix:
-            return _stacked(
+            return _stacked([in_order(name, size) for name, size in parts])
+
+        def in_order(name: str, size: int) -> Matrix:
+            whole = _stacked(
                 [
                     taken(self._all_of(f"{name}{kind}.weight", keys * size, hidden), _each(keys, self._order(size)))
-                    for name, size in parts
                     for kind in ("kv_proj", "gate_proj")
                 ]
             )
+            pieces = own.pieces_of(size)
+            return whole if pieces == 1 else taken(whole, in_pieces(size, keys, pieces))
 
         sides = own.sides(layer)
         assert sides is not None, "it has entries"
         makings = tuple(self._making(layer, name, size, rate, keys) for name, size in parts)
         found: dict[str, Any] = {
-            "rows": self._made(f"{at}rows[turning]", rows),
+            "rows": self._made(f"{at}rows[turning{f', in {own.pieces} pieces' if own.pieces > 1 else ''}]", rows),
             "making": EntryMaking(rate, own.is_indexed(layer), makings, begin=sides.place * own.head_dim),
         }
         return {**found, "indexer": self._indexer(f"{at}indexer.")} if own.is_indexed(layer) else found

@@ -97,7 +97,8 @@ class V4Config(HyperModelConfig):
         """See `ModelConfig.in_stages`."""
         compressed = self.compressed
         assert compressed is not None, "parsed so"
-        compressed = replace(compressed, cuts=tuple(stage.start for stage in self.stages(count)[1:]))
+        cuts = tuple(stage.start for stage in self.stages(count)[1:])
+        compressed = replace(compressed, cuts=cuts, pieces=1 << (count - 1).bit_length())
         return replace(self, compressed=compressed, policies=compressed.policies)
 
 

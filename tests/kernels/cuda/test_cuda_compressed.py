@@ -67,8 +67,9 @@ def kept_of(scene: EntriesScene) -> list[np.ndarray]:
     if scene.entries is not None:
         made = scene.entries.made
         found += [
-            load_latents(scene.arena, rows.layout, blocks_of(rows), latent_width(rows.layout))
+            load_latents(scene.arena, rows.layout, blocks_of(rows.piece(index)), latent_width(rows.layout))
             for rows in scene.entries.rows
+            for index in range(rows.pieces)
         ]
         begin = scene.entries.making.begin
         found.append(load_rows(scene.arena, made.layout.own, blocks_of(made), scene.case.size, begin))
@@ -121,6 +122,15 @@ def test_keys_and_entries_are_kept_as_codes(kv_dtype: str, kind: dict[str, int])
     """All but rows; and seen through splits."""
     case = EntriesCase((4, 1), (90, 130), heads=18, kv_dtype=kv_dtype, **kind)
     assert_right(case, kernels_of(sms=10), of_codes=0.07)
+
+
+@pytest.mark.parametrize("kind", [CSA, HCA])
+def test_entries_are_the_same_of_rows_in_pieces(kind: dict[str, int]) -> None:
+    whole, cut = (EntriesCase((4, 1), (90, 130), pieces=pieces, **kind) for pieces in (1, 2))
+    scenes = [EntriesScene(whole), assert_right(cut, kernels_of())]
+    scenes[0].write(ReferenceCompressedKernels())
+    found = [scene.attend(ReferenceCompressedKernels()) for scene in scenes]
+    np.testing.assert_allclose(*found, rtol=0, atol=2e-5)
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
