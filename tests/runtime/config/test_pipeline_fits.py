@@ -20,10 +20,11 @@ def documented() -> list[list[str]]:
 
 @pytest.mark.parametrize("row", documented(), ids=lambda row: row[0])
 def test_the_docs_say_what_fits_on_stages(tmp_path: Path, row: list[str]) -> None:
-    model, *numbers = row
+    (model, _, kv_dtype), numbers = row[0].partition(", "), row[1:]
     found = []
     for stages in (1, 2, 4, 8):
-        options = {"tp_size": 8 // stages, "pipeline_parallel_size": stages}
+        options: dict[str, Any] = {"tp_size": 8 // stages, "pipeline_parallel_size": stages}
+        options |= {"kv_dtype": kv_dtype} if kv_dtype else {}
         config, card = published_card(tmp_path, model.lower().replace(" ", "-"), **options)
         found.append(str(requests_that_fit(config, card, 131_072)[0]))
     assert numbers == found
