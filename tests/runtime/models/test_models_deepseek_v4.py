@@ -115,6 +115,14 @@ def test_rotated_numbers_take_two_bytes_and_rows_that_entries_are_made_of_too(kv
     assert len({layout.slot_bytes for layout in kept[2:]}) == 1
 
 
+def test_what_members_are_is_told_in_words() -> None:
+    one, two = (attention_of(model_config(TINY).in_stages(stages)) for stages in (1, 2))
+    assert one.members(7, HeadPolicy(window=24)) == two.members(7, HeadPolicy(window=24)) == "7 times keys"
+    assert one.members(4, HeadPolicy(window=8)) == "4 times rows for entries"
+    assert two.members(4, HeadPolicy(window=8)) == "4 times rows for entries, in pieces"
+    assert one.members(3, FULL) == "3 times entries, some of several layers"
+
+
 def test_of_the_published_model_entries_of_128_tokens_lie_side_by_side() -> None:
     compressed = model_config(json.loads(PUBLISHED.read_text())).compressed
     assert compressed is not None

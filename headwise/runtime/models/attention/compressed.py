@@ -157,7 +157,8 @@ class CompressedAttention:
         own = self.compressed
         of_rows = {2 * rate if rate == own.indexed else rate for rate in own.rates if rate}
         kinds = ["keys"] * (policy.window == own.window) + ["rows for entries"] * (policy.window in of_rows)
-        return f"{count} layers' {' or '.join(kinds)}"
+        in_pieces = own.pieces > 1 and "rows for entries" in kinds
+        return f"{count} times {' or '.join(kinds)}{', in pieces' * in_pieces}"
 
 
 @dataclass(frozen=True)
