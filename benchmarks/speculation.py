@@ -40,6 +40,7 @@ STORIES = (
     "What is the difference between weather and climate?",
 )
 MOST = len(QUESTIONS)
+QUICK_PARAGRAPHS = 1 + MOST
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few tokens, one round: seconds")
     args = parser.parse_args(arguments)
     rounds, tokens, weights, numbers = args.rounds, args.tokens, ["bfloat16", "gguf"], [1, MOST]
+    asked = tasks()
     if args.quick:
         rounds, tokens, weights, numbers = 1, 24, ["gguf"], [1]
+        asked = tasks(QUICK_PARAGRAPHS)
     print(f"{'weights':>9} {'task':>8} {'requests':>8} {'plain, tok/s':>12} {'guessed':>8} {'ratio':>6} {'right':>6}")
-    cases = [case for each in weights for case in measured(each, rounds, tokens, args.guesses, numbers)]
+    cases = [case for each in weights for case in measured(each, asked, rounds, tokens, args.guesses, numbers)]
     print(json.dumps({"rounds": rounds, "guesses": args.guesses, "cases": [asdict(case) for case in cases]}))
 
 
-def tasks() -> dict[str, list[str]]:
-    """What is asked, for `MOST` requests each."""
-    handbook = HANDBOOK.read_text(encoding="utf-8")
-    paragraphs = handbook.split("\n\n")[1:]
+def tasks(most_paragraphs: int | None = None) -> dict[str, list[str]]:
+    """What is asked, for `MOST` requests each, of so many paragraphs; None: of all that there are."""
+    title, *paragraphs = HANDBOOK.read_text(encoding="utf-8").split("\n\n")[:most_paragraphs]
+    handbook = "\n\n".join([title, *paragraphs])
     return {
         "repeats": [f"{paragraphs[index]}\n\nRepeat the text above word for word." for index in range(MOST)],
         "answers": [f"{handbook}\n\n{question}" for question in QUESTIONS],
@@ -82,7 +85,9 @@ def tasks() -> dict[str, list[str]]:
     }
 
 
-def measured(weights: str, rounds: int, tokens: int, guesses: int, numbers: Sequence[int]) -> Iterator[Case]:
+def measured(
+    weights: str, tasks: dict[str, list[str]], rounds: int, tokens: int, guesses: int, numbers: Sequence[int]
+) -> Iterator[Case]:
     """Cases of weights of one kind."""
     config = {"model": MODEL, "dtype": "bfloat16", "weights_dtype": weights, "prefix_caching": False}
     with ExitStack() as stack:
@@ -92,7 +97,7 @@ def measured(weights: str, rounds: int, tokens: int, guesses: int, numbers: Sequ
             )
             for most in (0, guesses)
         )
-        for task, asked in tasks().items():
+        for task, asked in tasks.items():
             for requests in numbers:
                 rates, before = list[tuple[float, float]](), guessing.core.stats()
                 for turn in range(rounds + 1):
