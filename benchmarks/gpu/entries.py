@@ -170,8 +170,7 @@ class OnDevice:
             upload(np.zeros((len(angles), 1, step.numbers["keys"].shape[1]), np.float32)), numbers["keys"], *turned,
             self.arena, self.window, every,
         )  # fmt: skip
-        for part, rows in zip(making.parts, self.entries.rows, strict=True):
-            self.kernels.write_rows(numbers["rows"][:, part], self.arena, rows, every)
+        self.kernels.write_pieces(numbers["rows"], self.arena, self.entries, every)
         self.kernels.make_entries(self.arena, self.entries, every)
 
     def attend(self) -> Array:

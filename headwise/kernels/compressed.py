@@ -158,11 +158,12 @@ def _piece_of(
     return keys, gates
 
 
-def pieces_of(kept: Kept, row: slice) -> Iterator[tuple[slice, Kept]]:
-    """Which of a row's numbers are each piece of it, and where that is kept."""
-    each = (row.stop - row.start) // kept.pieces
-    for index in range(kept.pieces):
-        yield slice(row.start + index * each, row.start + (index + 1) * each), kept.piece(index)
+def pieces_of(entries: Entries) -> Iterator[tuple[slice, Kept]]:
+    """Which numbers of a token's rows, side by side, are each piece of them, and where that is kept."""
+    for row, kept in zip(entries.making.parts, entries.rows, strict=True):
+        each = (row.stop - row.start) // kept.pieces
+        for index in range(kept.pieces):
+            yield slice(row.start + index * each, row.start + (index + 1) * each), kept.piece(index)
 
 
 def in_pieces(size: int, keys: int, pieces: int) -> Ints:

@@ -119,6 +119,10 @@ class CompressedKernels(Protocol):
     def write_rows(self, rows: Array, arena: Array, kept: Kept, batch: AttentionBatch) -> None:
         """Store the step's ``rows [tokens, width]`` at their positions. A token whose block is ``-1`` is skipped."""
 
+    def write_pieces(self, rows: Array, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
+        """Store all that entries are made of, ``rows [tokens, width]``: those of each thing side by side, and of each
+        its pieces, as `write_rows`."""
+
     def make_entries(self, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
         """Make the entries whose last token is of this step, of the rows that are stored, and store them."""
 

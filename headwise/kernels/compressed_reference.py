@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.kernels.base import AttentionBatch
-from headwise.kernels.compressed import blocks_in, columns_of, make_entries
+from headwise.kernels.compressed import blocks_in, columns_of, make_entries, pieces_of
 from headwise.kernels.compressed_base import Entries, Kept
 from headwise.kernels.compressed_rows import load_rows, write_rows
 from headwise.kernels.dsa import load_keys
@@ -25,6 +25,13 @@ class ReferenceCompressedKernels:
     def write_rows(self, rows: NDArray[Any], arena: NDArray[np.uint8], kept: Kept, batch: AttentionBatch) -> None:
         """See `CompressedKernels.write_rows`."""
         write_rows(rows, arena, kept, batch)
+
+    def write_pieces(
+        self, rows: NDArray[Any], arena: NDArray[np.uint8], entries: Entries, batch: AttentionBatch
+    ) -> None:
+        """See `CompressedKernels.write_pieces`."""
+        for part, kept in pieces_of(entries):
+            self.write_rows(rows[:, part], arena, kept, batch)
 
     def make_entries(self, arena: NDArray[np.uint8], entries: Entries, batch: AttentionBatch) -> None:
         """See `CompressedKernels.make_entries`."""

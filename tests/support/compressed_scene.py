@@ -118,8 +118,7 @@ class CompressedScene:
                 for rows in (self.keys, self.rows)
             ]
             kernels.write_rows(every[0], self.arena, self.window, batch)
-            for part, kept in zip(self.making.parts, self.entries.rows, strict=True):
-                kernels.write_rows(every[1][:, part], self.arena, kept, batch)
+            kernels.write_pieces(every[1], self.arena, self.entries, batch)
             kernels.make_entries(self.arena, self.entries, batch)
 
     def recycle(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.compressed import entries_layout, in_pieces, keys_layout, pieces_of, rows_layout
+from headwise.kernels.compressed import entries_layout, in_pieces, keys_layout, rows_layout
 from headwise.kernels.compressed_base import (
     CompressedKernels,
     Entries,
@@ -165,12 +165,10 @@ class EntriesScene:
     def write_rows(self, kernels: CompressedKernels, rows: np.ndarray, batch: AttentionBatch) -> None:
         """Those that entries are made of."""
         assert self.entries is not None
-        making = self.entries.making
+        making, ordered = self.entries.making, rows.copy()
         for row, kept, one in zip(making.parts, self.entries.rows, making.makings, strict=True):
-            ordered = rows.copy()
             ordered[:, row] = rows[:, row][:, in_pieces(one.size, making.keys, kept.pieces)]
-            for part, piece in pieces_of(kept, row):
-                kernels.write_rows(ordered[:, part], self.arena, piece, batch)
+        kernels.write_pieces(ordered, self.arena, self.entries, batch)
 
     def attend(self, kernels: CompressedKernels, wide: bool = False, last: AttentionBatch | None = None) -> np.ndarray:
         """Of the second step. wide: likewise"""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.compressed import blocks_in, columns_of, make_entries, table_of
+from headwise.kernels.compressed import blocks_in, columns_of, make_entries, pieces_of, table_of
 from headwise.kernels.compressed_base import Entries, Kept
 from headwise.kernels.compressed_rows import load_rows, store_rows
 from headwise.kernels.cpu.attention import NumbaKernels, TokenKernels
@@ -62,6 +62,11 @@ class NumbaCompressedKernels:
             store_rows(arena, kept.layout, at, rows[: len(mapped)][mapped])
             return
         self._indexed.write_latent(rows, arena, kept.layout, batch, kept.heads)
+
+    def write_pieces(self, rows: Floats, arena: NDArray[np.uint8], entries: Entries, batch: AttentionBatch) -> None:
+        """See `CompressedKernels.write_pieces`."""
+        for part, kept in pieces_of(entries):
+            self.write_rows(rows[:, part], arena, kept, batch)
 
     def make_entries(self, arena: NDArray[np.uint8], entries: Entries, batch: AttentionBatch) -> None:
         """See `CompressedKernels.make_entries`."""

@@ -110,6 +110,10 @@ class CudaCompressedKernels:
         begin = rows.shape[1] - ANY_PART
         self._write.write(None, rows[:, :begin], rows[:, begin:], None, arena, kept.layout, batch, kept.heads)
 
+    def write_pieces(self, rows: Array, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
+        """See `CompressedKernels.write_pieces`."""
+        self._entries.write(rows, arena, entries, batch)
+
     def make_entries(self, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
         """See `CompressedKernels.make_entries`."""
         self._entries.make(arena, entries, batch)

@@ -19,6 +19,39 @@ constexpr int NUMBER_BYTES = 4 / WORD_ELEMENTS;
 constexpr int THREADS = 256;
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
 
+// rows:  [tokens, ...], row_stride bytes apart: what entries are made of, then what keys for an indexer are, each in its
+//        pieces
+// ...:   as of make_entries; row_bytes and index_row_bytes are of a piece, pieces and index_pieces how many there are
+// grid:  the tokens; threads: any number of warps
+extern "C" __global__ void write_pieces(
+    const char* rows, char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
+    const int* row_groups, const int* row_slots, const int* index_row_groups, const int* index_row_slots,
+    long long row_stride, long long block_bytes,
+    long long row_slot_bytes, long long row_at, long long row_bytes,
+    long long index_row_slot_bytes, long long index_row_at, long long index_row_bytes,
+    int batch, int groups, int table_stride, int block_size, int pieces, int index_pieces)
+{
+    const int token = blockIdx.x;
+    const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
+    if (sequence == batch) return;  // padding
+    const int position = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
+    const int* column = block_tables + static_cast<long long>(sequence) * groups * table_stride + position / block_size;
+    const int own = pieces * static_cast<int>(row_bytes / VECTOR);
+    const int all = own + index_pieces * static_cast<int>(index_row_bytes / VECTOR);
+    rows += token * row_stride;
+    for (int i = threadIdx.x; i < all; i += blockDim.x) {
+        const bool is_index = i >= own;
+        const long long bytes = is_index ? index_row_bytes : row_bytes;
+        const int within = is_index ? i - own : i, vectors = static_cast<int>(bytes / VECTOR), piece = within / vectors;
+        const int group = is_index ? index_row_groups[piece] : row_groups[piece];
+        const int block = column[static_cast<long long>(group) * table_stride];
+        if (block < 0) continue;
+        char* to = arena + block * block_bytes + within % vectors * VECTOR + position % block_size * bytes;
+        to += is_index ? index_row_slots[piece] * index_row_slot_bytes + index_row_at : row_slots[piece] * row_slot_bytes + row_at;
+        *reinterpret_cast<uint4*>(to) = load(rows + i * VECTOR);
+    }
+}
+
 // Of the numbers of one vector, what tokens make so far: their highest gates, and sums by weights relative to these.
 struct Mixed {
     float highest[ELEMENTS], total[ELEMENTS], sum[ELEMENTS];

@@ -12,15 +12,16 @@ from headwise.kernels.base import AttentionBatch
 from headwise.kernels.compressed_base import Entries, Kept, Making
 from headwise.kernels.compressed_rows import stored_part
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
+from headwise.kernels.cuda.latents import rows_of
 from headwise.kernels.cuda.launch import Array, Kernel, addresses_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.dsa import INDEXER, INDEXER_SCALE
 from headwise.kernels.mla import LATENT, LATENT_SCALE, has_scales
 from headwise.kernels.mla_quantised import FLOAT8, INT8
 
-SOURCE, KERNEL = "entries.cu", "make_entries"
-THREADS = 256
-"""That `entries.cu` is compiled for."""
+SOURCE, KERNEL, WRITE_KERNEL = "entries.cu", "make_entries", "write_pieces"
+THREADS, WRITE_THREADS = 256, 128
+"""The former is what `make_entries` is compiled for."""
 CODES = {INT8: "INT8", FLOAT8: "E4M3"}
 SCALE_BYTES = 4
 
@@ -35,17 +36,49 @@ class CudaEntries:
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        self._kernels: dict[tuple[str, str], Kernel] = {}
+        self._kernels: dict[tuple[str, str], tuple[Kernel, Kernel]] = {}
 
-    def prepare(self, dtype: str, kept: str) -> Kernel:
-        """Compile or load what calls on rows of ``dtype`` and entries of ``kept`` need, so that they only enqueue.
+    def prepare(self, dtype: str, kept: str) -> tuple[Kernel, Kernel]:
+        """Compile or load what calls on rows of ``dtype`` and entries of ``kept`` need, so that they only enqueue: what
+        makes entries, and what writes rows.
 
         Raises:
             ConfigError: there is no such variant.
         """
         if (dtype, kept) not in self._kernels:
-            self._kernels[dtype, kept] = self._programs(SOURCE, variant_of(dtype, kept)).kernel(KERNEL, THREADS)
+            program = self._programs(SOURCE, variant_of(dtype, kept))
+            self._kernels[dtype, kept] = program.kernel(KERNEL, THREADS), program.kernel(WRITE_KERNEL, WRITE_THREADS)
         return self._kernels[dtype, kept]
+
+    def write(self, rows: Array, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
+        """See `CompressedKernels.write_pieces`. Tokens may lie apart.
+
+        Raises:
+            ConfigError: the kernel cannot read the rows, or does not know their dtype.
+            ValueError: they are none of these entries.
+        """
+        tokens, width = rows.shape
+        first, last, tables = entries.rows[0], entries.rows[-1], batch.block_tables
+        expected, dtype = entries.making.parts[-1].stop, first.layout.roles[0].dtype
+        if width != expected or rows.dtype.name != dtype:
+            raise ValueError(f"rows {rows.dtype} {list(rows.shape)}: entries are made of {expected} numbers of {dtype}")
+        if not tokens:
+            return
+        address, stride = rows_of("rows", rows, tokens)
+        _, write = self.prepare(dtype, entries.made.layout.roles[0].dtype)
+        write(
+            (tokens, 1, 1),
+            (
+                address,
+                *addresses_of(
+                    arena, batch.cu_seqlens_q, batch.seq_lens, tables, first.heads.group, first.heads.slot,
+                    last.heads.group, last.heads.slot,
+                ),
+                stride, first.layout.block_bytes, *_row_places(first.layout), *_row_places(last.layout),
+                batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.itemsize, first.layout.block_size,
+                first.pieces, last.pieces if len(entries.rows) > 1 else 0,
+            ),
+        )  # fmt: skip
 
     def make(self, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
         """Make the entries whose last token is of the batch's step.
@@ -58,7 +91,7 @@ class CudaEntries:
         """
         making, made = entries.making, entries.made
         dtype, own = entries.rows[0].layout.roles[0].dtype, made.layout.roles[0]
-        kernel, item = self.prepare(dtype, own.dtype), numpy_dtype(dtype).itemsize
+        (kernel, _), item = self.prepare(dtype, own.dtype), numpy_dtype(dtype).itemsize
         for one, rows in zip(making.makings, entries.rows, strict=True):
             check_size(one.size, item, rows.pieces)
         for rows in entries.rows:

@@ -325,6 +325,12 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name() -> None:
         check_compressed(shape, 70)
     with pytest.raises(ConfigError, match="entries of 24 numbers"):
         check_size(24, 2)
+    with pytest.raises(ConfigError, match="only of multiples of 64 up to"):
+        check_size(32, 2, pieces=4)
+    given = EntriesScene(EntriesCase((1,), (9,)))
+    assert given.entries is not None
+    with pytest.raises(ValueError, match="entries are made of 256 numbers of float32"):
+        kernels_of().write_pieces(np.zeros((1, 128), np.float32), given.arena, given.entries, given.steps()[1][0])
     with pytest.raises(ConfigError, match="needs compute capability"):
         check_compressed(replace(shape, kv_dtype="float8_e4m3fn"), 80)
     scene = EntriesScene(EntriesCase((1,), (9,), dtype="bfloat16"))

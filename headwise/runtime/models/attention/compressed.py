@@ -14,7 +14,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
-from headwise.kernels.compressed import entries_layout, keys_layout, pieces_of, rows_layout
+from headwise.kernels.compressed import entries_layout, keys_layout, rows_layout
 from headwise.kernels.compressed_base import (
     CompressedKernels,
     Entries,
@@ -203,10 +203,8 @@ class CompressedOverCache:
         queries = self._written(cache, window, query, key, rotation)
         if asking is not None:
             *rows, made = (Kept(*side) for side in cache.sides)
-            entries, every = Entries(asking.making, tuple(rows), made), ops.kernel_array(asking.rows)
-            for row, kept in zip(asking.making.parts, rows, strict=True):
-                for part, piece in pieces_of(kept, row):
-                    kernels.write_rows(every[:, part], cache.arena, piece, cache.batch)
+            entries = Entries(asking.making, tuple(rows), made)
+            kernels.write_pieces(ops.kernel_array(asking.rows), cache.arena, entries, cache.batch)
             index = None if asking.index is None else self._turned(asking.index, rotation)
         cache.wait()
         if entries is not None:
