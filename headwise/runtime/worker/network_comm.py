@@ -136,7 +136,10 @@ class NetworkComm:
 
     def _ask(self, part: bytes) -> bytes:
         """Send rank 0 this rank's part; what it answers."""
+        import zmq
+
         self._round += 1
+        self._wait_for(zmq.POLLOUT, lambda: [0])  # a rank that was refused has nobody to send to
         self._socket.send_multipart((_ROUND.pack(self._round), part))
         frames = self._receive(lambda: [0])
         self._check_round(frames, 0)
@@ -159,10 +162,16 @@ class NetworkComm:
             self._socket.send_multipart((_identity(rank), _ROUND.pack(self._round), result))
 
     def _receive(self, missing: Callable[[], list[int]]) -> list[bytes]:
+        import zmq
+
+        self._wait_for(zmq.POLLIN, missing)
+        return list(self._socket.recv_multipart())
+
+    def _wait_for(self, event: int, missing: Callable[[], list[int]]) -> None:
         deadline = self._clock() + self._timeout_s
         while (left := deadline - self._clock()) > 0:
-            if self._socket.poll(math.ceil(min(left, 1.0) * 1000)):
-                return list(self._socket.recv_multipart())
+            if self._socket.poll(math.ceil(min(left, 1.0) * 1000), event):
+                return
         raise EngineDiedError(
             f"tensor-parallel ranks {missing()} did not come to a collective within {self._timeout_s:g} s"
         )

@@ -168,7 +168,9 @@ def test_who_has_no_key_takes_no_part() -> None:
     stranger = NetworkComm.connect(hub.endpoint, 1, 2, PATIENCE_S, ClientKeys(public_key(SECRET), "others"))
     plain = NetworkComm.connect(hub.endpoint, 1, 2, PATIENCE_S, None)
     for comm in (stranger, plain):
-        comm._socket.send_multipart((b"\1" + bytes(7), b"theirs"))
+        comm._timeout_s = 0.2
+        with pytest.raises(EngineDiedError, match=r"ranks \[0\] did not come"):
+            comm.all_reduce(np.full(2, 9, np.float32))
 
     def ours() -> np.ndarray:
         comm = NetworkComm.connect(hub.endpoint, 1, 2, PATIENCE_S, CLIENT)
