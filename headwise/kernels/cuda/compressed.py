@@ -11,11 +11,11 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.compressed_base import Entries, Kept
-from headwise.kernels.compressed_rows import stored_part
+from headwise.kernels.compressed_rows import QUANTISED, stored_part
 from headwise.kernels.cuda.attention import ALIGNMENT, FLOATS, LOG2E, OLDEST_SM, TRITON_TYPES, Tuning
 from headwise.kernels.cuda.entries import SCALE_BYTES
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of, addresses_of
-from headwise.kernels.cuda.mla import MOST_RANK, MULTIPLE, QUANTISED, TUNING, check_e4m3, power_of_two
+from headwise.kernels.cuda.mla import MOST_RANK, MULTIPLE, TUNING, check_e4m3, power_of_two
 from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, compressed_tile
 from headwise.kernels.cuda.workspace import PartsWorkspace

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.compressed import rows_layout
+from headwise.kernels.compressed_rows import QUANTISED
 from headwise.kernels.cuda import dsa, entries, indexer, latents, named_experts, streams, turned
 from headwise.kernels.cuda.compressed import CompressedShape, check_compressed, variant_of
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.launch import Variant
-from headwise.kernels.cuda.mla import QUANTISED
 from headwise.kernels.cuda.programs import Defines
 
 
