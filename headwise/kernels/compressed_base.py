@@ -112,16 +112,13 @@ class Entries:
 
 
 class CompressedKernels(Protocol):
-    """Writes, entries and attention."""
+    """Entries and attention; keys are written as the kernels that extend this one have it."""
 
     name: str
 
-    def write_rows(self, rows: Array, arena: Array, kept: Kept, batch: AttentionBatch) -> None:
-        """Store the step's ``rows [tokens, width]`` at their positions. A token whose block is ``-1`` is skipped."""
-
     def write_pieces(self, rows: Array, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
-        """Store all that entries are made of, ``rows [tokens, width]``: those of each thing side by side, and of each
-        its pieces, as `write_rows`."""
+        """Store all that the step's entries are made of, ``rows [tokens, width]``, at the tokens' positions: those of
+        each thing side by side, and of each its pieces. A token whose block is ``-1`` is skipped."""
 
     def make_entries(self, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
         """Make the entries whose last token is of this step, of the rows that are stored, and store them."""
@@ -147,6 +144,13 @@ class CompressedKernels(Protocol):
         """
 
 
+class PlainCompressedKernels(CompressedKernels, Protocol):
+    """Kernels that are given keys, and queries, that are turned."""
+
+    def write_rows(self, rows: Array, arena: Array, kept: Kept, batch: AttentionBatch) -> None:
+        """Store the step's ``rows [tokens, width]`` at their positions. A token whose block is ``-1`` is skipped."""
+
+
 @runtime_checkable
 class TurningCompressedKernels(CompressedKernels, Protocol):
     """Kernels that can turn heads in place, and keys on the way to the cache.
@@ -166,7 +170,8 @@ class TurningCompressedKernels(CompressedKernels, Protocol):
         kept: Kept,
         batch: AttentionBatch,
     ) -> None:
-        """Turn ``query [tokens, heads, size]`` in place, and store ``key [tokens, size]``, turned, as `write_rows`."""
+        """Turn ``query [tokens, heads, size]`` in place, and store ``key [tokens, size]``, turned, at the tokens'
+        positions. A token whose block is ``-1`` is skipped."""
 
     def turn(self, heads: Array, cosines: Array, sines: Array, turning: int) -> None:
         """Turn ``heads [tokens, heads, size]`` in place."""

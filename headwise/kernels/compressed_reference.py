@@ -23,7 +23,7 @@ class ReferenceCompressedKernels:
     name = "reference"
 
     def write_rows(self, rows: NDArray[Any], arena: NDArray[np.uint8], kept: Kept, batch: AttentionBatch) -> None:
-        """See `CompressedKernels.write_rows`."""
+        """See `PlainCompressedKernels.write_rows`."""
         write_rows(rows, arena, kept, batch)
 
     def write_pieces(

@@ -94,7 +94,7 @@ def load_rows(
 
 
 def write_rows(rows: NDArray[Any], arena: NDArray[np.uint8], kept: Kept, batch: AttentionBatch) -> None:
-    """See `CompressedKernels.write_rows`."""
+    """See `PlainCompressedKernels.write_rows`."""
     size = kept.layout.block_size
     for sequence, some, positions in sequences_of(batch):
         blocks = blocks_of(batch, sequence, kept.heads.group[0], positions, size)

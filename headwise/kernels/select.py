@@ -5,7 +5,7 @@ from __future__ import annotations
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy, RunCopy, reference_run_copy
-from headwise.kernels.compressed_base import CompressedKernels
+from headwise.kernels.compressed_base import PlainCompressedKernels
 from headwise.kernels.compressed_reference import ReferenceCompressedKernels
 from headwise.kernels.delta_base import DeltaKernels, ProjectedDeltaKernels
 from headwise.kernels.delta_reference import ReferenceDeltaKernels
@@ -81,7 +81,7 @@ def make_indexed_kernels(name: str, threads: int) -> IndexedKernels:
     return NumbaIndexedKernels(threads)
 
 
-def make_compressed_kernels(name: str, threads: int) -> CompressedKernels:
+def make_compressed_kernels(name: str, threads: int) -> PlainCompressedKernels:
     """Those of attention to a window and entries, as `make_kernels`; they raise the same."""
     if _is_reference(name):
         return ReferenceCompressedKernels()

@@ -12,7 +12,7 @@ from support.compressed_scene import CompressedCase, CompressedScene
 
 from headwise.errors import ConfigError
 from headwise.kernels.compressed import columns_of, ending, entries_layout, rows_layout
-from headwise.kernels.compressed_base import CompressedKernels
+from headwise.kernels.compressed_base import PlainCompressedKernels
 from headwise.kernels.compressed_reference import ReferenceCompressedKernels
 from headwise.kernels.compressed_rows import dequantised, quantised
 from headwise.kernels.cpu.compressed_attention import NumbaCompressedKernels
@@ -29,13 +29,13 @@ CASES = {
 }
 
 
-def kernels() -> list[CompressedKernels]:
+def kernels() -> list[PlainCompressedKernels]:
     return [ReferenceCompressedKernels(), NumbaCompressedKernels(threads=2)]
 
 
 @pytest.mark.parametrize("each", kernels(), ids=lambda each: each.name)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_query_sees_its_window_and_entries(case: CompressedCase, each: CompressedKernels) -> None:
+def test_a_query_sees_its_window_and_entries(case: CompressedCase, each: PlainCompressedKernels) -> None:
     scene = CompressedScene(case)
     scene.write(each)
     scene.recycle()

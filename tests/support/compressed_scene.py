@@ -13,8 +13,30 @@ import numpy as np
 
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.compressed import entries_layout, keys_layout, rows_layout
-from headwise.kernels.compressed_base import CompressedKernels, Entries, EntryMaking, Kept, Making
+from headwise.kernels.compressed_base import (
+    CompressedKernels,
+    Entries,
+    EntryMaking,
+    Kept,
+    Making,
+    PlainCompressedKernels,
+    TurningCompressedKernels,
+)
 from headwise.kernels.dsa_base import IndexQueries
+
+WritingKernels = PlainCompressedKernels | TurningCompressedKernels
+
+
+def write_keys(
+    kernels: WritingKernels, keys: np.ndarray, turning: int, arena: np.ndarray, window: Kept, batch: AttentionBatch
+) -> None:
+    """Store ``keys [tokens, size]`` as they are: what turns elements of heads turns these by nothing."""
+    if not isinstance(kernels, TurningCompressedKernels):
+        kernels.write_rows(keys, arena, window, batch)
+        return
+    cosines = np.ones((len(keys), 1, turning), np.float32)
+    query = np.zeros((len(keys), 1, keys.shape[1]), keys.dtype)
+    kernels.write_turned(query, keys, cosines, 0 * cosines, turning, arena, window, batch)
 
 
 @dataclass(frozen=True)
@@ -107,7 +129,7 @@ class CompressedScene:
         ends = np.cumsum([0, *query_lens], dtype=np.int32)
         return AttentionBatch(ends, np.array(seq_lens, np.int32), self.tables, self.groups)
 
-    def write(self, kernels: CompressedKernels) -> None:
+    def write(self, kernels: WritingKernels) -> None:
         """All tokens, in steps of some each; entries as they end."""
         for first in range(0, max(self.case.seq_lens), self.case.chunk):
             counts = [max(0, min(self.case.chunk, length - first)) for length in self.case.seq_lens]
@@ -117,7 +139,7 @@ class CompressedScene:
                 np.concatenate([each[first : first + count] for each, count in zip(rows, counts, strict=True)])
                 for rows in (self.keys, self.rows)
             ]
-            kernels.write_rows(every[0], self.arena, self.window, batch)
+            write_keys(kernels, every[0], self.case.head_dim // 4, self.arena, self.window, batch)
             kernels.write_pieces(every[1], self.arena, self.entries, batch)
             kernels.make_entries(self.arena, self.entries, batch)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from support.compressed_scene import WritingKernels, write_keys
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
@@ -20,10 +21,8 @@ from headwise.kernels.compressed_base import (
     EntryMaking,
     Kept,
     Making,
-    TurningCompressedKernels,
 )
 from headwise.kernels.dsa_base import IndexQueries
-from headwise.kernels.mla import has_scales
 
 GROUPS = 5
 """Of which the first has nothing to do with the layer."""
@@ -146,18 +145,13 @@ class EntriesScene:
             for first, last in ((np.zeros_like(old), old), (old, lengths))
         ]
 
-    def write(self, kernels: CompressedKernels, wide: bool = False) -> None:
+    def write(self, kernels: WritingKernels, wide: bool = False) -> None:
         """Both steps. wide: kernels are given float32"""
         for batch, keys, rows in self.steps():
             keys, rows = (array.astype(np.float32) if wide else array for array in (keys, rows))
             if not len(keys):
                 continue
-            if has_scales(self.window.layout) and isinstance(kernels, TurningCompressedKernels):
-                angles = np.ones((len(keys), 1, self.case.turning), np.float32)
-                arguments = angles, 0 * angles, self.case.turning, self.arena, self.window, batch
-                kernels.write_turned(np.zeros((len(keys), 1, self.case.size), keys.dtype), keys, *arguments)
-            else:
-                kernels.write_rows(keys, self.arena, self.window, batch)
+            write_keys(kernels, keys, self.case.turning, self.arena, self.window, batch)
             if self.entries is not None:
                 self.write_rows(kernels, rows, batch)
                 kernels.make_entries(self.arena, self.entries, batch)

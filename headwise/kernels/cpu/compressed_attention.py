@@ -41,7 +41,7 @@ Ints = NDArray[np.int32]
 
 
 class NumbaCompressedKernels:
-    """`CompressedKernels` for float32 arrays in host memory; what is cached is float32, bfloat16, int8 or E4M3.
+    """`PlainCompressedKernels` for float32 arrays in host memory; what is cached is float32, bfloat16, int8 or E4M3.
 
     A query's results depend neither on the batch nor on the number of threads.
 
@@ -56,7 +56,7 @@ class NumbaCompressedKernels:
         self._rows: NumbaKernels = TokenKernels(threads, kv_dtype=None)
 
     def write_rows(self, rows: Floats, arena: NDArray[np.uint8], kept: Kept, batch: AttentionBatch) -> None:
-        """See `CompressedKernels.write_rows`."""
+        """See `PlainCompressedKernels.write_rows`."""
         if has_scales(kept.layout):
             at, mapped = places_of(batch, kept.heads, kept.layout.block_size)
             store_rows(arena, kept.layout, at, rows[: len(mapped)][mapped])

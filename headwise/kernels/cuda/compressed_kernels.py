@@ -8,7 +8,6 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.token_share import TokenShare
 from headwise.kernels.base import AttentionBatch
-from headwise.kernels.compressed import rows_layout
 from headwise.kernels.compressed_base import Entries, Kept
 from headwise.kernels.cuda.attention import Tuning
 from headwise.kernels.cuda.choice import TokenChoice
@@ -17,10 +16,8 @@ from headwise.kernels.cuda.dsa import IndexShape, TritonIndexed
 from headwise.kernels.cuda.dsa_kernels import SCORE_BYTES
 from headwise.kernels.cuda.entries import CudaEntries, check_size
 from headwise.kernels.cuda.indexer import CHOOSE_THREADS, CudaIndexer
-from headwise.kernels.cuda.latents import CudaLatentWrite
 from headwise.kernels.cuda.launch import Array
 from headwise.kernels.cuda.mla import TUNING, TritonLatents
-from headwise.kernels.cuda.mla_kernels import ANY_PART
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.turned import CudaTurned
 from headwise.kernels.dsa_base import IndexQueries
@@ -45,7 +42,6 @@ class CudaCompressedKernels:
     ) -> None:
         """threads, score_bytes: see `CudaIndexer` and `TokenChoice`"""
         self._empty = parts.empty
-        self._write = CudaLatentWrite(parts.programs)
         self._turned = CudaTurned(parts.programs)
         self._entries = CudaEntries(parts.programs)
         self._attention = TritonCompressed(parts.launcher, parts.allocate, tuning)
@@ -78,7 +74,6 @@ class CudaCompressedKernels:
         index_heads, index_dim: of the indexer that chooses them; 0: there is none
         """
         self._attention.prepare(CompressedShape.of(window, made, heads, size, dtype, is_chosen=False))
-        self._write.prepare(rows_layout(window.block_size, 1, size, dtype), numpy_dtype(dtype))  # as of all of them
         self._entries.prepare(dtype, made.roles[0].dtype)
         for each in (size, index_dim) if index_heads else (size,):
             check_size(each, numpy_dtype(dtype).itemsize)
@@ -104,11 +99,6 @@ class CudaCompressedKernels:
     def turn(self, heads: Array, cosines: Array, sines: Array, turning: int) -> None:
         """See `TurningCompressedKernels.turn`."""
         self._turned.turn(heads, cosines, sines, turning)
-
-    def write_rows(self, rows: Array, arena: Array, kept: Kept, batch: AttentionBatch) -> None:
-        """See `CompressedKernels.write_rows`, but for keys in int8 or E4M3: those come by `write_turned` alone."""
-        begin = rows.shape[1] - ANY_PART
-        self._write.write(None, rows[:, :begin], rows[:, begin:], None, arena, kept.layout, batch, kept.heads)
 
     def write_pieces(self, rows: Array, arena: Array, entries: Entries, batch: AttentionBatch) -> None:
         """See `CompressedKernels.write_pieces`."""

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headwise.cache_controller.dtypes import numpy_dtype
-from headwise.kernels.compressed import rows_layout
 from headwise.kernels.compressed_rows import QUANTISED
-from headwise.kernels.cuda import dsa, entries, indexer, latents, named_experts, streams, turned
+from headwise.kernels.cuda import dsa, entries, indexer, named_experts, streams, turned
 from headwise.kernels.cuda.compressed import CompressedShape, check_compressed, variant_of
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.launch import Variant
@@ -64,7 +63,6 @@ class CompressedModel:
         for kept in dict.fromkeys((self.dtype, self.kv_dtype)):
             yield turned.SOURCE, entries.variant_of(self.dtype, kept)
         if self.rates:
-            yield latents.SOURCE, latents.variant_of(rows_layout(self.block_size, 1, self.size, self.dtype), dtype)
             yield entries.SOURCE, entries.variant_of(self.dtype, self.kv_dtype)
         if self.indexed:
             yield indexer.SOURCE, indexer.variant_of(self.dtype, self.kv_dtype)

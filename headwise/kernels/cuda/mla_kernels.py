@@ -27,7 +27,7 @@ ABSORBED_BYTES = 256 << 20
 HEADS_STEP = 32
 """Heads at a time are a multiple of this: tiles are filled."""
 
-ANY_PART = 32
+_ANY_PART = 32
 """Numbers of latents that may as well be the rotated ones, where nothing is to be rotated."""
 
 
@@ -103,7 +103,7 @@ class CudaLatentKernels:
     ) -> None:
         """See `SharedLatentKernels.write_own`. In fewer bits what is stored tells how many numbers are rotated."""
         width = latent.shape[1]
-        rank = 2 * width - latent_width(layout) if has_scales(layout) else width - ANY_PART
+        rank = 2 * width - latent_width(layout) if has_scales(layout) else width - _ANY_PART
         self._write.write(None, latent[:, :rank], latent[:, rank:], None, arena, layout, batch, heads, share)
 
     def write_latent_rope(

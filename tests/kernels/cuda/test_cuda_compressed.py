@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.compressed_scene import CompressedCase, CompressedScene
+from support.compressed_scene import CompressedCase, CompressedScene, write_keys
 from support.entries_scene import GROUPS, EntriesCase, EntriesScene
 from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
 from support.gpu.machine_code import TARGETS, accesses, machine_code, variant_code
@@ -211,7 +211,7 @@ def test_padding_of_a_graph_is_left_alone(kind: dict[str, int]) -> None:
         (replace(first, max_query_len=None, on_host=HostLengths(first.cu_seqlens_q, first.seq_lens)), keys, rows),
         (graph, padded(more_keys, np.nan), padded(more_rows, np.nan)),
     ):
-        kernels.write_rows(of_keys, scene.arena, scene.window, batch)
+        write_keys(kernels, of_keys, case.turning, scene.arena, scene.window, batch)
         scene.write_rows(kernels, of_rows, batch)
         kernels.make_entries(scene.arena, scene.entries, batch)
     for kept in (scene.window, *scene.entries.rows, scene.entries.made):

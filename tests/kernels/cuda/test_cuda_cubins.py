@@ -467,7 +467,7 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *of_entries])
     made_of_entries = {Path(line) for line in capsys.readouterr().out.splitlines()}
     assert {path.name.split("-sm90")[0] for path in made_of_entries} - {*sources, *more} == {
-        "attend_compressed", "score_tokens", "turned", "latents", "entries", "indexer", "streams", "named_experts",
+        "attend_compressed", "score_tokens", "turned", "entries", "indexer", "streams", "named_experts",
     }  # fmt: skip
     assert sum(path.name.startswith("attend_compressed") for path in made_of_entries) == 4
     with pytest.raises(SystemExit, match="--indexed-rate 8 is not one of --entry-rates 4,128"):

@@ -16,10 +16,10 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.compressed import entries_layout, keys_layout, rows_layout
 from headwise.kernels.compressed_base import (
-    CompressedKernels,
     Entries,
     EntryMaking,
     Kept,
+    PlainCompressedKernels,
     TurningCompressedKernels,
 )
 from headwise.kernels.compressed_rows import QUANTISED
@@ -110,7 +110,7 @@ class CompressedAttention:
     def token_parts(self, layer: int, tp_size: int, most: int) -> int:
         return 1
 
-    def host_kernels(self, name: str, threads: int) -> CompressedKernels:
+    def host_kernels(self, name: str, threads: int) -> PlainCompressedKernels:
         return make_compressed_kernels(name, threads)
 
     def gpu_kernels(
@@ -180,9 +180,12 @@ class CompressedOverCache:
     rotated: elements of heads that are, and of an indexer's
     """
 
-    def __init__(self, ops: TensorOps, kernels: CompressedKernels, scale: float, rotated: int) -> None:
+    def __init__(
+        self, ops: TensorOps, kernels: PlainCompressedKernels | TurningCompressedKernels, scale: float, rotated: int
+    ) -> None:
         self._ops, self._kernels, self._scale, self._angles = ops, kernels, scale, rotated // 2
         self._turning = kernels if isinstance(kernels, TurningCompressedKernels) else None
+        self._plain = None if isinstance(kernels, TurningCompressedKernels) else kernels
 
     def __call__(
         self,
@@ -225,14 +228,15 @@ class CompressedOverCache:
     def _written(self, cache: LayerCache, window: Kept, query: Tensor, key: Tensor, rotation: Rotation) -> KernelArray:
         """Rotated queries; the step's keys are in the cache."""
         ops = self._ops
+        queries, (cosines, sines) = ops.kernel_array(query), rotation
         if self._turning is not None:
-            queries, (cosines, sines) = ops.kernel_array(query), rotation
             self._turning.write_turned(
                 queries, ops.kernel_array(key), cosines, sines, self._angles, cache.arena, window, cache.batch
             )
             return queries
+        assert self._plain is not None
         keys = ops.kernel_array(ops.rope(key.reshape([key.shape[0], 1, -1]), *rotation))
-        self._kernels.write_rows(keys[:, 0], cache.arena, window, cache.batch)
+        self._plain.write_rows(keys[:, 0], cache.arena, window, cache.batch)
         return ops.kernel_array(ops.rope(query, *rotation))
 
     def _turned(self, index: IndexQueries, rotation: Rotation) -> IndexQueries:
