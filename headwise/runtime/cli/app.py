@@ -290,7 +290,7 @@ def serve(
 def info(
     options: EngineOptions,
     reference: Annotated[
-        bool, typer.Option("--config-reference", help="Print every configuration key as a Markdown table instead.")
+        bool, typer.Option("--config-reference", help="Print every configuration key as Markdown tables instead.")
     ] = False,
     length: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a request, to see how many fit; may be repeated.")

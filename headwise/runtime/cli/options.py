@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 
 from headwise.errors import ConfigError, HeadwiseError
-from headwise.runtime.config.engine_config import EngineConfig, field_default, number_or_words
+from headwise.runtime.config.engine_config import GROUPS, EngineConfig
+from headwise.runtime.config.options import field_default, number_or_words
 
 if TYPE_CHECKING:
     from headwise.runtime.client.client import Client
@@ -166,15 +167,25 @@ def _number_if_it_is(text: str) -> int | str:
 
 
 def config_reference() -> str:
-    """The fields of `EngineConfig` as a Markdown table."""
-    hints = get_type_hints(EngineConfig)
-    lines = ["| Key | Flag | Values | Default | Meaning |", "| --- | --- | --- | --- | --- |"]
-    for f in fields(EngineConfig):
-        name = f.name.replace("_", "-")
-        flag = f"`--{name}`, `--no-{name}`" if hints[f.name] is bool else f"`--{name}`"
-        default = _shown(field_default(f))
-        lines.append(f"| `{f.name}` | {flag} | {_values(f, hints[f.name])} | `{default}` | {f.metadata['help']} |")
-    return "\n".join(lines)
+    """The fields of `EngineConfig` as Markdown tables, one for each group."""
+    hints, by_name = get_type_hints(EngineConfig), {f.name: f for f in fields(EngineConfig)}
+    lines = []
+    for group in GROUPS:
+        lines += [
+            f"### {group.__doc__}",
+            "",
+            "| Key | Flag | Values | Default | Meaning |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        lines += [_row(by_name[name], hints[name]) for name in group.__annotations__]
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _row(f: Field[Any], hint: Any) -> str:
+    name, default = f.name.replace("_", "-"), _shown(field_default(f))
+    flag = f"`--{name}`, `--no-{name}`" if hint is bool else f"`--{name}`"
+    return f"| `{f.name}` | {flag} | {_values(f, hint)} | `{default}` | {f.metadata['help']} |"
 
 
 def _values(f: Field[Any], hint: Any) -> str:

@@ -14,8 +14,9 @@ from headwise.kernels.cuda.cards import count_cards
 from headwise.runtime.client.local_calls import LocalCalls
 from headwise.runtime.client.worker_process import WorkerProcess, has_channel
 from headwise.runtime.config.block_storage import open_lookup
+from headwise.runtime.config.cache_options import storage_without_host_cache
 from headwise.runtime.config.device import resolve_device
-from headwise.runtime.config.engine_config import EngineConfig, storage_without_host_cache
+from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.images import without_images
 from headwise.runtime.config.model_card import ModelCard, with_pool
 from headwise.runtime.encoder.image_encoder import ImageEncoder

@@ -11,8 +11,9 @@ import pytest
 from headwise.errors import ConfigError
 from headwise.runtime.cli.options import config_reference
 from headwise.runtime.config.addresses import parse_ports
-from headwise.runtime.config.engine_config import EngineConfig, parse_bytes
+from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.host_cache import NodeRoom, resolve_host_cache
+from headwise.units import parse_bytes
 
 ROOT = Path(__file__).parents[3]
 
