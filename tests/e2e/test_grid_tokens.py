@@ -23,7 +23,7 @@ from headwise.runtime.encoder.image_encoder import ImageEncoder
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
-from headwise.runtime.protocol.images import with_embeds
+from headwise.runtime.protocol.images import embeds_of
 from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, OutputDelta
 
 SMALL = EngineConfig(dtype="float32", kv_cache="8MiB", cpu_threads=1, block_size=16, image_encoders=1)
@@ -49,7 +49,7 @@ def requests_of(name: str, config: EngineConfig, preprocessor: Preprocessor) -> 
             sampling=GREEDY,
             request_id=prompt["name"],
         )
-        found[prompt["name"]] = with_embeds(asked, images)
+        found[prompt["name"]] = replace(asked, embeds=embeds_of(asked, images))
     return found
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from headwise.errors import EngineDiedError, HeadwiseError, NotReadyError, OverloadedError
 from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import Encoded
+from headwise.runtime.protocol.prompt_items import check_bytes
 
 MOST_ASKED = 2
 """Images that an encoder is asked for at a time: what comes back of each may be as large as a message may be."""
 MOST_HELD_BYTES = 1 << 30
 """Of the files of all calls that wait for encoders: strangers send them to an HTTP server, which is a client."""
+MOST_KEPT_BYTES = 4 << 30
+"""Of what stands for the images of all calls, until these are over: another engine may have to get it."""
 
 Answer = Callable[[list[EncodedImage] | HeadwiseError], None]
 
@@ -39,16 +42,19 @@ class ImageCalls:
 
     find: asks the scheduler for the endpoints of encoders
     ask:  asks the encoder at an endpoint for what stands for an image
+    kept: bytes of what stands for the images of calls that do not wait for encoders any more
     """
 
     def __init__(
         self,
         find: Callable[[Callable[[tuple[str, ...] | HeadwiseError], None]], None],
         ask: Callable[[str, bytes, Callable[[Encoded | HeadwiseError], None]], None],
+        kept: Callable[[], int],
     ) -> None:
-        self._find, self._ask = find, ask
+        self._find, self._ask, self._kept = find, ask, kept
         self._images: dict[bytes, _Image] = {}
         self._held = 0  # bytes of the files of calls that wait
+        self._gathered = 0  # bytes of what stands for images of calls that wait for others
         self._asked: Counter[str] = Counter()  # images, by endpoint
         self._queues: defaultdict[str, deque[_Image]] = defaultdict(deque)  # what is to be asked there next
 
@@ -66,12 +72,16 @@ class ImageCalls:
             nonlocal is_over
             if is_over:
                 return
+            before = _num_bytes(found.values())
+            if not isinstance(answer, HeadwiseError):
+                answer = self._fitting(answer, before)
             if not isinstance(answer, HeadwiseError):
                 found[place] = answer
                 if len(found) < len(files):
+                    self._gathered += answer.embeds.nbytes
                     return
             is_over = True
-            self._held -= size
+            self._held, self._gathered = self._held - size, self._gathered - before
             deliver(answer if isinstance(answer, HeadwiseError) else [found[at] for at in range(len(files))])
 
         for place, data in enumerate(files):
@@ -82,6 +92,18 @@ class ImageCalls:
                 continue
             image = self._images[digest] = _Image(digest, data, [partial(take, place)])
             self._find(partial(self._found, image))
+
+    def _fitting(self, image: EncodedImage, before: int) -> EncodedImage | HeadwiseError:
+        """An image, or why there is no room for what stands for it. before: bytes of those of the same call"""
+        size = image.embeds.nbytes
+        try:
+            check_bytes(before + size)
+        except HeadwiseError as error:
+            return error
+        kept = self._gathered + self._kept()
+        if kept + size > MOST_KEPT_BYTES:
+            return OverloadedError(f"{kept} bytes of what stands for images are kept already; try again later")
+        return image
 
     def _found(self, image: _Image, endpoints: tuple[str, ...] | HeadwiseError) -> None:
         if isinstance(endpoints, HeadwiseError):
@@ -125,6 +147,10 @@ class ImageCalls:
         del self._images[image.digest]
         for tell in image.waiting:
             tell(answer)
+
+
+def _num_bytes(images: Iterable[EncodedImage]) -> int:
+    return sum(each.embeds.nbytes for each in images)
 
 
 def in_order(digest: bytes, endpoints: Sequence[str]) -> list[str]:

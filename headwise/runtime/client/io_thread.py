@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, RequestAbortedError
 from headwise.liveness_clock import LivenessClock
@@ -25,6 +26,7 @@ from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import (
     MAX_MESSAGE_BYTES,
+    EmbedsTaken,
     Encode,
     Encoded,
     Encoders,
@@ -78,7 +80,8 @@ class ClientIO:
         locator = None if locate is None else Locator(locate, self._found)
         self._connections = Connections(self._context, scheduler, self._ways, locator, self._clock, self._lost)
         self._calls = ServedCalls(self._connections, self._clock)
-        self._images = ImageCalls(self._find_encoders, self._ask_encoder)
+        self._images = ImageCalls(self._find_encoders, self._ask_encoder, self._kept_of_images)
+        self._with_images: WeakSet[Call] = WeakSet()
         self._reason = ""  # why it is closed
         self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
         self._closed = False
@@ -227,6 +230,10 @@ class ClientIO:
     def _ask_encoder(self, endpoint: str, image: bytes, deliver: Callable[[Any], None]) -> None:
         self._connections.ask(self._connections.engine(endpoint), deliver, lambda key: Encode(key, image))
 
+    def _kept_of_images(self) -> int:
+        """Bytes of what stands for the images of all calls that are not over."""
+        return sum(each.embeds.nbytes for call in self._with_images for each in call.encoded)
+
     def _take_encoded(self, call: Call, answer: list[EncodedImage] | HeadwiseError) -> None:
         """What stands for a call's images is known: it can be routed now."""
         if not call.is_encoding:
@@ -236,6 +243,7 @@ class ClientIO:
             call.deliver(answer)
             return
         call.encoded = answer
+        self._with_images.add(call)
         call.route = replace(call.route, images=tuple(each.image for each in answer))
         try:
             data = _encode(replace(call.route, key=call.key))
@@ -259,6 +267,9 @@ class ClientIO:
         if isinstance(message, Outputs):
             for delta in message.deltas:
                 self._calls.take_delta(peer, delta)
+        elif isinstance(message, EmbedsTaken):
+            peer.embeds.taken()
+            peer.send_embeds()
         elif isinstance(message, Ticket):
             self._calls.take_ticket(message)
         elif isinstance(message, Waits):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +29,7 @@ from headwise.runtime.loader.chat_images import take_images
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.executor import Executor
-from headwise.runtime.protocol.images import IMAGE_LIMITS, with_embeds
+from headwise.runtime.protocol.images import IMAGE_LIMITS, embeds_of
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.memory_check import check_memory
@@ -137,7 +138,7 @@ class LocalEngine:
         encoded = [self._encoder.encode(file) for file in files]
         images = [each.image for each in encoded]
         request = self.preprocessor.prepare(messages=chat, sampling=sampling, images=images, **kwargs)
-        return self._calls.run([with_embeds(request, encoded)])
+        return self._calls.run([replace(request, embeds=embeds_of(request, encoded))])
 
     def sleep(self) -> None:
         """Give back the memory of weights and device cache. Requests wait until `wake`; does nothing if asleep."""

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import HeadwiseError
+from headwise.runtime.client.embeds_sender import EmbedsSender
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.images import EncodedImage, with_embeds
+from headwise.runtime.protocol.images import EncodedImage, embeds_of
 from headwise.runtime.protocol.messages import Reroute, Route, Submit
-from headwise.runtime.protocol.prompt_items import PromptEmbeds
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, embed_places
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
 from headwise.sockets.curve import ClientKeys, secure_client
 from headwise.sockets.pieces import split
@@ -36,12 +37,13 @@ LAST_WORDS_MS = 100
 
 @dataclass(eq=False)
 class Call:
-    """One request, from the route to the last delta. ``deliver`` is called on the I/O thread.
+    """One request, from the route to the last delta. ``tell`` is called on the I/O thread, with each event.
 
     Once started, only the I/O thread uses it, but for ``prompt`` and ``waits``.
 
     key:      of the latest question to the scheduler
-    embeds:   of the prompt's items: each engine that serves the request gets them, and nobody else
+    embeds:   of the prompt's items: each engine that serves the request gets them, and nobody else. Of encoded images
+              once the request is known
     files:    of the chat's images, to be encoded before it is routed
     encoded:  what stands for them, once that is known
     is_encoding: whether that is waited for
@@ -57,7 +59,7 @@ class Call:
     """
 
     route: Route
-    deliver: Callable[[Event], None]
+    tell: Callable[[Event], None]
     embeds: Sequence[PromptEmbeds] = ()
     files: Sequence[bytes] = ()
     encoded: Sequence[EncodedImage] = ()
@@ -74,14 +76,16 @@ class Call:
     waits: str = ""
     is_in_doubt: bool = False
 
-    def submit(self, request: GenerateRequest, engine: Peer) -> Submit:
-        """The message that gives the request to an engine."""
+    def submit(self, request: GenerateRequest, engine: Peer) -> None:
+        """Give the request to an engine; its embeddings follow."""
         self.name = self.name or request.request_id
         self.request, self.engine, self.is_in_doubt, self.waits = request, engine, False, ""
         self.prompt = request.prompt_token_ids
         if self.encoded:
-            return Submit(self.key, with_embeds(request, self.encoded))
-        return Submit(self.key, replace(request, embeds=tuple(self.embeds)))
+            self.embeds = embeds_of(request, self.encoded)
+        engine.send(Submit(self.key, request, embed_places(self.embeds)))
+        engine.embeds.begin(request.request_id, self.embeds)
+        engine.send_embeds()
 
     def reroute(self, key: int, is_lost: bool) -> Reroute:
         """The message that asks for an engine: another one than the present one, if that is lost."""
@@ -96,6 +100,12 @@ class Call:
         )
         lost, self.engine, self.request, self.key = self.engine.endpoint, None, request, key
         return Reroute(key, request, lost if is_lost else "")
+
+    def deliver(self, event: Event) -> None:
+        """Tell of an event. With the last one, nobody gets the embeddings any more."""
+        if isinstance(event, HeadwiseError) or event.finish_reason is not None:
+            self.embeds = self.encoded = ()
+        self.tell(event)
 
     def take(self, delta: OutputDelta) -> None:
         """Deliver a delta under the id that the caller knows."""
@@ -131,6 +141,7 @@ class Peer:
     refusal:      why the other side does not take this client; empty: nothing is known
     is_trial:     whether messages are held back until there is one, so that they can go another way instead (`go_by`)
     relay:        the scheduler whose relay it leads through, if it leads through one
+    embeds:       on their way to it
     """
 
     _refused_at: float | None = None  # since when every attempt to connect has failed
@@ -155,6 +166,7 @@ class Peer:
         self._address = address or endpoint
         self.is_trial = is_trial
         self.relay = ""
+        self.embeds = EmbedsSender()
         self._held: list[bytes] = []
         self.awaiting: dict[Any, Any] = {}
         self.heard = self.pinged = 0.0
@@ -209,6 +221,11 @@ class Peer:
 
     def send(self, message: Any) -> None:
         self._send(wire.encode(message))
+
+    def send_embeds(self) -> None:
+        """Send the parts of embeddings that are due."""
+        for part in self.embeds.due():
+            self.send(part)
 
     def _send(self, data: bytes) -> None:
         import zmq

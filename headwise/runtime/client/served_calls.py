@@ -38,7 +38,7 @@ class ServedCalls:
         engine, request_id = self._connections.engine(ticket.endpoint), ticket.request.request_id
         self._calls[request_id] = call
         engine.wait_for(request_id, call, self._clock())
-        engine.send(call.submit(ticket.request, engine))
+        call.submit(ticket.request, engine)
 
     def take_waits(self, peer: Peer, waits: Waits) -> None:
         """A call has no engine yet, and why."""
@@ -131,6 +131,7 @@ class ServedCalls:
             self._calls.pop(call.request.request_id, None)
             if call.engine is not None:
                 call.engine.answered(call.request.request_id)
+                call.engine.embeds.end(call.request.request_id)
 
     def _end(self, call: Call, error: HeadwiseError) -> None:
         self._detach(call)

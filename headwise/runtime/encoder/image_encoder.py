@@ -24,12 +24,12 @@ from headwise.runtime.models.towers.base import Tower, TowerParts
 from headwise.runtime.models.towers.select import tower_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
-from headwise.runtime.protocol.images import EncodedImage, named
-from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES, as_bfloat16
+from headwise.runtime.protocol.images import MAX_IMAGE_EMBED_BYTES, EncodedImage, named
+from headwise.runtime.protocol.prompt_items import as_bfloat16
 from headwise.units import parse_bytes
 
-_MOST_BYTES = 30 << 20
-"""Of an image's embeddings, where its tower can scale it down to as few: two of them and token ids are a prompt."""
+_MOST_BYTES = MAX_IMAGE_EMBED_BYTES - (1 << 20)
+"""Of an image's embeddings, where its tower can scale it down to as few: with its tokens they are one message."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class ImageEncoder:
         if not np.isfinite(made.embeds).all():
             raise InvalidRequestError("the vision tower makes numbers of this image that are not finite")
         embeds = as_bfloat16(made.embeds) if self._as_bfloat16 else np.ascontiguousarray(made.embeds, np.float32)
-        if embeds.nbytes > MAX_EMBED_BYTES:
+        if embeds.nbytes > MAX_IMAGE_EMBED_BYTES:
             raise InvalidRequestError(
-                f"the image's {len(embeds)} tokens take {embeds.nbytes} bytes; at most {MAX_EMBED_BYTES} can be sent: "
-                "make it smaller"
+                f"the image's {len(embeds)} tokens take {embeds.nbytes} bytes; at most {MAX_IMAGE_EMBED_BYTES} can be "
+                "sent: make it smaller"
             )
         embeds.flags.writeable = False
         return named(embeds, made.tokens, made.columns, made.is_framed)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headwise.runtime.engine.peers.base import Ask, Takers
 from headwise.runtime.protocol.messages import EngineLoad
+from headwise.runtime.protocol.prompt_items import EmbedsPlace
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class Core(Protocol):
     """What the server needs of `headwise.runtime.engine.core.EngineCore`."""
 
-    def add(self, request: GenerateRequest) -> None: ...
+    def check(self, request: GenerateRequest, embeds: Sequence[EmbedsPlace], arriving_bytes: int = 0) -> None: ...
+    def add(self, request: GenerateRequest, *, knows_embeds: bool = False) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def operate(self, action: str, tier: str) -> Operation: ...
     def step(self, timeout_s: float | None) -> list[OutputDelta]: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -38,11 +39,17 @@ from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import SLEEP, StepResult
 from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.messages import AskLease, EngineLoad, Offer
-from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
+from headwise.runtime.protocol.prompt_items import (
+    EmbedsPlace,
+    check_embed_places,
+    check_embeds,
+    embed_bytes,
+    embed_places,
+)
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.transfer.stats import TransferStats
 
-MAX_HELD_EMBED_BYTES = 1 << 30
+MAX_HELD_EMBED_BYTES = 2 << 30
 """Of the embeddings of all requests, which are kept until these end: a preempted one is computed anew."""
 Exchange = Callable[[EngineConfig, ModelCard, int], HeadExchange]
 ASK_WAIT_S = 0.05
@@ -125,13 +132,17 @@ class EngineCore:
 
     # ---- requests in ----
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: GenerateRequest, *, knows_embeds: bool = False) -> None:
         """Queue a request; raises `InvalidRequestError` or `OverloadedError`, and then nothing was changed.
 
         One that comes with output goes on behind it, as after a preemption; what it has is not said again.
+
+        knows_embeds: the numbers of its embeddings were checked as they came
         """
-        length = len(request.prompt_token_ids) + (request.sampling.max_tokens or 1)
-        self._check(request, length)
+        self.check(request, embed_places(request.embeds))
+        if not knows_embeds:
+            check_embeds(request.extra_keys, request.embeds)
+        length = _most_tokens(request)
         self._arrivals += 1
         output = OutputText(self._tokenizer, request.sampling)
         sequence = Sequence(
@@ -155,7 +166,12 @@ class EngineCore:
             self._counts["finished"] += 1
             self._end(sequence, reason, text=text)
 
-    def _check(self, request: GenerateRequest, length: int) -> None:
+    def check(self, request: GenerateRequest, embeds: Items[EmbedsPlace], arriving_bytes: int = 0) -> None:
+        """Raise what `add` would raise of a request with such embeddings, whatever their numbers are.
+
+        arriving_bytes: of embeddings of other requests that are to come
+        """
+        length = _most_tokens(request)
         if request.request_id in self._live:
             raise InvalidRequestError(f"request id {request.request_id!r} is already being served; ids must differ")
         if not len(request.prompt_token_ids):
@@ -170,18 +186,19 @@ class EngineCore:
             )
         self.card.check_adapter(request.lora_id)
         lacking = self.card.config.missing_for_images
-        if request.embeds and lacking:
+        if embeds and lacking:
             raise InvalidRequestError(
                 f"this model's images need {lacking}, which is not served: leave the items' embeddings out"
             )
         if self.card.config.axes == 1 and any(each.columns for each in request.extra_keys):
             raise InvalidRequestError("this model gives a token one position: leave the items' columns out")
-        check_embeds(request.extra_keys, request.embeds, self.card.config.embed_size)
+        check_embed_places(request.extra_keys, embeds, self.card.config.embed_size)
         if any(self.card.config.both_ways):
             check_whole_items(request, self.config, self.card.token_parts)
-        if self._embed_bytes + embed_bytes(request.embeds) > MAX_HELD_EMBED_BYTES:
+        held = self._embed_bytes + arriving_bytes
+        if held + sum(each.num_bytes for each in embeds) > MAX_HELD_EMBED_BYTES:
             raise OverloadedError(
-                f"requests with embeddings of {self._embed_bytes} bytes are served or wait already, of at most "
+                f"requests with embeddings of {held} bytes are served or wait already, of at most "
                 f"{MAX_HELD_EMBED_BYTES}; try again later"
             )
         if len(self.resources.waiting) >= self.config.max_queued:
@@ -484,6 +501,11 @@ class EngineCore:
         taken = {} if self._taking is None else self._taking.stats()
         given = 0 if self._departure is None else self._departure.given
         return {**self._peer_loads.stats(), **taken, "given_blocks": given, "lent": self._lending.stats()}
+
+
+def _most_tokens(request: GenerateRequest) -> int:
+    """That a request's sequence may have in the end."""
+    return len(request.prompt_token_ids) + (request.sampling.max_tokens or 1)
 
 
 def _speed(transfer: TransferStats) -> dict[str, float]:

@@ -27,6 +27,7 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.engine.base import Core, HasFileno
 from headwise.runtime.engine.clients import Clients
 from headwise.runtime.engine.peers.base import Ask, Takers
@@ -35,10 +36,12 @@ from headwise.runtime.engine.reports import EngineReports, Reporting
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
+    MAX_ASK_BYTES,
     MAX_PING_REQUESTS,
-    MAX_SUBMIT_BYTES,
     Abort,
     AskLease,
+    EmbedsPart,
+    EmbedsTaken,
     EndLease,
     EngineLoad,
     EngineStatus,
@@ -54,7 +57,7 @@ from headwise.runtime.protocol.messages import (
     Submit,
     failure,
 )
-from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta
+from headwise.runtime.protocol.request import FinishReason, OutputDelta
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys, secure_client
@@ -75,8 +78,11 @@ _BURST, _BURST_S = 64, 0.005
 """Messages taken in before the next step, and the time after which no further one is begun: clients that flood the
 engine, and those whose messages take long, keep the others' tokens waiting for so long and no longer."""
 
-_MAX_JOINED_BYTES = 8 * MAX_SUBMIT_BYTES
-"""Of requests that have come in part: so many clients can send the largest at once."""
+_MAX_JOINED_BYTES = 8 * MAX_ASK_BYTES
+"""Of messages that have come in part: so many can send the largest at once."""
+
+STALLED_S = 30.0
+"""A request of whose embeddings nothing comes for so long is not waited for."""
 
 _NO_WORKERS = EngineDiedError("the engine has no workers at the moment: they are being started")
 _STOPPING = DeploymentError("the deployment is stopping")
@@ -86,7 +92,8 @@ _NOT_SERVED = RequestAbortedError(
 )
 
 
-_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease, Offer)
+_STALLED = RequestAbortedError(f"nothing of the request's embeddings came for {STALLED_S:g} s")
+_MESSAGES = (Submit, EmbedsPart, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease, Offer)
 
 
 @dataclass
@@ -131,7 +138,7 @@ class EngineServer:
             self._listener = Listener(
                 self._context,
                 endpoint,
-                max_message_bytes=MAX_SUBMIT_BYTES,
+                max_message_bytes=MAX_ASK_BYTES,
                 max_joined_bytes=_MAX_JOINED_BYTES,
                 send_queue=send_queue,
                 keys=keys,
@@ -154,6 +161,7 @@ class EngineServer:
         self._core: Core | None = None
         self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
         self._clients = Clients()
+        self._embeds = ArrivingEmbeds()
         self._operations: list[tuple[bytes, int, Operation]] = []  # under way, and who waits for their end
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._leave: _Leave | None = None
@@ -241,6 +249,8 @@ class EngineServer:
             self._answer_operations()
             self._go_on_leaving()
             self._drop_silent()
+            for request_id in self._embeds.stalled_since(self._clock() - STALLED_S):
+                self._end_with(request_id, _STALLED)
             if self.peers is not None:
                 self.peers.service()
             if self._reports is not None:
@@ -335,6 +345,7 @@ class EngineServer:
         if self._reports is not None:  # the scheduler hears of it first: clients will ask it where to go now
             self._reports.hurry()
             self._reports.service(self._status)
+        self._send_away(self._embeds.request_ids)
         if self._core is not None:
             self._send_away(self._core.not_begun())
             name = "" if self._reports is None else self._reports.reporting.engine
@@ -377,7 +388,9 @@ class EngineServer:
 
     def _take(self, identity: bytes, message: Any) -> None:
         if isinstance(message, Submit):
-            self._submit(identity, message.key, message.request)
+            self._submit(identity, message)
+        elif isinstance(message, EmbedsPart):
+            self._take_embeds(identity, message)
         elif isinstance(message, Abort):
             if self._clients.owner_of(message.request_id) == identity:
                 self._abort(message.request_id)
@@ -397,25 +410,50 @@ class EngineServer:
                 if self._clients.owner_of(request_id) != identity:
                     self._send(identity, failure(_NOT_SERVED, request_id=request_id))
 
-    def _submit(self, identity: bytes, key: int, request: GenerateRequest) -> None:
+    def _submit(self, identity: bytes, message: Submit) -> None:
+        request = message.request
         try:
             check_request(request)
+            if request.embeds:
+                raise InvalidRequestError("embeddings do not come with their request: they follow it in parts")
             if self._reports is not None:
                 self._reports.received(request.request_id)
             if self._clients.owner_of(request.request_id) is not None:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
-            if self._leave is not None:
-                raise _LEAVING
-            if self._core is None:
-                raise _NO_WORKERS
-            self._core.add(request)
+            if message.embeds:
+                self._accepting().check(request, message.embeds, self._embeds.num_bytes)
+                self._embeds.begin(message, self._clock())
+            else:
+                self._accepting().add(request)
         except HeadwiseError as error:
-            self._send(identity, failure(error, key, request.request_id))
+            self._send(identity, failure(error, message.key, request.request_id))
             return
         self._clients.begin(request.request_id, identity)
 
+    def _accepting(self) -> Core:
+        """The core, if it takes requests."""
+        if self._leave is not None:
+            raise _LEAVING
+        if self._core is None:
+            raise _NO_WORKERS
+        return self._core
+
+    def _take_embeds(self, identity: bytes, part: EmbedsPart) -> None:
+        """The next part of a request's embeddings; with the last one the request begins."""
+        self._send(identity, EmbedsTaken(part.request_id))
+        if self._clients.owner_of(part.request_id) != identity:
+            return
+        key = self._embeds.key_of(part.request_id)
+        try:
+            request = self._embeds.take(part, self._clock())
+            if request is not None:
+                self._accepting().add(request, knows_embeds=True)
+        except HeadwiseError as error:
+            self._end_with(part.request_id, error, key)
+
     def _abort(self, request_id: str) -> None:
         self._clients.end(request_id)
+        self._embeds.drop(request_id)
         if self._core is not None:
             self._core.abort(request_id)
 
@@ -469,10 +507,12 @@ class EngineServer:
         for identity, its in by_client.items():
             self._send(identity, Outputs(tuple(its)))
 
-    def _end_with(self, request_id: str, error: HeadwiseError) -> None:
+    def _end_with(self, request_id: str, error: HeadwiseError, key: int = 0) -> None:
+        """key: of the `Submit`, where the request has not begun"""
+        self._embeds.drop(request_id)
         identity = self._clients.end(request_id)
         if identity is not None:
-            self._send(identity, failure(error, request_id=request_id))
+            self._send(identity, failure(error, key, request_id))
 
     def _send(self, identity: bytes, message: Any) -> None:
         """Send without waiting; a client that is gone or does not read is dropped. Its connection tells it so."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
 from headwise.runtime.protocol.batch import StepEmbeds
+from headwise.runtime.protocol.prompt_items import as_float32
 
 
 def step_embeds(
@@ -17,12 +20,17 @@ def step_embeds(
     if not len(given):
         return None
     begins = np.cumsum(counts) - counts
-    places, parts = [], []
+    places: list[NDArray[np.int32]] = []
+    parts: list[NDArray[Any]] = []
     for index, sequence in zip(given.tolist(), table.of(rows[given]), strict=True):
         start, end, begin = int(starts[index]), int(starts[index] + counts[index]), int(begins[index])
         for each in sequence.request.embeds:
             first, last = max(start, each.start), min(end, each.end)
             if first < last:
                 places.append(np.arange(first, last, dtype=np.int32) + np.int32(begin - start))
-                parts.append(each.floats(first - each.start, last - each.start))
-    return StepEmbeds(np.concatenate(places), np.concatenate(parts)) if places else None
+                parts.append(each.values[first - each.start : last - each.start])
+    if not places:
+        return None
+    if any(part.dtype != np.uint16 for part in parts):  # bits of bfloat16 stay that where all are
+        return StepEmbeds(np.concatenate(places), np.concatenate([as_float32(part) for part in parts]))
+    return StepEmbeds(np.concatenate(places), np.concatenate(parts))

@@ -83,11 +83,11 @@ class StepEmbeds:
     """Embeddings that a step computes with in place of those of its tokens.
 
     rows:   ``[k]`` which of the step's tokens
-    values: ``[k, hidden]``
+    values: ``[k, hidden]``, in float32, or the bits of as many numbers in bfloat16
     """
 
     rows: NDArray[np.int32]
-    values: NDArray[np.float32]
+    values: NDArray[np.float32] | NDArray[np.uint16]
 
 
 @dataclass(frozen=True)

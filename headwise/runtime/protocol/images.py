@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ MAX_IMAGES = 64
 """Of a request."""
 MAX_IMAGE_BYTES = 12 << 20
 """Of an image as a file: with its envelope it is one message, and in Base64 a body of HTTP's default size."""
+MAX_IMAGE_EMBED_BYTES = 62 << 20
+"""Of an image's embeddings, which come from an encoder as one message."""
 IMAGE_LIMITS = ImageLimits(MAX_IMAGES, MAX_IMAGE_BYTES)
 
 
@@ -118,7 +120,7 @@ def with_images(
     return np.concatenate([*parts, tokens[done:]]), items
 
 
-def with_embeds(request: GenerateRequest, images: Sequence[EncodedImage]) -> GenerateRequest:
-    """A request whose items are those of images, one after the other, with their embeddings."""
+def embeds_of(request: GenerateRequest, images: Sequence[EncodedImage]) -> tuple[PromptEmbeds, ...]:
+    """The embeddings of a request whose items are those of images, one after the other."""
     places = [each.start for each in request.extra_keys]
-    return replace(request, embeds=tuple(map(PromptEmbeds, places, [part for image in images for part in image.parts])))
+    return tuple(map(PromptEmbeds, places, [part for image in images for part in image.parts]))

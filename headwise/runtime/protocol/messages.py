@@ -4,6 +4,7 @@ client -> scheduler   Route        -> Waits ... Ticket | Failed
 client -> scheduler   Reroute      -> Waits ... Ticket | Failed
 client -> scheduler   Withdraw
 client -> engine      Submit       -> Outputs ...  | Failed
+client -> engine      EmbedsPart   -> EmbedsTaken   behind a `Submit` that tells of embeddings: see `embed_parts`
 client -> engine      Abort
 client -> either      Ping         -> Pong          every `PING_INTERVAL_S` while something is awaited
 client -> scheduler   GetStats     -> Stats
@@ -33,6 +34,7 @@ from headwise import errors
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.images import PromptImage
+from headwise.runtime.protocol.prompt_items import EmbedsPlace
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
 from headwise.runtime.protocol.wire import register
 
@@ -46,8 +48,8 @@ CLIENT_TIMEOUT_S = 10.0
 STATUS_INTERVAL_S = 0.5
 MAX_MESSAGE_BYTES = 16 << 20
 """Four million token ids. A server must keep so much memory for every client, also for untrusted ones."""
-MAX_SUBMIT_BYTES = 64 << 20
-"""The same of what engines take: a prompt comes with the embeddings of its images."""
+MAX_ASK_BYTES = 64 << 20
+"""The same of what engines take: another engine has a prompt computed, and sends the embeddings of its images, too."""
 MAX_PING_REQUESTS = 100
 """Most requests that one `Ping` names: there may be as many answers to it."""
 FORGOTTEN = ""
@@ -122,8 +124,35 @@ class Waits:
 @register
 @dataclass(frozen=True)
 class Submit:
+    """Serve a request. embeds: that follow it, as `EmbedsPart`s; it has none itself"""
+
     key: int
     request: GenerateRequest
+    embeds: tuple[EmbedsPlace, ...] = ()
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class EmbedsPart:
+    """The next rows of a request's embeddings, in the order of `Submit.embeds`.
+
+    start:  of the item whose they are
+    first:  of its rows the number of the first one
+    values: ``[rows, width]``, numbers as `headwise.runtime.protocol.prompt_items.PromptEmbeds` has them
+    """
+
+    request_id: str
+    start: int
+    first: int
+    values: NDArray[np.float32] | NDArray[np.uint16]
+
+
+@register
+@dataclass(frozen=True)
+class EmbedsTaken:
+    """A part has been taken in, or thrown away, where the request is not served any more."""
+
+    request_id: str
 
 
 @register

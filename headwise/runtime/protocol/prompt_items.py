@@ -22,9 +22,10 @@ from headwise.runtime.protocol.values import as_integer, as_items, check_text
 
 MAX_ITEMS = 1024
 MAX_HASH_CHARACTERS = 128
-MAX_EMBED_BYTES = 62 << 20
-"""Of a prompt's token ids and embeddings together: with what else a request has, they are one message. An image of
-3,000 tokens at a hidden size of 5,120 takes 59 MiB in float32, and half in bfloat16."""
+MAX_EMBED_BYTES = 512 << 20
+"""Of a prompt's embeddings: 17 images of 3,000 tokens at a hidden size of 5,120, in bfloat16."""
+MAX_WIDTH = 1 << 20
+"""Numbers of a token's embedding."""
 _EXPONENT = np.uint16(0x7F80)
 """Of bfloat16: all of its bits are set in what is not finite."""
 DIGEST = "embeds:"
@@ -65,9 +66,27 @@ class PromptEmbeds:
     def end(self) -> int:
         return self.start + len(self.values)
 
-    def floats(self, first: int, last: int) -> NDArray[np.float32]:
-        """``float32 [last - first, hidden]``: of these rows."""
-        return as_float32(self.values[first:last])
+
+@dataclass(frozen=True)
+class EmbedsPlace:
+    """What embeddings of a prompt's tokens ``[start, start + length)`` are like.
+
+    width:   numbers of a token
+    is_half: whether they are in bfloat16, else in float32
+    """
+
+    start: int
+    length: int
+    width: int
+    is_half: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def num_bytes(self) -> int:
+        return self.length * self.width * (2 if self.is_half else 4)
 
 
 @dataclass(frozen=True)
@@ -86,7 +105,7 @@ def placed(items: Any, num_tokens: int) -> PlacedItems:
     given = [_item(each) for each in as_items("items", items, "items", MAX_ITEMS)]
     extra_keys: list[ExtraKey] = []
     embeds: list[PromptEmbeds] = []
-    num_bytes = 4 * num_tokens
+    num_bytes = 0
     for item in given:
         start = as_integer("an item's offset", item.offset, 0, 2**31 - 1)
         end = start + as_integer("an item's length", item.length, 1, 2**31 - 1)
@@ -95,7 +114,8 @@ def placed(items: Any, num_tokens: int) -> PlacedItems:
         if item.embeds is not None:
             values = _as_array(item.embeds, end - start)
             num_bytes += 4 * values.size
-            _check_bytes(num_bytes)  # before a copy: a view that repeats its numbers may claim any size
+            check_bytes(num_bytes)  # before a copy: a view that repeats its numbers may claim any size
+            _check_width(values.shape[1])
             embeds.append(PromptEmbeds(start, _as_embeds(values, start, end)))
         extra_keys.append(ExtraKey(start, end, _hash(item, embeds), columns))
     extra_keys.sort()
@@ -129,26 +149,44 @@ def check_places(extra_keys: Sequence[ExtraKey], num_tokens: int) -> None:
             )
 
 
-def check_embeds(extra_keys: Sequence[ExtraKey], embeds: Sequence[PromptEmbeds], hidden_size: int) -> None:
-    """Raise `InvalidRequestError` for embeddings that a model cannot compute with, or that others would be taken for.
-
-    Whoever may name items cannot name one by the digest of embeddings that are not its own.
-    """
-    given = {(each.start, each.end): each.values for each in embeds if each.values.ndim == 2}
-    if len(given) != len(embeds):
+def check_embed_places(extra_keys: Sequence[ExtraKey], places: Sequence[EmbedsPlace], hidden_size: int) -> None:
+    """Raise `InvalidRequestError` where a model cannot compute with such embeddings, or there are too many, or an item
+    is named by the digest of none."""
+    given = {(each.start, each.end) for each in places}
+    if len(given) != len(places):
         raise InvalidRequestError("embeddings must be [length, hidden], each of another item")
-    for (start, end), values in given.items():
-        if values.shape[1] != hidden_size:
+    for each in places:
+        if each.width != hidden_size:
             raise InvalidRequestError(
-                f"the embeddings at [{start}, {end}) have {values.shape[1]} numbers a token, the model {hidden_size}"
+                f"the embeddings at [{each.start}, {each.end}) have {each.width} numbers a token, the model "
+                f"{hidden_size}"
             )
-        _check_finite(values, start, end)
+    check_bytes(sum(each.num_bytes for each in places))
     for start, end, key, _ in extra_keys:
-        own = given.pop((start, end), None)
-        if key.startswith(DIGEST) and (own is None or key != digest(own)):
-            raise InvalidRequestError(f"the item at [{start}, {end}) is named by the digest of other embeddings")
+        if key.startswith(DIGEST) and (start, end) not in given:
+            raise named_by_others(start, end)
+        given.discard((start, end))
     for start, end in given:
         raise InvalidRequestError(f"the embeddings at [{start}, {end}) are of no item of the prompt")
+
+
+def check_embeds(extra_keys: Sequence[ExtraKey], embeds: Sequence[PromptEmbeds]) -> None:
+    """Raise `InvalidRequestError` for embeddings that are not finite, or that others would be taken for: whoever may
+    name items cannot name one by the digest of embeddings that are not its own."""
+    digests = digests_of(extra_keys)
+    for each in embeds:
+        check_finite(each.values, each.start, each.end)
+        if digests.get((each.start, each.end)) not in (None, digest(each.values)):
+            raise named_by_others(each.start, each.end)
+
+
+def digests_of(extra_keys: Sequence[ExtraKey]) -> dict[tuple[int, int], str]:
+    """Of items that are named by the digests of their embeddings, by their places."""
+    return {(start, end): key for start, end, key, _ in extra_keys if key.startswith(DIGEST)}
+
+
+def named_by_others(start: int, end: int) -> InvalidRequestError:
+    return InvalidRequestError(f"the item at [{start}, {end}) is named by the digest of other embeddings")
 
 
 def as_float32(values: NDArray[np.float32] | NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -168,11 +206,35 @@ def embed_bytes(embeds: Sequence[PromptEmbeds]) -> int:
     return sum(each.values.nbytes for each in embeds)
 
 
+def embed_places(embeds: Sequence[PromptEmbeds]) -> tuple[EmbedsPlace, ...]:
+    """What embeddings are like. Raises `InvalidRequestError` if they are no rows."""
+    if any(each.values.ndim != 2 for each in embeds):
+        raise InvalidRequestError("embeddings must be [length, hidden], each of another item")
+    return tuple(
+        EmbedsPlace(each.start, each.values.shape[0], each.values.shape[1], each.values.dtype == np.uint16)
+        for each in embeds
+    )
+
+
 def digest(values: NDArray[np.float32] | NDArray[np.uint16]) -> str:
     """The hash of an item that is known by its embeddings alone: of their bytes, float32 or bfloat16, little-endian."""
-    if values.dtype == np.uint16:
-        return DIGEST + sha256(b"bfloat16" + np.ascontiguousarray(values, "<u2").tobytes()).hexdigest()
-    return DIGEST + sha256(np.ascontiguousarray(values, "<f4").tobytes()).hexdigest()
+    found = RowDigest(is_half=values.dtype == np.uint16)
+    found.take(values)
+    return found.digest
+
+
+class RowDigest:
+    """`digest` of embeddings whose rows come in parts."""
+
+    def __init__(self, is_half: bool) -> None:
+        self._of_bytes = sha256(b"bfloat16" if is_half else b"")
+
+    def take(self, rows: NDArray[np.float32] | NDArray[np.uint16]) -> None:
+        self._of_bytes.update(np.ascontiguousarray(rows, "<u2" if rows.dtype == np.uint16 else "<f4").data)
+
+    @property
+    def digest(self) -> str:
+        return DIGEST + self._of_bytes.hexdigest()
 
 
 def _item(given: Any) -> PromptItem:
@@ -198,14 +260,21 @@ def _check_grid(start: int, end: int, columns: int) -> None:
         )
 
 
-def _check_bytes(num_bytes: int) -> None:
+def check_bytes(num_bytes: int) -> None:
+    """Raise `InvalidRequestError` where a prompt's embeddings have too many."""
     if num_bytes > MAX_EMBED_BYTES:
         raise InvalidRequestError(
-            f"embeddings and token ids have {num_bytes} bytes; at most {MAX_EMBED_BYTES} can be sent with a prompt"
+            f"the embeddings of a prompt have {num_bytes} bytes; at most {MAX_EMBED_BYTES} can be sent with one"
         )
 
 
-def _check_finite(values: NDArray[np.float32] | NDArray[np.uint16], start: int, end: int) -> None:
+def _check_width(width: int) -> None:
+    if width > MAX_WIDTH:
+        raise InvalidRequestError(f"embeddings have {width} numbers a token; at most {MAX_WIDTH} can be sent")
+
+
+def check_finite(values: NDArray[np.float32] | NDArray[np.uint16], start: int, end: int) -> None:
+    """Raise `InvalidRequestError` if one of the numbers, of the item at ``[start, end)``, is not."""
     is_half = values.dtype == np.uint16
     exponents = np.bitwise_and(values.view(np.uint16), _EXPONENT) if is_half else None
     is_finite = np.isfinite(values).all() if exponents is None else (exponents != _EXPONENT).all()
@@ -247,5 +316,5 @@ def _as_embeds(array: NDArray[Any], start: int, end: int) -> NDArray[np.float32]
     """A copy, since the caller may go on with its own."""
     with np.errstate(over="ignore"):  # what is infinite then is told
         values = np.array(array, dtype="<f4", order="C")
-    _check_finite(values, start, end)
+    check_finite(values, start, end)
     return values

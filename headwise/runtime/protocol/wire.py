@@ -24,7 +24,7 @@ from headwise.runtime.protocol.batch import AskedPrompt, BatchRequest, KnownToke
 from headwise.runtime.protocol.copies import CopyReport, PeerFetch, SwapIn, SwapOut
 from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.images import PromptImage
-from headwise.runtime.protocol.prompt_items import PromptEmbeds
+from headwise.runtime.protocol.prompt_items import EmbedsPlace, PromptEmbeds
 from headwise.runtime.protocol.request import (
     GenerateRequest,
     OutputDelta,
@@ -36,7 +36,7 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
-VERSION = 7
+VERSION = 8
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
@@ -286,6 +286,7 @@ for _cls in (
     StepResult,
     PeerHint,
     PromptEmbeds,
+    EmbedsPlace,
     GenerateRequest,
     PromptImage,
     OutputDelta,

@@ -36,7 +36,7 @@ from headwise.runtime.encoder.reports import Reporting
 from headwise.runtime.encoder.server import EncoderServer
 from headwise.runtime.frontend import encoders
 from headwise.runtime.http.deployment_metrics import DeploymentMetrics
-from headwise.runtime.protocol import wire
+from headwise.runtime.protocol import prompt_items, wire
 from headwise.runtime.protocol.images import EncodedImage, PromptImage
 from headwise.runtime.protocol.messages import Encode, Encoded, EncoderStatus, Failed, Ping, Pong
 from headwise.runtime.protocol.prompt_items import digest
@@ -229,7 +229,7 @@ def test_embeddings_go_to_the_engine_and_only_their_hashes_to_the_scheduler(depl
     core = ScriptedCore()
     taken: list[Any] = []
     add = core.add
-    core.add = lambda request: (taken.append(request), add(request))[1]  # type: ignore[method-assign]
+    core.add = lambda request, **how: (taken.append(request), add(request, **how))[1]  # type: ignore[method-assign]
     deployment.add_engine(core)
     server = encoder_of(deployment, ScriptedEncoder())
     with Client(deployment.address) as client:
@@ -285,7 +285,9 @@ def test_images_are_encoded_for_who_counts_their_tokens_and_for_prefixes(deploym
 def test_a_client_holds_so_many_bytes_of_images_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_calls, "MOST_HELD_BYTES", 10)
     asked: list[Any] = []
-    calls = ImageCalls(lambda deliver: deliver(("tcp://a",)), lambda endpoint, image, deliver: asked.append(deliver))
+    calls = ImageCalls(
+        lambda deliver: deliver(("tcp://a",)), lambda endpoint, image, deliver: asked.append(deliver), lambda: 0
+    )
     outcomes: list[Any] = []
     calls.encode([b"123456"], outcomes.append)
     for _ in range(2):  # the same file again is held again: it came with another call
@@ -301,6 +303,39 @@ def test_a_client_holds_so_many_bytes_of_images_that_wait(monkeypatch: pytest.Mo
     asked[0](Encoded(1, image, np.zeros((1, 1), np.float32)))
     calls.encode([b"123456"], outcomes.append)
     assert len(outcomes) == 4
+
+
+def test_a_client_keeps_so_many_bytes_of_what_stands_for_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call no more than a prompt may have; of all, those that are being served included, no more than there is
+    room for. What is let go of is free again."""
+    monkeypatch.setattr(prompt_items, "MAX_EMBED_BYTES", 24)
+    monkeypatch.setattr(image_calls, "MOST_KEPT_BYTES", 32)
+    asked: list[Any] = []
+    outcomes: list[Any] = []
+    served = 0
+    calls = ImageCalls(
+        lambda deliver: deliver(tuple("abcdef")), lambda at, file, answer: asked.append(answer), lambda: served
+    )
+
+    def encode(*sizes: int) -> Any:
+        """A call of as many images, each with so many numbers."""
+        calls.encode([bytes([len(outcomes), place]) for place in range(len(sizes))], outcomes.append)
+        answers, asked[:] = asked.copy(), []
+        for size, answer in zip(sizes, answers, strict=True):
+            answer(Encoded(0, PromptImage("x", np.zeros(1, np.int32)), np.zeros((1, size), np.float32)))
+        return outcomes[-1]
+
+    assert len(encode(2, 2, 2)) == 3
+    told = encode(2, 3, 2)
+    assert isinstance(told, InvalidRequestError)
+    assert "have 28 bytes; at most 24" in str(told)
+    served = 16
+    assert len(encode(2, 2)) == 2
+    told = encode(2, 2, 1)
+    assert isinstance(told, OverloadedError)
+    assert "32 bytes of what stands for images are kept already" in str(told)
+    served = 0
+    assert len(encode(2, 2, 2)) == 3
 
 
 def test_metrics_and_status_tell_what_encoders_did(deployment: Deployment) -> None:
@@ -347,7 +382,9 @@ def first_choice(endpoint: str, other: str) -> bytes:
 
 def test_an_encoder_is_asked_for_two_images_of_a_client_at_a_time_and_every_encoder_is() -> None:
     asked: list[tuple[str, Any]] = []
-    calls = ImageCalls(lambda deliver: deliver(("a", "b")), lambda at, file, answer: asked.append((at, answer)))
+    calls = ImageCalls(
+        lambda deliver: deliver(("a", "b")), lambda at, file, answer: asked.append((at, answer)), lambda: 0
+    )
     ended: list[Any] = []
     calls.encode([bytes(length) for length in range(1, 30)], ended.append)
     assert sorted(at for at, _ in asked) == ["a", "a", "b", "b"]

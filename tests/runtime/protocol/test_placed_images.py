@@ -10,14 +10,17 @@ import pytest
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.images import MAX_IMAGES, EncodedImage, PromptImage, named, with_embeds, with_images
-from headwise.runtime.protocol.messages import Encode, Encoded, Route
+from headwise.runtime.protocol.embed_parts import parts_of
+from headwise.runtime.protocol.images import MAX_IMAGES, EncodedImage, PromptImage, embeds_of, named, with_images
+from headwise.runtime.protocol.messages import EmbedsPart, Encode, Encoded, Route
 from headwise.runtime.protocol.prompt_items import (
     PromptEmbeds,
     as_bfloat16,
     as_float32,
+    check_embed_places,
     check_embeds,
     digest,
+    embed_places,
     placed,
 )
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
@@ -51,9 +54,10 @@ def test_what_stands_around_an_image_is_an_item_before_it_and_one_behind() -> No
     known = (ExtraKey(1, 2, before), ExtraKey(2, 6, own, 2), ExtraKey(6, 7, behind))
     request = GenerateRequest("r", tokens, SamplingParams(), extra_keys=placed(items, len(tokens)).extra_keys)
     assert request.extra_keys[:3] == known
-    sent = wire.decode(wire.encode(with_embeds(request, [FRAMED, FRAMED])), GenerateRequest)
-    assert [each.start for each in sent.embeds] == [1, 2, 6, 7, 8, 12]
-    check_embeds(sent.extra_keys, sent.embeds, 2)
+    embeds = embeds_of(request, [FRAMED, FRAMED])
+    assert [each.start for each in embeds] == [1, 2, 6, 7, 8, 12]
+    check_embed_places(request.extra_keys, embed_places(embeds), 2)
+    check_embeds(request.extra_keys, embeds)
     found = wire.decode(wire.encode(Encoded(5, FRAMED.image, FRAMED.embeds)), Encoded)
     assert found.image.frame == FRAMED.image.frame == (before, behind)
 
@@ -103,15 +107,15 @@ def test_embeddings_in_sixteen_bits_are_checked_and_named_like_others() -> None:
     assert digest(half) != digest(as_float32(half))
     assert digest(half) != digest(half.reshape(2, 12).copy().view(np.float32))
     key = (ExtraKey(2, 6, digest(half)),)
-    check_embeds(key, [PromptEmbeds(2, half)], 6)
-    np.testing.assert_array_equal(PromptEmbeds(2, half).floats(1, 3), as_float32(half)[1:3])
+    check_embed_places(key, embed_places([PromptEmbeds(2, half)]), 6)
+    check_embeds(key, [PromptEmbeds(2, half)])
     with pytest.raises(InvalidRequestError, match="named by the digest of other embeddings"):
-        check_embeds(key, [PromptEmbeds(2, half ^ np.uint16(1))], 6)
+        check_embeds(key, [PromptEmbeds(2, half ^ np.uint16(1))])
     for wrong in (np.inf, -np.inf, np.nan):
         spoilt = half.copy()
         spoilt[3, 5] = np.float32(wrong).view(np.uint32) >> 16
         with pytest.raises(InvalidRequestError, match=r"are not all finite numbers \(of bfloat16"):
-            check_embeds((ExtraKey(2, 6, digest(spoilt)),), [PromptEmbeds(2, spoilt)], 6)
+            check_embeds((ExtraKey(2, 6, digest(spoilt)),), [PromptEmbeds(2, spoilt)])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
@@ -125,9 +129,9 @@ def test_images_cross_the_wire(dtype: type) -> None:
     route = wire.decode(wire.encode(Route(1, "x", None, None, {}, 0, "", images=(image("a", 1),))), Route)
     assert [each.hash for each in route.images] == ["a"]
     request = GenerateRequest("r", ids(1, 7, 2), SamplingParams(), extra_keys=(ExtraKey(1, 2, "a"),))
-    sent = with_embeds(request, [EncodedImage(image("a", 7), embeds[:1])])
-    found = wire.decode(wire.encode(sent), GenerateRequest).embeds[0]
-    assert (found.start, found.values.dtype) == (1, dtype)
+    (part,) = parts_of("r", embeds_of(request, [EncodedImage(image("a", 7), embeds[:1])]))
+    found = wire.decode(wire.encode(part), EmbedsPart)
+    assert (found.start, found.first, found.values.dtype) == (1, 0, dtype)
 
 
 def test_numbers_of_another_kind_are_no_embeddings() -> None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import tracemalloc
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol import prompt_items
 from headwise.runtime.protocol.prompt_items import (
     MAX_EMBED_BYTES,
+    EmbedsPlace,
     PromptEmbeds,
     PromptItem,
+    RowDigest,
+    as_bfloat16,
+    check_embed_places,
     check_embeds,
     check_items,
     digest,
+    embed_places,
     placed,
 )
 
@@ -64,17 +73,20 @@ def repeated(length: int, hidden: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("items", "says"),
     [
-        ([PromptItem(0, 2, "a", repeated(2, 10**12))], r"have 8000000000028 bytes; at most"),
+        ([PromptItem(0, 2, "a", repeated(2, 10**12))], r"have 8000000000000 bytes; at most"),
         ([PromptItem(0, 2**31 - 1, "a", repeated(2**31 - 1, 4096))], r"at \[0, 2147483647\) does not lie in"),
-        ([PromptItem(0, 1, "a", repeated(1, 2**20))] * 1000, "have 67108892 bytes; at most"),
+        ([PromptItem(0, 1, "a", repeated(1, 2**20))] * 1000, "have 37748736 bytes; at most"),
     ],
 )
-def test_views_of_any_size_are_refused_before_they_are_copied(items: Any, says: str) -> None:
+def test_views_of_any_size_are_refused_before_they_are_copied(
+    items: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_items, "MAX_EMBED_BYTES", 32 << 20)
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequestError, match=says):
             placed(items, 7)
-        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_EMBED_BYTES
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
 
@@ -124,9 +136,10 @@ def test_other_embeddings_have_another_digest() -> None:
         ([PromptItem(1, 6, "cat", columns=-1)], "an item's columns must be"),
         ([PromptItem(1, 6, "cat", columns=1.5)], "an item's columns must be"),
         (
-            [PromptItem(0, 2, embeds=np.zeros((2, MAX_EMBED_BYTES // 8), np.float32))],
-            rf"have {MAX_EMBED_BYTES + 28} bytes; at most {MAX_EMBED_BYTES}",
+            [PromptItem(0, 2, embeds=repeated(2, MAX_EMBED_BYTES // 8 + 1))],
+            rf"have {MAX_EMBED_BYTES + 8} bytes; at most {MAX_EMBED_BYTES}",
         ),
+        ([PromptItem(0, 1, embeds=repeated(1, 2**20 + 1))], "have 1048577 numbers a token; at most 1048576"),
     ],
 )
 def test_what_is_no_item_of_a_prompt_of_seven_tokens_is_refused(items: Any, says: str) -> None:
@@ -159,10 +172,41 @@ NAN = np.array([[0, np.nan, 0]], np.float32)
     ],
 )
 def test_an_engine_refuses_what_it_cannot_compute_with_and_false_names(keys: Any, embeds: Any, says: str) -> None:
-    check_embeds(
-        (ExtraKey(0, 2, digest(ROWS)), ExtraKey(2, 4, "a"), ExtraKey(5, 6, "b")),
-        [PromptEmbeds(0, ROWS), PromptEmbeds(2, ROWS)],
-        3,
-    )
+    def check(keys: Any, embeds: Any) -> None:
+        check_embed_places(keys, embed_places(embeds), 3)
+        check_embeds(keys, embeds)
+
+    named = (ExtraKey(0, 2, digest(ROWS)), ExtraKey(2, 4, "a"), ExtraKey(5, 6, "b"))
+    check(named, [PromptEmbeds(0, ROWS), PromptEmbeds(2, ROWS)])
     with pytest.raises(InvalidRequestError, match=says):
-        check_embeds([ExtraKey(*key) for key in keys], embeds, 3)
+        check([ExtraKey(*key) for key in keys], embeds)
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ([EmbedsPlace(0, 2, 2, False)], r"at \[0, 2\) have 2 numbers a token, the model 3"),
+        ([EmbedsPlace(0, 2, -3, False)], "have -3 numbers a token"),
+        ([EmbedsPlace(0, 2, 3, False)] * 2, "each of another item"),
+        ([EmbedsPlace(0, 2, 3, False), EmbedsPlace(0, -2, 3, False)], r"at \[0, -2\) are of no item"),
+        ([EmbedsPlace(0, 2**62, 3, True)], "at most 536870912 can be sent with one"),
+        ([EmbedsPlace(0, 2, 3, False), EmbedsPlace(3, 1, 3, True)], r"at \[3, 4\) are of no item"),
+        ([], "named by the digest of other embeddings"),
+    ],
+)
+def test_embeddings_that_are_to_come_are_refused_by_what_they_are_like(places: Any, says: str) -> None:
+    key = (ExtraKey(0, 2, digest(ROWS)),)
+    check_embed_places(key, [EmbedsPlace(0, 2, 3, True)], 3)
+    with pytest.raises(InvalidRequestError, match=says):
+        check_embed_places(key, places, 3)
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.booleans(), st.data())
+def test_a_digest_of_parts_is_that_of_the_whole(length: int, width: int, is_half: bool, data: st.DataObject) -> None:
+    values = np.arange(length * width, dtype=np.float32).reshape(length, width)
+    rows = as_bfloat16(values) if is_half else values
+    cuts = sorted(data.draw(st.sets(st.integers(1, length))))
+    found = RowDigest(is_half)
+    for first, last in pairwise([0, *cuts, length]):
+        found.take(rows[first:last])
+    assert found.digest == digest(rows)

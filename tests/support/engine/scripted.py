@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from support.waiting import eventually
@@ -12,6 +13,7 @@ from headwise.errors import ConfigError, OverloadedError
 from headwise.runtime.engine.operations import Operation
 from headwise.runtime.engine.peers.base import Takers
 from headwise.runtime.protocol.messages import EngineLoad
+from headwise.runtime.protocol.prompt_items import EmbedsPlace
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Usage
 
 
@@ -23,6 +25,7 @@ class ScriptedCore:
     handed_over:      what it was told to put into storage; None: not told
     is_handing_over:  whether it is at it
     fails:            why all its requests end with an error at the next step; empty: they do not
+    most_embed_bytes: that it takes of requests whose embeddings are on their way
     """
 
     def __init__(self, max_requests: int = 100) -> None:
@@ -40,6 +43,7 @@ class ScriptedCore:
         self.handed_over: list[bytes] | None = None
         self.is_handing_over = False
         self.fails = ""
+        self.most_embed_bytes = 1 << 30
 
     def operate(self, action: str, tier: str) -> Operation:
         if tier == "storage":
@@ -53,7 +57,12 @@ class ScriptedCore:
         operation = self.operations.pop(0)
         operation.blocks, operation.is_done = blocks, True
 
-    def add(self, request: GenerateRequest) -> None:
+    def check(self, request: GenerateRequest, embeds: Sequence[EmbedsPlace], arriving_bytes: int = 0) -> None:
+        if arriving_bytes + sum(each.num_bytes for each in embeds) > self.most_embed_bytes:
+            raise OverloadedError(f"embeddings of {arriving_bytes} bytes are on their way already")
+
+    def add(self, request: GenerateRequest, *, knows_embeds: bool = False) -> None:
+        assert knows_embeds == bool(request.embeds)
         if len(self.live) >= self.max_requests:
             raise OverloadedError(f"{self.max_requests} requests are waiting already")
         self.live[request.request_id] = (request, len(request.output_token_ids))

@@ -37,7 +37,8 @@ from headwise.runtime.engine.peers.parts import Part, Parts
 from headwise.runtime.engine.peers.waiting import Waiting, prompt_of
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.copies import PeerFetch
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
+from headwise.runtime.protocol.messages import MAX_ASK_BYTES, AskLease, EndLease, Leased, LeaseEnded, RenewLease
+from headwise.runtime.protocol.prompt_items import embed_bytes
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,10 @@ MAX_LOADS = 128
 
 MAX_LOAD_S = 120.0
 """Longest that a request waits, for all parts of its prefix together; also if an owner computes it, whatever that says.
+"""
+
+MAX_PROMPT_BYTES = MAX_ASK_BYTES - (2 << 20)
+"""Of a prompt that another engine is asked to compute: its token ids and embeddings, which are a part of the question.
 """
 
 ASK_SHARE, RENEW_SHARE = 0.1, 0.25
@@ -125,6 +130,8 @@ class PeerLoads:
         hint = sequence.request.peer
         if hint is None:
             return False
+        if hint.prefills and 4 * sequence.num_tokens + embed_bytes(sequence.request.embeds) > MAX_PROMPT_BYTES:
+            return False  # it is no message
         owner = self._groups_of(hint.engine, hint.epoch)
         if owner is None:
             self.counts.unknown_hints += 1

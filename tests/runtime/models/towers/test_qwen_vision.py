@@ -36,7 +36,7 @@ from headwise.runtime.models.towers.qwen_vision_config import (
 from headwise.runtime.models.towers.select import TowerKind, tower_of
 from headwise.runtime.models.towers.stretched import spanned
 from headwise.runtime.ops.select import make_ops
-from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES
+from headwise.runtime.protocol.images import MAX_IMAGE_EMBED_BYTES
 
 BUILDS: dict[str, Callable[[TowerParts], QwenVision]] = {
     "qwen2-vl": qwen_vision.build_qwen2_vl,
@@ -117,7 +117,7 @@ def test_models_go_by_their_towers_and_say_where_their_images_are(architecture: 
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_two_of_the_largest_images_and_many_token_ids_are_a_prompt(dtype: str, size: int, tmp_path: Path) -> None:
+def test_the_largest_image_is_one_message_of_an_encoder(dtype: str, size: int, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(image_model("qwen3-vl"), directory)
     asked = {**QWENS["qwen3-vl"].processor, "max_pixels": 1 << 26}
@@ -126,8 +126,8 @@ def test_two_of_the_largest_images_and_many_token_ids_are_a_prompt(dtype: str, s
     tower = ImageEncoder.open(config, directory)._tower
     assert isinstance(tower, QwenVision)
     tokens = tower.config.most // tower.config.step**2
-    two = 2 * tokens * (3 * 64 * size + 4)
-    assert MAX_EMBED_BYTES - (4 << 20) < two < MAX_EMBED_BYTES - (1 << 19)
+    one = tokens * (3 * 64 * size + 4)
+    assert MAX_IMAGE_EMBED_BYTES - (2 << 20) < one < MAX_IMAGE_EMBED_BYTES
 
 
 # ---- sizes ----
