@@ -68,6 +68,11 @@ class ArrivingEmbeds:
         arriving = self._arriving.get(request_id)
         return 0 if arriving is None else arriving.submit.key
 
+    def wanted(self, request_id: str) -> tuple[int, int] | None:
+        """Where the item lies whose rows are next, and the first one of these; None: nothing of it is on its way."""
+        arriving = self._arriving.get(request_id)
+        return None if arriving is None else (arriving.item.place.start, arriving.item.rows)
+
     def take(self, part: EmbedsPart, now: float) -> GenerateRequest | None:
         """Take in a part; the request with all of its embeddings, if that was the last one.
 

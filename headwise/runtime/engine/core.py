@@ -38,7 +38,7 @@ from headwise.runtime.engine.whole_items import check_whole_items
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import SLEEP, StepResult
 from headwise.runtime.protocol.executor import Executor
-from headwise.runtime.protocol.messages import AskLease, EngineLoad, Offer
+from headwise.runtime.protocol.messages import AskLease, EndLease, EngineLoad, LeaseEmbeds, Offer
 from headwise.runtime.protocol.prompt_items import (
     EmbedsPlace,
     check_embed_places,
@@ -114,8 +114,16 @@ class EngineCore:
             whole_items=any(card.config.both_ways),
         )
         self._prefills: Prefills | None = None
-        if self._lending is not None:
-            self._prefills = Prefills(self._lending, card.layout.block_size, self._add_for_another, self.abort)
+        if self._lending is not None and peers is not None:
+            self._prefills = Prefills(
+                self._lending,
+                peers,
+                card.layout.block_size,
+                check=self._check_for_another,
+                add=self._add_for_another,
+                abort=self.abort,
+                timeout_s=config.load_timeout_s,
+            )
         self._operations = Operations(self.resources)
         self._lookup = lookup
         self._depth = config.steps_in_flight
@@ -250,7 +258,11 @@ class EngineCore:
             self._offered(reader, message)
         elif self._prefills is not None and isinstance(message, AskLease) and message.prompt is not None:
             self._prefills.begin(reader, message, message.prompt, self._clock())
+        elif self._prefills is not None and isinstance(message, LeaseEmbeds):
+            self._prefills.take(reader, message, self._clock())
         elif self._lending is not None:
+            if self._prefills is not None and isinstance(message, EndLease):
+                self._prefills.forget(message.lease)
             self._lending.take(reader, message, self._clock())
 
     def _offered(self, reader: bytes, offer: Offer) -> None:
@@ -261,11 +273,16 @@ class EngineCore:
         else:
             self._taking.refuse(reader, offer)
 
-    def _add_for_another(self, request: GenerateRequest) -> Sequence:
-        """Queue a request of which only the blocks matter."""
+    def _check_for_another(self, request: GenerateRequest, embeds: Items[EmbedsPlace], arriving_bytes: int) -> None:
+        """Of a request of which only the blocks matter; see `check`."""
         if self._operations.state is not State.AWAKE:
             raise OverloadedError("the engine sleeps")
-        self.add(request)
+        self.check(request, embeds, arriving_bytes)
+
+    def _add_for_another(self, request: GenerateRequest) -> Sequence:
+        """Queue it; its embeddings were checked as they came."""
+        self._check_for_another(request, embed_places(request.embeds), 0)
+        self.add(request, knows_embeds=True)
         return self._live[request.request_id]
 
     def refuse(self, reader: bytes, message: Ask) -> None:
@@ -283,7 +300,7 @@ class EngineCore:
         if self._lending is not None:
             self._lending.advance(now)
         if self._prefills:
-            self._prefills.end_unleased()
+            self._prefills.end_unleased(now)
             if self._operations.state is not State.AWAKE:
                 self._prefills.end_all()
         if self._peer_loads is not None:

@@ -36,7 +36,7 @@ from headwise.runtime.engine.reports import EngineReports, Reporting
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
-    MAX_ASK_BYTES,
+    MAX_MESSAGE_BYTES,
     MAX_PING_REQUESTS,
     Abort,
     AskLease,
@@ -46,6 +46,7 @@ from headwise.runtime.protocol.messages import (
     EngineLoad,
     EngineStatus,
     GetStats,
+    LeaseEmbeds,
     Offer,
     Operate,
     Operated,
@@ -78,9 +79,6 @@ _BURST, _BURST_S = 64, 0.005
 """Messages taken in before the next step, and the time after which no further one is begun: clients that flood the
 engine, and those whose messages take long, keep the others' tokens waiting for so long and no longer."""
 
-_MAX_JOINED_BYTES = 8 * MAX_ASK_BYTES
-"""Of messages that have come in part: so many can send the largest at once."""
-
 STALLED_S = 30.0
 """A request of whose embeddings nothing comes for so long is not waited for."""
 
@@ -93,7 +91,7 @@ _NOT_SERVED = RequestAbortedError(
 
 
 _STALLED = RequestAbortedError(f"nothing of the request's embeddings came for {STALLED_S:g} s")
-_MESSAGES = (Submit, EmbedsPart, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease, Offer)
+_MESSAGES = (Submit, EmbedsPart, Abort, GetStats, Operate, Ping, AskLease, LeaseEmbeds, RenewLease, EndLease, Offer)
 
 
 @dataclass
@@ -138,8 +136,7 @@ class EngineServer:
             self._listener = Listener(
                 self._context,
                 endpoint,
-                max_message_bytes=MAX_ASK_BYTES,
-                max_joined_bytes=_MAX_JOINED_BYTES,
+                max_message_bytes=MAX_MESSAGE_BYTES,
                 send_queue=send_queue,
                 keys=keys,
                 clock=clock,
@@ -398,7 +395,7 @@ class EngineServer:
             self._send(identity, Stats(message.key, self.stats()))
         elif isinstance(message, Operate):
             self._operate(identity, message)
-        elif isinstance(message, (AskLease, RenewLease, EndLease, Offer)):
+        elif isinstance(message, (AskLease, LeaseEmbeds, RenewLease, EndLease, Offer)):
             self._lease(identity, message)
         else:
             if len(message.request_ids) > MAX_PING_REQUESTS:
@@ -473,11 +470,12 @@ class EngineServer:
         if self._core is None:
             return  # it asks again
         prompt = message.prompt if isinstance(message, AskLease) else None
+        begins = prompt is not None or isinstance(message, LeaseEmbeds)
         if prompt is not None:
             check_request(prompt)
             if self._reports is not None:
                 self._reports.received(prompt.request_id)
-        if message.epoch == self._epoch and not (self._leave is not None and prompt is not None):
+        if message.epoch == self._epoch and not (self._leave is not None and begins):
             self._core.asked(identity, message)
         else:
             self._core.refuse(identity, message)

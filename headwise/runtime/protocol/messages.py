@@ -18,6 +18,7 @@ client -> scheduler   Scale        -> Scaled | Failed
 client -> scheduler   Roll         -> Scaled | Failed
 engine -> scheduler   EngineStatus -> Directory     every `STATUS_INTERVAL_S`; answered if the engine knows another one
 engine -> engine      AskLease     -> Leased ...    what is leased is read from host to host, by the workers
+engine -> engine      LeaseEmbeds  -> LeaseWants ...  of a prompt that is to be computed: see `embed_parts`
 engine -> engine      RenewLease   -> Leased | LeaseEnded
 engine -> engine      EndLease     -> LeaseEnded
 """
@@ -48,8 +49,6 @@ CLIENT_TIMEOUT_S = 10.0
 STATUS_INTERVAL_S = 0.5
 MAX_MESSAGE_BYTES = 16 << 20
 """Four million token ids. A server must keep so much memory for every client, also for untrusted ones."""
-MAX_ASK_BYTES = 64 << 20
-"""The same of what engines take: another engine has a prompt computed, and sends the embeddings of its images, too."""
 MAX_PING_REQUESTS = 100
 """Most requests that one `Ping` names: there may be as many answers to it."""
 FORGOTTEN = ""
@@ -451,6 +450,7 @@ class AskLease:
     wanted: ``bool [blocks, groups]``, which blocks of the path are meant, by the receiver's groups
     prompt: is to be computed, and its blocks leased as they come: those of its first ``len(wanted)`` columns. Its
             sampling does not matter, for nothing is sampled that anybody hears of. When the lease ends, so does it
+    embeds: of the prompt, that come when they are asked for by `LeaseWants`; it has none itself
     ways:   how all of the sender's workers can read GPUs' memory: on a node, by a transport; none: they cannot
     """
 
@@ -461,6 +461,31 @@ class AskLease:
     secret: str = ""
     prompt: GenerateRequest | None = None
     ways: tuple[str, ...] = ()
+    embeds: tuple[EmbedsPlace, ...] = ()
+
+
+@register
+@dataclass(frozen=True)
+class LeaseWants:
+    """Of the embeddings of a lease's prompt, the rows from the ``first`` one of the item at ``start`` on are next."""
+
+    lease: bytes
+    epoch: int
+    start: int
+    first: int
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class LeaseEmbeds:
+    """These are they, as of `EmbedsPart`."""
+
+    lease: bytes
+    epoch: int
+    start: int
+    first: int
+    values: NDArray[np.float32] | NDArray[np.uint16]
+    secret: str = ""
 
 
 @register

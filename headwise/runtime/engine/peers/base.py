@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Offer, RenewLease, Taken
+from headwise.runtime.protocol.messages import (
+    AskLease,
+    EndLease,
+    Leased,
+    LeaseEmbeds,
+    LeaseEnded,
+    LeaseWants,
+    Offer,
+    RenewLease,
+    Taken,
+)
 from headwise.storage.index.messages import HASH_BYTES
 
-LeaseAsk = AskLease | RenewLease | EndLease
+LeaseAsk = AskLease | LeaseEmbeds | RenewLease | EndLease
 Ask = LeaseAsk | Offer
-LeaseAnswer = Leased | LeaseEnded
+LeaseAnswer = Leased | LeaseEnded | LeaseWants
 Answer = LeaseAnswer | Taken
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headwise.runtime.engine.peers.base import Answer, Ask, LeaseAnswer
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import MAX_ASK_BYTES, MAX_MESSAGE_BYTES, Directory, Leased, LeaseEnded, Taken
+from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Directory, Leased, LeaseEnded, LeaseWants, Taken
 from headwise.sockets.pieces import PIECE_BYTES, split
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ IDLE_S = 60.0
 """A connection over which nothing was asked for so long is closed."""
 MAX_CONNECTIONS = 256
 """Most connections; the one that was idle for longest is closed for another."""
-MAX_UNSENT = 64 + MAX_ASK_BYTES // PIECE_BYTES
+MAX_UNSENT = 64 + MAX_MESSAGE_BYTES // PIECE_BYTES
 """Messages, or pieces of one, that wait for an engine that does not take them: the longest one fits. Further ones are
 lost, and said again if they matter."""
 MAX_ANSWERS = 256
@@ -113,7 +113,7 @@ class PeerConnections:
                 except zmq.Again:
                     break
                 try:
-                    answer = wire.decode(frames[0], Leased, LeaseEnded, Taken)
+                    answer = wire.decode(frames[0], Leased, LeaseEnded, LeaseWants, Taken)
                 except wire.WireError as error:
                     log.warning("%s at %s answers what is none: %s", engine, connection.address, error)
                     continue

@@ -13,6 +13,7 @@ from headwise.cache_controller.arrivals import Arrival
 from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.leases import MAX_LEASED
 from headwise.runtime.protocol.messages import AskLease, Leased
+from headwise.runtime.protocol.prompt_items import PromptEmbeds
 
 MAX_RANKS, MAX_EXPORTS, MAX_EXPORT_BYTES = 1024, 8, 4096
 """What an owner may have: ranks, addresses of each, bytes of an address."""
@@ -67,6 +68,8 @@ class Load:
     """A lease, and what comes by it.
 
     ask:     the question, as often as it is asked
+    embeds:  of the prompt that it asks to be computed
+    told:    of these, the item and the row that the owner was last sent; None: none lately
     moved:   when it last got on: blocks were leased or copied, or its owner, which computes them, had ended a step
     limit:   until when it may last, however it gets on
     waits:   for the owner to lease all pieces of them, by column and group
@@ -90,6 +93,8 @@ class Load:
     say_at: float
     waits: dict[tuple[int, int], Arrival]
     is_part: bool = False
+    embeds: tuple[PromptEmbeds, ...] = ()
+    told: tuple[int, int] | None = None
     pieces: dict[Arrival, dict[int, Piece]] = field(default_factory=dict)
     ordered: set[Arrival] = field(default_factory=set)
     on_device: set[Arrival] = field(default_factory=set)

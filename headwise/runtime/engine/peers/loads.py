@@ -28,7 +28,7 @@ from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.memories import DEVICE
 from headwise.errors import ConfigError, first_line
-from headwise.runtime.engine.peers.base import Peers
+from headwise.runtime.engine.peers.base import LeaseAnswer, Peers
 from headwise.runtime.engine.peers.copy_queue import CopyQueue
 from headwise.runtime.engine.peers.devices import OtherDevices
 from headwise.runtime.engine.peers.lending import LEASE_BYTES, NO_GRANT
@@ -37,8 +37,17 @@ from headwise.runtime.engine.peers.parts import Part, Parts
 from headwise.runtime.engine.peers.waiting import Waiting, prompt_of
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.copies import PeerFetch
-from headwise.runtime.protocol.messages import MAX_ASK_BYTES, AskLease, EndLease, Leased, LeaseEnded, RenewLease
-from headwise.runtime.protocol.prompt_items import embed_bytes
+from headwise.runtime.protocol.embed_parts import part_at
+from headwise.runtime.protocol.messages import (
+    AskLease,
+    EndLease,
+    Leased,
+    LeaseEmbeds,
+    LeaseEnded,
+    LeaseWants,
+    RenewLease,
+)
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, embed_places
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +56,6 @@ MAX_LOADS = 128
 
 MAX_LOAD_S = 120.0
 """Longest that a request waits, for all parts of its prefix together; also if an owner computes it, whatever that says.
-"""
-
-MAX_PROMPT_BYTES = MAX_ASK_BYTES - (2 << 20)
-"""Of a prompt that another engine is asked to compute: its token ids and embeddings, which are a part of the question.
 """
 
 ASK_SHARE, RENEW_SHARE = 0.1, 0.25
@@ -130,8 +135,6 @@ class PeerLoads:
         hint = sequence.request.peer
         if hint is None:
             return False
-        if hint.prefills and 4 * sequence.num_tokens + embed_bytes(sequence.request.embeds) > MAX_PROMPT_BYTES:
-            return False  # it is no message
         owner = self._groups_of(hint.engine, hint.epoch)
         if owner is None:
             self.counts.unknown_hints += 1
@@ -178,11 +181,15 @@ class PeerLoads:
         if arrivals:
             wanted = waiting.owner.of_ours(_places(arrivals, len(path), groups))
             ask = self._question(hint.engine, hint.epoch, b"", wanted, now)
+            embeds: tuple[PromptEmbeds, ...] = ()
             if hint.prefills:
-                ask = replace(ask, prompt=prompt_of(waiting.sequence, len(path) * self._cache.block_size))
+                prompt = prompt_of(waiting.sequence, len(path) * self._cache.block_size)
+                embeds = prompt.embeds
+                ask = replace(ask, prompt=replace(prompt, embeds=()), embeds=embed_places(embeds))
             else:
                 ask = replace(ask, hashes=b"".join(path))
-            self._ask(hint.engine, waiting.owner, ask, arrivals, now, waiting.limit, is_part=not part.is_all)
+            is_part = not part.is_all
+            self._ask(hint.engine, waiting.owner, ask, arrivals, now, waiting.limit, is_part=is_part, embeds=embeds)
         loads = [self._load_of.get(arrival) for arrival in self._arrivals.awaited(waiting.fetch)]
         waiting.loads = tuple(dict.fromkeys(load for load in loads if load is not None))
         return True
@@ -233,9 +240,10 @@ class PeerLoads:
         limit: float,
         *,
         is_part: bool = False,
+        embeds: tuple[PromptEmbeds, ...] = (),
     ) -> None:
         waits = {(arrival.column, arrival.group): arrival for arrival in arrivals}
-        load = Load(engine, ask, owner, now, limit, now, waits, is_part)
+        load = Load(engine, ask, owner, now, limit, now, waits, is_part, embeds)
         self._loads[ask.lease] = load
         self._load_of.update(dict.fromkeys(arrivals, load))
         self.counts.asked += 1
@@ -284,7 +292,7 @@ class PeerLoads:
         share = ASK_SHARE
         if load.grant is None:
             self._peers.send(load.engine, load.ask)
-            share = RENEW_SHARE if load.ask.prompt is not None and load.ask.prompt.embeds else share  # it is long
+            load.told = None
         elif load.is_copied:
             self._peers.send(load.engine, EndLease(load.name, load.epoch, load.grant))
         else:
@@ -292,8 +300,10 @@ class PeerLoads:
             share = RENEW_SHARE
         load.say_at = now + share * self._timeout_s
 
-    def _take(self, load: Load, answer: Leased | LeaseEnded, now: float) -> None:
-        if isinstance(answer, LeaseEnded):
+    def _take(self, load: Load, answer: LeaseAnswer, now: float) -> None:
+        if isinstance(answer, LeaseWants):
+            self._tell_embeds(load, (answer.start, answer.first), now)
+        elif isinstance(answer, LeaseEnded):
             if answer.held and answer.grant == load.grant and load.is_copied and not load.is_over:
                 self._finish(load, load.copied, load.failed)
             else:
@@ -302,6 +312,14 @@ class PeerLoads:
             self._give_up(load)  # the lease had ended, and is another one now
         elif not load.is_all and not load.is_over:
             self._leased(load, answer, now)
+
+    def _tell_embeds(self, load: Load, wanted: tuple[int, int], now: float) -> None:
+        """The owner wants the embeddings from there on. Once is enough: what is lost is asked for again."""
+        part = part_at("", load.embeds, *wanted)
+        if part is None or wanted == load.told or load.grant is not None or load.is_over:
+            return
+        load.told, load.moved, load.say_at = wanted, now, now + RENEW_SHARE * self._timeout_s
+        self._peers.send(load.engine, LeaseEmbeds(load.name, load.epoch, part.start, part.first, part.values))
 
     def _leased(self, load: Load, answer: Leased, now: float) -> None:
         """The owner holds blocks for us: have the workers copy those that were not told of before."""

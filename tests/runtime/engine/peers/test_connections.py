@@ -16,7 +16,18 @@ from headwise.runtime.engine.peers.connections import IDLE_S, PeerConnections
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import AskLease, Directory, Failed, LeaseEnded, Offer, Taken
+from headwise.runtime.protocol.embed_parts import PART_BYTES, parts_of
+from headwise.runtime.protocol.messages import (
+    AskLease,
+    Directory,
+    Failed,
+    LeaseEmbeds,
+    LeaseEnded,
+    LeaseWants,
+    Offer,
+    Taken,
+)
+from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key, secure_client
 
 EPOCH, SECRET = 7, "the deployment's"
@@ -33,7 +44,9 @@ class LendingCore(ScriptedCore):
     def asked(self, reader: bytes, message: Any) -> None:
         self.was_asked.append(message)
         answer = Taken(bytes(16), message.epoch, 5, 0, 9, is_over=True)
-        if not isinstance(message, Offer):
+        if isinstance(message, LeaseEmbeds):
+            answer = LeaseWants(message.lease, message.epoch, message.start, len(message.values))
+        elif not isinstance(message, Offer):
             answer = LeaseEnded(message.lease, message.epoch, 3, held=True)
         self._server.peers.answer(reader, answer)
 
@@ -111,6 +124,21 @@ def test_a_question_about_an_earlier_cache_is_refused(owner, reader) -> None:
     reader.connections.send("owner", replace(ASK, epoch=EPOCH - 1))
     eventually(lambda: owner[1].was_refused)
     assert not owner[1].was_asked
+
+
+def test_the_largest_part_of_embeddings_arrives_and_an_engine_that_leaves_refuses_it(owner, reader) -> None:
+    server, core = owner
+    (part,) = parts_of("", [PromptEmbeds(5, np.ones((4, PART_BYTES // 16), np.float32))])
+    embeds = LeaseEmbeds(bytes(16), EPOCH, part.start, part.first, part.values)
+    reader.connections.send("owner", embeds)
+    answers = []
+    eventually(lambda: answers.extend(reader.connections.receive()) or answers)
+    assert answers == [LeaseWants(bytes(16), EPOCH, 5, 4)]
+    np.testing.assert_array_equal(core.was_asked[0].values, part.values)
+    server.leave(20.0, [], lambda: None)
+    reader.connections.send("owner", embeds)
+    eventually(lambda: core.was_refused)
+    assert len(core.was_asked) == 1
 
 
 @pytest.mark.parametrize("secret", ["", "another one's"])

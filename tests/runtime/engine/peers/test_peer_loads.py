@@ -12,10 +12,12 @@ from support.engine.simulation import continuation
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
+from headwise.runtime.engine import core
 from headwise.runtime.engine.core import OVERDUE_SHARE
+from headwise.runtime.protocol import embed_parts
 from headwise.runtime.protocol.batch import BatchRequest
-from headwise.runtime.protocol.messages import AskLease, Leased
-from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest
+from headwise.runtime.protocol.messages import AskLease, Leased, LeaseEmbeds
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, as_bfloat16, digest
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 from headwise.transfer.peer_reads import MAX_OWNERS
 
@@ -302,6 +304,95 @@ def test_items_are_computed_by_the_other_engine_with_their_embeddings(begin: int
     keys = (ExtraKey(begin, begin + 3, digest(embeds.values)),)
     assert serve(network, "d", replace(asked, extra_keys=keys, embeds=(embeds,))) == continuation(said, 5)
     assert network.nodes["d"].results["r"].usage.cached_tokens == 56
+    settle(network)
+
+
+def with_items(
+    network: Network, name: str, prompt: list[int], *items: tuple[int, int]
+) -> tuple[GenerateRequest, list[int]]:
+    """A request whose prompt is to be computed at ``p``, with items of so many tokens from there on; and its output."""
+    said, keys, embeds = list(prompt), [], []
+    for start, length in items:
+        values = np.arange(start, start + length, dtype=np.float32)[:, None] % 40 + 50
+        said[start : start + length] = values[:, 0].astype(int).tolist()
+        embeds.append(PromptEmbeds(start, values if start % 2 else as_bfloat16(values)))
+        keys.append(ExtraKey(start, start + length, digest(embeds[-1].values)))
+    asked = to_prefill(network, name, prompt, 5, "p")
+    return replace(asked, extra_keys=tuple(keys), embeds=tuple(embeds)), continuation(said, 5)
+
+
+ITEMS = ((3, 9), (14, 1), (20, 30))
+
+
+@pytest.fixture
+def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four rows in float32, eight in bfloat16."""
+    monkeypatch.setattr(embed_parts, "PART_BYTES", 16)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_embeddings_reach_who_computes_whatever_is_lost_doubled_or_late(seed: int, tiny_parts: None) -> None:
+    faults = WireFaults(lose=0.15, double=0.3, delay=4)
+    network = Network("pd", (FULL, HeadPolicy(window=5)), seed=seed, faults=faults)
+    asked, output = with_items(network, "r", [1 + i % 50 for i in range(58)], *ITEMS)
+    assert serve(network, "d", asked) == output
+    settle(network)
+    assert not network.nodes["p"].core._prefills._asked
+    assert not network.nodes["p"].core._prefills._embeds.num_bytes
+
+
+def test_no_part_of_embeddings_is_sent_twice_where_nothing_is_lost(tiny_parts: None) -> None:
+    network = Network("pd", (FULL,))
+    asked, output = with_items(network, "r", [1 + i % 50 for i in range(58)], *ITEMS)
+    assert serve(network, "d", asked) == output
+    sent = [(each.start, each.first) for each in network.sent if isinstance(each, LeaseEmbeds)]
+    assert sent == [(3, 0), (3, 4), (3, 8), (14, 0), (20, 0), (20, 8), (20, 16), (20, 24)]
+    assert network.nodes["d"].results["r"].usage.cached_tokens == 56
+    assert all(not each.prompt.embeds for each in network.sent if isinstance(each, AskLease))
+
+
+def test_an_engine_that_loses_its_workers_while_embeddings_come_is_not_waited_for(tiny_parts: None) -> None:
+    network = Network("pd", (FULL,))
+    asked, output = with_items(network, "r", [1 + i % 50 for i in range(58)], *ITEMS)
+    network.nodes["d"].core.add(asked)
+    while not any(isinstance(each, LeaseEmbeds) for each in network.sent):
+        network.turn()
+    network.kill("p")
+    begun = network.clock()
+    assert finish(network, "d", "r") == output
+    assert network.clock() - begun < TIMEOUT_S + 2
+    settle(network)
+
+
+def test_embeddings_that_stop_coming_are_not_waited_for(tiny_parts: None) -> None:
+    """No message gets through any more: what they took is free, and their reader computes."""
+    network = Network("pd", (FULL,))
+    asked, output = with_items(network, "r", [1 + i % 50 for i in range(58)], *ITEMS)
+    network.nodes["d"].core.add(asked)
+    owner = network.nodes["p"].core._prefills
+    while not owner._embeds.num_bytes:
+        network.turn()
+    network.faults.lose = 1.0
+    assert finish(network, "d", "r") == output
+    for _ in range(round(TIMEOUT_S / TICK_S)):
+        network.turn()
+    assert not owner._embeds.num_bytes
+    assert not owner._asked
+    network.faults.lose = 0.0
+    other, output = with_items(network, "s", [2 + i % 50 for i in range(58)], *ITEMS)
+    assert serve(network, "d", other) == output
+    settle(network)
+
+
+def test_embeddings_that_the_engine_has_no_room_for_are_computed_with_where_they_are(
+    tiny_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Network("pd", (FULL,))
+    asked, output = with_items(network, "r", [1 + i % 50 for i in range(58)], *ITEMS)
+    network.nodes["d"].core.add(asked)
+    monkeypatch.setattr(core, "MAX_HELD_EMBED_BYTES", 8)
+    assert finish(network, "d", "r") == output
+    assert not any(isinstance(each, LeaseEmbeds) for each in network.sent)
     settle(network)
 
 
