@@ -51,7 +51,7 @@ class NetworkComm:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PART_BYTES)
         self._authenticator: Authenticator | None = None
-        self._round = 0
+        self._round, self._until = 0, 0.0
 
     @classmethod
     def listen(cls, host: str, size: int, timeout_s: float, keys: ServerKeys | None) -> NetworkComm:
@@ -134,11 +134,15 @@ class NetworkComm:
 
     # ---- one round ----
 
+    def _begin(self) -> None:
+        self._round += 1
+        self._until = self._clock() + self._timeout_s
+
     def _ask(self, part: bytes) -> bytes:
         """Send rank 0 this rank's part; what it answers."""
         import zmq
 
-        self._round += 1
+        self._begin()
         self._wait_for(zmq.POLLOUT, lambda: [0])  # a rank that was refused has nobody to send to
         self._socket.send_multipart((_ROUND.pack(self._round), part))
         frames = self._receive(lambda: [0])
@@ -147,7 +151,7 @@ class NetworkComm:
 
     def _parts(self) -> list[bytes]:
         """Those of all other ranks, in rank order."""
-        self._round += 1
+        self._begin()
         found: dict[int, bytes] = {}
         ranks = {_identity(rank): rank for rank in range(1, self.size)}
         while len(found) < self.size - 1:
@@ -168,8 +172,9 @@ class NetworkComm:
         return list(self._socket.recv_multipart())
 
     def _wait_for(self, event: int, missing: Callable[[], list[int]]) -> None:
-        deadline = self._clock() + self._timeout_s
-        while (left := deadline - self._clock()) > 0:
+        left = math.inf
+        while left > 0:
+            left = max(0.0, self._until - self._clock())
             if self._socket.poll(math.ceil(min(left, 1.0) * 1000), event):
                 return
         raise EngineDiedError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -148,6 +150,20 @@ def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
     first, _, last = in_threads(3, body)
     assert first.startswith("tensor-parallel ranks [1")
     assert last.startswith("tensor-parallel ranks [0]")
+
+
+def test_ranks_that_come_one_by_one_have_one_time_limit_together() -> None:
+    def body(comm: NetworkComm) -> str:
+        comm._timeout_s = 1.0 if comm.rank else 0.4
+        time.sleep(0.25 * comm.rank)
+        try:
+            comm.all_reduce(part(comm.rank, 4))
+        except EngineDiedError as error:
+            return str(error)
+        return ""
+
+    first, *_ = in_threads(3, body)
+    assert re.match(r"tensor-parallel ranks \[(1, )?2\] did not come", first)
 
 
 def test_a_rank_that_has_fallen_behind_is_told_from_one_that_is_in_step() -> None:
