@@ -85,7 +85,15 @@ def all_at_once(engine: LocalEngine) -> list[list[GenerationResult]]:
     return [[results[f"{place}-{index}"] for index in range(len(PROMPTS))] for place in range(3)]
 
 
-@pytest.mark.parametrize("two", MODELS, indirect=True)
+LIKE_OTHERS = ("qwen3", "gemma2", "glm4", "olmo3", "smollm3", "qwen3-moe", "arcee")
+"""Whose projections lie as those of others: for the soak."""
+
+
+@pytest.mark.parametrize(
+    "two",
+    [pytest.param(name, marks=[pytest.mark.soak] if name in LIKE_OTHERS else []) for name in MODELS],
+    indirect=True,
+)
 def test_batches_of_all_kinds_say_what_merged_models_do(two: Any) -> None:
     name, adapters, expected = two
     config = EngineConfig(model=str(checkpoint(name)), adapters=adapters, max_batched_tokens=64, **SIZES)

@@ -62,12 +62,19 @@ def assert_says_the_reference_tokens(name: str, config: EngineConfig, times: int
     [
         ("deepseek-v2", 2, {"block_size": 8}),
         ("deepseek-v3", 4, {"tensor_ops": "numpy"}),
-        ("deepseek-v3", 4, {"context_parallel_size": 2, "kernels": "reference", "max_batched_tokens": 64}),
+        pytest.param(
+            "deepseek-v3",
+            4,
+            {"context_parallel_size": 2, "kernels": "reference", "max_batched_tokens": 64},
+            marks=pytest.mark.soak,
+        ),
         ("glm4-moe-lite", 2, {"block_size": 2}),
         ("kimi-linear", 2, {"block_size": 32}),
         ("kimi-linear", 4, {}),
         ("deepseek-v3.2", 2, {"block_size": 8}),  # the best tokens of all ranks'
-        ("deepseek-v3.2", 4, {"context_parallel_size": 2, "max_batched_tokens": 24}),  # of few queries at a time
+        pytest.param(  # of few queries at a time
+            "deepseek-v3.2", 4, {"context_parallel_size": 2, "max_batched_tokens": 24}, marks=pytest.mark.soak
+        ),
         ("hunyuan4", 2, {"block_size": 8}),  # sinks beside them
         ("mistral4", 2, {"block_size": 8}),  # queries that grow with their position
         pytest.param("glm5", 2, {}, marks=pytest.mark.soak),

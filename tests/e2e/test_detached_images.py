@@ -20,7 +20,7 @@ from headwise import Client, EngineConfig
 from headwise.actors.found import find_actor
 from headwise.actors.names import OWNER
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.soak]  # `test_detached` and `test_images_on_ray` have its parts
 
 CONFIG = EngineConfig(
     model=str(image_model()),

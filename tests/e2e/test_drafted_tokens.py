@@ -29,8 +29,22 @@ def config_of(name: str, **changes: Any) -> EngineConfig:
 KINDS = [pytest.param(name, marks=[pytest.mark.soak] if name in AS_OTHERS else []) for name in DRAFTING]
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("changes", [{}, {"max_batched_tokens": 32, "tensor_ops": "numpy"}, {"tp_size": 2}])
+IN_PARTS_TOO = ("deepseek-v3", "qwen3.5", "mimo-v2", "glm4-moe")
+"""Layers that draft with latents, beside states, with windows, with experts: of the others, parts and ranks are for the
+soak."""
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *(pytest.param(*kind.values, {}, marks=kind.marks) for kind in KINDS),
+        *(
+            pytest.param(*kind.values, changes, marks=() if kind.values[0] in IN_PARTS_TOO else pytest.mark.soak)
+            for changes in ({"max_batched_tokens": 32, "tensor_ops": "numpy"}, {"tp_size": 2})
+            for kind in KINDS
+        ),
+    ],
+)
 def test_proposals_are_those_of_torch(name: str, changes: dict[str, Any]) -> None:
     assert_proposals_of_torch(name, changes)
 

@@ -33,7 +33,8 @@ SHOWN_BY_OTHERS = (
     "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-h-latent", "bamba", "granite-swa",
     "granite-moe-swa", "mellum", "cohere2-moe-rms", "hunyuan-v1", "mistral4", "laguna-elements", "glm5",
     "hunyuan-v1-moe", "exaone-moe", "solar-open", "hunyuan3", "glm5-shared", "granite-moe", "nemotron-h-moe", "step3",
-    "afmoe", "exaone4", "olmo3", "ministral3", "deepseek-v4",
+    "afmoe", "exaone4", "olmo3", "ministral3", "deepseek-v4", "cohere2-moe", "laguna", "minimax-m2", "glm4-moe",
+    "cohere2",
 )  # fmt: skip
 """They run the kernels of the others; each takes the interpreter its time."""
 NOT_ON_GPUS = ("hunyuan4",)

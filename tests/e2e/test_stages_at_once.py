@@ -226,10 +226,19 @@ class EndsWaits:
         return self._now
 
 
+NO_ROOM = MemoryError("no room")
+ERRORS = (NO_ROOM, ValueError("what fails a step alone, of one rank"), ZeroDivisionError("by 0"))
+PLACES = ((0, 1), (0, 4), (1, 1), (1, 3), (2, 2))
+
+
 @pytest.mark.parametrize(
-    "error", [MemoryError("no room"), ValueError("what fails a step alone, of one rank"), ZeroDivisionError("by 0")]
+    ("rank", "step", "error"),
+    [
+        pytest.param(*place, error, marks=() if error is NO_ROOM or place == (1, 3) else pytest.mark.soak)
+        for error in ERRORS
+        for place in PLACES
+    ],
 )
-@pytest.mark.parametrize(("rank", "step"), [(0, 1), (0, 4), (1, 1), (1, 3), (2, 2)])
 def test_a_rank_that_fails_in_a_step_is_named_and_all_end(rank: int, step: int, error: Exception) -> None:
     is_over = threading.Event()
 

@@ -18,7 +18,7 @@ from headwise.runtime.client.client import Client
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.protocol.request import SamplingParams
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.soak]  # the benchmark of pipelines starts stages on Ray, too
 
 TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 from support.engine.given_guesses import GivenGuesses
-from support.engine.loaded_model import BASE, GREEDY, serve
+from support.engine.loaded_model import BASE, GREEDY, TINY_KINDS, serve
 from support.engine.ranks import Ranks
 from support.reference import Answer, answers, assert_same
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
@@ -30,12 +30,14 @@ ALSO_ON_OTHER_RANKS = {
 
 
 def cases() -> list[ParameterSet]:
-    """Every model with blocks of 16 and of 64 tokens, one of which is for the soak, by turns."""
-    found = []
+    """Every model with blocks of 16 and of 64 tokens, one of which is for the soak, by turns; and so are models whose
+    caches are of another one's kind: how weights are dealt to ranks, `test_models_tiny` shows of all.
+    """
+    found, kinds = [], {kind.values[0]: kind for kind in TINY_KINDS}
     for index, name in enumerate(TINY_CONFIGS):
         for block_size in (16, 64):
             is_second = (block_size == 64) == (index % 2 == 0)
-            marks = [pytest.mark.soak] if is_second or name in ALSO_ON_OTHER_RANKS else []
+            marks = [pytest.mark.soak] if is_second or name in ALSO_ON_OTHER_RANKS else kinds[name].marks
             found.append(pytest.param(name, block_size, marks=marks))
     return found
 

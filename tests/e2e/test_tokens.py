@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine.given_guesses import GivenGuesses
-from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel, all_but, serve, tiny_cache_kinds
+from support.engine.loaded_model import (
+    ALL_MODELS,
+    GREEDY,
+    MODELS,
+    LoadedModel,
+    all_but,
+    kinds_but,
+    serve,
+    tiny_cache_kinds,
+)
 from support.reference import CLOSE, Answer, answers, assert_same
 
 from headwise.cache_controller.windows import GroupWindows
@@ -77,7 +86,7 @@ def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
     return logits[0]
 
 
-@all_but("smollm2-135m")
+@kinds_but("smollm2-135m")
 def test_prompts_one_by_one_and_whole(loaded: LoadedModel) -> None:
     engine, executor = loaded.engine(max_batched_tokens=4096)
     tokens = loaded.tokens(12)
@@ -239,7 +248,7 @@ def test_plain_greedy_requests_pay_nothing_for_what_others_may_ask_for(
     assert not loaded.worker._tokens._editor._rows
 
 
-@all_but(*MODELS)
+@kinds_but(*MODELS)
 def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> None:
     config = loaded.preprocessor.card.config
     if config.layer_heads or config.compressed is not None or loaded.preprocessor.card.has_states:
@@ -256,7 +265,7 @@ def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> 
     executor.close()
 
 
-@all_but("gemma3-270m")
+@kinds_but("gemma3-270m")
 @pytest.mark.parametrize("tokens", [32, pytest.param(64, marks=pytest.mark.soak)])
 def test_guesses_change_no_token(loaded: LoadedModel, tokens: int) -> None:
     """Of all prompts at once, some of which are computed beside the first guesses."""

@@ -260,6 +260,7 @@ def test_groups_that_kernels_would_cut_are_refused(group: int) -> None:
 SOME = "stored_values or any_number or alone_and_among or gated_weight or not_finite or fewer_bits"
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not ISA.avx512f, reason="all tests run so on this CPU, which has no AVX-512")
 def test_products_compiled_for_other_cpus_without_avx_512_are_right() -> None:
     assert_passes(__file__, "without AVX-512", SOME)

@@ -34,7 +34,7 @@ _LIKE_ANOTHER_S = {
     "solar-open", "mimo", "cohere2", "granite", "granite-moe", "granite-hybrid", "arcee", "granite-hybrid-moe",
     "nemotron-h-moe", "nemotron-h-latent", "bamba", "granite-swa", "granite-moe-swa", "mellum",
     "cohere2-moe", "cohere2-moe-rms", "hunyuan-v1", "hunyuan-v1-moe", "mistral4", "glm5-shared",
-    "hunyuan4", "laguna-elements",
+    "hunyuan4", "laguna-elements", "laguna", "step3", "olmo3",
 }  # fmt: skip
 TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS]
 CACHE_KINDS = [*DEMO_MODELS, *TINY_KINDS]
@@ -52,6 +52,11 @@ BASE = EngineConfig(dtype="float32", kv_cache="144MiB", max_batched_tokens=512, 
 def all_but(*names: str) -> pytest.MarkDecorator:
     """A test of `ALL_MODELS`, of which some, slow and with little to add, are for the soak."""
     return pytest.mark.parametrize("loaded", [*_demo_models(*names), *TINY_CONFIGS], indirect=True)
+
+
+def kinds_but(*names: str) -> pytest.MarkDecorator:
+    """The same of `CACHE_KINDS`."""
+    return pytest.mark.parametrize("loaded", [*_demo_models(*names), *TINY_KINDS], indirect=True)
 
 
 def tiny_cache_kinds() -> pytest.MarkDecorator:
