@@ -111,10 +111,10 @@ def _adapters(f: Figures) -> str:
 
 
 def _pipeline(f: Figures) -> str:
-    over_vllm = [f[key] for key in ("over_vllm", "vllm_over_one") if key in f]  # where it is installed
+    over_others = [f[key] for key in ("over_tensors", "over_vllm", "vllm_over_one") if key in f]  # what was measured
     return "; ".join(
         f"{ratios['prefill']:.2f}, " + ", ".join(f"{ratio:.2f} of {count}" for count, ratio in ratios["decode"].items())
-        for ratios in (f["over_one"], f["over_tensors"], *over_vllm)
+        for ratios in (f["over_one"], *over_others)
     )
 
 

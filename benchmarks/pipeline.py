@@ -87,12 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer tokens, one round: a minute")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round: seconds")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round, two of ours alone: seconds")
     parser.add_argument("--ray", help="address of a running Ray cluster; by default one is started")
     args = parser.parse_args(arguments)
     size = SMOKE if args.smoke else QUICK if args.quick else FULL
     rounds = 1 if args.smoke or args.quick else args.rounds
-    names = [*RANKS, *(VLLM if PEERS_PYTHON.exists() and not args.smoke else ())]
+    names = [ONE, STAGES] if args.smoke else [*RANKS, *(VLLM if PEERS_PYTHON.exists() else ())]
     print(f"{'':>12} {'tokens fit':>10} {'prefill':>8} {'decode of ' + str(size.decoded):>24}")
     found: list[dict[str, Seen]] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -123,10 +123,11 @@ def ratios(found: Sequence[dict[str, Seen]]) -> dict[str, Any]:
     ours = {
         key: {"fit": over(STAGES, other, lambda seen: seen.fit), **speeds(STAGES, other)}
         for key, other in (("over_one", ONE), ("over_tensors", TENSORS))
+        if other in found[0]
     }
     if VLLM_STAGES in found[0]:
         ours |= {"over_vllm": speeds(STAGES, VLLM_STAGES), "vllm_over_one": speeds(VLLM_STAGES, VLLM_ONE)}
-    said = zip(*(found[0][name].said for name in RANKS), strict=True)
+    said = zip(*(seen.said for name, seen in found[0].items() if name in RANKS), strict=True)
     return {**ours, "same_first": statistics.mean(len({tokens[0] for tokens in each}) == 1 for each in said)}
 
 

@@ -69,8 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.quick:
         rounds, tokens, weights, numbers = 1, 24, ["gguf"], [1]
         asked = tasks(QUICK_PARAGRAPHS)
+    warm_ups = 0 if args.quick else 1
     print(f"{'weights':>9} {'task':>8} {'requests':>8} {'plain, tok/s':>12} {'guessed':>8} {'ratio':>6} {'right':>6}")
-    cases = [case for each in weights for case in measured(each, asked, rounds, tokens, args.guesses, numbers)]
+    cases = list[Case]()
+    for each in weights:
+        cases += measured(each, asked, rounds, warm_ups, tokens, args.guesses, numbers)
     print(json.dumps({"rounds": rounds, "guesses": args.guesses, "cases": [asdict(case) for case in cases]}))
 
 
@@ -86,9 +89,15 @@ def tasks(most_paragraphs: int | None = None) -> dict[str, list[str]]:
 
 
 def measured(
-    weights: str, tasks: dict[str, list[str]], rounds: int, tokens: int, guesses: int, numbers: Sequence[int]
+    weights: str,
+    tasks: dict[str, list[str]],
+    rounds: int,
+    warm_ups: int,
+    tokens: int,
+    guesses: int,
+    numbers: Sequence[int],
 ) -> Iterator[Case]:
-    """Cases of weights of one kind."""
+    """Cases of weights of one kind. warm_ups: rounds before those that count"""
     config = {"model": MODEL, "dtype": "bfloat16", "weights_dtype": weights, "prefix_caching": False}
     with ExitStack() as stack:
         plain, guessing = (
@@ -100,9 +109,9 @@ def measured(
         for task, asked in tasks.items():
             for requests in numbers:
                 rates, before = list[tuple[float, float]](), guessing.core.stats()
-                for turn in range(rounds + 1):
+                for turn in range(warm_ups + rounds):
                     pair = decode_rate(plain, asked[:requests], tokens), decode_rate(guessing, asked[:requests], tokens)
-                    if turn:  # the first one warms up
+                    if turn >= warm_ups:
                         rates.append(pair)
                 slow, fast = (statistics.median(column) for column in zip(*rates, strict=True))
                 ratio = statistics.median(second / first for first, second in rates)

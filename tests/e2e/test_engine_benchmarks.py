@@ -138,9 +138,9 @@ def test_ranks_that_keep_latents_together_are_measured(cluster: str, capsys: pyt
 def test_stages_of_a_pipeline_are_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = figures_of("pipeline", capsys, "--smoke", "--ray", cluster)
     assert found["same_first"] == 1
-    one, tensors = found["over_one"], found["over_tensors"]
-    assert (one["fit"], tensors["fit"]) == (2, 1)
-    assert min(*one["decode"].values(), *tensors["decode"].values(), one["prefill"], tensors["prefill"]) > 0
+    one = found["over_one"]
+    assert one["fit"] == 2
+    assert min(*one["decode"].values(), one["prefill"]) > 0
 
 
 @pytest.mark.soak
