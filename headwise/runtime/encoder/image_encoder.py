@@ -14,6 +14,7 @@ import numpy as np
 
 from headwise.cores import usable_cores
 from headwise.errors import ConfigError, InvalidRequestError, ModelError
+from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.encoder.embed_cache import EmbedCache
 from headwise.runtime.encoder.images import check_pillow, decode
@@ -25,7 +26,6 @@ from headwise.runtime.models.towers.select import tower_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.protocol.images import MAX_IMAGE_EMBED_BYTES, EncodedImage, named
-from headwise.runtime.protocol.prompt_items import as_bfloat16
 from headwise.units import parse_bytes
 
 _MOST_BYTES = MAX_IMAGE_EMBED_BYTES - (1 << 20)
@@ -101,7 +101,7 @@ class ImageEncoder:
             made = self._tower.encode(image)
         if not np.isfinite(made.embeds).all():
             raise InvalidRequestError("the vision tower makes numbers of this image that are not finite")
-        embeds = as_bfloat16(made.embeds) if self._as_bfloat16 else np.ascontiguousarray(made.embeds, np.float32)
+        embeds = to_bits(made.embeds) if self._as_bfloat16 else np.ascontiguousarray(made.embeds, np.float32)
         if embeds.nbytes > MAX_IMAGE_EMBED_BYTES:
             raise InvalidRequestError(
                 f"the image's {len(embeds)} tokens take {embeds.nbytes} bytes; at most {MAX_IMAGE_EMBED_BYTES} can be "

@@ -20,8 +20,9 @@ Rotation = tuple[KernelArray, KernelArray]
 """Cosines and sines of the tokens' positions, as `TensorOps.rotation` gives them."""
 
 
-Embeds = tuple[NDArray[np.int32], NDArray[np.float32]]
-"""Embeddings that stand for those of some tokens: which of a step's ``T``, ``[k]``; and they, ``[k, embed_size]``."""
+Embeds = tuple[NDArray[np.int32], NDArray[np.float32] | NDArray[np.uint16]]
+"""Embeddings that stand for those of some tokens: which of a step's ``T``, ``[k]``; and they, ``[k, embed_size]``, the
+bits of bfloat16 where these are uint16."""
 
 
 class AttentionLayer(Protocol):

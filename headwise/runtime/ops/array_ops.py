@@ -37,7 +37,15 @@ class ArrayOps(UnfusedOps):
     # ---- to the device and back ----
 
     def tensor(self, array: NDArray[Any]) -> Array:
+        if array.dtype == np.uint16:
+            return self._of_bits(self.upload(array))
         return self.upload(array).astype(self.dtype, copy=False)
+
+    def _of_bits(self, bits: Array) -> Array:
+        """Numbers of which these are the bits in bfloat16."""
+        if self.dtype.name == "bfloat16":
+            return bits.view(self.dtype)
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(self.dtype, copy=False)
 
     def norm_weight(self, array: NDArray[np.float32]) -> Array:
         return self.upload(array)
@@ -150,7 +158,7 @@ class ArrayOps(UnfusedOps):
     def take_rows(self, x: Array, rows: NDArray[np.int64]) -> Array:
         return x[self.upload(rows)]
 
-    def put_rows(self, target: Array, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+    def put_rows(self, target: Array, rows: NDArray[np.int32], values: NDArray[Any]) -> None:
         target[self.upload(rows)] = self.tensor(values)
 
     def scatter_add_rows(self, target: Array, rows: NDArray[np.int64], x: Array, weights: NDArray[np.float32]) -> None:

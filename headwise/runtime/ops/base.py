@@ -100,7 +100,8 @@ class TensorOps(Protocol):
     leaves_biases: bool
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        """A float32 array as a tensor on the device. May share its memory where nothing must be copied or converted."""
+        """An array of float32, or of the bits of bfloat16 (uint16), as a tensor on the device. May share its memory
+        where nothing must be copied or converted."""
 
     def norm_weight(self, array: NDArray[np.float32]) -> Tensor:
         """The weight of a norm, as a float32 tensor on the device."""
@@ -245,8 +246,9 @@ class TensorOps(Protocol):
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
         """Rows ``rows [R]`` of ``x [T, N]``, as a copy ``[R, N]``."""
 
-    def put_rows(self, target: Tensor, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
-        """Overwrite the rows ``rows [R]`` of ``target [T, N]`` with ``values [R, N]``, in place.
+    def put_rows(self, target: Tensor, rows: NDArray[np.int32], values: NDArray[Any]) -> None:
+        """Overwrite the rows ``rows [R]`` of ``target [T, N]`` with ``values [R, N]``, in place; they are as `tensor`
+        takes them.
 
         The caller sees to it that ``rows`` names no row twice, and that ``target`` is an operation's result.
         """

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import cupy
+import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -51,6 +52,8 @@ class CupyOps(GpuOps):
         self._cublas = Cublas(partial(cupy.empty, dtype="uint8"))  # no cycle: memory goes with the last reference
 
     def tensor(self, array: NDArray[Any]) -> Any:
+        if array.dtype == np.uint16:
+            return self._of_bits(self.send(array))
         return self._in_pieces(array, self.dtype)
 
     def send(self, array: NDArray[Any]) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.bfloat16 import to_float32
 from headwise.kernels.cuda.launch import address_of
 from headwise.kernels.fused import SILU_LIMIT, SWIGLU_ALPHA, SWIGLU_LIMIT
 from headwise.runtime.ops.base import KernelArray, StepUpload
@@ -47,7 +48,7 @@ class PaddleGpuOps(UnfusedOps):
     # ---- to the device and back ----
 
     def tensor(self, array: NDArray[Any]) -> paddle.Tensor:
-        return self._narrow(self._on_device(array))
+        return self._narrow(self._on_device(to_float32(array) if array.dtype == np.uint16 else array))
 
     def norm_weight(self, array: NDArray[np.float32]) -> paddle.Tensor:
         return self._on_device(array)
@@ -170,7 +171,7 @@ class PaddleGpuOps(UnfusedOps):
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return _functional.embedding(self._on_device(rows), x)
 
-    def put_rows(self, target: paddle.Tensor, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+    def put_rows(self, target: paddle.Tensor, rows: NDArray[np.int32], values: NDArray[Any]) -> None:
         paddle.scatter_(target, self._on_device(rows), self.tensor(values), overwrite=True)
 
     def scatter_add_rows(

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.bfloat16 import to_float32
 from headwise.runtime.ops.base import StepUpload
 from headwise.runtime.ops.numpy_ops import NumpyOps, in_place, trim_heap
 from headwise.runtime.ops.paddle_import import paddle
@@ -63,6 +64,8 @@ class PaddleOps(UnfusedOps):
         self._borrowed: WeakValueDictionary[int, paddle.Tensor] = WeakValueDictionary()  # by address
 
     def tensor(self, array: NDArray[Any]) -> paddle.Tensor:
+        if array.dtype == np.uint16:
+            array = to_float32(array)
         if array.dtype != np.float32:
             raise TypeError(f"tensors are float32, got an array of {array.dtype}")
         array = np.ascontiguousarray(array)
@@ -168,7 +171,7 @@ class PaddleOps(UnfusedOps):
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return self.tensor(self.numpy(x)[rows])
 
-    def put_rows(self, target: paddle.Tensor, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+    def put_rows(self, target: paddle.Tensor, rows: NDArray[np.int32], values: NDArray[Any]) -> None:
         _numpy.put_rows(self.numpy(target), rows, values)
 
     def scatter_add_rows(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
+from headwise.kernels.bfloat16 import to_float32
 from headwise.runtime.protocol.values import as_integer, as_items, check_text
 
 MAX_ITEMS = 1024
@@ -192,14 +193,8 @@ def named_by_others(start: int, end: int) -> InvalidRequestError:
 def as_float32(values: NDArray[np.float32] | NDArray[np.uint16]) -> NDArray[np.float32]:
     """Numbers as `PromptEmbeds` has them."""
     if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
+        return to_float32(np.asarray(values, np.uint16))
     return values.astype(np.float32, copy=False)
-
-
-def as_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of numbers in bfloat16, rounded to the nearest, and to the even one of two; of finite numbers."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def embed_bytes(embeds: Sequence[PromptEmbeds]) -> int:

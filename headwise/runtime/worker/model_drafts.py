@@ -18,7 +18,6 @@ from headwise.runtime.models.base import Embeds, Model
 from headwise.runtime.ops.base import Fetch, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives
 from headwise.runtime.protocol.batch import LAST_SAMPLED, NOTHING_PROPOSED, BatchRequest
-from headwise.runtime.protocol.prompt_items import as_float32
 from headwise.runtime.worker.drafts import SampledRows, Spread, check_drafts, spread
 from headwise.runtime.worker.last_sampled import NO_TOKEN
 from headwise.runtime.worker.model_runner import ModelRunner
@@ -132,7 +131,7 @@ def _embeds_behind(batch: BatchRequest) -> Embeds | None:
         return None
     begins = np.cumsum(batch.query_lens) - batch.query_lens
     is_behind_one = ~np.isin(batch.embeds.rows, begins)
-    return batch.embeds.rows[is_behind_one] - np.int32(1), as_float32(batch.embeds.values[is_behind_one])
+    return batch.embeds.rows[is_behind_one] - np.int32(1), batch.embeds.values[is_behind_one]
 
 
 def _last_known(batch: BatchRequest, rows: SampledRows, sampled: NDArray[np.int32] | None) -> NDArray[np.int64]:

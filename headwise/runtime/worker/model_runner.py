@@ -20,7 +20,6 @@ from headwise.runtime.models.base import Model, PagedAttentionLayer, PagedCache
 from headwise.runtime.ops.base import Fetch, KernelArray, Tensor
 from headwise.runtime.ops.stage_links import StageLinks
 from headwise.runtime.protocol.batch import UP_TO_THEMSELVES, BatchRequest
-from headwise.runtime.protocol.prompt_items import as_float32
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.drafts import Spread, spread
@@ -158,7 +157,7 @@ class ModelRunner:
         if graphs is not None:
             hidden = graphs.forward(self.attend, step.batch, batch.num_tokens, wanted)
         else:
-            given = None if batch.embeds is None else (batch.embeds.rows, as_float32(batch.embeds.values))
+            given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
             hidden = self.model.forward(step.tokens, step.positions, self.attention(step.batch), given, wanted, stream)
         if not self.is_last:
             self._pass_on(hidden)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
+from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.protocol.messages import EmbedsPart, Submit
-from headwise.runtime.protocol.prompt_items import PromptEmbeds, as_bfloat16, digest, embed_places
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest, embed_places
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 WIDTH = 3
@@ -21,7 +22,7 @@ WIDTH = 3
 
 def rows(start: int, length: int, is_half: bool = False) -> PromptEmbeds:
     values = (np.arange(length * WIDTH, dtype=np.float32) + start).reshape(length, WIDTH)
-    return PromptEmbeds(start, as_bfloat16(values) if is_half else values)
+    return PromptEmbeds(start, to_bits(values) if is_half else values)
 
 
 def submit(*embeds: PromptEmbeds, key: int = 7, name: str = "r", named: bool = True) -> Submit:

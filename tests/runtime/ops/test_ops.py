@@ -16,6 +16,7 @@ from support.gpu.paddle_on_the_host import cupy_on_the_host
 from support.tensor_operations import EVERY, NARROW, normal, rope
 
 from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.experts import Mixture, Routing
 from headwise.kernels.fused import Activation, is_gated
 from headwise.runtime.models.layers import DenseMlp, Linear
@@ -265,6 +266,15 @@ def test_rows_are_overwritten_also_by_what_is_read_only(ops) -> None:
         target = ops.embedding(ops.embedding_table(table), ops.upload(np.array([3, 4, 8], np.int32)))
         ops.put_rows(target, np.array([0, 2], np.int32), values)
         close(ops, target, [values[0], table[4], values[1]])
+
+
+def test_the_bits_of_bfloat16_are_numbers(ops) -> None:
+    bits = to_bits(normal(3, 4))
+    bits.flags.writeable = False
+    np.testing.assert_array_equal(ops.numpy(ops.tensor(bits)).astype(np.float32), to_float32(bits))
+    target = ops.tensor(normal(3, 4))
+    ops.put_rows(target, np.array([1], np.int32), bits[2:])
+    np.testing.assert_array_equal(ops.numpy(target)[1].astype(np.float32), to_float32(bits[2]))
 
 
 def test_rows_are_added_where_they_belong(ops) -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
+from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.embed_parts import parts_of
 from headwise.runtime.protocol.images import MAX_IMAGES, EncodedImage, PromptImage, embeds_of, named, with_images
 from headwise.runtime.protocol.messages import EmbedsPart, Encode, Encoded, Route
 from headwise.runtime.protocol.prompt_items import (
     PromptEmbeds,
-    as_bfloat16,
     as_float32,
     check_embed_places,
     check_embeds,
@@ -95,15 +95,15 @@ def test_images_without_places_and_places_without_images_are_told(
 
 def test_sixteen_bits_round_to_the_nearest_even_and_back() -> None:
     given = np.array([[1.0, -2.5, 1 + 2**-8, 1 + 3 * 2**-8, 3.3e38, 1e-40, 0.0, 3.14159265]], np.float32)
-    back = as_float32(as_bfloat16(given))
+    back = as_float32(to_bits(given))
     assert back[0, :4].tolist() == [1.0, -2.5, 1.0, 1 + 2**-6]
     np.testing.assert_allclose(back, given, rtol=2**-8, atol=1e-40)
-    np.testing.assert_array_equal(as_float32(as_bfloat16(back)), back)
+    np.testing.assert_array_equal(as_float32(to_bits(back)), back)
 
 
 def test_embeddings_in_sixteen_bits_are_checked_and_named_like_others() -> None:
     values = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
-    half = as_bfloat16(values)
+    half = to_bits(values)
     assert digest(half) != digest(as_float32(half))
     assert digest(half) != digest(half.reshape(2, 12).copy().view(np.float32))
     key = (ExtraKey(2, 6, digest(half)),)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
+from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.protocol import prompt_items
 from headwise.runtime.protocol.prompt_items import (
     MAX_EMBED_BYTES,
@@ -21,7 +22,6 @@ from headwise.runtime.protocol.prompt_items import (
     PromptEmbeds,
     PromptItem,
     RowDigest,
-    as_bfloat16,
     check_embed_places,
     check_embeds,
     check_items,
@@ -204,7 +204,7 @@ def test_embeddings_that_are_to_come_are_refused_by_what_they_are_like(places: A
 @given(st.integers(1, 9), st.integers(1, 5), st.booleans(), st.data())
 def test_a_digest_of_parts_is_that_of_the_whole(length: int, width: int, is_half: bool, data: st.DataObject) -> None:
     values = np.arange(length * width, dtype=np.float32).reshape(length, width)
-    rows = as_bfloat16(values) if is_half else values
+    rows = to_bits(values) if is_half else values
     cuts = sorted(data.draw(st.sets(st.integers(1, length))))
     found = RowDigest(is_half)
     for first, last in pairwise([0, *cuts, length]):

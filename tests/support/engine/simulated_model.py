@@ -26,6 +26,7 @@ from headwise.runtime.models.base import AttentionLayer, Embeds, Model
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.protocol.prompt_items import as_float32
 from headwise.runtime.worker.last_sampled import HostLastSampled
 from headwise.transfer.base import Stream
 
@@ -366,5 +367,5 @@ def _shown(token_ids: NDArray[np.int32], embeds: Embeds | None) -> NDArray[np.fl
     seen = token_ids.astype(np.float32)
     if embeds is not None:
         rows, values = embeds
-        seen[rows] = values[:, 0]
+        seen[rows] = as_float32(values[:, 0])
     return seen

@@ -12,12 +12,13 @@ from support.engine.simulation import continuation
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
+from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.engine import core
 from headwise.runtime.engine.core import OVERDUE_SHARE
 from headwise.runtime.protocol import embed_parts
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.messages import AskLease, Leased, LeaseEmbeds
-from headwise.runtime.protocol.prompt_items import PromptEmbeds, as_bfloat16, digest
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 from headwise.transfer.peer_reads import MAX_OWNERS
 
@@ -315,7 +316,7 @@ def with_items(
     for start, length in items:
         values = np.arange(start, start + length, dtype=np.float32)[:, None] % 40 + 50
         said[start : start + length] = values[:, 0].astype(int).tolist()
-        embeds.append(PromptEmbeds(start, values if start % 2 else as_bfloat16(values)))
+        embeds.append(PromptEmbeds(start, values if start % 2 else to_bits(values)))
         keys.append(ExtraKey(start, start + length, digest(embeds[-1].values)))
     asked = to_prefill(network, name, prompt, 5, "p")
     return replace(asked, extra_keys=tuple(keys), embeds=tuple(embeds)), continuation(said, 5)
