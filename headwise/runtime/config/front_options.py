@@ -108,6 +108,11 @@ class FrontOptions:
     image_cache: str = option(
         "1GiB", "Memory of each of them for what it has made of images, so that none is encoded twice; 0: none."
     )
+    embed_memory: str = option(
+        "2GiB",
+        "Memory of each engine for embeddings that came with requests, images' among them, until these end; more are "
+        "refused meanwhile. A prompt may have 512MiB of them.",
+    )
     max_queued: int = option(4096, "Most requests waiting in the scheduler, and in an engine; more are refused.", 1)
     tokenizer_processes: int = option(
         2, "Processes that tokenise for the scheduler; of several, one is for short prompts only.", 1, 64
@@ -146,10 +151,15 @@ class FrontOptions:
 
     def _check_front(self) -> None:
         parse_bytes(self.image_cache)
+        parse_bytes(self.embed_memory)
         parse_ports(self.engine_ports)
         check_advertised(self.advertise_host)
         check_http(self.http, self.port, self.http_cert, self.http_key, parse_bytes(self.http_max_body))
         check_collector(self.otlp_endpoint, self.http)
+
+    @property
+    def embed_memory_bytes(self) -> int:
+        return parse_bytes(self.embed_memory)
 
     @property
     def http_host(self) -> str:

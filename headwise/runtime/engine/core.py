@@ -49,8 +49,6 @@ from headwise.runtime.protocol.prompt_items import (
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.transfer.stats import TransferStats
 
-MAX_HELD_EMBED_BYTES = 2 << 30
-"""Of the embeddings of all requests, which are kept until these end: a preempted one is computed anew."""
 Exchange = Callable[[EngineConfig, ModelCard, int], HeadExchange]
 ASK_WAIT_S = 0.05
 """Longest wait for storage to say what it has, when there is nothing else to do."""
@@ -132,7 +130,7 @@ class EngineCore:
         self._texts: dict[str, OutputText] = {}
         self._outbox: list[OutputDelta] = []
         self._arrivals = 0
-        self._embed_bytes = 0
+        self._embed_bytes, self._most_embed_bytes = 0, config.embed_memory_bytes
         self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
         self._compute_s = 0.0
         self._last_step = clock()  # when one was over, or began where none was under way
@@ -203,15 +201,25 @@ class EngineCore:
         check_embed_places(request.extra_keys, embeds, self.card.config.embed_size)
         if any(self.card.config.both_ways):
             check_whole_items(request, self.config, self.card.token_parts)
-        held = self._embed_bytes + arriving_bytes
-        if held + sum(each.num_bytes for each in embeds) > MAX_HELD_EMBED_BYTES:
-            raise OverloadedError(
-                f"requests with embeddings of {held} bytes are served or wait already, of at most "
-                f"{MAX_HELD_EMBED_BYTES}; try again later"
-            )
+        self._check_room(sum(each.num_bytes for each in embeds), self._embed_bytes + arriving_bytes)
         if len(self.resources.waiting) >= self.config.max_queued:
             raise OverloadedError(
                 f"{self.config.max_queued} requests are waiting already (max_queued); try again later"
+            )
+
+    def _check_room(self, num_bytes: int, held: int) -> None:
+        """Raise where there is no room for so many bytes of embeddings, which are kept until their request ends: a
+        preempted one is computed anew. held: bytes of those of other requests"""
+        most = self._most_embed_bytes
+        if num_bytes > most:
+            raise InvalidRequestError(
+                f"the embeddings of the prompt have {num_bytes} bytes; the engine keeps {most} of all requests "
+                "(embed_memory)"
+            )
+        if num_bytes and held + num_bytes > most:
+            raise OverloadedError(
+                f"requests with embeddings of {held} bytes are served or wait already, of at most {most} "
+                "(embed_memory); try again later"
             )
 
     def abort(self, request_id: str) -> None:

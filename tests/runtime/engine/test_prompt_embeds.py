@@ -14,7 +14,6 @@ from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import InvalidRequestError, OverloadedError
-from headwise.runtime.engine import core
 from headwise.runtime.protocol.prompt_items import PromptItem, placed
 from headwise.runtime.protocol.request import GenerateRequest
 
@@ -117,9 +116,10 @@ def test_items_on_a_grid_are_refused_where_tokens_have_one_position() -> None:
     assert run(engine)["r"].token_ids == continuation(PROMPT, 3)
 
 
-def test_embeddings_are_let_go_of_with_their_request_and_too_many_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(core, "MAX_HELD_EMBED_BYTES", 4 * 7 + 3)
-    engine, _ = make_engine(num_blocks=64)
+def test_embeddings_are_let_go_of_with_their_request_and_too_many_are_refused() -> None:
+    engine, _ = make_engine(num_blocks=64, embed_memory="31B")
+    with pytest.raises(InvalidRequestError, match=r"have 32 bytes; the engine keeps 31 of all requests \(embed_memory"):
+        engine.add(shown("larger", PROMPT, (0, list(range(8)))))
     engine.add(shown("first", PROMPT, *ITEMS))
     with pytest.raises(OverloadedError, match="embeddings of 28 bytes are served or wait already, of at most 31"):
         engine.add(shown("second", PROMPT, (0, [5])))

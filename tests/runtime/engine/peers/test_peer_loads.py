@@ -13,7 +13,6 @@ from support.engine.simulation import continuation
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.kernels.bfloat16 import to_bits
-from headwise.runtime.engine import core
 from headwise.runtime.engine.core import OVERDUE_SHARE
 from headwise.runtime.protocol import embed_parts
 from headwise.runtime.protocol.batch import BatchRequest
@@ -385,13 +384,11 @@ def test_embeddings_that_stop_coming_are_not_waited_for(tiny_parts: None) -> Non
     settle(network)
 
 
-def test_embeddings_that_the_engine_has_no_room_for_are_computed_with_where_they_are(
-    tiny_parts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embeddings_that_the_engine_has_no_room_for_are_computed_with_where_they_are(tiny_parts: None) -> None:
     network = Network("pd", (FULL,))
     asked, output = with_items(network, "r", [1 + i % 50 for i in range(58)], *ITEMS)
+    network.nodes["p"].core._most_embed_bytes = 8
     network.nodes["d"].core.add(asked)
-    monkeypatch.setattr(core, "MAX_HELD_EMBED_BYTES", 8)
     assert finish(network, "d", "r") == output
     assert not any(isinstance(each, LeaseEmbeds) for each in network.sent)
     settle(network)
