@@ -40,6 +40,8 @@ VERSION = 8
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
+_LARGE = 1 << 16
+"""Bytes of an array from which on a copy of it takes longer than to do without."""
 _DTYPES = frozenset({"|b1", "|u1", "<u2", "<i4", "<i8", "<f4", "<f8"})
 
 T = TypeVar("T")
@@ -136,7 +138,8 @@ def _pack_array(value: Any) -> msgpack.ExtType:
         kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
         raise WireError(f"cannot send a value of type {kind}")
     shape = struct.pack(f"<{value.ndim}q", *value.shape)
-    return msgpack.ExtType(_ARRAY, _HEADER.pack(value.dtype.str.encode(), value.ndim) + shape + value.tobytes())
+    content = value.data if value.nbytes > _LARGE and value.flags.c_contiguous else value.tobytes()
+    return msgpack.ExtType(_ARRAY, b"".join((_HEADER.pack(value.dtype.str.encode(), value.ndim), shape, content)))
 
 
 def _unpack_array(code: int, data: bytes) -> np.ndarray[Any, Any]:

@@ -18,7 +18,7 @@ from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.batch import BatchRequest, KnownTokens, NewSequence, StepEmbeds, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
-from headwise.runtime.protocol.messages import Route
+from headwise.runtime.protocol.messages import EmbedsPart, Route
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import (
     FinishReason,
@@ -106,6 +106,14 @@ def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
 )
 def test_every_message_comes_back_as_it_was(message: object) -> None:
     assert_same(wire.decode(wire.encode(message)), message)
+
+
+@pytest.mark.parametrize("columns", [slice(None), slice(None, None, 2)], ids=["whole", "with gaps"])
+def test_large_arrays_cross_the_wire_as_small_ones_do(columns: slice) -> None:
+    values = np.arange(300 * 512, dtype=np.float32).reshape(300, 512)[:, columns]
+    for some in (values, values[:1], values[:0]):
+        found = wire.decode(wire.encode(EmbedsPart("r", 1, 2, some)), EmbedsPart)
+        np.testing.assert_array_equal(found.values, some)
 
 
 def test_decoded_arrays_are_views_of_the_message() -> None:
