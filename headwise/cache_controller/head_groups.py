@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 
 
@@ -147,6 +148,11 @@ class HeadGroupPlan:
     def run_of(self, size: int) -> Run:
         """Where slots of members of this size lie in blocks of the groups that have some."""
         return self._runs.get(size) or Run(size, 0, self.block_bytes // size)
+
+    def in_blocks(self, layout: BlockLayout) -> BlockLayout:
+        """Of the plan's blocks, the layout of which one member's is ``layout``."""
+        size, lead, slots = self.run_of(layout.slot_bytes)
+        return replace(layout, slots=slots, lead_bytes=lead, tail_bytes=self.block_bytes - lead - slots * size)
 
     @cached_property
     def _runs(self) -> dict[int, Run]:

@@ -314,12 +314,7 @@ def _plan(
         plan = plan_of(policies, config.tp_size)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    layouts = {}
-    for layout in of_one:
-        size, lead, slots = plan.run_of(layout.slot_bytes)
-        layouts[layout] = replace(
-            layout, slots=slots, lead_bytes=lead, tail_bytes=plan.block_bytes - lead - slots * size
-        )
+    layouts = {layout: plan.in_blocks(layout) for layout in of_one}
     return plan, tuple(layouts[layout] for layout in of_one)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from support.engine.machines import MACHINES, EngineMachine
+from support.engine.machines import MACHINES, EngineMachine, MixedMachine
+from support.engine.mixed_model import MixedLayer, MixedModel
 from support.engine.simulated_engine import BLOCK, LetterTokenizer, make_engine, request, run
 from support.engine.simulation import (
     EOS,
@@ -432,6 +433,19 @@ TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=50)
 @pytest.mark.parametrize("machine", [*MACHINES, pytest.param(EngineMachine, marks=pytest.mark.soak)])
 def test_tiers_never_change_a_token_and_the_books_balance(machine, examples: int) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
+
+
+def test_members_of_two_sizes_that_live_together_are_one_group_over_all_tiers() -> None:
+    """In its blocks those of the one size lie behind those of the other; few models that are drawn are so."""
+    machine = MixedMachine()
+    machine.draw_a_model(model=MixedModel((MixedLayer((FULL,), 3), MixedLayer((FULL,), 1)), spare=0))
+    (group,) = machine.engine.card.plan.groups
+    assert [run.size for run in group.runs] == [3 * 16, 16]
+    machine.overlap(is_late=False)
+    machine.arrive(count=3, family=1, length=1, priority=0)
+    machine.all_end_and_the_device_forgets()
+    machine.what_left_the_device_is_asked_for_again(family=1, length=20, is_on_host=True)
+    machine.teardown()
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -119,10 +119,7 @@ def mixed_card(model: MixedModel, config: EngineConfig, *, longest: int, max_row
     layers, block_size = model.layers, config.block_size
     of_one = [_layout(layer, block_size) for layer in layers]
     plan = plan_head_groups([layer.policies for layer in layers], sizes=[layout.slot_bytes for layout in of_one])
-    layouts = []
-    for layout in of_one:
-        slots, tail = divmod(plan.block_bytes, layout.slot_bytes)
-        layouts.append(replace(layout, slots=slots, tail_bytes=tail))
+    layouts = [plan.in_blocks(layout) for layout in of_one]
     geometry = ModelConfig(
         architecture="Simulated",
         hidden_size=1,
@@ -356,7 +353,8 @@ def _of_states(cache: LayerCache) -> NDArray[np.int32]:
     """``[blocks, slots, words]`` of an arena, sharing its memory."""
     layout = cache.layout
     blocks = cache.arena.view(np.int32).reshape(-1, layout.block_bytes // 4)
-    filled = blocks[:, : layout.slots * layout.slot_bytes // 4]
+    first, last = layout.slot_range(0, layout.slots)
+    filled = blocks[:, first // 4 : last // 4]
     return filled.reshape(len(blocks), layout.slots, layout.slot_bytes // 4)
 
 
