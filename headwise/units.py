@@ -11,11 +11,12 @@ _UNITS = {unit: 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB",
 }
 
 
-def parse_bytes(text: str | int) -> int:
-    """A size such as ``"8GiB"`` or ``512MB`` in bytes; raises `ConfigError` if it is none."""
+def parse_bytes(text: str | int, name: str = "") -> int:
+    """A size such as ``"8GiB"`` or ``512MB`` in bytes; raises `ConfigError` if it is none. name: of what it is"""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 8GiB or 512MB")
+        what = f"{name} {text!r}" if name else repr(text)
+        raise ConfigError(f"{what} is not a size; write a number and a unit, such as 8GiB or 512MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -118,8 +118,8 @@ class CacheOptions(ComputeOptions):
 
     def _check_cache(self) -> None:
         if self.kv_cache != "auto":
-            parse_bytes(self.kv_cache)
-        if self.host_cache != "auto" and parse_bytes(self.host_cache) and not self.prefix_caching:
+            parse_bytes(self.kv_cache, "kv_cache")
+        if self.host_cache != "auto" and parse_bytes(self.host_cache, "host_cache") and not self.prefix_caching:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
         parse_ports(self.peer_ports, "peer_ports")
         if self.storage:
@@ -136,13 +136,13 @@ class CacheOptions(ComputeOptions):
     def kv_cache_bytes(self) -> int | None:
         """Of each worker; None if its device is measured first."""
         if self.kv_cache != "auto":
-            return parse_bytes(self.kv_cache)
+            return parse_bytes(self.kv_cache, "kv_cache")
         return None if self.on_gpu else parse_bytes(CPU_KV_CACHE)
 
     @property
     def host_cache_bytes(self) -> int:
         """Of each worker; 0 where ``auto`` was not resolved (`resolve_host_cache`)."""
-        return 0 if self.host_cache == "auto" else parse_bytes(self.host_cache)
+        return 0 if self.host_cache == "auto" else parse_bytes(self.host_cache, "host_cache")
 
     @property
     def longest_prefetch_s(self) -> float:

@@ -150,16 +150,17 @@ class FrontOptions:
     )
 
     def _check_front(self) -> None:
-        parse_bytes(self.image_cache)
-        parse_bytes(self.embed_memory)
+        parse_bytes(self.image_cache, "image_cache")
+        parse_bytes(self.embed_memory, "embed_memory")
         parse_ports(self.engine_ports)
         check_advertised(self.advertise_host)
-        check_http(self.http, self.port, self.http_cert, self.http_key, parse_bytes(self.http_max_body))
+        max_body = parse_bytes(self.http_max_body, "http_max_body")
+        check_http(self.http, self.port, self.http_cert, self.http_key, max_body)
         check_collector(self.otlp_endpoint, self.http)
 
     @property
     def embed_memory_bytes(self) -> int:
-        return parse_bytes(self.embed_memory)
+        return parse_bytes(self.embed_memory, "embed_memory")
 
     @property
     def http_host(self) -> str:

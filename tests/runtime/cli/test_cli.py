@@ -128,7 +128,7 @@ def test_a_bad_file_is_one_line_on_stderr_and_exit_code_1(tmp_path: Path, yaml: 
     ("flags", "message"),
     [
         (["--model", "no-such-model"], "'no-such-model' is no known model, file or directory"),
-        (["--kv-cache", "lots"], "'lots' is not a size"),
+        (["--kv-cache", "lots"], "kv_cache 'lots' is not a size"),
         (["--replicas", "0"], "replicas 0 needs min_replicas 0, got 1"),
     ],
 )
