@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol.messages import EmbedsPart, Submit
@@ -29,13 +32,24 @@ class _Item:
     digest: RowDigest
     rows: int = 0
 
+    def take(self, rows: NDArray[Any]) -> int:
+        """The next ones, and maybe others' behind them; how many are its own."""
+        own = rows[: self.place.length - self.rows]
+        if self.named is not None:
+            self.digest.take(own)
+        self.values.values[self.rows : self.rows + len(own)] = own
+        self.rows += len(own)
+        return len(own)
+
 
 @dataclass
 class _Arriving:
-    """A request. found: the embeddings that are whole; item: those that come now; heard: when some did"""
+    """A request. heard: when some came; digests: see `digests_of`; item: those that come now; found: those that are
+    whole"""
 
     submit: Submit
     heard: float
+    digests: dict[tuple[int, int], str]
     item: _Item
     found: list[PromptEmbeds] = field(default_factory=list)
 
@@ -61,7 +75,8 @@ class ArrivingEmbeds:
 
     def begin(self, submit: Submit, now: float) -> None:
         """Embeddings of a request follow, some at least; what they are like was checked."""
-        self._arriving[submit.request.request_id] = _Arriving(submit, now, _item(submit, 0))
+        digests = digests_of(submit.request.extra_keys)
+        self._arriving[submit.request.request_id] = _Arriving(submit, now, digests, _item(submit.embeds[0], digests))
 
     def key_of(self, request_id: str) -> int:
         """Of the `Submit`; 0: nothing of such a request is on its way."""
@@ -82,27 +97,28 @@ class ArrivingEmbeds:
         arriving = self._arriving.get(part.request_id)
         if arriving is None:
             return None
-        item, rows = arriving.item, part.values
-        _check_next(item, part)
-        check_finite(rows, item.place.start, item.place.end)
-        if item.named is not None:
-            item.digest.take(rows)
-        item.values.values[item.rows : item.rows + len(rows)] = rows
-        item.rows, arriving.heard = item.rows + len(rows), now
-        return self._whole(arriving) if item.rows == item.place.length else None
+        rows, place = part.values, arriving.item.place
+        _check_next(arriving, part)
+        check_finite(rows, place.start, place.end)
+        arriving.heard = now
+        while len(rows):
+            rows = rows[arriving.item.take(rows) :]
+            if arriving.item.rows == arriving.item.place.length and self._has_all(arriving):
+                del self._arriving[part.request_id]
+                return replace(arriving.submit.request, embeds=tuple(arriving.found))
+        return None
 
-    def _whole(self, arriving: _Arriving) -> GenerateRequest | None:
-        """An item's embeddings are all there: go on with the next one's, or return the request."""
+    def _has_all(self, arriving: _Arriving) -> bool:
+        """An item's embeddings are all there: go on with the next one's, if there is one."""
         submit, item = arriving.submit, arriving.item
         if item.named not in (None, item.digest.digest):
             raise named_by_others(item.place.start, item.place.end)
         item.values.values.flags.writeable = False
         arriving.found.append(item.values)
-        if len(arriving.found) < len(submit.embeds):
-            arriving.item = _item(submit, len(arriving.found))
-            return None
-        del self._arriving[submit.request.request_id]
-        return replace(submit.request, embeds=tuple(arriving.found))
+        if len(arriving.found) == len(submit.embeds):
+            return True
+        arriving.item = _item(submit.embeds[len(arriving.found)], arriving.digests)
+        return False
 
     def drop(self, request_id: str) -> None:
         """Nothing more of a request is wanted."""
@@ -113,17 +129,19 @@ class ArrivingEmbeds:
         return [request_id for request_id, arriving in self._arriving.items() if arriving.heard < moment]
 
 
-def _item(submit: Submit, index: int) -> _Item:
-    place = submit.embeds[index]
+def _item(place: EmbedsPlace, digests: dict[tuple[int, int], str]) -> _Item:
     values = np.empty((place.length, place.width), np.uint16 if place.is_half else np.float32)
-    named = digests_of(submit.request.extra_keys).get((place.start, place.end))
+    named = digests.get((place.start, place.end))
     return _Item(place, PromptEmbeds(place.start, values), named, RowDigest(place.is_half))
 
 
-def _check_next(item: _Item, part: EmbedsPart) -> None:
-    """Raise `InvalidRequestError` unless a part has the next rows of an item."""
-    place, rows, own = item.place, part.values, item.values.values
-    left = place.length - item.rows
+def _check_next(arriving: _Arriving, part: EmbedsPart) -> None:
+    """Raise `InvalidRequestError` unless a part has the next rows, of items that are alike."""
+    item, rows = arriving.item, part.values
+    place, own = item.place, item.values.values
+    behind = arriving.submit.embeds[len(arriving.found) + 1 :]
+    alike = takewhile(lambda each: (each.width, each.is_half) == (place.width, place.is_half), behind)
+    left = place.length - item.rows + sum(each.length for each in alike)
     fits = rows.dtype == own.dtype and rows.ndim == 2 and rows.shape[1] == place.width and 0 < len(rows) <= left
     if not fits or (part.start, part.first) != (place.start, item.rows):
         raise InvalidRequestError(

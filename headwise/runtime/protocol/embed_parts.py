@@ -17,6 +17,10 @@ engines may be lost, doubled and out of order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headwise.runtime.protocol.messages import EmbedsPart
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
@@ -29,20 +33,32 @@ MOST_UNDER_WAY = 4
 
 def parts_of(request_id: str, embeds: Sequence[PromptEmbeds]) -> Iterator[EmbedsPart]:
     """All of a request's, in their order."""
-    for each in embeds:
-        first = 0
-        while first < len(each.values):
-            part = _part(request_id, each, first)
-            yield part
-            first += len(part.values)
+    index = first = 0
+    while index < len(embeds):
+        part = _part(request_id, embeds, index, first)
+        yield part
+        first += len(part.values)
+        while index < len(embeds) and first >= len(embeds[index].values):
+            first -= len(embeds[index].values)
+            index += 1
 
 
 def part_at(request_id: str, embeds: Sequence[PromptEmbeds], start: int, first: int) -> EmbedsPart | None:
     """The one that begins with the row ``first`` of the item at ``start``; None: there is none."""
-    own = next((each for each in embeds if each.start == start), None)
-    return None if own is None or not 0 <= first < len(own.values) else _part(request_id, own, first)
+    index = next((index for index, each in enumerate(embeds) if each.start == start), None)
+    if index is None or not 0 <= first < len(embeds[index].values):
+        return None
+    return _part(request_id, embeds, index, first)
 
 
-def _part(request_id: str, embeds: PromptEmbeds, first: int) -> EmbedsPart:
-    count = max(1, PART_BYTES // embeds.values[:1].nbytes)
-    return EmbedsPart(request_id, embeds.start, first, embeds.values[first : first + count])
+def _part(request_id: str, embeds: Sequence[PromptEmbeds], index: int, first: int) -> EmbedsPart:
+    """From a row of an item on: many small items are few parts."""
+    own = embeds[index].values[first:]
+    left, found = max(1, PART_BYTES // own[:1].nbytes), list[NDArray[Any]]()
+    for rows in (own, *(each.values for each in embeds[index + 1 :])):
+        if left <= 0 or rows.dtype != own.dtype or rows.shape[1] != own.shape[1]:
+            break
+        found.append(rows[:left])
+        left -= len(rows)
+    values = found[0] if len(found) == 1 else np.concatenate(found)
+    return EmbedsPart(request_id, embeds[index].start, first, values)

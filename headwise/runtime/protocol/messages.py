@@ -135,9 +135,10 @@ class Submit:
 class EmbedsPart:
     """The next rows of a request's embeddings, in the order of `Submit.embeds`.
 
-    start:  of the item whose they are
+    start:  of the item whose the first ones are
     first:  of its rows the number of the first one
-    values: ``[rows, width]``, numbers as `headwise.runtime.protocol.prompt_items.PromptEmbeds` has them
+    values: ``[rows, width]``, behind the item's own those of items that follow; numbers as
+            `headwise.runtime.protocol.prompt_items.PromptEmbeds` has them
     """
 
     request_id: str

@@ -108,8 +108,9 @@ def senders(client: Client) -> list[Any]:
 
 
 def test_a_request_begins_with_its_last_part_and_is_served_until_then(
-    deployment: Deployment, core: ScriptedCore, context: zmq.Context[Any]
+    deployment: Deployment, core: ScriptedCore, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(embed_parts, "PART_BYTES", 2 * 4 * WIDTH)
     mine, embeds = HandMade(context, deployment.servers[0].endpoint), (rows(0, 2), rows(5, 1))
     mine.submit("r", *embeds)
     first, second = parts_of("r", embeds)
@@ -197,6 +198,7 @@ def test_a_request_whose_embeddings_do_not_come_is_not_waited_for(
     deployment: Deployment, core: ScriptedCore, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "STALLED_S", 0.3)
+    monkeypatch.setattr(embed_parts, "PART_BYTES", 2 * 4 * WIDTH)
     mine = HandMade(context, deployment.servers[0].endpoint)
     mine.submit("r", rows(0, 2), rows(4, 2))
     first, second = parts_of("r", [rows(0, 2), rows(4, 2)])

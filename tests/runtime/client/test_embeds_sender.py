@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from headwise.runtime.client.embeds_sender import EmbedsSender
 from headwise.runtime.protocol import embed_parts
-from headwise.runtime.protocol.embed_parts import MOST_UNDER_WAY, parts_of
+from headwise.runtime.protocol.embed_parts import MOST_UNDER_WAY, part_at, parts_of
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
 
 
@@ -33,11 +35,25 @@ def test_parts_have_all_rows_in_their_order() -> None:
     given = embeds(5, 1, 2)
     parts = list(parts_of("r", given))
     assert [(each.start, each.first, len(each.values)) for each in parts] == [
-        (0, 0, 2), (0, 2, 2), (0, 4, 1), (5, 0, 1), (6, 0, 2),
+        (0, 0, 2), (0, 2, 2), (0, 4, 2), (6, 0, 2),
     ]  # fmt: skip
     np.testing.assert_array_equal(
         np.concatenate([each.values for each in parts]), np.concatenate([each.values for each in given])
     )
+
+
+def test_items_of_one_token_each_are_few_parts_and_others_of_another_kind_begin_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(embed_parts, "PART_BYTES", 100 * 3 * 4)
+    given = embeds(*[1] * 192)
+    assert [(each.start, len(each.values)) for each in parts_of("r", given)] == [(0, 100), (100, 92)]
+    halves = [*given[:2], PromptEmbeds(2, np.zeros((1, 3), np.uint16)), *given[3:5]]
+    assert [(each.start, len(each.values)) for each in parts_of("r", halves)] == [(0, 2), (2, 1), (3, 2)]
+    part = part_at("r", given, 150, 0)
+    assert part is not None
+    assert (part.start, len(part.values)) == (150, 42)
+    assert part_at("r", given, 192, 0) is part_at("r", given, 3, 1) is None
 
 
 def test_a_row_that_is_larger_than_a_part_is_one() -> None:
@@ -47,7 +63,7 @@ def test_a_row_that_is_larger_than_a_part_is_one() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=8), st.randoms(use_true_random=False))
 def test_every_part_goes_once_few_at_a_time_and_nothing_of_what_has_ended(
-    wanted: list[tuple[str, int]], random: object
+    wanted: list[tuple[str, int]], random: Random
 ) -> None:
     sender, sent, under_way = EmbedsSender(), {}, 0
     ended: set[str] = set()
@@ -55,7 +71,7 @@ def test_every_part_goes_once_few_at_a_time_and_nothing_of_what_has_ended(
         request_id = f"{name}{index}"
         sender.begin(request_id, embeds(length))
         sent[request_id] = []
-        if random.random() < 0.2:  # type: ignore[attr-defined]
+        if random.random() < 0.2:
             sender.end(request_id)
             ended.add(request_id)
     while due := list(sender.due()):
@@ -63,7 +79,7 @@ def test_every_part_goes_once_few_at_a_time_and_nothing_of_what_has_ended(
             sent[part.request_id].append(part.first)
         under_way += len(due)
         assert under_way <= MOST_UNDER_WAY
-        for _ in range(random.randint(1, under_way)):  # type: ignore[attr-defined]
+        for _ in range(random.randint(1, under_way)):
             sender.taken()
             under_way -= 1
     for index, (name, length) in enumerate(wanted):

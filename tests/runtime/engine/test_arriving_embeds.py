@@ -13,6 +13,8 @@ from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
 from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
+from headwise.runtime.protocol import embed_parts
+from headwise.runtime.protocol.embed_parts import parts_of
 from headwise.runtime.protocol.messages import EmbedsPart, Submit
 from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest, embed_places
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
@@ -54,13 +56,11 @@ def test_a_request_is_whole_with_its_last_part(
     assert (arriving.request_ids, arriving.key_of("r")) == (["r"], 7)
     assert arriving.num_bytes == sum(each.values.nbytes for each in given)
     found: GenerateRequest | None = None
-    for each in order:
-        first = 0
-        while first < len(each.values):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embed_parts, "PART_BYTES", data.draw(st.integers(1, 12)) * 4 * WIDTH)
+        for each in parts_of("r", order):  # within items, and over several
             assert found is None
-            last = data.draw(st.integers(first + 1, len(each.values)))
-            found = arriving.take(part(each, first, last), 0.0)
-            first = last
+            found = arriving.take(each, 0.0)
     assert found is not None
     assert (found.request_id, found.extra_keys) == ("r", asked.request.extra_keys)
     for mine, other in zip(found.embeds, order, strict=True):
@@ -86,6 +86,7 @@ NAN = np.full((1, WIDTH), np.nan, np.float32)
         (part(FIRST, 1, 1), r"float32 \[0, 3\]"),
         (EmbedsPart("r", 0, 1, np.zeros((4, WIDTH), np.float32)), r"float32 \[4, 3\]"),
         (EmbedsPart("r", 0, 1, np.zeros((1, 2), np.float32)), r"float32 \[1, 2\]"),
+        (EmbedsPart("r", 0, 1, np.zeros((5, WIDTH), np.float32)), r"float32 \[5, 3\]"),  # what is behind is bfloat16
         (EmbedsPart("r", 0, 1, np.zeros(WIDTH, np.float32)), r"float32 \[3\]"),
         (EmbedsPart("r", 0, 1, np.zeros((1, WIDTH), np.uint16)), r"uint16 \[1, 3\]"),
         (EmbedsPart("r", 0, 1, NAN), "are not all finite numbers"),

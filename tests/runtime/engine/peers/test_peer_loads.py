@@ -346,7 +346,7 @@ def test_no_part_of_embeddings_is_sent_twice_where_nothing_is_lost(tiny_parts: N
     asked, output = with_items(network, "r", [1 + i % 50 for i in range(58)], *ITEMS)
     assert serve(network, "d", asked) == output
     sent = [(each.start, each.first) for each in network.sent if isinstance(each, LeaseEmbeds)]
-    assert sent == [(3, 0), (3, 4), (3, 8), (14, 0), (20, 0), (20, 8), (20, 16), (20, 24)]
+    assert sent == [(3, 0), (3, 4), (3, 8), (14, 0), (20, 7), (20, 15), (20, 23)]
     assert network.nodes["d"].results["r"].usage.cached_tokens == 56
     assert all(not each.prompt.embeds for each in network.sent if isinstance(each, AskLease))
 
