@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.engine.peers.base import Ask, Takers
 from headwise.runtime.protocol.messages import EngineLoad
 from headwise.runtime.protocol.prompt_items import EmbedsPlace
@@ -16,9 +17,14 @@ if TYPE_CHECKING:
 
 
 class Core(Protocol):
-    """What the server needs of `headwise.runtime.engine.core.EngineCore`."""
+    """What the server needs of `headwise.runtime.engine.core.EngineCore`.
 
-    def check(self, request: GenerateRequest, embeds: Sequence[EmbedsPlace], arriving_bytes: int = 0) -> None: ...
+    arriving: embeddings that are to come, of clients' requests and of prompts that other engines have computed here
+    """
+
+    arriving: ArrivingEmbeds
+
+    def check(self, request: GenerateRequest, embeds: Sequence[EmbedsPlace]) -> None: ...
     def add(self, request: GenerateRequest, *, knows_embeds: bool = False) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def operate(self, action: str, tier: str) -> Operation: ...

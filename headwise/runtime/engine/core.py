@@ -17,6 +17,7 @@ from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.peer_blocks import exchange_with
+from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.engine.departure import Departure
 from headwise.runtime.engine.operations import EVERY_TIER, Operation, Operations, State
 from headwise.runtime.engine.output import OutputText
@@ -111,11 +112,13 @@ class EngineCore:
             peer_loads=self._peer_loads,
             whole_items=any(card.config.both_ways),
         )
+        self.arriving = ArrivingEmbeds()
         self._prefills: Prefills | None = None
         if self._lending is not None and peers is not None:
             self._prefills = Prefills(
                 self._lending,
                 peers,
+                self.arriving,
                 card.layout.block_size,
                 check=self._check_for_another,
                 add=self._add_for_another,
@@ -172,11 +175,8 @@ class EngineCore:
             self._counts["finished"] += 1
             self._end(sequence, reason, text=text)
 
-    def check(self, request: GenerateRequest, embeds: Items[EmbedsPlace], arriving_bytes: int = 0) -> None:
-        """Raise what `add` would raise of a request with such embeddings, whatever their numbers are.
-
-        arriving_bytes: of embeddings of other requests that are to come
-        """
+    def check(self, request: GenerateRequest, embeds: Items[EmbedsPlace]) -> None:
+        """Raise what `add` would raise of a request with such embeddings, whatever their numbers are."""
         length = _most_tokens(request)
         if request.request_id in self._live:
             raise InvalidRequestError(f"request id {request.request_id!r} is already being served; ids must differ")
@@ -201,7 +201,7 @@ class EngineCore:
         check_embed_places(request.extra_keys, embeds, self.card.config.embed_size)
         if any(self.card.config.both_ways):
             check_whole_items(request, self.config, self.card.token_parts)
-        self._check_room(sum(each.num_bytes for each in embeds), self._embed_bytes + arriving_bytes)
+        self._check_room(sum(each.num_bytes for each in embeds), self._embed_bytes + self.arriving.num_bytes)
         if len(self.resources.waiting) >= self.config.max_queued:
             raise OverloadedError(
                 f"{self.config.max_queued} requests are waiting already (max_queued); try again later"
@@ -281,15 +281,15 @@ class EngineCore:
         else:
             self._taking.refuse(reader, offer)
 
-    def _check_for_another(self, request: GenerateRequest, embeds: Items[EmbedsPlace], arriving_bytes: int) -> None:
+    def _check_for_another(self, request: GenerateRequest, embeds: Items[EmbedsPlace]) -> None:
         """Of a request of which only the blocks matter; see `check`."""
         if self._operations.state is not State.AWAKE:
             raise OverloadedError("the engine sleeps")
-        self.check(request, embeds, arriving_bytes)
+        self.check(request, embeds)
 
     def _add_for_another(self, request: GenerateRequest) -> Sequence:
         """Queue it; its embeddings were checked as they came."""
-        self._check_for_another(request, embed_places(request.embeds), 0)
+        self._check_for_another(request, embed_places(request.embeds))
         self.add(request, knows_embeds=True)
         return self._live[request.request_id]
 

@@ -158,7 +158,6 @@ class EngineServer:
         self._core: Core | None = None
         self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
         self._clients = Clients()
-        self._embeds = ArrivingEmbeds()
         self._operations: list[tuple[bytes, int, Operation]] = []  # under way, and who waits for their end
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._leave: _Leave | None = None
@@ -246,7 +245,7 @@ class EngineServer:
             self._answer_operations()
             self._go_on_leaving()
             self._drop_silent()
-            for request_id in self._embeds.stalled_since(self._clock() - STALLED_S):
+            for request_id in self._of_clients(self._embeds.stalled_since(self._clock() - STALLED_S)):
                 self._end_with(request_id, _STALLED)
             if self.peers is not None:
                 self.peers.service()
@@ -342,7 +341,7 @@ class EngineServer:
         if self._reports is not None:  # the scheduler hears of it first: clients will ask it where to go now
             self._reports.hurry()
             self._reports.service(self._status)
-        self._send_away(self._embeds.request_ids)
+        self._send_away(self._of_clients(self._embeds.request_ids))
         if self._core is not None:
             self._send_away(self._core.not_begun())
             name = "" if self._reports is None else self._reports.reporting.engine
@@ -418,7 +417,7 @@ class EngineServer:
             if self._clients.owner_of(request.request_id) is not None:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
             if message.embeds:
-                self._accepting().check(request, message.embeds, self._embeds.num_bytes)
+                self._accepting().check(request, message.embeds)
                 self._embeds.begin(message, self._clock())
             else:
                 self._accepting().add(request)
@@ -434,6 +433,15 @@ class EngineServer:
         if self._core is None:
             raise _NO_WORKERS
         return self._core
+
+    @property
+    def _embeds(self) -> ArrivingEmbeds:
+        """Those that are to come: they go with the core."""
+        return ArrivingEmbeds() if self._core is None else self._core.arriving
+
+    def _of_clients(self, request_ids: Iterable[str]) -> list[str]:
+        """Of these requests, those that clients have: others are prompts that engines have computed here."""
+        return [request_id for request_id in request_ids if self._clients.owner_of(request_id) is not None]
 
     def _take_embeds(self, identity: bytes, part: EmbedsPart) -> None:
         """The next part of a request's embeddings; with the last one the request begins."""

@@ -63,20 +63,6 @@ from headwise.runtime.protocol.request_checks import check_request
 
 
 @pytest.fixture
-def deployment() -> Iterator[Deployment]:
-    deployment = Deployment()
-    yield deployment
-    deployment.close()
-
-
-@pytest.fixture
-def core(deployment: Deployment) -> ScriptedCore:
-    core = ScriptedCore()
-    deployment.add_engine(core)
-    return core
-
-
-@pytest.fixture
 def client(deployment: Deployment, core: ScriptedCore) -> Iterator[Client]:
     with Client(deployment.address) as client:
         yield client

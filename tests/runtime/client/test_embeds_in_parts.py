@@ -27,20 +27,6 @@ from headwise.sockets.pieces import split
 WIDTH = 1024
 
 
-@pytest.fixture
-def deployment() -> Iterator[Deployment]:
-    deployment = Deployment()
-    yield deployment
-    deployment.close()
-
-
-@pytest.fixture
-def core(deployment: Deployment) -> ScriptedCore:
-    core = ScriptedCore()
-    deployment.add_engine(core)
-    return core
-
-
 class HandMade:
     """A client that says what it is told to."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from support.waiting import eventually
 
 from headwise.errors import ConfigError, OverloadedError
+from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.engine.operations import Operation
 from headwise.runtime.engine.peers.base import Takers
 from headwise.runtime.protocol.messages import EngineLoad
@@ -44,6 +45,7 @@ class ScriptedCore:
         self.is_handing_over = False
         self.fails = ""
         self.most_embed_bytes = 1 << 30
+        self.arriving = ArrivingEmbeds()
 
     def operate(self, action: str, tier: str) -> Operation:
         if tier == "storage":
@@ -57,9 +59,9 @@ class ScriptedCore:
         operation = self.operations.pop(0)
         operation.blocks, operation.is_done = blocks, True
 
-    def check(self, request: GenerateRequest, embeds: Sequence[EmbedsPlace], arriving_bytes: int = 0) -> None:
-        if arriving_bytes + sum(each.num_bytes for each in embeds) > self.most_embed_bytes:
-            raise OverloadedError(f"embeddings of {arriving_bytes} bytes are on their way already")
+    def check(self, request: GenerateRequest, embeds: Sequence[EmbedsPlace]) -> None:
+        if self.arriving.num_bytes + sum(each.num_bytes for each in embeds) > self.most_embed_bytes:
+            raise OverloadedError(f"embeddings of {self.arriving.num_bytes} bytes are on their way already")
 
     def add(self, request: GenerateRequest, *, knows_embeds: bool = False) -> None:
         assert knows_embeds == bool(request.embeds)

@@ -20,8 +20,8 @@ _WITHOUT_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 class Prefills:
     """The requests whose only use is a lease: they end with it, and its blocks are all there when they end.
 
-    check, add, abort: refuse a request with such embeddings, beside others of so many bytes that are to come; queue
-                       one; and end one: as an engine's core does
+    embeds: of requests that are to come, also clients'
+    check, add, abort: refuse a request with such embeddings, queue one, and end one: as an engine's core does
     timeout_s: embeddings of which nothing comes for so long are not waited for
     """
 
@@ -29,18 +29,18 @@ class Prefills:
         self,
         lending: Lending,
         peers: Peers,
+        embeds: ArrivingEmbeds,
         block_size: int,
         *,
-        check: Callable[[GenerateRequest, Sequence[EmbedsPlace], int], None],
+        check: Callable[[GenerateRequest, Sequence[EmbedsPlace]], None],
         add: Callable[[GenerateRequest], Running],
         abort: Callable[[str], None],
         timeout_s: float,
     ) -> None:
         self._lending, self._peers, self._block_size = lending, peers, block_size
         self._check, self._add, self._abort = check, add, abort
-        self._timeout_s = timeout_s
+        self._embeds, self._timeout_s = embeds, timeout_s
         self._leases: dict[str, bytes] = {}  # by request
-        self._embeds = ArrivingEmbeds()
         self._asked: dict[str, AskLease] = {}  # of requests whose embeddings are on their way
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Prefills:
             return
         if name not in self._asked:
             try:
-                self._check(request, message.embeds, self._embeds.num_bytes)
+                self._check(request, message.embeds)
             except HeadwiseError:  # as below
                 self._lending.refuse(reader, message)
                 return
@@ -124,7 +124,8 @@ class Prefills:
     def end_unleased(self, now: float) -> None:
         """End those that nobody waits for any more, or of which nothing comes."""
         for name in self._embeds.stalled_since(now - self._timeout_s):
-            self.forget(self._asked[name].lease)
+            if name in self._asked:
+                self.forget(self._asked[name].lease)
         for name, lease in list(self._leases.items()):
             if not self._lending.is_known(lease):
                 self._abort(name)

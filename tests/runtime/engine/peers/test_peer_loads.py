@@ -12,12 +12,13 @@ from support.engine.simulation import continuation
 
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
+from headwise.errors import OverloadedError
 from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.engine.core import OVERDUE_SHARE
 from headwise.runtime.protocol import embed_parts
 from headwise.runtime.protocol.batch import BatchRequest
-from headwise.runtime.protocol.messages import AskLease, Leased, LeaseEmbeds
-from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest
+from headwise.runtime.protocol.messages import AskLease, Leased, LeaseEmbeds, Submit
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest, embed_places
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 from headwise.transfer.peer_reads import MAX_OWNERS
 
@@ -381,6 +382,26 @@ def test_embeddings_that_stop_coming_are_not_waited_for(tiny_parts: None) -> Non
     network.faults.lose = 0.0
     other, output = with_items(network, "s", [2 + i % 50 for i in range(58)], *ITEMS)
     assert serve(network, "d", other) == output
+    settle(network)
+
+
+def test_what_clients_send_and_prompts_of_others_have_one_room(tiny_parts: None) -> None:
+    network = Network("pd", (FULL,))
+    asked, output = with_items(network, "r", [1 + i % 50 for i in range(58)], *ITEMS)
+    p, places = network.nodes["p"].core, embed_places(asked.embeds)
+    most = sum(each.num_bytes for each in places)
+    p._most_embed_bytes = most + 1
+    p.arriving.begin(Submit(1, replace(asked, request_id="of a client", embeds=()), places), network.clock() + 1e6)
+    assert serve(network, "d", asked) == output
+    assert not any(isinstance(each, LeaseEmbeds) for each in network.sent)
+    p.arriving.drop("of a client")
+    other, output = with_items(network, "s", [2 + i % 50 for i in range(58)], *ITEMS)
+    network.nodes["d"].core.add(other)
+    while not p.arriving.num_bytes:
+        network.turn()
+    with pytest.raises(OverloadedError, match=f"embeddings of {most} bytes are served or wait already"):
+        p.check(replace(asked, request_id="late", peer=None, embeds=()), places)
+    assert finish(network, "d", "s") == output
     settle(network)
 
 
