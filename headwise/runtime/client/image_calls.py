@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from headwise.errors import EngineDiedError, HeadwiseError, NotReadyError, OverloadedError
+from headwise.runtime.protocol.encoder_messages import Encoded
 from headwise.runtime.protocol.images import EncodedImage
-from headwise.runtime.protocol.messages import Encoded
 from headwise.runtime.protocol.prompt_items import check_bytes
 
 MOST_ASKED = 2

@@ -23,16 +23,13 @@ from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
 from headwise.runtime.client.served_calls import ServedCalls
 from headwise.runtime.client.ways import RelayMode, Ways
 from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.encoder_messages import Encode, Encoded, Encoders, GetEncoders
 from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import (
     MAX_MESSAGE_BYTES,
     EmbedsTaken,
-    Encode,
-    Encoded,
-    Encoders,
     Engines,
     Failed,
-    GetEncoders,
     GetEngines,
     Operate,
     Operated,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EncoderStatus
+from headwise.runtime.protocol.encoder_messages import EncoderStatus
+from headwise.runtime.protocol.messages import STATUS_INTERVAL_S
 from headwise.sockets.curve import ClientKeys, secure_client
 
 if TYPE_CHECKING:

@@ -15,16 +15,9 @@ from headwise.liveness_clock import LivenessClock
 from headwise.runtime.encoder.job_queue import Job, JobQueue
 from headwise.runtime.encoder.reports import EncoderReports, Reporting
 from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.encoder_messages import Encode, Encoded, EncoderStatus
 from headwise.runtime.protocol.images import EncodedImage
-from headwise.runtime.protocol.messages import (
-    MAX_MESSAGE_BYTES,
-    Encode,
-    Encoded,
-    EncoderStatus,
-    Ping,
-    Pong,
-    failure,
-)
+from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Ping, Pong, failure
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys
 from headwise.sockets.listener import Listener

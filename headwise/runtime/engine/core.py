@@ -39,7 +39,8 @@ from headwise.runtime.engine.whole_items import check_whole_items
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import SLEEP, StepResult
 from headwise.runtime.protocol.executor import Executor
-from headwise.runtime.protocol.messages import AskLease, EndLease, EngineLoad, LeaseEmbeds, Offer
+from headwise.runtime.protocol.lease_messages import AskLease, EndLease, LeaseEmbeds, Offer
+from headwise.runtime.protocol.messages import EngineLoad
 from headwise.runtime.protocol.prompt_items import (
     EmbedsPlace,
     check_embed_places,

@@ -34,26 +34,22 @@ from headwise.runtime.engine.peers.base import Ask, Takers
 from headwise.runtime.engine.peers.connections import PeerConnections
 from headwise.runtime.engine.reports import EngineReports, Reporting
 from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.lease_messages import AskLease, EndLease, LeaseEmbeds, Offer, RenewLease
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
     MAX_PING_REQUESTS,
     Abort,
-    AskLease,
     EmbedsPart,
     EmbedsTaken,
-    EndLease,
     EngineLoad,
     EngineStatus,
     GetStats,
-    LeaseEmbeds,
-    Offer,
     Operate,
     Operated,
     Outputs,
     Ping,
     Pong,
-    RenewLease,
     Stats,
     Submit,
     failure,

@@ -9,7 +9,8 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.frontend.client_socket import Send
 from headwise.runtime.frontend.encoders import KnownEncoders
 from headwise.runtime.frontend.relay import Relay
-from headwise.runtime.protocol.messages import Encoders, EncoderStatus, GetEncoders, failure
+from headwise.runtime.protocol.encoder_messages import Encoders, EncoderStatus, GetEncoders
+from headwise.runtime.protocol.messages import failure
 
 
 class EncoderService:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.errors import HeadwiseError, InvalidRequestError, NotReadyError
-from headwise.runtime.protocol.messages import EncoderStatus
+from headwise.runtime.protocol.encoder_messages import EncoderStatus
 
 WAIT_S = 10.0
 """Longest wait for an encoder, where none serves."""

@@ -26,13 +26,12 @@ from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.frontend.scaling import Exchange, observe
 from headwise.runtime.frontend.tcp_proxy import TcpProxy
 from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.encoder_messages import EncoderStatus, GetEncoders
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
-    EncoderStatus,
     Engines,
     EngineStatus,
     FindPrefix,
-    GetEncoders,
     GetEngines,
     GetStats,
     Ping,

@@ -37,8 +37,9 @@ from headwise.runtime.encoder.server import EncoderServer
 from headwise.runtime.frontend import encoders
 from headwise.runtime.http.deployment_metrics import DeploymentMetrics
 from headwise.runtime.protocol import prompt_items, wire
+from headwise.runtime.protocol.encoder_messages import Encode, Encoded, EncoderStatus
 from headwise.runtime.protocol.images import EncodedImage, PromptImage
-from headwise.runtime.protocol.messages import Encode, Encoded, EncoderStatus, Failed, Ping, Pong
+from headwise.runtime.protocol.messages import Failed, Ping, Pong
 from headwise.runtime.protocol.prompt_items import digest
 from headwise.sockets.pieces import split
 

@@ -18,7 +18,7 @@ from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.ops.comm import SingleRank
-from headwise.runtime.protocol.messages import Taken
+from headwise.runtime.protocol.lease_messages import Taken
 from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, PeerHint, SamplingParams
 from headwise.runtime.worker.worker import ModelWorker
 from headwise.transfer.connectors import nixl

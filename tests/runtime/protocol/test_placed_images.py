@@ -12,8 +12,9 @@ from headwise.errors import InvalidRequestError
 from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.embed_parts import parts_of
+from headwise.runtime.protocol.encoder_messages import Encode, Encoded
 from headwise.runtime.protocol.images import MAX_IMAGES, EncodedImage, PromptImage, embeds_of, named, with_images
-from headwise.runtime.protocol.messages import EmbedsPart, Encode, Encoded, Route
+from headwise.runtime.protocol.messages import EmbedsPart, Route
 from headwise.runtime.protocol.prompt_items import (
     PromptEmbeds,
     as_float32,

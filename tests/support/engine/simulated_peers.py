@@ -27,7 +27,7 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.copies import CopyReport, MergedReports, PeerFetch
-from headwise.runtime.protocol.messages import Taken
+from headwise.runtime.protocol.lease_messages import Taken
 from headwise.runtime.protocol.request import GenerationResult
 from headwise.transfer.connectors.base import ExportAddress
 from headwise.transfer.peer_reads import MAX_OWNERS, runs_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from headwise.runtime.protocol.messages import (
+from headwise.runtime.protocol.lease_messages import (
     AskLease,
     EndLease,
     Leased,

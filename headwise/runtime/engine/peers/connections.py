@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from headwise.runtime.engine.peers.base import Answer, Ask, LeaseAnswer
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Directory, Leased, LeaseEnded, LeaseWants, Taken
+from headwise.runtime.protocol.lease_messages import Leased, LeaseEnded, LeaseWants, Taken
+from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Directory
 from headwise.sockets.pieces import PIECE_BYTES, split
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from headwise.cache_controller.legacy import Dealer, LeftPaths
 from headwise.runtime.engine.peers.base import Peers, hashes_of
 from headwise.runtime.engine.peers.staging import Staging
 from headwise.runtime.engine.peers.taking import MAX_PATHS, OFFER_BYTES, REFUSED
-from headwise.runtime.protocol.messages import Offer, Taken
+from headwise.runtime.protocol.lease_messages import Offer, Taken
 
 log = logging.getLogger(__name__)
 

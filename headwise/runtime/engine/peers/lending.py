@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.leases import MAX_LEASES, NO_BLOCKS, Lease, Leases
 from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import LeaseAsk, Peers
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
+from headwise.runtime.protocol.lease_messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 from headwise.storage.index.messages import HASH_BYTES
 from headwise.transfer.connectors.base import ways_to_devices
 from headwise.transfer.connectors.names import OF_FAR_DEVICES

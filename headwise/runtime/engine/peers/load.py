@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.arrivals import Arrival
 from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.leases import MAX_LEASED
-from headwise.runtime.protocol.messages import AskLease, Leased
+from headwise.runtime.protocol.lease_messages import AskLease, Leased
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
 
 MAX_RANKS, MAX_EXPORTS, MAX_EXPORT_BYTES = 1024, 8, 4096

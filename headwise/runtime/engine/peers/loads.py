@@ -38,7 +38,7 @@ from headwise.runtime.engine.peers.waiting import Waiting, prompt_of
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.copies import PeerFetch
 from headwise.runtime.protocol.embed_parts import part_at
-from headwise.runtime.protocol.messages import (
+from headwise.runtime.protocol.lease_messages import (
     AskLease,
     EndLease,
     Leased,

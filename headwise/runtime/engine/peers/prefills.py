@@ -10,7 +10,8 @@ from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.engine.peers.base import Peers
 from headwise.runtime.engine.peers.lending import Lending
 from headwise.runtime.engine.sequence import Sequence as Running
-from headwise.runtime.protocol.messages import AskLease, EmbedsPart, LeaseEmbeds, LeaseWants, Submit
+from headwise.runtime.protocol.lease_messages import AskLease, LeaseEmbeds, LeaseWants
+from headwise.runtime.protocol.messages import EmbedsPart, Submit
 from headwise.runtime.protocol.prompt_items import EmbedsPlace
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 

@@ -19,7 +19,7 @@ from headwise.cache_controller.cache_manager import CacheManager
 from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import Peers, hashes_of
 from headwise.runtime.engine.peers.loads import PeerLoads
-from headwise.runtime.protocol.messages import Offer, Taken
+from headwise.runtime.protocol.lease_messages import Offer, Taken
 from headwise.storage.index.messages import HASH_BYTES
 
 log = logging.getLogger(__name__)

@@ -17,16 +17,8 @@ from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.embed_parts import PART_BYTES, parts_of
-from headwise.runtime.protocol.messages import (
-    AskLease,
-    Directory,
-    Failed,
-    LeaseEmbeds,
-    LeaseEnded,
-    LeaseWants,
-    Offer,
-    Taken,
-)
+from headwise.runtime.protocol.lease_messages import AskLease, LeaseEmbeds, LeaseEnded, LeaseWants, Offer, Taken
+from headwise.runtime.protocol.messages import Directory, Failed
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key, secure_client
 

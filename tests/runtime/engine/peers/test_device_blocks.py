@@ -11,7 +11,7 @@ from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.runtime.engine.peers import devices
-from headwise.runtime.protocol.messages import Leased
+from headwise.runtime.protocol.lease_messages import Leased
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 
 PROMPT = list(range(1, 30))

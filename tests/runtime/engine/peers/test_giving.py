@@ -11,7 +11,7 @@ from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import Takers
-from headwise.runtime.protocol.messages import Offer, Taken
+from headwise.runtime.protocol.lease_messages import Offer, Taken
 
 PROMPTS = [[10 * n + i % 7 for i in range(29)] for n in range(1, 5)]
 BLOCKS = 28 // BLOCK

@@ -17,7 +17,8 @@ from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.engine.core import OVERDUE_SHARE
 from headwise.runtime.protocol import embed_parts
 from headwise.runtime.protocol.batch import BatchRequest
-from headwise.runtime.protocol.messages import AskLease, Leased, LeaseEmbeds, Submit
+from headwise.runtime.protocol.lease_messages import AskLease, Leased, LeaseEmbeds
+from headwise.runtime.protocol.messages import Submit
 from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest, embed_places
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 from headwise.transfer.peer_reads import MAX_OWNERS
