@@ -24,12 +24,15 @@ class ExtraKey(NamedTuple):
 
     content: the hash of it
     columns: of an item whose tokens lie on a grid, row by row: how wide that is; 0: they follow each other as text does
+    later:   of an item that goes on with the grid of the one in front, as a video's do: how many positions later in
+             time its tokens are; -1: it has a place of its own
     """
 
     start: int
     end: int
     content: str
     columns: int = 0
+    later: int = -1
 
 
 def hash_seed(model: str, cache_salt: str = "", lora_id: str = "") -> bytes:
@@ -72,7 +75,7 @@ def extend_hashes(
 
 def _placed(items: Sequence[ExtraKey], first: int) -> bytes:
     """Items, with where they lie relative to the token ``first``."""
-    return b"".join(
-        f"{each.start - first}:{each.end - first}:{each.columns}:{len(each.content)}:{each.content};".encode()
-        for each in items
-    )
+    return "".join(
+        f"{start - first}:{end - first}:{columns}:{later}:{len(content)}:{content};"
+        for start, end, content, columns, later in items
+    ).encode()

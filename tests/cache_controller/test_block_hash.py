@@ -26,7 +26,7 @@ def test_a_hash_is_of_the_one_before_the_tokens_as_they_lie_in_memory_and_the_it
     hashes: list[bytes] = []
     extend_hashes(hashes, b"seed", every_other, 4, [ExtraKey(5, 7, "cat")])
     first = sha256(b"seed" + every_other[:4].tobytes()).digest()[:HASH_BYTES]
-    second = sha256(first + every_other[4:8].tobytes() + b"1:3:0:3:cat;").digest()[:HASH_BYTES]
+    second = sha256(first + every_other[4:8].tobytes() + b"1:3:0:-1:3:cat;").digest()[:HASH_BYTES]
     assert hashes == [first, second]
     extend_hashes(hashes, b"seed", every_other[8:], 4)
     assert hashes == [first, second]
@@ -73,6 +73,12 @@ def test_an_item_that_ends_where_a_block_starts_does_not_overlap_it() -> None:
 def test_different_items_at_one_place_give_different_blocks() -> None:
     cat, dog = (hashes_of(range(4), extra_keys=[ExtraKey(0, 4, content)]) for content in ("cat", "dog"))
     assert cat != dog
+
+
+def test_an_item_that_is_later_than_the_one_in_front_gives_other_blocks() -> None:
+    first = ExtraKey(0, 4, "cat", 2)
+    of_times = {hashes_of(range(8), extra_keys=[first, ExtraKey(4, 8, "cat", 2, later)])[-1] for later in (-1, 0, 1)}
+    assert len(of_times) == 3
 
 
 def test_an_item_of_another_width_gives_other_blocks() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.engine.grids import saved_by
+from headwise.runtime.engine.grids import Grids
 from headwise.runtime.engine.sequence import Sequence
 
 Index = NDArray[np.int32]
@@ -45,6 +45,7 @@ class SequenceTable:
     def __init__(self, max_rows: int, lag: int = 0, takes_known: bool = False, whole_items: bool = False) -> None:
         self.lag, self._takes_known, self._whole_items = lag, takes_known, whole_items
         self._sequences: dict[int, Sequence] = {}
+        self._grids: dict[int, Grids] = {}  # of rows that have some
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.pending = np.zeros(max_rows, dtype=np.int64)
         self.scheduled = np.zeros(max_rows, dtype=np.int64)
@@ -72,6 +73,10 @@ class SequenceTable:
         sequences = self._sequences
         return [sequences[row] for row in rows.tolist()]
 
+    def grids_of(self, rows: Index) -> list[Grids]:
+        """Of open rows, each of which has items on a grid."""
+        return [self._grids[row] for row in rows.tolist()]
+
     def open(self, sequence: Sequence, computed: int, chunk: int) -> int:
         """Give the sequence a row; its first ``computed`` tokens are in the cache."""
         row = sequence.row = self._free.pop()
@@ -85,16 +90,18 @@ class SequenceTable:
         self.chunk[row] = max([chunk, *(each.end - each.start for each in whole)])
         self.items_end[row] = max((each.end for each in whole), default=0)
         self.embeds_end[row] = max((each.end for each in sequence.request.embeds), default=0)
-        grids = [each for each in sequence.request.extra_keys if each.columns]
-        self.grids_begin[row] = grids[0].start if grids else NO_GRID
-        self.grids_end[row] = grids[-1].end if grids else 0
-        self.grids_saved[row] = sum(map(saved_by, grids))
+        grids = Grids(sequence.request.extra_keys)
+        if grids.end:
+            self._grids[row] = grids
+        self.grids_begin[row] = grids.begin if grids.end else NO_GRID
+        self.grids_end[row], self.grids_saved[row] = grids.end, grids.saved
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.wanted[row] = True
         return row
 
     def close(self, sequence: Sequence) -> None:
         del self._sequences[sequence.row]
+        self._grids.pop(sequence.row, None)
         self._free.append(sequence.row)
         sequence.row = -1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.engine.grids import places_of
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
 from headwise.runtime.models.position_config import AXES
 from headwise.runtime.protocol.batch import NO_PLACES
@@ -25,7 +24,7 @@ def step_places(
     alike = np.arange(int(counts.sum())) + np.repeat(first - begins, counts)
     places = np.repeat(alike.astype(np.int32)[:, None], AXES, axis=1)
     among = (is_turned & ~is_behind).nonzero()[0]
-    for index, sequence in zip(among.tolist(), table.of(rows[among]), strict=True):
+    for index, grids in zip(among.tolist(), table.grids_of(rows[among]), strict=True):
         start, count, begin = int(starts[index]), int(counts[index]), int(begins[index])
-        places[begin : begin + count] = places_of(sequence.request.extra_keys, start, start + count)
+        places[begin : begin + count] = grids.places(start, start + count)
     return places

@@ -29,7 +29,7 @@ def check_whole_items(request: GenerateRequest, config: EngineConfig, token_part
             f"the tokens of this model's items see one another, which is not served with context_parallel_size "
             f"{config.context_parallel_size}: serve it without"
         )
-    for start, end, _, _ in request.extra_keys:
+    for start, end, *_ in request.extra_keys:
         length = end - start
         if length > config.prefill_chunk:
             raise InvalidRequestError(
@@ -55,7 +55,7 @@ def ending_outside(table: SequenceTable, rows: Index, counts: Counts) -> Counts:
     counts = counts.copy()
     for index, sequence in zip(some.tolist(), table.of(rows[some]), strict=True):
         stop = int(starts[index] + counts[index])
-        for start, end, _, _ in sequence.request.extra_keys:
+        for start, end, *_ in sequence.request.extra_keys:
             if start < stop < end:
                 counts[index] = max(0, start - int(starts[index]))
     return counts
@@ -70,7 +70,7 @@ def step_sees(table: SequenceTable, rows: Index, starts: Counts, counts: Counts)
     begins = np.cumsum(counts) - counts
     for index, sequence in zip(some.tolist(), table.of(rows[some]), strict=True):
         first, stop, begin = int(starts[index]), int(starts[index] + counts[index]), int(begins[index])
-        for start, end, _, _ in sequence.request.extra_keys:
+        for start, end, *_ in sequence.request.extra_keys:
             own = range(max(first, start), min(stop, end))
             if len(own) > 1:  # the last one has none of it behind itself
                 if not len(sees):

@@ -150,7 +150,10 @@ class PendingCalls:
     ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
         chat, salt, adapter = asked.chat, asked.cache_salt, asked.adapter
-        items = [PromptItem(start, end - start, key, columns=columns) for start, end, key, columns in asked.extra_keys]
+        items = [
+            PromptItem(start, end - start, key, columns=columns, later=later)
+            for start, end, key, columns, later in asked.extra_keys
+        ]
 
         def prepare() -> PreparedRequest:
             return self._prepared(

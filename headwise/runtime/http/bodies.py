@@ -80,6 +80,7 @@ class ItemBody(BaseModel):
     hash: str = ""
     embeds: str | None = None
     columns: int = 0
+    later: int = -1
 
 
 class ChatBody(_Generate):
@@ -275,7 +276,9 @@ def _items(given: Sequence[ItemBody], prompts: Sequence[Prompt]) -> list[PromptI
     if len(prompts) != 1:
         raise invalid(f"prompt_items are those of one prompt: send {len(prompts)} requests", "prompt_items")
     try:
-        items = [PromptItem(each.offset, each.length, each.hash, _embeds(each), each.columns) for each in given]
+        items = [
+            PromptItem(each.offset, each.length, each.hash, _embeds(each), each.columns, each.later) for each in given
+        ]
         check_items(items, prompts[0])
         placed(items, len(prompts[0]))
     except InvalidRequestError as error:

@@ -44,6 +44,8 @@ class PromptItem:
              with
     columns: for models that give a token three positions: the item's tokens lie on a grid so wide, row by row. 0: they
              follow each other as text does
+    later:   of an item on a grid that touches the one in front, and goes on with its grid, as those of a video do: how
+             many positions later in time its tokens are; -1: it has a place of its own
     """
 
     offset: int
@@ -51,6 +53,7 @@ class PromptItem:
     hash: str | bytes = ""
     embeds: Any = None
     columns: int = 0
+    later: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +114,7 @@ def placed(items: Any, num_tokens: int) -> PlacedItems:
         start = as_integer("an item's offset", item.offset, 0, 2**31 - 1)
         end = start + as_integer("an item's length", item.length, 1, 2**31 - 1)
         columns = as_integer("an item's columns", item.columns, 0, 2**31 - 1)
+        later = as_integer("an item's later", item.later, -1, 2**31 - 1)
         _check_place(start, end, num_tokens)
         if item.embeds is not None:
             values = _as_array(item.embeds, end - start)
@@ -118,7 +122,7 @@ def placed(items: Any, num_tokens: int) -> PlacedItems:
             check_bytes(num_bytes)  # before a copy: a view that repeats its numbers may claim any size
             _check_width(values.shape[1])
             embeds.append(PromptEmbeds(start, _as_embeds(values, start, end)))
-        extra_keys.append(ExtraKey(start, end, _hash(item, embeds), columns))
+        extra_keys.append(ExtraKey(start, end, _hash(item, embeds), columns, later))
     extra_keys.sort()
     check_places(extra_keys, num_tokens)
     return PlacedItems(tuple(extra_keys), tuple(sorted(embeds, key=lambda each: each.start)))
@@ -133,7 +137,7 @@ def check_items(items: Any, prompt: Any) -> None:
 
 def check_places(extra_keys: Sequence[ExtraKey], num_tokens: int) -> None:
     """Raise `InvalidRequestError` unless items lie in a prompt of so many tokens, one behind the other, with hashes."""
-    for start, end, key, columns in extra_keys:
+    for start, end, key, columns, _ in extra_keys:
         _check_place(start, end, num_tokens)
         _check_grid(start, end, columns)
         if not 0 < len(key) <= MAX_HASH_CHARACTERS:
@@ -148,6 +152,7 @@ def check_places(extra_keys: Sequence[ExtraKey], num_tokens: int) -> None:
                 f"items must lie one behind the other: [{before.start}, {before.end}) overlaps [{after.start}, "
                 f"{after.end})"
             )
+    _check_times(extra_keys)
 
 
 def check_embed_places(extra_keys: Sequence[ExtraKey], places: Sequence[EmbedsPlace], hidden_size: int) -> None:
@@ -163,7 +168,7 @@ def check_embed_places(extra_keys: Sequence[ExtraKey], places: Sequence[EmbedsPl
                 f"{hidden_size}"
             )
     check_bytes(sum(each.num_bytes for each in places))
-    for start, end, key, _ in extra_keys:
+    for start, end, key, *_ in extra_keys:
         if key.startswith(DIGEST) and (start, end) not in given:
             raise named_by_others(start, end)
         given.discard((start, end))
@@ -183,7 +188,7 @@ def check_embeds(extra_keys: Sequence[ExtraKey], embeds: Sequence[PromptEmbeds])
 
 def digests_of(extra_keys: Sequence[ExtraKey]) -> dict[tuple[int, int], str]:
     """Of items that are named by the digests of their embeddings, by their places."""
-    return {(start, end): key for start, end, key, _ in extra_keys if key.startswith(DIGEST)}
+    return {(start, end): key for start, end, key, *_ in extra_keys if key.startswith(DIGEST)}
 
 
 def named_by_others(start: int, end: int) -> InvalidRequestError:
@@ -237,8 +242,8 @@ def _item(given: Any) -> PromptItem:
         return given
     if not isinstance(given, Mapping) or not {"offset", "length"} <= given.keys() <= {*PromptItem.__dataclass_fields__}:
         raise InvalidRequestError(
-            "an item must be a PromptItem, or a mapping with offset, length, and hash or embeds, maybe columns, got "
-            f"{given!r:.80}"
+            "an item must be a PromptItem, or a mapping with offset, length, and hash or embeds, maybe columns and "
+            f"later, got {given!r:.80}"
         )
     return PromptItem(**given)
 
@@ -253,6 +258,26 @@ def _check_grid(start: int, end: int, columns: int) -> None:
         raise InvalidRequestError(
             f"the item at [{start}, {end}) has {end - start} tokens, which make no whole rows of {columns} columns"
         )
+
+
+def _check_times(extra_keys: Sequence[ExtraKey]) -> None:
+    """Items that go on with a grid do so, and none is later in time than tokens are many: positions never are."""
+    time = first = 0  # of the item, and of the first one of its video, as tokens are counted
+    for before, item in zip((None, *extra_keys), extra_keys, strict=False):
+        if item.later < 0:
+            time = first = item.start
+            continue
+        if not item.columns or before is None or not before.columns or before.end != item.start:
+            raise InvalidRequestError(
+                f"the item at [{item.start}, {item.end}) is to go on with the grid of one in front of it, but touches "
+                "none that lies on a grid, or lies on none itself"
+            )
+        time += item.later
+        if time >= item.end:
+            raise InvalidRequestError(
+                f"the item at [{item.start}, {item.end}) is {time - first} positions later than the first one of its "
+                "grid, with fewer tokens: positions are no more than tokens"
+            )
 
 
 def check_bytes(num_bytes: int) -> None:

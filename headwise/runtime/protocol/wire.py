@@ -36,7 +36,7 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
-VERSION = 8
+VERSION = 9
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")

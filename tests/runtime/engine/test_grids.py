@@ -8,38 +8,43 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_hash import ExtraKey
-from headwise.runtime.engine.grids import places_of, saved_by
+from headwise.runtime.engine.grids import Grids
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.engine.sequence_table import SequenceTable
 from headwise.runtime.engine.step_places import step_places
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
-ITEMS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5)), max_size=5)
-"""Gaps before items, their rows and columns; of no columns, such as have no grid."""
+ITEMS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(-1, 6)), max_size=5)
+"""Gaps before items, their rows and columns, and how much later they are than those that they go on with; of no
+columns, such as have no grid."""
 
 
-def placed(parts: list[tuple[int, int, int]]) -> tuple[ExtraKey, ...]:
-    found, at = [], 0
-    for gap, rows, columns in parts:
-        found.append(ExtraKey(at + gap, at + gap + rows * max(columns, 1), "x", columns))
+def placed(parts: list[tuple[int, int, int, int]]) -> tuple[ExtraKey, ...]:
+    found: list[ExtraKey] = []
+    at = 0
+    for gap, rows, columns, later in parts:
+        goes_on = bool(found and not gap and columns and found[-1].columns)
+        found.append(ExtraKey(at + gap, at + gap + rows * max(columns, 1), "x", columns, later if goes_on else -1))
         at = found[-1].end
     return tuple(found)
 
 
 def one_by_one(items: tuple[ExtraKey, ...], tokens: int) -> NDArray[np.int32]:
-    """The definition: text counts on from the largest position before it, and an item stands there."""
+    """The definition: text counts on from the largest position before it, and an item stands there, unless it goes on
+    with one."""
     grids = {each.start: each for each in items if each.columns}
     found: list[tuple[int, int, int]] = []
-    at = 0
+    at = origin = time = 0
     while len(found) < tokens:
         item = grids.get(len(found))
         if item is None:
             found.append((at, at, at))
             at += 1
             continue
+        origin, time = (at, at) if item.later < 0 else (origin, time + item.later)
         for index in range(item.end - item.start):
             row, column = divmod(index, item.columns)
-            found.append((at, at + row, at + column))
+            found.append((time, origin + row, origin + column))
         at = max(map(max, found)) + 1
     return np.array(found[:tokens], np.int32)
 
@@ -50,7 +55,7 @@ def sequence(name: str, items: tuple[ExtraKey, ...], tokens: int) -> Sequence:
 
 
 def test_an_image_stands_at_one_time_and_text_goes_on_behind_its_longer_side() -> None:
-    places = places_of([ExtraKey(2, 8, "x", 3)], 0, 10).T
+    places = Grids([ExtraKey(2, 8, "x", 3)]).places(0, 10).T
     assert places.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
@@ -58,15 +63,25 @@ def test_an_image_stands_at_one_time_and_text_goes_on_behind_its_longer_side() -
     ]
 
 
+def test_a_video_s_parts_are_at_times_of_their_own_and_text_goes_on_behind_the_last_one() -> None:
+    video = [ExtraKey(1, 5, "a", 2), ExtraKey(5, 9, "b", 2, 2), ExtraKey(9, 13, "c", 2, 0), ExtraKey(13, 17, "d", 2, 3)]
+    assert Grids(video).places(0, 19).T.tolist() == [
+        [0, 1, 1, 1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 6, 6, 6, 6, 7, 8],
+        [0, *[1, 1, 2, 2] * 4, 7, 8],
+        [0, *[1, 2, 1, 2] * 4, 7, 8],
+    ]
+
+
 @given(ITEMS, st.integers(0, 80), st.integers(0, 80))
 def test_any_part_of_a_prompt_is_where_the_definition_has_it(parts, start: int, count: int) -> None:
     items = placed(parts)
     whole = one_by_one(items, start + count)
-    found = places_of(items, start, start + count)
+    grids = Grids(items)
+    found = grids.places(start, start + count)
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, whole[start:].reshape(-1, 3))
     length = max((each.end for each in items), default=0)
-    assert places_of(items, length, length + 1)[0].tolist() == [length - sum(map(saved_by, items))] * 3
+    assert grids.places(length, length + 1)[0].tolist() == [length - grids.saved] * 3
 
 
 @given(st.lists(st.tuples(ITEMS, st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=4))

@@ -135,6 +135,18 @@ def test_other_embeddings_have_another_digest() -> None:
         ([PromptItem(1, 6, "cat", columns=4)], r"at \[1, 7\) has 6 tokens, which make no whole rows of 4 columns"),
         ([PromptItem(1, 6, "cat", columns=-1)], "an item's columns must be"),
         ([PromptItem(1, 6, "cat", columns=1.5)], "an item's columns must be"),
+        ([PromptItem(1, 4, "cat", columns=2, later=-2)], "an item's later must be"),
+        ([PromptItem(1, 4, "cat", columns=2, later=0)], r"at \[1, 5\) is to go on with the grid of one in front"),
+        ([PromptItem(1, 2, "cat"), PromptItem(3, 2, "dog", columns=2, later=1)], "touches none that lies on a grid"),
+        ([PromptItem(1, 2, "cat", columns=2), PromptItem(3, 2, "dog", later=1)], "or lies on none itself"),
+        (
+            [PromptItem(1, 2, "cat", columns=2), PromptItem(4, 2, "dog", columns=2, later=1)],
+            r"at \[4, 6\) is to go on with the grid",
+        ),
+        (
+            [PromptItem(1, 2, "cat", columns=2), PromptItem(3, 2, "dog", columns=2, later=4)],
+            r"at \[3, 5\) is 4 positions later than the first one of its grid, with fewer tokens",
+        ),
         (
             [PromptItem(0, 2, embeds=repeated(2, MAX_EMBED_BYTES // 8 + 1))],
             rf"have {MAX_EMBED_BYTES + 8} bytes; at most {MAX_EMBED_BYTES}",

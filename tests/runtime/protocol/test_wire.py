@@ -74,6 +74,7 @@ def assert_same(left: object, right: object) -> None:
 
 
 ITEM = ExtraKey(1, 3, "%")
+LATER = ITEM._replace(columns=1, later=2)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 256])
@@ -97,7 +98,7 @@ def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
         GenerateRequest(
             "r", np.arange(5, dtype=np.int32), SamplingParams(), embeds=(PromptEmbeds(1, np.ones((2, 3), np.float32)),)
         ),
-        Route(1, None, np.arange(5, dtype=np.int32), None, {}, 0, "", extra_keys=(ITEM, ITEM._replace(columns=1))),
+        Route(1, None, np.arange(5, dtype=np.int32), None, {}, 0, "", extra_keys=(ITEM, LATER)),
         OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1)),
         OutputDelta("r"),
         OutputDelta("r", prompt_token_ids=(7, 8), prompt_logprobs=(None, TokenLogprobs(-1.0, ((8, -1.0),)))),
@@ -174,7 +175,7 @@ def forged(embeds: Any, key: str = "cat") -> bytes:
     request = GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), extra_keys=(ITEM,))
     version, tag, values = msgpack.unpackb(wire.encode(request), ext_hook=msgpack.ExtType)
     names = list(GenerateRequest.__dataclass_fields__)
-    values[names.index("embeds")], values[names.index("extra_keys")] = [[1, embeds]], [[1, 3, key, 0]]
+    values[names.index("embeds")], values[names.index("extra_keys")] = [[1, embeds]], [[1, 3, key, 0, -1]]
     return msgpack.packb([version, tag, values], unicode_errors="surrogatepass")
 
 
