@@ -79,7 +79,7 @@ class HttpServerActor:
         )
         limits = TextLimits(card.max_model_len, tokenizer.longest_token)
         model = card.config
-        texts = ModelTexts(directory, tokenizer, limits, model.vocab_size, config.chat_template, model.image_token)
+        texts = ModelTexts(directory, tokenizer, limits, model.vocab_size, config.chat_template, model.image_tokens)
         self._closing.append(texts.close)
         client = self._client = Client(self._scheduler, keys=self._keys)
         self._closing.append(client.close)

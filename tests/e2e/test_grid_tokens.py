@@ -23,6 +23,7 @@ from headwise.runtime.encoder.image_encoder import ImageEncoder
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.protocol.images import embeds_of
 from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, OutputDelta
 
@@ -42,7 +43,7 @@ def requests_of(name: str, config: EngineConfig, preprocessor: Preprocessor) -> 
     """Those of the references, as an engine gets them."""
     encoder, found = ImageEncoder.open(config, image_model(name)), {}
     for prompt in references(name)["prompts"]:
-        images = [encoder.encode(encoded(picture(image))) for image in prompt["images"]]
+        images = [encoder.whole(ImageFile(encoded(picture(image)))) for image in prompt["images"]]
         asked = preprocessor.prepare(
             messages=chat_of(prompt),
             images=[each.image for each in images],

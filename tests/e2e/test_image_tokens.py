@@ -16,6 +16,7 @@ from support.tiny_images import FAMILIES, IMG, encoded, image_model, picture, re
 from headwise import EngineConfig, LocalEngine, SamplingParams
 from headwise.errors import ConfigError, InvalidRequestError, ModelError
 from headwise.runtime.encoder.image_encoder import check_images
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.loader.safetensors_file import SafetensorsFile
 from headwise.runtime.protocol.request import OutputDelta, Usage
 
@@ -132,10 +133,10 @@ def test_what_looks_like_an_image_in_a_text_stays_text(engine: LocalEngine) -> N
         parts = [{"type": "text", "text": text}, image, {"type": "text", "text": text}]
         request = engine.preprocessor.prepare(
             messages=[{"role": "user", "content": [parts[0], {"type": "image"}, parts[2]]}],
-            images=[engine._encoder.encode(image["image"]).image],  # type: ignore[union-attr,arg-type]
+            images=[engine._encoder.whole(ImageFile(image["image"])).image],  # type: ignore[union-attr,arg-type]
         )
         assert (request.prompt_token_ids == IMG).sum() == 15  # those of the image alone
-        (start, end, _, _), *others = request.extra_keys
+        (start, end, *_), *others = request.extra_keys
         assert not others
         assert (request.prompt_token_ids[start:end] == IMG).sum() == 15
         assert said(engine.stream_chat([{"role": "user", "content": parts}], GREEDY))[0]
@@ -214,7 +215,7 @@ def test_embeddings_in_bfloat16_say_nearly_the_same() -> None:
         tokens, _ = said(engine.stream_chat(chat_of(prompt), GREEDY))
         assert tokens[0] == prompt["output_ids"][0]
         assert engine._encoder is not None
-        assert engine._encoder.encode(encoded(picture("odd"))).embeds.dtype == np.uint16
+        assert engine._encoder.whole(ImageFile(encoded(picture("odd")))).embeds.dtype == np.uint16
 
 
 def test_a_cache_whose_size_is_none_is_told() -> None:

@@ -1,4 +1,4 @@
-"""Images over HTTP, by the official clients, to a deployment with an encoder of its own: actors and all."""
+"""Images and videos over HTTP, by the official clients, to a deployment with an encoder of its own: actors and all."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 from support.free_ports import free_ports
 from support.later import anthropic, openai
 from support.tiny_images import encoded, image_model, picture, references
+from support.tiny_videos import film, video_references
 from support.waiting import eventually
 
 from headwise import Client, ClientKeys, EngineConfig
@@ -25,6 +26,7 @@ from headwise.actors.deployment import Deployment
 pytestmark = pytest.mark.ray
 
 KEY = "sk-of-these-tests"
+MODEL = "qwen2.5-vl"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     keys = tmp_path_factory.mktemp("images") / "keys"
     keys.write_text(f"{KEY}\n")
     config = EngineConfig(
-        model=str(image_model()),
+        model=str(image_model(MODEL)),
         port=0,
         http=free_ports(1)[0],
         api_key_file=str(keys),
@@ -73,18 +75,18 @@ def part(data: bytes) -> dict[str, Any]:
 
 def asked(client: Any, *parts: Any, text: str = "Look at one, the image.", **options: Any) -> Any:
     content = [*parts, {"type": "text", "text": text}]
-    model, messages = str(image_model()), [{"role": "user", "content": content}]
+    model, messages = str(image_model(MODEL)), [{"role": "user", "content": content}]
     options = {"max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}, **options}
     return client.chat.completions.create(model=model, messages=messages, **options)
 
 
 def reference_of(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(each for each in references()["prompts"] if each["name"] == name)
+    found: dict[str, Any] = next(each for each in references(MODEL)["prompts"] if each["name"] == name)
     return found
 
 
 def test_our_client_says_what_transformers_says(ours: Client) -> None:
-    for prompt in references()["prompts"]:
+    for prompt in references(MODEL)["prompts"]:
         parts = [{"type": "image", "image": picture(name)} for name in prompt["images"]]
         text = {"type": "text", "text": f"Look at {prompt['name']}, the image."}
         chat = [{"role": "user", "content": [*parts, text] if parts else "Look at none."}]
@@ -147,19 +149,42 @@ def test_anthropic_s_client_and_responses_take_images_too(deployment: Deployment
         source = {"type": "base64", "media_type": "image/png", "data": b64encode(data).decode()}
         blocks = [{"type": "image", "source": source}, {"type": "text", "text": text}]
         message = other.messages.create(
-            model=str(image_model()),
+            model=str(image_model(MODEL)),
             max_tokens=12,
             extra_body={"temperature": 0},
             messages=[{"role": "user", "content": blocks}],
         )
     assert message.content[0].text == expected.text
-    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == 56
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == len(reference_of("one")["prompt_ids"])
     items = [{"type": "input_image", "image_url": url_of(data)}, {"type": "input_text", "text": text}]
     response = client.responses.create(
-        model=str(image_model()), max_output_tokens=12, temperature=0, input=[{"role": "user", "content": items}]
+        model=str(image_model(MODEL)), max_output_tokens=12, temperature=0, input=[{"role": "user", "content": items}]
     )
     assert response.output_text == expected.text
-    assert response.usage.input_tokens == 56
+    assert response.usage.input_tokens == len(reference_of("one")["prompt_ids"])
+
+
+def test_videos_say_what_transformers_says_by_our_client_and_by_the_official_one(client: Any, ours: Client) -> None:
+    for prompt in video_references(MODEL)["prompts"]:
+        text = f"Look at {prompt['name']}, the video."
+        parts = [{"type": "video", "video": film(name)} for name in prompt["films"]]
+        chat = user(*parts, {"type": "text", "text": text})
+        said = ours.chat(chat, temperature=0, max_tokens=20, ignore_eos=True)
+        assert said.token_ids == prompt["output_ids"][:20]
+        urls = [
+            {"type": "video_url", "video_url": {"url": url_of(film(name), "video/mp4")}} for name in prompt["films"]
+        ]
+        answer = asked(client, *urls, text=text, max_tokens=20)
+        assert answer.choices[0].message.content == said.text
+        assert answer.usage.prompt_tokens == len(prompt["prompt_ids"])
+        assert answer.usage.prompt_tokens_details.cached_tokens >= len(prompt["prompt_ids"]) - 32
+        assert ours.find_chat_prefix(chat)["tokens"] == len(prompt["prompt_ids"])
+
+
+def test_a_video_takes_as_many_frames_as_it_is_asked_for(client: Any) -> None:
+    url = {"type": "video_url", "video_url": {"url": url_of(film("exact"), "video/mp4")}}
+    few, many = (asked(client, {**url, "fps": fps}).usage.prompt_tokens for fps in (2, 4))
+    assert many - few == 3 * 12
 
 
 def huge() -> bytes:
@@ -216,7 +241,7 @@ def test_what_is_no_image_is_told_and_the_next_request_is_served(
     )
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]["message"]
-    assert asked(client, part(encoded(picture("odd")))).usage.prompt_tokens == 56
+    assert asked(client, part(encoded(picture("odd")))).usage.prompt_tokens == len(reference_of("one")["prompt_ids"])
 
 
 @pytest.mark.parametrize("name", ["one", "two", "each"])
@@ -234,7 +259,7 @@ def test_tokens_of_chats_with_images_are_counted(deployment: Deployment, name: s
     assert (found["count"], found["tokens"]) == (len(known["prompt_ids"]), known["prompt_ids"])
     sources = [{"type": "base64", "media_type": "image/png", "data": b64encode(file).decode()} for file in files]
     blocks = [{"type": "image", "source": source} for source in sources]
-    counted = told("/v1/messages/count_tokens", user(*blocks, text), model=str(image_model()))
+    counted = told("/v1/messages/count_tokens", user(*blocks, text), model=str(image_model(MODEL)))
     assert counted == {"input_tokens": len(known["prompt_ids"])}
 
 
@@ -249,7 +274,7 @@ def test_tokens_of_chats_with_images_are_counted(deployment: Deployment, name: s
     ],
 )
 def test_what_is_no_image_is_not_counted(deployment: Deployment, path: str, chat: Any, says: str) -> None:
-    body = {"messages": chat, **({"model": str(image_model())} if "count" in path else {})}
+    body = {"messages": chat, **({"model": str(image_model(MODEL))} if "count" in path else {})}
     headers = {"authorization": f"Bearer {KEY}"}
     answer = httpx.post(f"{deployment.http_address}{path}", json=body, headers=headers, timeout=120.0)
     assert answer.status_code == 400, answer.text
@@ -283,14 +308,15 @@ def test_an_encoder_that_is_killed_is_started_again(deployment: Deployment, clie
     os.kill(before, signal.SIGKILL)
     eventually(lambda: not serves())
     text_only = client.chat.completions.create(
-        model=str(image_model()), messages=[{"role": "user", "content": "x"}], max_tokens=2
+        model=str(image_model(MODEL)), messages=[{"role": "user", "content": "x"}], max_tokens=2
     )
     assert text_only.usage.completion_tokens == 2
 
     def is_served() -> bool:
         """It waits for a while for the next encoder, whose start may take longer on a busy machine."""
         try:
-            return asked(client, part(encoded(picture("odd")))).usage.prompt_tokens == 56
+            answer = asked(client, part(encoded(picture("odd"))))
+            return answer.usage.prompt_tokens == len(reference_of("one")["prompt_ids"])
         except openai.InternalServerError as told:
             if told.status_code == 503 and "started again" in str(told):
                 return False

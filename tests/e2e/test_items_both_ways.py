@@ -24,6 +24,7 @@ from headwise.runtime.encoder.image_encoder import ImageEncoder
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 
@@ -34,7 +35,7 @@ Asked = tuple[list[int], list[PromptItem]]
 @cache
 def embeds_of(name: str, model: str) -> np.ndarray:
     config = EngineConfig(model=str(image_model(model)), dtype="float32", tensor_ops="numpy", image_encoder_cpus=1)
-    return ImageEncoder.open(config, image_model(model)).encode(encoded(picture(name))).embeds
+    return ImageEncoder.open(config, image_model(model)).whole(ImageFile(encoded(picture(name)))).embeds
 
 
 def prompt(name: str, model: str = "gemma3") -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 from headwise.runtime.encoder.reports import Reporting
 from headwise.runtime.encoder.server import EncoderServer
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.protocol.images import EncodedImage
 
 
@@ -16,8 +18,8 @@ class _Hanging:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def encode(self, data: bytes) -> EncodedImage:
-        self._pipe.send(data)
+    def encode(self, file: ImageFile) -> Iterator[EncodedImage | None]:
+        self._pipe.send(file.data)
         time.sleep(3600)
         raise AssertionError("nobody waits so long")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -189,6 +189,7 @@ QWEN2_5_VL_CONFIG = _qwen(
         "intermediate_size": 48,
         "out_hidden_size": 256,
         "hidden_act": "silu",
+        "tokens_per_second": 1,
         "window_size": 16,  # two by two squares
         "fullatt_block_indexes": [1],
     },
@@ -328,6 +329,7 @@ _GLM_TOKENS = (
     "<|end_of_video|>",
 )
 _GLM_PLACE = "<|begin_of_image|><|image|><|end_of_image|>"
+_GLM_FILM = "<|begin_of_video|><|video|><|end_of_video|>"
 _QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 _QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -425,7 +427,8 @@ CHAT_TEMPLATE = (
     "{%- if message.content is string %}{{ message.content }}"
     "{%- else %}{%- for part in message.content %}"
     "{%- if part.type == 'text' %}{{ part.text }}"
-    "{%- elif part.type in ['image', 'image_url'] %}{{ '[IMG]' }}{%- endif %}"
+    "{%- elif part.type in ['image', 'image_url'] %}{{ '[IMG]' }}"
+    "{%- elif part.type == 'video' %}{{ '[VIDEO]' }}{%- endif %}"
     "{%- endfor %}{%- endif %}{{ '<|im_end|>' }}{%- endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
@@ -452,6 +455,8 @@ class Family:
     """tokens: those that stand for images and around them, by their ids from 263 on; the first one is an image's
     place:   what the template writes for an image; empty: ``written``
     written: what of that headwise and the processor put an image's tokens for; empty: the first token
+    film:    what the template writes for a video; empty: as for an image
+    videos:  what says how videos are prepared
     """
 
     name: str
@@ -460,10 +465,13 @@ class Family:
     tokens: tuple[str, ...]
     place: str = ""
     written: str = ""
+    film: str = ""
+    videos: dict[str, Any] = field(default_factory=dict)
 
     @property
     def template(self) -> str:
-        return CHAT_TEMPLATE.replace("[IMG]", self.place or self.written or self.tokens[0])
+        place = self.place or self.written or self.tokens[0]
+        return CHAT_TEMPLATE.replace("[IMG]", place).replace("[VIDEO]", self.film or place)
 
     @property
     def references(self) -> dict[str, Any]:
@@ -500,14 +508,50 @@ GEMMA4 = Family(
     {"patch_size": PATCH, "pooling_kernel_size": 2, "max_soft_tokens": 70, "do_normalize": False, "resample": 3},
     ("<|image|>", "<|image>", "<image|>"),
 )
-QWEN2_VL = Family("qwen2-vl", QWEN2_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
-QWEN2_5_VL = Family("qwen2.5-vl", QWEN2_5_VL_CONFIG, QWEN2_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
-QWEN3_VL = Family("qwen3-vl", QWEN3_VL_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
-QWEN3_5 = Family("qwen3.5", QWEN3_5_CONFIG, QWEN3_PROCESSOR, _QWEN_TOKENS, _QWEN_PLACE)
+QWEN2_VIDEOS = {
+    **_QWEN_PROCESSOR,
+    "size": {"shortest_edge": 256, "longest_edge": 2048},
+    "fps": 2,
+    "max_video_tokens": 300,  # which is less than a long video would take
+}
+QWEN3_VIDEOS = {
+    **_QWEN_PROCESSOR,
+    "size": {"shortest_edge": 1024, "longest_edge": 24576},
+    "max_video_tokens": 40,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def _qwen_family(name: str, config: dict[str, Any], processor: dict[str, Any], videos: dict[str, Any]) -> Family:
+    film = _QWEN_PLACE.replace("image", "video")
+    return Family(name, config, processor, _QWEN_TOKENS, _QWEN_PLACE, film=film, videos=videos)
+
+
+QWEN2_VL = _qwen_family("qwen2-vl", QWEN2_VL_CONFIG, QWEN2_PROCESSOR, QWEN2_VIDEOS)
+QWEN2_5_VL = _qwen_family("qwen2.5-vl", QWEN2_5_VL_CONFIG, QWEN2_PROCESSOR, QWEN2_VIDEOS)
+QWEN3_VL = _qwen_family("qwen3-vl", QWEN3_VL_CONFIG, QWEN3_PROCESSOR, QWEN3_VIDEOS)
+QWEN3_5 = _qwen_family("qwen3.5", QWEN3_5_CONFIG, QWEN3_PROCESSOR, QWEN3_VIDEOS)
 QWENS = {family.name: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5)}
-GLM4V = Family("glm4v", GLM4V_CONFIG, GLM_PROCESSOR, _GLM_TOKENS, _GLM_PLACE)
-GLM4V_MOE = Family("glm4v-moe", GLM4V_MOE_CONFIG, GLM_PROCESSOR, _GLM_TOKENS, _GLM_PLACE)
+
+
+def _glm_family(name: str, config: dict[str, Any], kind: str) -> Family:
+    """kind: of its processors"""
+    videos = {
+        **_QWEN_PROCESSOR,
+        "size": {"shortest_edge": 512, "longest_edge": 12288},
+        "max_duration": 60,
+        "processor_class": f"{kind}Processor",
+        "video_processor_type": f"{kind}VideoProcessor",
+    }
+    return Family(name, config, GLM_PROCESSOR, _GLM_TOKENS, _GLM_PLACE, film=_GLM_FILM, videos=videos)
+
+
+GLM4V = _glm_family("glm4v", GLM4V_CONFIG, "Glm4v")
+GLM4V_MOE = _glm_family("glm4v-moe", GLM4V_MOE_CONFIG, "Glm46V")
 GLMS = {family.name: family for family in (GLM4V, GLM4V_MOE)}
+FILMING = {**QWENS, **GLMS}
+"""Those that take videos."""
 ERNIE_VL = Family(
     "ernie4.5-vl",
     ERNIE_CONFIG,
@@ -526,6 +570,8 @@ def write_image_model(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(family.config))
     (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    if family.videos:
+        (directory / "video_preprocessor_config.json").write_text(json.dumps(family.videos))
     (directory / "chat_template.jinja").write_text(family.template)
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in family.tokens])

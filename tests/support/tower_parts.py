@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,19 @@ MANY = 1 << 30
 """Numbers of an image: more than any has."""
 
 
-def parts(directory: Path, ops: TensorOps | None = None, most: int = MANY) -> TowerParts:
+def parts(directory: Path, ops: TensorOps | None = None, most: int = MANY, most_of_video: int = MANY) -> TowerParts:
+    tokenizer = Tokenizer.from_directory(directory)
+    videos = directory / "video_preprocessor_config.json"
     return TowerParts(
         read_json(directory / "config.json"),
         read_json(directory / "preprocessor_config.json"),
         open_weights(directory),
         ops or make_ops("numpy", 1, "float32", "float32"),
-        Tokenizer.from_directory(directory).control_token,
+        tokenizer.control_token,
         most,
+        read_json(videos) if videos.is_file() else {},
+        most_of_video,
+        partial(tokenizer.encode, add_special_tokens=False),
     )
 
 

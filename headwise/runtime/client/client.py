@@ -20,7 +20,7 @@ from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream, into_loop
 from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of, plain_chat
-from headwise.runtime.loader.chat_images import take_images
+from headwise.runtime.loader.chat_images import ImageFile, take_images
 from headwise.runtime.protocol.images import IMAGE_LIMITS, PromptImage
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
@@ -33,7 +33,7 @@ Messages = Chat
 Sampling = SamplingParams | Mapping[str, Any] | None
 Items = Sequence[PromptItem | Mapping[str, Any]]
 
-Asked = tuple[Route, tuple[PromptEmbeds, ...], tuple[bytes, ...]]
+Asked = tuple[Route, tuple[PromptEmbeds, ...], tuple[ImageFile, ...]]
 """A call's message to the scheduler, the embeddings that go to an engine only, and files of images to encode."""
 
 
@@ -95,7 +95,8 @@ class Client:
         list of text parts), which stays text, also where it looks like a control token. An assistant's message may have
         ``tool_calls``. Messages of the user may have images, for models and deployments that take them: parts
         ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``, or ``{"type": "image", "image":
-        ...}`` with a file's bytes, a `pathlib.Path` or an image of Pillow's.
+        ...}`` with a file's bytes, a `pathlib.Path` or an image of Pillow's. Videos likewise, of type ``video_url`` or
+        ``video``, with ``fps`` if so many frames of a second are to be taken.
 
         tools, chat_template_kwargs: options for the model's chat template: functions that the model may call, in
                                      OpenAI's form, and further variables. Calls come as the model writes them: as text,
@@ -217,8 +218,8 @@ class Client:
     def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
         return AsyncTokenStream(self._io, *_route(None, messages, sampling, options))
 
-    async def aencode_images(self, files: Sequence[bytes]) -> list[PromptImage]:
-        """What stands for each of these files of images in a chat, as an encoder of the deployment says it. Raises
+    async def aencode_images(self, files: Sequence[ImageFile]) -> list[PromptImage]:
+        """What stands for each of these images and videos of a chat, as an encoder of the deployment says it. Raises
         `InvalidRequestError` for what is no image, and where images are not served."""
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Any] = asyncio.Queue()

@@ -78,10 +78,12 @@ class Connections:
         """Of a question. May be called from any thread."""
         return next(self._keys)
 
-    def ask(self, peer: Peer, what: Call | Callable[[Any], None], question: Callable[[int], Any]) -> None:
-        """Ask a peer; ``question`` makes the message for a key. ``what`` gets the answer or an error."""
+    def ask(self, peer: Peer, what: Call | Callable[[Any], None], question: Callable[[int], Any]) -> int:
+        """Ask a peer; ``question`` makes the message for a key, which is returned. ``what`` gets the answer or an
+        error."""
         key = self.new_key()
         peer.ask(key, what, wire.encode(question(key)), self._clock())
+        return key
 
     def take_pong(self, peer: Peer, pong: Pong) -> None:
         """Ask again if the scheduler was replaced. A proxy in between may keep the connection, and so hide the loss."""

@@ -17,13 +17,22 @@ from weakref import WeakSet
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, RequestAbortedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.client.connections import Connections, deliver_error
+from headwise.runtime.client.encoder_call import EncoderCall
 from headwise.runtime.client.image_calls import ImageCalls
 from headwise.runtime.client.locator import Locator
 from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
 from headwise.runtime.client.served_calls import ServedCalls
 from headwise.runtime.client.ways import RelayMode, Ways
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.encoder_messages import Encode, Encoded, Encoders, GetEncoders
+from headwise.runtime.protocol.encoder_messages import (
+    Encoded,
+    EncodedRows,
+    Encoders,
+    EndEncode,
+    GetEncoders,
+    WantsFile,
+)
 from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -97,7 +106,7 @@ class ClientIO:
         call.key = self._connections.new_key()
         if call.files:
             call.is_encoding = True
-            self._command(lambda: self._images.encode(call.files, partial(self._take_encoded, call)))
+            self._command(lambda: self._encode_files(call))
             return
         data = _encode(replace(call.route, key=call.key))
         self._command(lambda: self._ask_scheduler(call.key, call, data))
@@ -115,9 +124,13 @@ class ClientIO:
         data = _encode(question(key))
         self._command(lambda: self._ask_scheduler(key, deliver, data))
 
-    def encode(self, files: Sequence[bytes], deliver: Callable[[list[EncodedImage] | HeadwiseError], None]) -> None:
+    def encode(self, files: Sequence[ImageFile], deliver: Callable[[list[EncodedImage] | HeadwiseError], None]) -> None:
         """Have images encoded. ``deliver`` gets what stands for each, or the first error; raises as `start` does."""
-        self._command(lambda: self._images.encode(files, deliver))
+
+        def begin() -> None:
+            self._images.encode(files, deliver)
+
+        self._command(begin)
 
     def operate(self, action: str, tier: str, deliver: Callable[[dict[str, int] | HeadwiseError], None]) -> None:
         """Have every engine carry out an operation. When all are done, deliver the blocks that each forgot, by name."""
@@ -224,8 +237,36 @@ class ClientIO:
     def _find_encoders(self, deliver: Callable[[Any], None]) -> None:
         self._connections.ask(self._connections.scheduler, deliver, GetEncoders)
 
-    def _ask_encoder(self, endpoint: str, image: bytes, deliver: Callable[[Any], None]) -> None:
-        self._connections.ask(self._connections.engine(endpoint), deliver, lambda key: Encode(key, image))
+    def _ask_encoder(self, endpoint: str, call: EncoderCall) -> Callable[[], None]:
+        """What is returned ends the question."""
+        peer = self._connections.engine(endpoint)
+        key = self._connections.ask(peer, call, call.question)
+
+        def end() -> None:
+            if peer.answered(key) is not None:
+                peer.send(EndEncode(key))
+
+        return end
+
+    def _encode_files(self, call: Call) -> None:
+        end = self._images.encode(call.files, partial(self._take_encoded, call))
+        if call.is_encoding:  # it is not over at once
+            call.end_encoding = end
+
+    def _take_of_encoder(self, peer: Peer, message: WantsFile | Encoded | EncodedRows) -> None:
+        call = peer.awaiting.get(message.key)
+        if not isinstance(call, EncoderCall):
+            return  # it was ended
+        try:
+            said = call.take(message)
+        except HeadwiseError as error:
+            peer.send(EndEncode(message.key))
+            self._answer(peer, message.key, error)
+            return
+        if isinstance(said, EncodedImage):
+            self._answer(peer, message.key, said)
+        else:
+            peer.send(said)
 
     def _kept_of_images(self) -> int:
         """Bytes of what stands for the images of all calls that are not over."""
@@ -233,8 +274,6 @@ class ClientIO:
 
     def _take_encoded(self, call: Call, answer: list[EncodedImage] | HeadwiseError) -> None:
         """What stands for a call's images is known: it can be routed now."""
-        if not call.is_encoding:
-            return  # it was cancelled
         call.is_encoding, call.files = False, ()
         if isinstance(answer, HeadwiseError):
             call.deliver(answer)
@@ -279,8 +318,8 @@ class ClientIO:
             self._answer(peer, message.key, message.stats)
         elif isinstance(message, Engines | Encoders):
             self._answer(peer, message.key, message.endpoints)
-        elif isinstance(message, Encoded):
-            self._answer(peer, message.key, message)
+        elif isinstance(message, WantsFile | Encoded | EncodedRows):
+            self._take_of_encoder(peer, message)
         elif isinstance(message, PrefixFound):
             self._answer(peer, message.key, {"tokens": message.tokens, "engines": message.engines})
         elif isinstance(message, Operated):

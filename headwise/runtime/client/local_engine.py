@@ -135,7 +135,7 @@ class LocalEngine:
             return self._calls.run([self.preprocessor.prepare(messages=chat, sampling=sampling, **kwargs)])
         if self._encoder is None:
             raise InvalidRequestError(without_images(self.config, self.preprocessor.card.config))
-        encoded = [self._encoder.encode(file) for file in files]
+        encoded = [self._encoder.whole(file) for file in files]
         images = [each.image for each in encoded]
         request = self.preprocessor.prepare(messages=chat, sampling=sampling, images=images, **kwargs)
         return self._calls.run([replace(request, embeds=embeds_of(request, encoded))])

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import HeadwiseError
 from headwise.runtime.client.embeds_sender import EmbedsSender
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.images import EncodedImage, embeds_of
 from headwise.runtime.protocol.messages import Reroute, Route, Submit
@@ -47,6 +48,7 @@ class Call:
     files:    of the chat's images, to be encoded before it is routed
     encoded:  what stands for them, once that is known
     is_encoding: whether that is waited for
+    end_encoding: ends that
     request:  as submitted to ``engine``, but for the embeddings. Each attempt has its own request id, so that a late
               message about an earlier attempt is not taken for one about the present attempt
     name:     the id by which the caller knows the request
@@ -61,9 +63,10 @@ class Call:
     route: Route
     tell: Callable[[Event], None]
     embeds: Sequence[PromptEmbeds] = ()
-    files: Sequence[bytes] = ()
+    files: Sequence[ImageFile] = ()
     encoded: Sequence[EncodedImage] = ()
     is_encoding: bool = False
+    end_encoding: Callable[[], None] = lambda: None
     key: int = 0
     request: GenerateRequest | None = None
     engine: Peer | None = None

@@ -112,6 +112,7 @@ class ServedCalls:
             call.deliver(RequestAbortedError("the request was cancelled"))
         elif call.is_encoding:
             call.is_encoding = False
+            call.end_encoding()
             call.deliver(RequestAbortedError("the request was cancelled"))
         elif self._is_served(call):
             self.abort(call)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headwise.errors import HeadwiseError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.peers import Call, Event
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.protocol.messages import Route
 from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import FinishReason, GenerationResult, OutputDelta
@@ -32,7 +33,7 @@ class _StreamBase:
         io: ClientIO,
         route: Route,
         embeds: Sequence[PromptEmbeds],
-        files: Sequence[bytes],
+        files: Sequence[ImageFile],
         deliver: Callable[[Event], None],
     ) -> None:
         self.result = GenerationResult("")
@@ -79,7 +80,7 @@ class TokenStream(_StreamBase, Iterator[OutputDelta]):
     """Deltas of one request. Leaving the ``with`` block, `close` and dropping the stream abort it."""
 
     def __init__(
-        self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = (), files: Sequence[bytes] = ()
+        self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = (), files: Sequence[ImageFile] = ()
     ) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         super().__init__(io, route, embeds, files, self._events.put)
@@ -112,7 +113,7 @@ class AsyncTokenStream(_StreamBase, AsyncIterator[OutputDelta]):
     """Like `TokenStream`, for the event loop in which it was made."""
 
     def __init__(
-        self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = (), files: Sequence[bytes] = ()
+        self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = (), files: Sequence[ImageFile] = ()
     ) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         super().__init__(io, route, embeds, files, into_loop(self._events, asyncio.get_running_loop()))

@@ -88,7 +88,7 @@ class FrontOptions:
     image_encoders: int = option(
         0,
         "Processes that encode images of chats, for models whose vision tower is served; they load its weights. 0: "
-        "images are refused. Needs Pillow: `pip install 'headwise[images]'`.",
+        "images are refused. Needs Pillow: `pip install 'headwise[images]'`; for videos `'headwise[videos]'`.",
         0,
         64,
     )

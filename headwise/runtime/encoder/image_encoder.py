@@ -1,35 +1,48 @@
-"""A model's vision tower, with its weights: files of images in, what stands for them in a prompt out."""
+"""A model's vision tower, with its weights: files of images and videos in, what stands for them in a prompt out."""
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.cores import usable_cores
 from headwise.errors import ConfigError, InvalidRequestError, ModelError
 from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.encoder.embed_cache import EmbedCache
 from headwise.runtime.encoder.images import check_pillow, decode
+from headwise.runtime.encoder.videos import VideoFile
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.loader.checkpoint import read_json
 from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.loader.tokenizer import Tokenizer
-from headwise.runtime.models.towers.base import Tower, TowerParts
+from headwise.runtime.models.towers import base as towers
+from headwise.runtime.models.towers.base import FRAMES, Tower, TowerParts, VideoTower
 from headwise.runtime.models.towers.select import tower_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
-from headwise.runtime.protocol.images import MAX_IMAGE_EMBED_BYTES, EncodedImage, named
+from headwise.runtime.protocol.images import (
+    MAX_IMAGE_EMBED_BYTES,
+    MAX_VIDEO_EMBED_BYTES,
+    EncodedImage,
+    PromptImage,
+    named,
+)
+from headwise.runtime.protocol.prompt_items import check_bytes
 from headwise.units import parse_bytes
 
 _MOST_BYTES = MAX_IMAGE_EMBED_BYTES - (1 << 20)
-"""Of an image's embeddings, where its tower can scale it down to as few: with its tokens they are one message."""
+"""Of an image's embeddings, where its tower can scale it down to as few."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +87,18 @@ class ImageEncoder:
         place = place or Place(_ops(config))
         weights = open_weights(directory)
         as_bfloat16 = config.dtype_name == "bfloat16"
-        most = _MOST_BYTES // (2 if as_bfloat16 else 4)
-        parts = TowerParts(settings, _processor(directory), weights, place.ops, tokenizer.control_token, most)
+        number = 2 if as_bfloat16 else 4
+        parts = TowerParts(
+            settings,
+            _processor(directory, "image_processor", "preprocessor_config.json"),
+            weights,
+            place.ops,
+            tokenizer.control_token,
+            _MOST_BYTES // number,
+            _processor(directory, "video_processor", "video_preprocessor_config.json"),
+            MAX_VIDEO_EMBED_BYTES // number,
+            partial(tokenizer.encode, add_special_tokens=False),
+        )
         if tokenizer.control_token(kind.placeholder) is None:
             raise ModelError(
                 f"{kind.placeholder}, which stands for an image, is no control token of the model's tokenizer: users "
@@ -85,30 +108,66 @@ class ImageEncoder:
             tower = kind.build(parts)
         return cls(tower, parse_bytes(config.image_cache), as_bfloat16, place)
 
-    def encode(self, data: bytes) -> EncodedImage:
-        """Of an image's file. Raises `InvalidRequestError` if it is none, or larger than a request may be."""
-        key = hashlib.sha256(data).digest()
+    def encode(self, file: ImageFile) -> Iterator[EncodedImage | None]:
+        """What stands for it comes last; before, None for each part of a video that is done: each takes about as long
+        as an image. Raises `InvalidRequestError` if it is none, or larger than a request may be."""
         with self._lock:
-            found = self.cache.get(key)
-            if found is None:
-                found = self._encode(data)
-                self.cache.put(key, found)
-            return found
+            found = self.cache.get(file.digest)
+        if found is not None:
+            yield found
+            return
+        if file.is_video:
+            made = yield from self._steps_of_video(file)
+        else:
+            with self._lock:
+                made = self._of_image(file.data)
+        with self._lock:
+            self.cache.put(file.digest, made)
+        yield made
 
-    def _encode(self, data: bytes) -> EncodedImage:
+    def whole(self, file: ImageFile) -> EncodedImage:
+        """The same at once."""
+        *_, made = self.encode(file)
+        assert made is not None
+        return made
+
+    def _of_image(self, data: bytes) -> EncodedImage:
         image = decode(data)
         with self._place.current():
             made = self._tower.encode(image)
-        if not np.isfinite(made.embeds).all():
-            raise InvalidRequestError("the vision tower makes numbers of this image that are not finite")
-        embeds = to_bits(made.embeds) if self._as_bfloat16 else np.ascontiguousarray(made.embeds, np.float32)
+        embeds = self._numbers(made.embeds)
         if embeds.nbytes > MAX_IMAGE_EMBED_BYTES:
             raise InvalidRequestError(
                 f"the image's {len(embeds)} tokens take {embeds.nbytes} bytes; at most {MAX_IMAGE_EMBED_BYTES} can be "
                 "sent: make it smaller"
             )
         embeds.flags.writeable = False
-        return named(embeds, made.tokens, made.columns, made.is_framed)
+        return named(_prompt_image(made), embeds)
+
+    def _steps_of_video(self, file: ImageFile) -> Generator[None, None, EncodedImage]:
+        if not isinstance(self._tower, VideoTower):
+            raise InvalidRequestError("this model takes no videos, or they are not served: send frames, as images")
+        video = VideoFile(file.data)
+        plan = self._tower.plan(video.form, file.fps)
+        lengths = [each.end - each.start for each in plan.items]
+        images, done = video.images(plan.frames), 0
+        embeds: NDArray[Any] = np.empty((0, 0))
+        for length in lengths:
+            with self._lock, self._place.current():
+                made = self._numbers(self._tower.encode_part(list(islice(images, FRAMES)), plan))
+            if not embeds.size:
+                check_bytes(made.shape[1] * made.itemsize * sum(lengths))
+                embeds = np.empty((sum(lengths), made.shape[1]), made.dtype)
+            embeds[done : done + length] = made
+            done += length
+            yield
+        embeds.flags.writeable = False
+        return named(PromptImage(plan.tokens, plan.items, plan.around, is_video=True), embeds)
+
+    def _numbers(self, made: NDArray[np.float32]) -> NDArray[np.float32] | NDArray[np.uint16]:
+        if not np.isfinite(made).all():
+            raise InvalidRequestError("the vision tower makes numbers of this image that are not finite")
+        return to_bits(made) if self._as_bfloat16 else np.ascontiguousarray(made, np.float32)
 
     def warm_up(self) -> None:
         """Compile what the first images would wait for: nobody is answered meanwhile."""
@@ -134,9 +193,19 @@ def check_images(config: EngineConfig, directory: Path) -> None:
         )
 
 
-def _processor(directory: Path) -> Mapping[str, Any]:
-    """What a checkpoint says of how images are prepared; empty: nothing."""
-    for name, field in (("processor_config.json", "image_processor"), ("preprocessor_config.json", "")):
+def _prompt_image(made: towers.EncodedImage) -> PromptImage:
+    """Of what a tower has made, without its items' names."""
+    tokens, length = made.tokens, len(made.tokens)
+    if not made.is_framed:
+        return PromptImage(tokens, (ExtraKey(0, length, "", made.columns),))
+    items = (ExtraKey(0, 1, ""), ExtraKey(1, length - 1, "", made.columns), ExtraKey(length - 1, length, ""))
+    return PromptImage(tokens, items, (int(tokens[0]), int(tokens[-1])))
+
+
+def _processor(directory: Path, part: str, file: str) -> Mapping[str, Any]:
+    """What a checkpoint says of how images, or videos, are prepared, in a part of its processor's file, or in a file
+    of their own; empty: nothing."""
+    for name, field in (("processor_config.json", part), (file, "")):
         if not (directory / name).is_file():
             continue
         found = read_json(directory / name)

@@ -7,15 +7,26 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from headwise.errors import DeploymentError, HeadwiseError, OverloadedError
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.encoder.arriving_files import ArrivingFiles, check_encode
 from headwise.runtime.encoder.job_queue import Job, JobQueue
+from headwise.runtime.encoder.leaving_rows import LeavingRows
 from headwise.runtime.encoder.reports import EncoderReports, Reporting
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.encoder_messages import Encode, Encoded, EncoderStatus
+from headwise.runtime.protocol.encoder_messages import (
+    STALLED_S,
+    Encode,
+    EncoderStatus,
+    EndEncode,
+    FilePart,
+    WantsFile,
+    WantsRows,
+)
 from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Ping, Pong, failure
 from headwise.sockets.context import close_context, open_context
@@ -27,14 +38,15 @@ log = logging.getLogger(__name__)
 _IDLE_MS = 100
 _BURST, _BURST_S = 64, 0.02
 _SEND_QUEUE = 64
-MAX_UNREAD_BYTES = 160 << 20
-"""Of a client: two images of the largest size, which are as many as it asks for at a time."""
+_TAKEN = (Encode, FilePart, WantsRows, EndEncode, Ping)
+MAX_UNREAD_BYTES = 64 << 20
+"""Of a client: more parts than it asks for at a time."""
 
 
 class Encoder(Protocol):
     """`headwise.runtime.encoder.image_encoder.ImageEncoder`."""
 
-    def encode(self, data: bytes) -> EncodedImage: ...
+    def encode(self, file: ImageFile) -> Iterator[EncodedImage | None]: ...
 
     def stats(self) -> dict[str, int]: ...
 
@@ -79,6 +91,7 @@ class EncoderServer:
         self._instance = uuid.uuid4().hex
         self._reports = None if reporting is None else EncoderReports(self._context, reporting, self._clock)
         self._jobs = JobQueue()
+        self._arriving, self._leaving = ArrivingFiles(), LeavingRows()
         self._outcomes: queue.SimpleQueue[tuple[Job, EncodedImage | HeadwiseError]] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._counts = dict.fromkeys(("encoded", "refused", "overloaded", "malformed"), 0)
@@ -118,15 +131,22 @@ class EncoderServer:
         import zmq
 
         while (job := self._jobs.get()) is not None:
-            self._outcomes.put((job, self._outcome(job)))
+            outcome = self._step(job)
+            if outcome is None:
+                self._jobs.put(job)
+                continue
+            self._outcomes.put((job, outcome))
             try:
                 self._waker.send(b"", zmq.NOBLOCK)
             except zmq.Again:  # it has much to look at already
                 continue
 
-    def _outcome(self, job: Job) -> EncodedImage | HeadwiseError:
+    def _step(self, job: Job) -> EncodedImage | HeadwiseError | None:
+        """None: there is more to do."""
+        assert job.file is not None
         try:
-            return self._encoder.encode(job.image)
+            job.steps = job.steps or self._encoder.encode(job.file)
+            return next(job.steps)
         except HeadwiseError as error:
             return error
         except Exception as error:
@@ -147,6 +167,7 @@ class EncoderServer:
                 self._commands.get()()
             self._take_messages()
             self._send_outcomes()
+            self._end_stalled()
             if self._reports is not None:
                 self._reports.service(self._status)
             self.loop_count += 1
@@ -160,22 +181,69 @@ class EncoderServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                self._take(identity, wire.decode(frames[0], Encode, Ping))
+                self._take(identity, wire.decode(frames[0], *_TAKEN))
             except HeadwiseError as error:
                 self._counts["malformed"] += 1
                 self._send(identity, failure(error))
             if self._clock() > until:
                 break
         for identity in self._listener.ended():
-            self._jobs.drop(identity)
+            self._drop(identity)
 
-    def _take(self, identity: bytes, message: Encode | Ping) -> None:
+    def _take(self, identity: bytes, message: Encode | FilePart | WantsRows | EndEncode | Ping) -> None:
         if isinstance(message, Ping):
             self._send(identity, Pong(self._instance))
-        elif not self._jobs.put(Job(identity, message.key, message.image)):
-            self._counts["overloaded"] += 1
-            error = OverloadedError(f"{len(self._jobs)} images wait to be encoded already; try again later")
-            self._send(identity, failure(error, message.key))
+            return
+        if isinstance(message, EndEncode):
+            self._drop(identity, message.key)
+            return
+        try:
+            if isinstance(message, Encode):
+                self._begin(identity, message)
+            elif isinstance(message, FilePart):
+                arrived = self._arriving.take(identity, message, self._clock())
+                if arrived is not None:
+                    self._go_on(*arrived)
+            else:
+                rows = self._leaving.rows(identity, message, self._clock())
+                if rows is not None:
+                    self._send(identity, rows)
+        except HeadwiseError as error:
+            self._counts["refused"] += 1
+            self._fail(identity, message.key, error)
+
+    def _begin(self, identity: bytes, encode: Encode) -> None:
+        check_encode(encode)
+        self._drop(identity, encode.key)  # it may be asked again
+        job = Job(identity, encode.key, encode.size)
+        if self._jobs.admit(job):
+            self._go_on(job, self._arriving.begin(job, encode, self._clock()))
+            return
+        self._counts["overloaded"] += 1
+        error = OverloadedError(f"{len(self._jobs)} images wait to be encoded already; try again later")
+        self._fail(identity, encode.key, error)
+
+    def _go_on(self, job: Job, wanted: int | None) -> None:
+        """wanted: the first byte of its file that is not there yet; None: all are"""
+        if wanted is None:
+            self._jobs.put(job)
+        else:
+            self._send(job.client, WantsFile(job.key, wanted))
+
+    def _end_stalled(self) -> None:
+        """Let go of files that do not come, and of rows that nobody asks for."""
+        moment = self._clock() - STALLED_S
+        for identity, key in (*self._arriving.stalled_since(moment), *self._leaving.stalled_since(moment)):
+            self._fail(identity, key, HeadwiseError(f"nothing was heard for {STALLED_S:g} s of an image under way"))
+
+    def _fail(self, identity: bytes, key: int, error: HeadwiseError) -> None:
+        self._drop(identity, key)
+        self._send(identity, failure(error, key))
+
+    def _drop(self, identity: bytes, key: int | None = None) -> None:
+        """Forget a client, or one of its questions."""
+        for place in (self._jobs, self._arriving, self._leaving):
+            place.drop(identity, key)
 
     def _send_outcomes(self) -> None:
         import zmq
@@ -184,17 +252,23 @@ class EncoderServer:
             self._awake.recv(zmq.NOBLOCK)
         while not self._outcomes.empty():
             job, outcome = self._outcomes.get()
+            if not self._jobs.done(job):
+                continue
             if isinstance(outcome, HeadwiseError):
                 self._counts["refused"] += 1
                 self._send(job.client, failure(outcome, job.key))
-            else:
+            elif (encoded := self._leaving.begin(job.client, job.key, outcome, self._clock())) is not None:
                 self._counts["encoded"] += 1
-                self._send(job.client, Encoded(job.key, outcome.image, outcome.embeds))
+                self._send(job.client, encoded)
+            else:
+                self._counts["overloaded"] += 1
+                error = OverloadedError("too much of what was made of images is not fetched yet; try again later")
+                self._send(job.client, failure(error, job.key))
 
     def _send(self, identity: bytes, message: Any) -> None:
         """Send without waiting; a client that is gone or does not read is dropped. Its connection tells it so."""
         if not self._listener.send(identity, wire.encode(message)):
-            self._jobs.drop(identity)
+            self._drop(identity)
 
     def _status(self, reporting: Reporting) -> EncoderStatus:
         stats = {**self._counts, "waiting": len(self._jobs), "cache": self._encoder.stats()}

@@ -23,7 +23,7 @@ from headwise.runtime.loader.chat import Chat
 from headwise.runtime.loader.grammar import check_grammar
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
-from headwise.runtime.protocol.images import PromptImage, with_images
+from headwise.runtime.protocol.images import ImagePlaces, PromptImage, with_images
 from headwise.runtime.protocol.prompt_items import PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
@@ -156,8 +156,8 @@ class Preprocessor:
     ) -> tuple[NDArray[np.int32], list[PromptItem]]:
         if messages is None:
             raise InvalidRequestError("images are parts of a chat's messages: a prompt has items instead")
-        placeholder = self.tokenizer.control_token(self.card.config.image_token)
-        return with_images(tokens, images, placeholder, self.card.config.vocab_size)
+        places = ImagePlaces(*map(self.tokenizer.control_token, self.card.config.image_tokens))
+        return with_images(tokens, images, places, self.card.config.vocab_size)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         """Raise `InvalidRequestError` for parameters that no request of this model can have."""

@@ -14,7 +14,7 @@ from headwise.runtime.frontend.prompts import TextLimits
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
 from headwise.runtime.http.logprobs import Decoder, TokenTexts
 from headwise.runtime.loader.tokenizer import Tokenizer
-from headwise.runtime.protocol.images import PromptImage, with_images
+from headwise.runtime.protocol.images import ImagePlaces, PromptImage, with_images
 
 T = TypeVar("T")
 
@@ -45,12 +45,12 @@ class ModelTexts:
         limits: TextLimits,
         vocab_size: int,
         chat_template: str = "",
-        image_token: str = "",
+        image_tokens: tuple[str, str] = ("", ""),
     ) -> None:
-        """image_token: the control token that the model's template writes for an image; empty: it takes none"""
+        """image_tokens: that the model's template writes for an image, and for a video; empty: it takes none"""
         self.limits = limits
         self._chat_template = chat_template
-        self._placeholder = tokenizer.control_token(image_token)
+        self._places = ImagePlaces(*map(tokenizer.control_token, image_tokens))
         self._directory = directory
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -88,7 +88,7 @@ class ModelTexts:
             pool = self._pool = self._pool or TokenizerPool(self._directory, self.limits, 1, self._chat_template)
         tokens = pool.chat(messages) if prompt is None else pool.text(prompt)
         if images:
-            tokens = with_images(tokens, images, self._placeholder, self._vocab_size)[0]
+            tokens = with_images(tokens, images, self._places, self._vocab_size)[0]
         return [int(token) for token in tokens]
 
     async def _run(self, work: Callable[[], T]) -> T:

@@ -25,6 +25,9 @@ _END = chr(0x10FFFF)
 IMAGE_PART = {"type": "image"}
 """A content part that stands for an image, whose data goes another way: as templates of Hugging Face know it."""
 
+VIDEO_PART = {"type": "video"}
+"""The same for a video."""
+
 CHAT_OPTIONS = ("tools", "chat_template_kwargs", "continue_final_message")
 _PARTS = ("messages", *CHAT_OPTIONS)
 
@@ -189,8 +192,8 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     """Check a user's messages, and copy them into the form that templates and the wire need.
 
     Each has a role of `ROLES`, its content as one string (text parts ``{"type": "text", "text": ...}`` are joined), or
-    where there are images as a list of text parts and `IMAGE_PART`, and else only plain data. An assistant's message
-    with ``tool_calls`` needs no content.
+    where there are images as a list of text parts, `IMAGE_PART` and `VIDEO_PART`, and else only plain data. An
+    assistant's message with ``tool_calls`` needs no content.
 
     Raises:
         InvalidRequestError: they are not such messages; the text names the part at fault.
@@ -252,10 +255,11 @@ def _content_of(name: str, content: Any) -> str | list[dict[str, str]]:
 
 def _plain_part(name: str, part: Any) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == IMAGE_PART["type"] and part == IMAGE_PART:
-        return dict(IMAGE_PART)
-    if kind in ("image", "image_url"):
-        raise InvalidRequestError(f"{name} is an image, which is not taken here: leave it out")
+    if part in (IMAGE_PART, VIDEO_PART):
+        return dict(part)
+    if kind in ("image", "image_url", "video", "video_url"):
+        noun = "an image" if kind in ("image", "image_url") else "a video"
+        raise InvalidRequestError(f"{name} is {noun}, which is not taken here: leave it out")
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
         got = shown(part) if kind in (None, "text") else f"one of type {shown(kind)}"

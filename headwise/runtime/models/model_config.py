@@ -79,7 +79,8 @@ class ModelConfig:
     both_ways:       ``[num_layers]``, whether in a layer an item's tokens see all of that item, also behind themselves;
                      empty: in none. See `sees_both_ways`
     missing_for_images: what its images need that is not served, in words; empty: nothing
-    image_token:     the control token that stands for an image in a chat's text; empty: no tower of its is served
+    image_tokens:    the control tokens that stand for an image in a chat's text, and for a video; empty: it takes none,
+                     or its tower is not served
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     draft_layers:    the last ones, 1 or none, which are not the decoder's: see `Model.draft`
     eagle:           the head that such a layer is of, where it is not of the model's own checkpoint
@@ -121,7 +122,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     both_ways: tuple[bool, ...] = ()
     missing_for_images: str = ""
-    image_token: str = ""
+    image_tokens: tuple[str, str] = ("", "")
     draft_layers: int = 0
     eagle: EagleConfig | None = None
     embed_levels: int = 0

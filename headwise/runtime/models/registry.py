@@ -60,7 +60,7 @@ from headwise.runtime.models.kinds import check_kinds
 from headwise.runtime.models.low_rank import Adapter
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.shard import Shard
-from headwise.runtime.models.towers.select import image_token
+from headwise.runtime.models.towers.select import image_tokens
 from headwise.runtime.models.unsupported import what_is_missing
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weights import Prepare, Weights, make_anew
@@ -161,7 +161,7 @@ def model_config(config: HfConfig) -> ModelConfig:
         )
     model = entry.parse(config)
     check_kinds(config, model)
-    return replace(model, missing_for_images=missing_for_images(config, model.axes), image_token=image_token(config))
+    return replace(model, missing_for_images=missing_for_images(config, model.axes), image_tokens=image_tokens(config))
 
 
 def drafting_config(config: ModelConfig, weights: Sequence[str]) -> ModelConfig:

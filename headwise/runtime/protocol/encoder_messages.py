@@ -1,8 +1,14 @@
 """What clients, encoders and the global scheduler say to each other of images.
 
 client -> scheduler   GetEncoders  -> Encoders | Failed
-client -> encoder     Encode       -> Encoded | Failed
+client -> encoder     Encode       -> WantsFile ... Encoded | Failed
+client -> encoder     FilePart        what `WantsFile` asks for
+client -> encoder     WantsRows    -> EncodedRows | Failed
+client -> encoder     EndEncode       nobody waits for it any more
 encoder -> scheduler  EncoderStatus   every `STATUS_INTERVAL_S`
+
+Files and embeddings go in parts, each of which the other side asks for: neither is sent more than it has room for, and
+no sign of life waits for long. What is not asked for, or does not come, for `STALLED_S` is let go of.
 """
 
 from __future__ import annotations
@@ -34,19 +40,73 @@ class Encoders:
     endpoints: tuple[str, ...]
 
 
+PART_BYTES = 4 << 20
+"""Of a file, and of embeddings, or one row of them."""
+STALLED_S = 30.0
+
+
 @register
 @dataclass(frozen=True)
 class Encode:
-    """image: a file's bytes"""
+    """What stands for an image, or a video?
+
+    key:  the client's number of the question, repeated in all that is said of it
+    data: the first bytes of the file, all of them if there are no more than `PART_BYTES`
+    size: of the file
+    is_video, fps: see `headwise.runtime.loader.chat_images.ImageFile`
+    """
 
     key: int
-    image: bytes
+    data: bytes
+    size: int
+    is_video: bool = False
+    fps: float = 0.0
+
+
+@register
+@dataclass(frozen=True)
+class WantsFile:
+    """The bytes from the ``first`` one on are next."""
+
+    key: int
+    first: int
+
+
+@register
+@dataclass(frozen=True)
+class FilePart:
+    key: int
+    first: int
+    data: bytes
+
+
+@register
+@dataclass(frozen=True)
+class EndEncode:
+    key: int
+
+
+@register
+@dataclass(frozen=True)
+class WantsRows:
+    """Of what is encoded, the rows from the ``first`` one on are next."""
+
+    key: int
+    first: int
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class EncodedRows:
+    key: int
+    first: int
+    values: NDArray[np.float32] | NDArray[np.uint16]
 
 
 @register
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """See `headwise.runtime.protocol.images.EncodedImage`."""
+    """See `headwise.runtime.protocol.images.EncodedImage`. embeds: the first rows"""
 
     key: int
     image: PromptImage

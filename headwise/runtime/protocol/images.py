@@ -1,58 +1,63 @@
-"""Images of a chat: what stands for one in the prompt, and where."""
+"""Images and videos of a chat: what stands for one in the prompt, and where.
+
+A video is an image that moves: what is said of images is said of videos, too, but where these are named.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
 from headwise.runtime.loader.chat_images import ImageLimits
-from headwise.runtime.protocol.prompt_items import PromptEmbeds, PromptItem, digest
+from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES, PromptEmbeds, PromptItem, digest
 from headwise.runtime.protocol.request import GenerateRequest
 
 MAX_IMAGES = 64
 """Of a request."""
 MAX_IMAGE_BYTES = 12 << 20
-"""Of an image as a file: with its envelope it is one message, and in Base64 a body of HTTP's default size."""
+"""Of an image as a file: in Base64 it is a body of HTTP's default size."""
+MAX_VIDEO_BYTES = 128 << 20
 MAX_IMAGE_EMBED_BYTES = 62 << 20
-"""Of an image's embeddings, which come from an encoder as one message."""
-IMAGE_LIMITS = ImageLimits(MAX_IMAGES, MAX_IMAGE_BYTES)
+"""Of an image's embeddings."""
+MAX_VIDEO_EMBED_BYTES = MAX_EMBED_BYTES - (32 << 20)
+"""Of a video's: an image may stand beside it."""
+IMAGE_LIMITS = ImageLimits(MAX_IMAGES, MAX_IMAGE_BYTES, MAX_VIDEO_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImage:
     """What stands for an image, as an encoder says it.
 
-    hash:    of its embeddings: see `headwise.runtime.protocol.prompt_items.digest`
-    tokens:  ``int32 [n]``, in place of the one that the chat template writes for it
-    columns: see `PromptItem`
-    frame:   where the first token and the last one stand around the image, and the chat template writes them, too: the
-             hashes of their embeddings, as they are items of their own; empty: there are none
+    tokens:   ``int32 [n]``, in place of the one that the chat template writes for it
+    items:    that some of its tokens are, one behind the other, counted from the first token; the others are text. They
+              are named by the digests of their embeddings: see `headwise.runtime.protocol.prompt_items.digest`
+    around:   the token that the template writes in front, and the one behind, in place of which ``tokens`` stand, too;
+              empty: they are as the template has them
+    is_video: whether it stands in the place of a video
     """
 
-    hash: str
     tokens: NDArray[np.int32]
-    columns: int = 0
-    frame: tuple[str, ...] = ()
+    items: tuple[ExtraKey, ...]
+    around: tuple[int, ...] = ()
+    is_video: bool = False
 
-    def items(self, offset: int) -> list[PromptItem]:
-        """Those that its tokens are, from ``offset`` on."""
-        if not self.frame:
-            return [PromptItem(offset, len(self.tokens), self.hash, columns=self.columns)]
-        (first, last), within = self.frame, len(self.tokens) - 2
+    def items_from(self, offset: int) -> list[PromptItem]:
+        """Those that its tokens are, where the first one is at ``offset``."""
         return [
-            PromptItem(offset, 1, first),
-            PromptItem(offset + 1, within, self.hash, columns=self.columns),
-            PromptItem(offset + 1 + within, 1, last),
+            PromptItem(offset + start, end - start, key, columns=columns, later=later)
+            for start, end, key, columns, later in self.items
         ]
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """The same, with ``embeds``: ``[n, hidden]``, numbers as `PromptEmbeds` has them."""
+    """The same, with ``embeds``: ``[n, hidden]`` of the tokens of its items, numbers as `PromptEmbeds` has them."""
 
     image: PromptImage
     embeds: NDArray[np.float32] | NDArray[np.uint16]
@@ -60,64 +65,81 @@ class EncodedImage:
     @property
     def parts(self) -> list[NDArray[np.float32] | NDArray[np.uint16]]:
         """Embeddings of each of its items."""
-        return _parts(self.embeds, bool(self.image.frame))
+        ends = np.cumsum([0] + [each.end - each.start for each in self.image.items]).tolist()
+        return [self.embeds[first:last] for first, last in pairwise(ends)]
 
 
-def named(
-    embeds: NDArray[np.float32] | NDArray[np.uint16], tokens: NDArray[np.int32], columns: int, is_framed: bool
-) -> EncodedImage:
-    """An image whose items are named by the digests of their embeddings. is_framed: see `PromptImage.frame`"""
-    hashes = [digest(part) for part in _parts(embeds, is_framed)]
-    own = hashes.pop(1 if is_framed else 0)
-    return EncodedImage(PromptImage(own, tokens, columns, tuple(hashes)), embeds)
+def named(image: PromptImage, embeds: NDArray[np.float32] | NDArray[np.uint16]) -> EncodedImage:
+    """An image whose items are named by the digests of their embeddings."""
+    nameless = EncodedImage(image, embeds)
+    items = [each._replace(content=digest(part)) for each, part in zip(image.items, nameless.parts, strict=True)]
+    return EncodedImage(replace(image, items=tuple(items)), embeds)
 
 
-def _parts(
-    embeds: NDArray[np.float32] | NDArray[np.uint16], is_framed: bool
-) -> list[NDArray[np.float32] | NDArray[np.uint16]]:
-    return [embeds[:1], embeds[1:-1], embeds[-1:]] if is_framed else [embeds]
+@dataclass(frozen=True)
+class ImagePlaces:
+    """The control tokens that stand for an image, and for a video, in a chat's text; None: the model takes none."""
+
+    image: int | None
+    video: int | None = None
+
+    def of(self, image: PromptImage) -> int:
+        """Raises `InvalidRequestError` where the model takes no such images."""
+        if self.image is None:
+            raise InvalidRequestError("this model takes no images: it has no vision tower that is served")
+        if not image.is_video:
+            return self.image
+        if self.video is None:
+            raise InvalidRequestError("this model takes no videos, or they are not served: send frames, as images")
+        return self.video
 
 
 def with_images(
-    tokens: NDArray[np.int32], images: Sequence[PromptImage], placeholder: int | None, vocab_size: int
+    tokens: NDArray[np.int32], images: Sequence[PromptImage], places: ImagePlaces, vocab_size: int
 ) -> tuple[NDArray[np.int32], list[PromptItem]]:
-    """A chat's tokens ``int32 [n]`` with each image's own in place of ``placeholder``, and the items that they are.
+    """A chat's tokens ``int32 [n]`` with each image's own in its place, and the items that they are.
 
-    placeholder: None: the model takes no images
-
-    Raises `InvalidRequestError` if the template has not written one placeholder for each image, or tokens are none.
+    Raises `InvalidRequestError` if the template has not written one place for each image, or tokens are none.
     """
-    if placeholder is None:
-        raise InvalidRequestError("this model takes no images: it has no vision tower that is served")
     if len(images) > MAX_IMAGES:
         raise InvalidRequestError(f"{len(images)} images were given; at most {MAX_IMAGES} are allowed")
-    places = np.flatnonzero(tokens == placeholder)
-    if len(places) != len(images):
+    wanted = [places.of(image) for image in images]
+    found = np.flatnonzero(np.isin(tokens, [each for each in (places.image, places.video) if each is not None]))
+    if len(found) != len(images):
         raise InvalidRequestError(
-            f"the model's chat template has a place for {len(places)} of the chat's {len(images)} images: give images "
+            f"the model's chat template has a place for {len(found)} of the chat's {len(images)} images: give images "
             "in messages of the user"
         )
+    if tokens[found].tolist() != wanted:
+        raise InvalidRequestError("the model's chat template has a place for an image where the chat has a video")
     parts: list[NDArray[np.int32]] = []
     items: list[PromptItem] = []
     done = length = 0
-    for place, image in zip(places.tolist(), images, strict=True):
-        own = image.tokens
-        if own.ndim != 1 or not len(own) or int(own.min()) < 0 or int(own.max()) >= vocab_size:
-            raise InvalidRequestError(f"an image's tokens must be one row of ids below {vocab_size}")
-        if len(image.frame) not in (0, 2):
-            raise InvalidRequestError(f"an image's frame must be two hashes, or none, got {len(image.frame)}")
-        reach = 1 if image.frame else 0
+    for place, image in zip(found.tolist(), images, strict=True):
+        _check_tokens(image, vocab_size)
+        reach = 1 if image.around else 0
         start, end = place - reach, place + 1 + reach
-        if reach and (start < done or len(own) < 3 or tokens[start:end:2].tolist() != [own[0], own[-1]]):
+        if reach and (start < done or tokens[start:end:2].tolist() != list(image.around)):
             raise InvalidRequestError(
-                f"the model's chat template must write token {own[0]} before an image's place and {own[-1]} behind it"
+                f"the model's chat template must write token {image.around[0]} before an image's place and "
+                f"{image.around[1]} behind it"
             )
-        parts += (tokens[done:start], own)
+        parts += (tokens[done:start], image.tokens)
         length += start - done
-        items += image.items(length)
-        length += len(own)
+        items += image.items_from(length)
+        length += len(image.tokens)
         done = end
     return np.concatenate([*parts, tokens[done:]]), items
+
+
+def _check_tokens(image: PromptImage, vocab_size: int) -> None:
+    own = image.tokens
+    if own.ndim != 1 or not len(own) or int(own.min()) < 0 or int(own.max()) >= vocab_size:
+        raise InvalidRequestError(f"an image's tokens must be one row of ids below {vocab_size}")
+    if any(not 0 <= each.start < each.end <= len(own) for each in image.items):
+        raise InvalidRequestError(f"an image's items must lie in its {len(own)} tokens")
+    if len(image.around) not in (0, 2):
+        raise InvalidRequestError(f"an image stands between two tokens, or none, got {len(image.around)}")
 
 
 def embeds_of(request: GenerateRequest, images: Sequence[EncodedImage]) -> tuple[PromptEmbeds, ...]:

@@ -49,9 +49,9 @@ def test_images_have_their_own_tokens_in_their_places() -> None:
     model = image_model()
     tokenizer = Tokenizer.from_directory(model)
     chat = [{"role": "user", "content": [{"type": "text", "text": "[IMG]"}, {"type": "image"}, {"type": "image"}]}]
-    images = [PromptImage("", np.array(tokens, np.int32)) for tokens in ([IMG, IMG, IMG_END], [IMG, IMG_END])]
-    for image_token, says in (("[IMG]", ""), ("", "takes no images"), ("[NONE]", "takes no images")):
-        texts = ModelTexts(model, tokenizer, TextLimits(64, 13), 272, image_token=image_token)
+    images = [PromptImage(np.array(tokens, np.int32), ()) for tokens in ([IMG, IMG, IMG_END], [IMG, IMG_END])]
+    for place, says in (("[IMG]", ""), ("", "takes no images"), ("[NONE]", "takes no images")):
+        texts = ModelTexts(model, tokenizer, TextLimits(64, 13), 272, image_tokens=(place, ""))
         try:
             if says:
                 with pytest.raises(InvalidRequestError, match=says):

@@ -14,10 +14,12 @@ from support.tiny_images import encoded, picture
 
 from headwise.errors import InvalidRequestError
 from headwise.runtime.loader.chat import plain_chat
-from headwise.runtime.loader.chat_images import ImageLimits, take_images, with_files
+from headwise.runtime.loader.chat_images import ImageFile, ImageLimits, take_images, with_files
 
 PNG = encoded(picture("odd"))
-LIMITS = ImageLimits(3, 1 << 20)
+MP4 = b"a file of a video"
+IMAGE = {"type": "image", "image": PNG}
+LIMITS = ImageLimits(3, 1 << 20, 1 << 21)
 
 
 def url(data: bytes, mime: str = "image/png") -> str:
@@ -50,23 +52,50 @@ TEXT = {"type": "text", "text": "What is it?"}
 )
 def test_an_image_is_its_file_and_its_place(given: Any) -> None:
     messages, files = take_images(asked(TEXT, given, TEXT), LIMITS)
-    assert files == (PNG,)
+    assert files == (ImageFile(PNG),)
     assert plain_chat(messages)["messages"][0]["content"] == [TEXT, {"type": "image"}, TEXT]
 
 
 def test_paths_and_images_of_pillow_are_taken_in_python(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
     _, files = take_images(asked({"type": "image", "image": tmp_path / "a.png"}), LIMITS)
-    assert files == (PNG,)
+    assert files == (ImageFile(PNG),)
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = Image.open(io.BytesIO(encoded(picture("odd"), "JPEG", exif=exif)))
     for image in (picture("odd"), picture("odd").convert("CMYK"), turned):
         _, (file,) = take_images(asked({"type": "image", "image": image}), LIMITS)
-        assert Image.open(io.BytesIO(file)).format == "PNG"
-    assert Image.open(io.BytesIO(file)).size == picture("odd").size[::-1]
+        assert Image.open(io.BytesIO(file.data)).format == "PNG"
+    assert Image.open(io.BytesIO(file.data)).size == picture("odd").size[::-1]
     _, (same,) = take_images(asked({"type": "image", "image": picture("odd")}), LIMITS)
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(same))), np.asarray(picture("odd")))
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(same.data))), np.asarray(picture("odd")))
+
+
+@pytest.mark.parametrize(
+    ("given", "fps"),
+    [
+        ({"type": "video_url", "video_url": {"url": url(MP4, "video/mp4")}}, 0.0),
+        ({"type": "video_url", "video_url": url(MP4, "VIDEO/WEBM;codecs=vp9"), "fps": None}, 0.0),
+        ({"type": "video_url", "video_url": {"url": url(MP4, "video/quicktime")}, "fps": 1}, 1.0),
+        ({"type": "video", "video": MP4, "fps": 0.25}, 0.25),
+        ({"type": "video", "video": url(MP4, "video/x-matroska")}, 0.0),
+    ],
+)
+def test_a_video_is_its_file_and_its_place(given: Any, fps: float, tmp_path: Path) -> None:
+    messages, files = take_images(asked(TEXT, given, IMAGE), LIMITS)
+    assert files == (ImageFile(MP4, is_video=True, fps=fps), ImageFile(PNG))
+    assert plain_chat(messages)["messages"][0]["content"] == [TEXT, {"type": "video"}, {"type": "image"}]
+    once = with_files(asked(TEXT, given, IMAGE), LIMITS)
+    assert take_images(once, LIMITS)[1] == files
+    (tmp_path / "a.mp4").write_bytes(MP4)
+    _, (file,) = take_images(asked({"type": "video", "video": tmp_path / "a.mp4"}), LIMITS)
+    assert file == ImageFile(MP4, is_video=True)
+
+
+def test_files_are_told_apart_by_how_they_are_taken() -> None:
+    files = [ImageFile(b"x"), ImageFile(b"x", True), ImageFile(b"x", True, 1.0), ImageFile(b"y", True)]
+    assert len({file.digest for file in files}) == 4
+    assert ImageFile(b"x", True, 1.0).digest == files[2].digest
 
 
 def test_messages_without_images_are_left_as_they_are() -> None:
@@ -80,7 +109,7 @@ def test_the_rest_of_a_chat_is_kept_and_a_file_decoded_once_is_not_decoded_again
     assert once["tools"] == [1]
     assert once["messages"][0]["content"] == [{"type": "image", "image": PNG}, TEXT]
     (first,), (again,) = (take_images(once, LIMITS)[1] for _ in range(2))
-    assert first is again
+    assert first.data is again.data
 
 
 @pytest.mark.parametrize(
@@ -115,6 +144,18 @@ def test_the_rest_of_a_chat_is_kept_and_a_file_decoded_once_is_not_decoded_again
         (part({"url": 5}), "must have an image"),
         (part(None), "must have an image"),
         (part([url(PNG)]), "must have an image"),
+        ({"type": "video", "video": picture("odd")}, "must have a video: a data: URL, and in Python bytes or"),
+        ({"type": "video", "video": "/etc/passwd"}, "must have a data: URL such as data:video/mp4;base64"),
+        ({"type": "video_url", "video_url": {"url": url(PNG)}}, "a video of type 'image/png'; video/mp4, video/quick"),
+        (part({"url": url(MP4, "video/mp4")}), "an image of type 'video/mp4'; image/png"),
+        ({"type": "video", "video": bytes((2 << 20) + 1)}, "a video of more than 2097152 bytes"),
+        ({"type": "video", "video": b""}, "a video that is empty"),
+        ({"type": "video", "video": Path("/nowhere/a.mp4")}, "a video that cannot be read"),
+        ({"type": "video", "video": MP4, "fps": 0}, "has fps 0: it must be frames of a second"),
+        ({"type": "video", "video": MP4, "fps": 101}, "has fps 101: it must be .* up to 100"),
+        ({"type": "video", "video": MP4, "fps": "2"}, "has fps '2'"),
+        ({"type": "video", "video": MP4, "fps": True}, "has fps True"),
+        ({"type": "video", "video": MP4, "fps": float("nan")}, "has fps nan"),
     ],
 )
 def test_what_has_no_image_is_named(given: Any, says: str) -> None:

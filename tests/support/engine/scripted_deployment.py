@@ -16,7 +16,7 @@ from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.scaling import Exchange
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
-from headwise.runtime.protocol.images import with_images
+from headwise.runtime.protocol.images import ImagePlaces, with_images
 from headwise.runtime.protocol.prompt_items import placed
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
 
@@ -39,7 +39,8 @@ class ScriptedPreprocessor:
         images: Any,
     ) -> GenerateRequest:
         if images:
-            tokens, items = with_images(as_token_ids([1, *[0] * len(images)]), images, 0, 1 << 20)
+            places = ImagePlaces(0, 2)
+            tokens, items = with_images(as_token_ids([1, *map(places.of, images)]), images, places, 1 << 20)
         else:
             text = prompt if messages is None else "".join(message["content"] or "" for message in messages["messages"])
             tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.models.hf_config import HfConfig, mapping, number, positive, text_of
 from headwise.runtime.models.towers.activations import activated
-from headwise.runtime.models.towers.base import EncodedImage, TowerParts
+from headwise.runtime.models.towers.base import FRAMES, EncodedImage, TowerParts
 from headwise.runtime.models.towers.patch_order import PatchOrder
 from headwise.runtime.models.towers.pixels import PixelForm, normalised, pixel_form
 from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, RmsNorm, TowerLayer
@@ -24,7 +24,6 @@ from headwise.runtime.models.towers.tower_weights import TowerWeights, control_t
 from headwise.runtime.models.towers.vision_fields import (
     CLIP_MEAN,
     CLIP_STD,
-    FRAMES,
     check_processor,
     check_served,
     head_count,

@@ -1,30 +1,32 @@
-"""The tower of GLM-4.1V to 4.6V (arXiv 2507.01006), for images.
+"""The tower of GLM-4.1V to 4.6V (arXiv 2507.01006).
 
 Patches of an image of any aspect ratio, learned positions that are stretched over its rows and columns, rotary ones by
 row and column, RMS norms, gated MLPs, and every patch sees every other one of its image. A convolution makes one token
-of a square of patches, and a gated merger follows. A patch is of two frames, and an image is two equal ones.
+of a square of patches, and a gated merger follows. A patch is of two frames, and an image is two equal ones. Patches of
+a video see those of their own two frames only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.hf_config import HfConfig, flag, mapping, number, positive
 from headwise.runtime.models.towers.activations import activated
-from headwise.runtime.models.towers.base import EncodedImage, TowerParts
+from headwise.runtime.models.towers.base import FRAMES, TowerParts
+from headwise.runtime.models.towers.glm_videos import VIDEO_PLACE, GlmVideos
+from headwise.runtime.models.towers.paired_frames import FramePatches, PairedFrames
 from headwise.runtime.models.towers.patch_order import PatchOrder
-from headwise.runtime.models.towers.pixels import PixelForm, normalised, pixel_form
+from headwise.runtime.models.towers.pixels import PixelForm, pixel_form
 from headwise.runtime.models.towers.stretched import stretched
 from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, RmsNorm, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.models.towers.vision_fields import (
     CLIP_MEAN,
     CLIP_STD,
-    FRAMES,
     check_processor,
     check_served,
     head_count,
@@ -33,9 +35,6 @@ from headwise.runtime.models.towers.vision_fields import (
 )
 from headwise.runtime.models.towers.whole_squares import check_shape, whole_squares
 from headwise.runtime.ops.base import Tensor, TensorOps
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _MERGER_EPS = 1e-5
 """Of the merger's norm: no config has it."""
@@ -115,35 +114,30 @@ class Glm4vVisionConfig:
         return whole_squares(*size, self.step, self.least / FRAMES, self.most / FRAMES)
 
 
-class Glm4vVision:
-    """A `Tower`."""
+class Glm4vVision(PairedFrames):
+    """A `VideoTower`."""
 
     def __init__(self, parts: TowerParts) -> None:
         self.config = config = Glm4vVisionConfig.of(parts.config, parts.processor, parts.most)
         self._ops = ops = parts.ops
         source, hidden = TowerWeights(parts.weights, ops, (_AT,)), config.hidden
-        self._patches = Linear.of_frames(source, f"{_AT}patch_embed.proj", hidden, FRAMES, config.patch**2)
+        self._patches = FramePatches(source, f"{_AT}patch_embed.proj", hidden, config.patch)
         self._before = RmsNorm.read(source, f"{_AT}post_conv_layernorm", hidden, config.eps)
         places = source.array(f"{_AT}embeddings.position_embedding.weight", config.grid**2, hidden)
         self._places = places.reshape(config.grid, config.grid, hidden)
         self._layers = [_layer(source, index, config) for index in range(config.layers)]
         self._behind = RmsNorm.read(source, f"{_AT}post_layernorm", hidden, config.eps)
         self._merger = _Merger.read(source, config)
-        self._token = control_tokens(parts, (_PAD,))[_PAD]
+        has_videos = parts.token_id(VIDEO_PLACE) is not None
+        videos = GlmVideos(parts, config.patch, config.merge, config.text_hidden) if has_videos else None
+        super().__init__(config, control_tokens(parts, (_PAD,))[_PAD], videos, VIDEO_PLACE)
 
-    def encode(self, image: Image) -> EncodedImage:
-        config = self.config
-        width, height = config.fitted(*image.size)
-        pixels = normalised(image, (width, height), config.pixels)
-        embeds = self._features(pixels, height // config.patch, width // config.patch)
-        return EncodedImage(np.full(len(embeds), self._token, np.int32), embeds, width // config.step)
-
-    def _features(self, pixels: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
-        """Of ``pixels [3, height, width]``, in so many patches: each square's numbers, row by row."""
+    def _features(self, frames: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
         ops, config = self._ops, self.config
+        rows, columns = (size // config.patch for size in frames[0].shape[1:])
         order = PatchOrder.of(rows, columns, config.merge, 0)
         places = stretched(self._places, rows, columns)[order.rows, order.columns]
-        x = self._before.of(ops, self._patches.of(ops, ops.tensor(order.cut(pixels, config.patch))))
+        x = self._before.of(ops, self._patches.of(ops, frames, order))
         x = x + ops.tensor(places)
         angles = [ops.upload(each) for each in order.angles(config.hidden // config.heads, config.theta)]
         for layer in self._layers:

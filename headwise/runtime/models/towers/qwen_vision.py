@@ -1,23 +1,25 @@
-"""The towers of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (2502.13923), Qwen3-VL (2511.21631) and Qwen 3.5, for images.
+"""The towers of Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (2502.13923), Qwen3-VL (2511.21631) and Qwen 3.5.
 
 Patches of an image of any aspect ratio, rotary positions by row and column, and a merger that makes one token of a
 square of them. Qwen2.5-VL's layers see windows, but for a few; Qwen3-VL's and Qwen 3.5's patches have learned
 positions, too, and layers of a Qwen3-VL's text are given what layers of its tower make (deepstack, 2406.04334).
-A patch is of two frames, and an image is two equal ones: its weights for both are added up.
+A patch is of two frames, and an image is two equal ones: its weights for both are added up. Patches of a video see
+those of their own two frames only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.towers.activations import activated
-from headwise.runtime.models.towers.base import EncodedImage, TowerParts
+from headwise.runtime.models.towers.base import TowerParts
+from headwise.runtime.models.towers.paired_frames import FramePatches, PairedFrames
 from headwise.runtime.models.towers.patch_order import PatchOrder
-from headwise.runtime.models.towers.pixels import normalised
+from headwise.runtime.models.towers.qwen_videos import VIDEO_PLACE, QwenVideos
 from headwise.runtime.models.towers.qwen_vision_config import (
     QWEN2_5_VL,
     QWEN2_VL,
@@ -27,28 +29,31 @@ from headwise.runtime.models.towers.qwen_vision_config import (
     QwenVisionConfig,
 )
 from headwise.runtime.models.towers.stretched import spanned
-from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, Norm, RmsNorm, TowerLayer
+from headwise.runtime.models.towers.tower_layers import (
+    LayerNorm,
+    Linear,
+    Mlp,
+    Norm,
+    RmsNorm,
+    TowerLayer,
+)
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
-from headwise.runtime.models.towers.vision_fields import FRAMES
 from headwise.runtime.ops.base import Tensor, TensorOps
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _EPS = 1e-6
 """Of all norms: no config has it."""
 _AT, _PAD = "visual.", "<|image_pad|>"
 
 
-class QwenVision:
-    """A `Tower`."""
+class QwenVision(PairedFrames):
+    """A `VideoTower`."""
 
     def __init__(self, parts: TowerParts, generation: Generation) -> None:
         self.config = config = QwenVisionConfig.of(generation, parts.config, parts.processor, parts.most)
         self._ops = ops = parts.ops
         source, hidden = TowerWeights(parts.weights, ops, (_AT,)), config.hidden
-        self._patches = Linear.of_frames(
-            source, f"{_AT}patch_embed.proj", hidden, FRAMES, config.patch**2, has_bias=generation.has_places
+        self._patches = FramePatches(
+            source, f"{_AT}patch_embed.proj", hidden, config.patch, has_bias=generation.has_places
         )
         self._places = source.array(f"{_AT}pos_embed.weight", config.grid**2, hidden) if config.grid else None
         self._layers = [_layer(source, index, generation, config) for index in range(config.layers)]
@@ -57,37 +62,34 @@ class QwenVision:
             layer: _Merger.read(source, f"{_AT}deepstack_merger_list.{level}.", generation, config, is_behind=True)
             for level, layer in enumerate(config.levels)
         }
-        self._token = control_tokens(parts, (_PAD,))[_PAD]
+        has_videos = parts.token_id(VIDEO_PLACE) is not None
+        videos = QwenVideos(parts, config, generation.seconds) if has_videos else None
+        super().__init__(config, control_tokens(parts, (_PAD,))[_PAD], videos, VIDEO_PLACE)
 
-    def encode(self, image: Image) -> EncodedImage:
-        config = self.config
-        width, height = config.fitted(*image.size)
-        pixels = normalised(image, (width, height), config.pixels)
-        order = PatchOrder.of(height // config.patch, width // config.patch, config.merge, config.window)
-        embeds = np.empty((len(order.squares), config.text_hidden * (1 + len(config.levels))), np.float32)
-        embeds[order.squares] = self._features(pixels, order)
-        return EncodedImage(np.full(len(embeds), self._token, np.int32), embeds, width // config.step)
-
-    def _features(self, pixels: NDArray[np.float32], order: PatchOrder) -> NDArray[np.float32]:
-        """Of ``pixels [3, height, width]``, each square's numbers, in the tower's order."""
-        ops = self._ops
-        angles = [ops.upload(each) for each in order.angles(self.config.head_dim, self.config.theta)]
-        x = self._embedded(pixels, order)
+    def _features(self, frames: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        ops, config = self._ops, self.config
+        rows, columns = (size // config.patch for size in frames[0].shape[1:])
+        order = PatchOrder.of(rows, columns, config.merge, config.window)
+        angles = [ops.upload(each) for each in order.angles(config.head_dim, config.theta)]
+        x = self._embedded(frames, order)
         added: list[Tensor] = []
         for index, layer in enumerate(self._layers):
             x = layer.forward(ops, x, angles, () if index in self.config.whole else order.windows)
             if index in self._level_mergers:
                 added.append(self._level_mergers[index].of(ops, x))
         made = (self._merger.of(ops, x), *added)
-        return np.concatenate([np.asarray(ops.numpy(each), np.float32) for each in made], axis=1)
+        found = np.concatenate([np.asarray(ops.numpy(each), np.float32) for each in made], axis=1)
+        embeds = np.empty_like(found)
+        embeds[order.squares] = found
+        return embeds
 
-    def _embedded(self, pixels: NDArray[np.float32], order: PatchOrder) -> Tensor:
+    def _embedded(self, frames: Sequence[NDArray[np.float32]], order: PatchOrder) -> Tensor:
         """What the first layer gets, ``[T, hidden]``."""
         ops, patch, edge = self._ops, self.config.patch, self.config.grid
-        x = self._patches.of(ops, ops.tensor(order.cut(pixels, patch)))
+        x = self._patches.of(ops, frames, order)
         if self._places is None:
             return x
-        places = spanned(self._places.reshape(edge, edge, -1), *(size // patch for size in pixels.shape[1:]))
+        places = spanned(self._places.reshape(edge, edge, -1), *(size // patch for size in frames[0].shape[1:]))
         return x + ops.tensor(places[order.rows, order.columns])
 
 

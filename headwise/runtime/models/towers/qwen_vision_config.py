@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from headwise.errors import ModelError
 from headwise.runtime.models.hf_config import HfConfig, layer_list, mapping, number, positive
+from headwise.runtime.models.towers.base import FRAMES
 from headwise.runtime.models.towers.pixels import PixelForm, pixel_form
 from headwise.runtime.models.towers.vision_fields import (
     CLIP_MEAN,
     CLIP_STD,
-    FRAMES,
     check_processor,
     check_served,
     head_count,
@@ -22,6 +23,17 @@ from headwise.runtime.models.towers.whole_squares import check_shape, whole_squa
 from headwise.runtime.models.values import shown
 
 _LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 1280 * 28 * 28
+
+
+class Seconds(Enum):
+    """How a model is told when a part of a video is."""
+
+    WRITTEN = "written"
+    """As text in front of each, which has a grid of its own then."""
+    COUNTED = "counted"
+    """By positions in time, as many a second as the config says."""
+    IGNORED = "ignored"
+    """By one position in time each."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Generation:
     has_places:  whether patches have learned positions, and a bias
     levels:      the tower's layers of which layers of the text are given something (deepstack), where the config does
                  not say; None: there may be none
+    seconds:     of a video's parts: `Seconds.WRITTEN`, as text in front of each, or else as positions in time
     """
 
     hidden: str
@@ -50,6 +63,7 @@ class Generation:
     has_windows: bool = False
     has_places: bool = False
     levels: tuple[int, ...] | None = None
+    seconds: Seconds = Seconds.WRITTEN
 
 
 QWEN2_VL = Generation(
@@ -62,6 +76,7 @@ QWEN2_VL = Generation(
     activation="quick_gelu",
     mlp=("", "fc1", "fc2"),
     merger=("ln_q", "mlp.0", "mlp.2"),
+    seconds=Seconds.IGNORED,
 )
 QWEN2_5_VL = Generation(
     hidden="hidden_size",
@@ -75,6 +90,7 @@ QWEN2_5_VL = Generation(
     merger=("ln_q", "mlp.0", "mlp.2"),
     has_means=False,
     has_windows=True,
+    seconds=Seconds.COUNTED,
 )
 QWEN3_VL = Generation(
     hidden="hidden_size",

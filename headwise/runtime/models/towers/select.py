@@ -13,9 +13,11 @@ from headwise.runtime.models.towers import (
     gemma3_vision,
     gemma4_vision,
     glm4v_vision,
+    glm_videos,
     llama4_vision,
     moonvit,
     pixtral,
+    qwen_videos,
     qwen_vision,
 )
 from headwise.runtime.models.towers.base import BuildTower
@@ -25,16 +27,21 @@ from headwise.runtime.models.towers.base import BuildTower
 class TowerKind:
     """build:   makes the tower
     placeholder: the control token that stands for an image in a chat's text
+    video:       and for a video; empty: the tower, which is a `VideoTower` else, takes none
     lacking:     of a ``config.json``, what its images need besides that is not served; empty: nothing
     """
 
     build: BuildTower
     placeholder: str
     lacking: Callable[[Mapping[str, Any]], str] = lambda config: ""
+    video: str = ""
 
 
-_QWEN_PLACE = "<|image_pad|>"
-_GLM = TowerKind(glm4v_vision.build, "<|image|>")
+def _qwen(build: BuildTower) -> TowerKind:
+    return TowerKind(build, "<|image_pad|>", video=qwen_videos.VIDEO_PLACE)
+
+
+_GLM = TowerKind(glm4v_vision.build, "<|image|>", video=glm_videos.VIDEO_PLACE)
 _ERNIE = TowerKind(ernie_vision.build, "<|IMAGE_PLACEHOLDER|>")
 _TOWERS = {
     "Mistral3ForConditionalGeneration": TowerKind(pixtral.build, "[IMG]"),
@@ -44,21 +51,22 @@ _TOWERS = {
     "KimiK25ForConditionalGeneration": TowerKind(moonvit.build, "<|media_pad|>"),
     "Glm4vForConditionalGeneration": _GLM,
     "Glm4vMoeForConditionalGeneration": _GLM,
-    "Qwen2VLForConditionalGeneration": TowerKind(qwen_vision.build_qwen2_vl, _QWEN_PLACE),
-    "Qwen2_5_VLForConditionalGeneration": TowerKind(qwen_vision.build_qwen2_5_vl, _QWEN_PLACE),
-    "Qwen3VLForConditionalGeneration": TowerKind(qwen_vision.build_qwen3_vl, _QWEN_PLACE),
-    "Qwen3VLMoeForConditionalGeneration": TowerKind(qwen_vision.build_qwen3_vl, _QWEN_PLACE),
-    "Qwen3_5ForConditionalGeneration": TowerKind(qwen_vision.build_qwen3_5, _QWEN_PLACE),
-    "Qwen3_5MoeForConditionalGeneration": TowerKind(qwen_vision.build_qwen3_5, _QWEN_PLACE),
+    "Qwen2VLForConditionalGeneration": _qwen(qwen_vision.build_qwen2_vl),
+    "Qwen2_5_VLForConditionalGeneration": _qwen(qwen_vision.build_qwen2_5_vl),
+    "Qwen3VLForConditionalGeneration": _qwen(qwen_vision.build_qwen3_vl),
+    "Qwen3VLMoeForConditionalGeneration": _qwen(qwen_vision.build_qwen3_vl),
+    "Qwen3_5ForConditionalGeneration": _qwen(qwen_vision.build_qwen3_5),
+    "Qwen3_5MoeForConditionalGeneration": _qwen(qwen_vision.build_qwen3_5),
     "Ernie4_5_VLMoeForConditionalGeneration": _ERNIE,
     "Ernie4_5_VL_MoeForConditionalGeneration": _ERNIE,
 }
 
 
-def image_token(config: Mapping[str, Any]) -> str:
-    """The control token that stands for an image in a chat's text; empty: the model's images are not served."""
+def image_tokens(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The control tokens that stand for an image in a chat's text, and for a video; empty: they are not served of the
+    model."""
     kind = _kind(config)
-    return "" if kind is None or kind.lacking(config) else kind.placeholder
+    return ("", "") if kind is None or kind.lacking(config) else (kind.placeholder, kind.video)
 
 
 def tower_of(config: Mapping[str, Any]) -> TowerKind:

@@ -69,6 +69,18 @@ class Linear:
         return cls(source.matrix(weight.reshape(outputs, 3 * pixels)), bias)
 
     @classmethod
+    def of_each_frame(
+        cls, source: TowerWeights, name: str, outputs: int, frames: int, pixels: int, *, has_bias: bool = True
+    ) -> tuple[Linear, ...]:
+        """The same of frames that differ: what they make is to be added up. The first one has the bias."""
+        weight = source.array(f"{name}.weight", outputs, 3, frames, pixels)
+        bias = source.bias(f"{name}.bias", outputs) if has_bias else None
+        return tuple(
+            cls(source.matrix(weight[:, :, frame].reshape(outputs, 3 * pixels)), bias if frame == 0 else None)
+            for frame in range(frames)
+        )
+
+    @classmethod
     def joined(
         cls, source: TowerWeights, name: str, hidden: int, *, has_bias: bool = True
     ) -> tuple[Linear, Linear, Linear]:

@@ -11,8 +11,6 @@ from headwise.runtime.models.values import shown
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of channels, where the checkpoint has no others."""
-FRAMES = 2
-"""That a patch is of, in towers that take videos, too: an image is two equal ones."""
 
 _LARGEST = 1 << 26
 """Most pixels that a checkpoint may ask for: published ones ask for 2^24."""

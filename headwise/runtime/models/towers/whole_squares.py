@@ -19,14 +19,32 @@ def check_shape(width: int, height: int) -> None:
         )
 
 
-def whole_squares(width: int, height: int, step: int, least: float, most: float) -> tuple[int, int]:
-    """The nearest size of whole squares, of edges of ``step`` pixels, that has from ``least`` to ``most`` pixels."""
+def whole_squares(width: int, height: int, step: int, least: float, most: float, frames: int = 1) -> tuple[int, int]:
+    """The nearest size of whole squares, of edges of ``step`` pixels, that has from ``least`` to ``most`` pixels.
+
+    frames: of which that is the size, and which have so many pixels together; several are counted in pairs
+    """
     sizes = (width, height)
     across, down = (round(size / step) for size in sizes)
-    if across * down * step**2 > most:
-        shrunk = math.sqrt(width * height / most)
+    pixels = across * down * step**2 * counted(frames)
+    if pixels > most:
+        shrunk = math.sqrt(frames * width * height / most)
         across, down = (max(1, math.floor(size / shrunk / step)) for size in sizes)
-    elif across * down * step**2 < least:
-        grown = math.sqrt(least / (width * height))
+    elif pixels < least:
+        grown = math.sqrt(least / (frames * width * height))
         across, down = (math.ceil(size * grown / step) for size in sizes)
     return across * step, down * step
+
+
+def whole_squares_of_frames(
+    width: int, height: int, step: int, least: float, most: float, frames: int
+) -> tuple[int, int]:
+    """The same of several frames, which have so many pixels together: those smaller than a square are made as large
+    before."""
+    grown = max(1.0, step / width, step / height)
+    return whole_squares(int(width * grown), int(height * grown), step, min(least, most), most, frames)
+
+
+def counted(frames: int) -> int:
+    """As how many frames they count: as transformers has it, an odd number is rounded to one of the even ones."""
+    return frames if frames == 1 else round(frames / 2) * 2

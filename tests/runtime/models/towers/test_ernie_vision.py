@@ -43,6 +43,9 @@ def parts(directory: Path, ops: TensorOps | None = None, most: int = MANY) -> To
         ops or make_ops("numpy", 1, "float32", "float32"),
         Tokenizer.from_directory(directory).control_token,
         most,
+        {},
+        0,
+        list,
     )
 
 

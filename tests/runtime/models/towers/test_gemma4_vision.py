@@ -20,7 +20,7 @@ from headwise.runtime.encoder.image_encoder import ImageEncoder, Place
 from headwise.runtime.models.towers.base import EncodedImage
 from headwise.runtime.models.towers.gemma4_vision import Gemma4VisionConfig
 from headwise.runtime.models.towers.pixels import normalised
-from headwise.runtime.models.towers.select import image_token, tower_of
+from headwise.runtime.models.towers.select import image_tokens, tower_of
 
 IMAGE = GEMMA4.id_of("<|image|>")
 CONFIG = Gemma4VisionConfig.of(GEMMA4.config, GEMMA4.processor)
@@ -120,7 +120,7 @@ def test_a_tower_that_cannot_be_served_is_told(changes: dict[str, Any], says: st
 
 def test_models_that_know_tokens_by_layer_take_no_images_and_that_is_told() -> None:
     config = {**GEMMA4.config, "text_config": {**GEMMA4.config["text_config"], "hidden_size_per_layer_input": 16}}
-    assert image_token(GEMMA4.config) == "<|image|>"
-    assert not image_token(config)
+    assert image_tokens(GEMMA4.config) == ("<|image|>", "")
+    assert image_tokens(config) == ("", "")
     with pytest.raises(ModelError, match=r"images need an embedding of its own in every layer \(E2B, E4B\)"):
         tower_of(config)

@@ -70,9 +70,9 @@ def test_bfloat16_weights_make_nearly_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", GLMS)
 def test_models_go_by_the_tower_and_say_where_their_images_are(name: str) -> None:
-    assert tower_of(GLMS[name].config) == TowerKind(build, "<|image|>")
+    assert tower_of(GLMS[name].config) == TowerKind(build, "<|image|>", video="<|video|>")
     model = model_config(GLMS[name].config)
-    assert (model.image_token, model.missing_for_images, model.axes) == ("<|image|>", "", 3)
+    assert (model.image_tokens[0], model.missing_for_images, model.axes) == ("<|image|>", "", 3)
 
 
 # ---- sizes ----

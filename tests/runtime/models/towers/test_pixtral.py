@@ -18,6 +18,7 @@ from support.tower_parts import assert_spread
 from headwise import EngineConfig
 from headwise.errors import ModelError
 from headwise.runtime.encoder.image_encoder import ImageEncoder, Place
+from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.models.towers.base import EncodedImage
 from headwise.runtime.models.towers.pixels import normalised, pixel_form
@@ -72,12 +73,13 @@ def test_bfloat16_weights_make_nearly_the_same() -> None:
 
 def test_a_file_s_image_is_named_by_its_embeddings_and_made_once() -> None:
     encoder = opened(image_model())
-    first, again, other = (encoder.encode(png(name)) for name in ("odd", "odd", "tall"))
+    first, again, other = (encoder.whole(ImageFile(png(name))) for name in ("odd", "odd", "tall"))
     assert first.embeds is again.embeds
-    assert first.image.hash == again.image.hash != other.image.hash
+    assert first.image.items == again.image.items != other.image.items
     assert encoder.stats() | {"bytes": 0} == {"images": 2, "bytes": 0, "hits": 1, "misses": 2}
     assert first.embeds.dtype == np.float32
-    assert opened(image_model(), tensor_ops="numba", dtype="bfloat16").encode(png("odd")).embeds.dtype == np.uint16
+    half = opened(image_model(), tensor_ops="numba", dtype="bfloat16")
+    assert half.whole(ImageFile(png("odd"))).embeds.dtype == np.uint16
 
 
 def png(name: str) -> bytes:
@@ -87,12 +89,12 @@ def png(name: str) -> bytes:
 def test_what_is_kept_of_images_has_a_limit_and_the_least_recent_goes() -> None:
     encoder = opened(image_model(), image_cache="11KiB")  # of 4,608 and 5,376 bytes, and no third of 2,048
     for name in ("odd", "tall", "odd", "exact", "tall"):
-        encoder.encode(png(name))
+        encoder.whole(ImageFile(png(name)))
     stats = encoder.stats()
     assert stats["bytes"] <= 11 << 10
     assert (stats["hits"], stats["misses"]) == (1, 4)
     nothing = opened(image_model(), image_cache="0")
-    assert [nothing.encode(png("odd")).embeds.nbytes for _ in range(2)] == [4608] * 2
+    assert [nothing.whole(ImageFile(png("odd"))).embeds.nbytes for _ in range(2)] == [4608] * 2
     assert nothing.stats()["images"] == 0
 
 

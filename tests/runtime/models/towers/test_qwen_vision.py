@@ -112,7 +112,7 @@ MODELS = {
 @pytest.mark.parametrize("architecture", MODELS)
 def test_models_go_by_their_towers_and_say_where_their_images_are(architecture: str) -> None:
     config = {**QWENS[MODELS[architecture]].config, "architectures": [architecture]}
-    assert tower_of(config) == TowerKind(BUILDS[MODELS[architecture]], "<|image_pad|>")
+    assert tower_of(config) == TowerKind(BUILDS[MODELS[architecture]], "<|image_pad|>", video="<|video_pad|>")
     assert missing_for_images(config, AXES) == ""
 
 

@@ -1,0 +1,195 @@
+"""Files of videos, decoded by FFmpeg (PyAV). What they claim is looked at before they are decoded: users sent them.
+
+Which of FFmpeg's many formats and codecs a file is given to is decided here, by its first bytes and by `CODECS`: no
+file leads FFmpeg to other files or addresses, and seldom used decoders see none. Refused are larger frames than
+`MAX_PIXELS`, and more of them together than `MAX_DECODED`, since all up to the last one that is wanted are decoded.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cores import usable_cores
+from headwise.errors import InvalidRequestError, first_line
+from headwise.runtime.models.towers.base import VideoForm
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = "MP4, QuickTime, WebM and Matroska"
+CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "libvpx", "libvpx-vp9")
+MAX_PIXELS = 4096 * 2304
+"""Of a frame."""
+MAX_DECODED = 1 << 36
+"""Pixels of all frames: 18 minutes of 1,920 x 1,080 at 30 frames a second."""
+MAX_FRAMES = 1 << 18
+_MOST_FPS = 1000.0
+_MOST_THREADS = 4
+_SAME = 0.02
+"""By how much the rate that a file claims may differ from that of its frames."""
+
+
+def has_decoder() -> bool:
+    """Whether videos can be decoded here."""
+    try:
+        import av  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class VideoFile:
+    """A video's file, whose frames were counted and not decoded.
+
+    form: what the video is like, as it is seen
+
+    Raises `InvalidRequestError` for what is none, or refused.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        if not has_decoder():
+            raise InvalidRequestError("videos are not enabled here: pip install 'headwise[videos]' where encoders run")
+        self._data, self._format = data, _format_of(data)
+        with self._opened() as container:
+            stream = _stream_of(container)
+            width, height = int(stream.codec_context.width), int(stream.codec_context.height)
+            rate = float(stream.average_rate or 0)
+            self._times = _times_of(container, stream)
+            turned = _is_turned(container, stream)
+        frames, fps = len(self._times), _rate_of(self._times, rate)
+        most = MAX_DECODED // (width * height)
+        if frames > most:
+            raise InvalidRequestError(
+                f"the video has {frames} frames of {width} x {height} pixels; at most {most} of this size are allowed: "
+                "cut it, or make it smaller"
+            )
+        self.form = VideoForm(frames, fps, *((height, width) if turned else (width, height)))
+
+    def images(self, numbers: Iterable[int]) -> Iterator[Image]:
+        """Frames by their numbers, of which none is below the one in front: of mode RGB, turned as the file says. The
+        frame of a number is the one that is seen in the middle of its time, where all have equal times.
+
+        Raises `InvalidRequestError` where one cannot be decoded.
+        """
+        first, fps = float(self._times[0]), self.form.fps
+        wanted = [(first + (number + 0.5) / fps, number) for number in numbers]
+        shown: Any = None
+        with self._opened() as container:
+            for frame in _frames_of(container):
+                while wanted and shown is not None and _seconds(frame) > wanted[0][0]:
+                    wanted.pop(0)
+                    yield _image_of(shown)
+                if not wanted:
+                    return
+                shown = frame
+            if shown is None:
+                raise InvalidRequestError("the video is broken: none of its frames can be decoded")
+            for _ in wanted:
+                yield _image_of(shown)
+
+    def _opened(self) -> Any:
+        import av
+
+        try:
+            return av.open(io.BytesIO(self._data), format=self._format)
+        except Exception as error:
+            raise InvalidRequestError(f"the video is broken: {first_line(error):.200}") from None
+
+
+def _format_of(data: bytes) -> str:
+    """FFmpeg's name of it."""
+    if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
+        return "mov"
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return "matroska"
+    raise InvalidRequestError(
+        f"{len(data)} bytes, which begin with {data[:12]!r}, are no video that is served: {FORMATS}"
+    )
+
+
+def _stream_of(container: Any) -> Any:
+    """The first video of it, if it may be decoded."""
+    streams = [each for each in container.streams.video if each.codec_context is not None]
+    if not streams:
+        raise InvalidRequestError("the file has no video, or none whose codec is known")
+    context = streams[0].codec_context
+    if context.name not in CODECS:
+        raise InvalidRequestError(
+            f"the video is coded as {context.name}; served are H.264, H.265, VP8, VP9, AV1, MPEG-4"
+        )
+    _check_size(context)
+    context.options = {"max_pixels": str(MAX_PIXELS)}  # of frames behind the first one, too
+    return streams[0]
+
+
+def _check_size(frame: Any) -> None:
+    if not 0 < frame.width * frame.height <= MAX_PIXELS:
+        raise InvalidRequestError(
+            f"the video has frames of {frame.width} x {frame.height} pixels; at most {MAX_PIXELS} are allowed"
+        )
+
+
+def _times_of(container: Any, stream: Any) -> NDArray[np.float64]:
+    """When each frame is seen, in seconds, in their order; nothing is decoded."""
+    times: list[float] = []
+    try:
+        for packet in container.demux(stream):
+            at = packet.dts if packet.pts is None else packet.pts
+            if packet.size and at is not None and not packet.is_discard:
+                times.append(float(at * packet.time_base))
+            if len(times) > MAX_FRAMES:
+                raise InvalidRequestError(f"the video has more than {MAX_FRAMES} frames, which are allowed at most")
+    except InvalidRequestError:
+        raise
+    except Exception as error:
+        raise InvalidRequestError(f"the video is broken: {first_line(error):.200}") from None
+    if not times:
+        raise InvalidRequestError("the video has no frames")
+    return np.sort(np.array(times))
+
+
+def _rate_of(times: NDArray[np.float64], claimed: float) -> float:
+    """Frames a second."""
+    span = float(times[-1] - times[0])
+    found = (len(times) - 1) / span if span > 0 else claimed
+    if abs(claimed - found) < _SAME * found:  # it is exact, while times are rounded
+        found = claimed
+    return min(found, _MOST_FPS) if found > 0 else 1.0
+
+
+def _frames_of(container: Any) -> Iterator[Any]:
+    stream = _stream_of(container)
+    stream.thread_type, stream.codec_context.thread_count = "AUTO", min(usable_cores(), _MOST_THREADS)
+    try:
+        for frame in container.decode(stream):
+            if frame.pts is not None:
+                _check_size(frame)
+                yield frame
+    except InvalidRequestError:
+        raise
+    except Exception as error:
+        raise InvalidRequestError(f"the video is broken, it cannot be decoded: {first_line(error):.200}") from None
+
+
+def _seconds(frame: Any) -> float:
+    return float(frame.pts * frame.time_base)
+
+
+def _image_of(frame: Any) -> Image:
+    image: Image = frame.to_image()
+    turns = round(frame.rotation / 90) % 4  # counter-clockwise, as Pillow counts
+    return image.rotate(90 * turns, expand=True) if turns else image
+
+
+def _is_turned(container: Any, stream: Any) -> bool:
+    """Whether the first frame is seen with its sides exchanged."""
+    try:
+        container.seek(0)
+        return bool(round(next(container.decode(stream)).rotation / 90) % 2)
+    except Exception as error:
+        raise InvalidRequestError(f"the video is broken, it cannot be decoded: {first_line(error):.200}") from None
