@@ -6,6 +6,7 @@ Sources: cgroups v1 and v2, proc(5), madvise(2), mbind(2), memfd_create(2) of th
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -150,7 +151,7 @@ class HostArena:
         self, num_bytes: int, *, numa_node: int | None = None, pin: bool = False, is_shared: bool = False
     ) -> None:
         size = max(num_bytes, 1)
-        self.shared = _create_shared(size) if is_shared else None
+        self.shared = create_shared(size) if is_shared else None
         if self.shared is None:
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
@@ -231,7 +232,7 @@ class HostArena:
             log.warning("the host arena of %d bytes is not pinned: %s", self._bytes, error)
 
 
-def _create_shared(size: int) -> SharedArena | None:
+def create_shared(size: int) -> SharedArena | None:
     """Memory with a descriptor. Sealed: a process that maps it would die of a file that shrinks. None: not here."""
     name = f"headwise-{secrets.token_hex(16)}"
     try:
@@ -247,6 +248,40 @@ def _create_shared(size: int) -> SharedArena | None:
         os.close(fd)
         raise
     return SharedArena(os.getpid(), fd, name)
+
+
+@dataclass(frozen=True, eq=False)
+class MappedArena:
+    """Another process' arena, ``uint8``, to read. path, inode: where it was found"""
+
+    array: NDArray[np.uint8]
+    path: str
+    inode: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its owner still has it open."""
+        try:
+            return os.stat(self.path).st_ino == self.inode
+        except OSError:
+            return False
+
+
+def map_shared(arena: SharedArena, num_bytes: int) -> MappedArena:
+    """An arena of so many bytes, of another process. Raises `OSError` if there is nothing to map, or something else."""
+    path = f"/proc/{arena.pid}/fd/{arena.fd}"
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Looked at once it is open, when nobody can put another one in its place.
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{arena.name} "):
+            raise OSError(errno.ENOENT, f"process {arena.pid} is another one than when it gave its address")
+        about = os.fstat(fd)
+        if about.st_size < max(num_bytes, 1):
+            raise OSError(errno.ENOENT, f"process {arena.pid} shares {about.st_size} bytes, not {num_bytes}")
+        memory = mmap.mmap(fd, about.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return MappedArena(np.frombuffer(memory, dtype=np.uint8), path, about.st_ino)
 
 
 def numa_node_of_gpu(device: int, root: Path = Path("/")) -> int | None:

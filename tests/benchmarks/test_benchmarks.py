@@ -25,6 +25,7 @@ KEYS = {
         "stores_per_s", "lookup_p50_us", "zmq_stores_per_s", "decisions_per_s", "decision_p50_us", "bytes_per_block",
     },
     "transports": {"shm_over_memcpy", "tcp_over_socket", "bytes_per_s"},
+    "embeddings": {"plain_ttft_s", "mapped_over_plain", "sent_over_plain", "mib"},
     "kernels": {"memcpy_gb_s", "results", "latents", "states"},
     "capacity": {"bytes_per_token_ratio", "simulated_ratio_a800", "simulated_ttft_ratio_a800"},
 }  # fmt: skip

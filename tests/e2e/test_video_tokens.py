@@ -13,7 +13,9 @@ from support.tiny_videos import film, frames, video_references, written
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
 from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import OutputDelta, Usage
+from headwise.runtime.protocol.step_channel import ZmqExecutor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 SMALL = EngineConfig(dtype="float32", kv_cache="8MiB", cpu_threads=1, block_size=16, image_encoders=1)
@@ -59,6 +61,29 @@ def test_chats_with_videos_say_what_transformers_says_and_hit_the_cache_when_the
         assert engine._encoder is not None
         assert engine._encoder.stats()["misses"] == 3  # of three files
         engine.core.cache.check_integrity()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_worker_in_another_process_reads_embeddings_where_they_are_or_gets_them(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    submit = ZmqExecutor.submit
+
+    def noted(executor: ZmqExecutor, batch: BatchRequest) -> None:
+        if batch.embeds is not None:
+            sent.append(batch.embeds.values.size)
+        submit(executor, batch)
+
+    monkeypatch.setattr(ZmqExecutor, "submit", noted)
+    if not shares:
+        monkeypatch.setattr(ZmqExecutor, "shares_memory", False)
+    config = replace(SMALL, model=str(image_model("qwen3-vl")), max_batched_tokens=40)
+    with LocalEngine(config, worker_process=True) as engine:
+        for prompt in video_references("qwen3-vl")["prompts"]:
+            assert said(engine.stream_chat(chat_of(prompt), GREEDY))[0] == prompt["output_ids"]
+    assert sent
+    assert all(size == 0 for size in sent) is shares
 
 
 def test_a_video_that_goes_on_shares_what_was_seen_already() -> None:

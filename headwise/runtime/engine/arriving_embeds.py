@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -20,6 +21,7 @@ from headwise.runtime.protocol.prompt_items import (
     named_by_others,
 )
 from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.shared_rows import places_in
 
 
 @dataclass
@@ -44,12 +46,13 @@ class _Item:
 
 @dataclass
 class _Arriving:
-    """A request. heard: when some came; digests: see `digests_of`; item: those that come now; found: those that are
-    whole"""
+    """A request. heard: when some came; digests: see `digests_of`; arrays: for all of them; item: those that come now;
+    found: those that are whole"""
 
     submit: Submit
     heard: float
     digests: dict[tuple[int, int], str]
+    arrays: list[NDArray[Any]]
     item: _Item
     found: list[PromptEmbeds] = field(default_factory=list)
 
@@ -58,10 +61,16 @@ class _Arriving:
         return sum(each.num_bytes for each in self.submit.embeds)
 
 
+def _private(num_bytes: int) -> NDArray[np.uint8]:
+    return np.empty(num_bytes, np.uint8)
+
+
 class ArrivingEmbeds:
     """Parts are checked as they come, so that none takes long, and no request long once its last one is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], NDArray[np.uint8]] = _private) -> None:
+        """allocate: memory for so many bytes of a request's embeddings"""
+        self._allocate = allocate
         self._arriving: dict[str, _Arriving] = {}
 
     @property
@@ -76,7 +85,9 @@ class ArrivingEmbeds:
     def begin(self, submit: Submit, now: float) -> None:
         """Embeddings of a request follow, some at least; what they are like was checked."""
         digests = digests_of(submit.request.extra_keys)
-        self._arriving[submit.request.request_id] = _Arriving(submit, now, digests, _item(submit.embeds[0], digests))
+        arrays = places_in(self._allocate, [((each.length, each.width), each.is_half) for each in submit.embeds])
+        item = _item(submit.embeds[0], arrays[0], digests)
+        self._arriving[submit.request.request_id] = _Arriving(submit, now, digests, arrays, item)
 
     def key_of(self, request_id: str) -> int:
         """Of the `Submit`; 0: nothing of such a request is on its way."""
@@ -117,7 +128,8 @@ class ArrivingEmbeds:
         arriving.found.append(item.values)
         if len(arriving.found) == len(submit.embeds):
             return True
-        arriving.item = _item(submit.embeds[len(arriving.found)], arriving.digests)
+        number = len(arriving.found)
+        arriving.item = _item(submit.embeds[number], arriving.arrays[number], arriving.digests)
         return False
 
     def drop(self, request_id: str) -> None:
@@ -129,8 +141,7 @@ class ArrivingEmbeds:
         return [request_id for request_id, arriving in self._arriving.items() if arriving.heard < moment]
 
 
-def _item(place: EmbedsPlace, digests: dict[tuple[int, int], str]) -> _Item:
-    values = np.empty((place.length, place.width), np.uint16 if place.is_half else np.float32)
+def _item(place: EmbedsPlace, values: NDArray[Any], digests: dict[tuple[int, int], str]) -> _Item:
     named = digests.get((place.start, place.end))
     return _Item(place, PromptEmbeds(place.start, values), named, RowDigest(place.is_half))
 

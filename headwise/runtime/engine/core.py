@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,8 @@ from headwise.runtime.protocol.prompt_items import (
     embed_places,
 )
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
+from headwise.runtime.protocol.shared_rows import moved
+from headwise.transfer.shared_buffers import SharedBuffers
 from headwise.transfer.stats import TransferStats
 
 Exchange = Callable[[EngineConfig, ModelCard, int], HeadExchange]
@@ -102,6 +104,7 @@ class EngineCore:
         self._lending = lending_of(config, self.cache, executor, peers, self._stands_still)
         self._taking = taking_of(config, self.cache, self._peer_loads, peers)
         self._peers = peers
+        self._buffers = SharedBuffers() if executor.shares_memory else None
         self.resources = ResourceManager(
             self.cache,
             max_rows=card.spec.max_rows,
@@ -112,8 +115,9 @@ class EngineCore:
             prefetcher=prefetcher_of(config, self.cache, lookup),
             peer_loads=self._peer_loads,
             whole_items=any(card.config.both_ways),
+            buffers=self._buffers,
         )
-        self.arriving = ArrivingEmbeds()
+        self.arriving = ArrivingEmbeds() if self._buffers is None else ArrivingEmbeds(self._buffers.allocate)
         self._prefills: Prefills | None = None
         if self._lending is not None and peers is not None:
             self._prefills = Prefills(
@@ -152,6 +156,8 @@ class EngineCore:
         self.check(request, embed_places(request.embeds))
         if not knows_embeds:
             check_embeds(request.extra_keys, request.embeds)
+        if self._buffers is not None:
+            request = replace(request, embeds=moved(self._buffers, request.embeds))
         length = _most_tokens(request)
         self._arrivals += 1
         output = OutputText(self._tokenizer, request.sampling)

@@ -26,6 +26,9 @@ class LocalExecutor:
         self._runner = StepRunner(worker.begin, self._take, self._results.put)
         self._steps: deque[Future[StepResult]] = deque()
 
+    shares_memory = False
+    """It needs nothing of the kind: it has what the engine has."""
+
     @property
     def exports(self) -> tuple[tuple[bytes, ...], ...]:
         """See `Executor.exports`."""

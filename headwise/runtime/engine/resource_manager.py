@@ -34,6 +34,7 @@ from headwise.runtime.protocol.batch import (
     NewSequence,
     StepResult,
 )
+from headwise.transfer.shared_buffers import SharedBuffers
 
 ASKED_CHUNK = 256
 """Most tokens of a prompt in a step whose log-probabilities are asked for: others in the step wait for these."""
@@ -78,6 +79,7 @@ class ResourceManager:
     speculator:         whether sequences have drafts; None: they have not
     prefetcher, peer_loads: see `WaitingQueue`
     whole_items:        whether steps compute items whole: see `whole_items`. None has more tokens than a chunk
+    buffers:            in which embeddings of requests are, and which workers read; None: they read none
     """
 
     def __init__(
@@ -92,8 +94,9 @@ class ResourceManager:
         prefetcher: Prefetcher | None = None,
         peer_loads: PeerLoads | None = None,
         whole_items: bool = False,
+        buffers: SharedBuffers | None = None,
     ) -> None:
-        self.cache = cache
+        self.cache, self._buffers = cache, buffers
         self.waiting = WaitingQueue(prefetcher, peer_loads)
         self.copies = TierCopies(cache, peer_loads)
         self.step_times = StepTimes()
@@ -368,7 +371,7 @@ class ResourceManager:
             cache_swap_metadata=swap_in,
             cache_evict_metadata=swap_out,
             command=command,
-            embeds=step_embeds(columns, rows, starts, counts),
+            embeds=step_embeds(columns, rows, starts, counts, self._buffers),
             drafts=drafts.astype(np.int32) if drafts.any() else NO_DRAFTS,
             places=step_places(columns, rows, starts, counts),
             sees=step_sees(columns, rows, starts, counts),

@@ -78,16 +78,40 @@ class NewSequence:
     adapter: str = ""
 
 
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows of numbers in the engine's memory, that workers on its machine map.
+
+    pid, fd, name: of the buffer, as `headwise.transfer.host_memory.SharedArena` has them
+    start:   the first byte
+    is_half: whether numbers are in bfloat16, else in float32
+    """
+
+    pid: int
+    fd: int
+    name: str
+    start: int
+    rows: int
+    width: int
+    is_half: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.width * (2 if self.is_half else 4)
+
+
 @dataclass(frozen=True, eq=False)
 class StepEmbeds:
     """Embeddings that a step computes with in place of those of its tokens.
 
     rows:   ``[k]`` which of the step's tokens
-    values: ``[k, hidden]``, in float32, or the bits of as many numbers in bfloat16
+    values: ``[k, hidden]``, in float32, or the bits of as many numbers in bfloat16; none where they are ``shared``
+    shared: where they lie instead, one behind the other; workers get them as values: see `shared_rows`
     """
 
     rows: NDArray[np.int32]
     values: NDArray[np.float32] | NDArray[np.uint16]
+    shared: tuple[SharedRows, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ class Executor(Protocol):
         first; empty if there is a rank that nobody can read. The same for as long as the workers live.
         """
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its workers, all of them ready, read the engine's memory: see `shared_rows`."""
+
     def submit(self, batch: BatchRequest) -> None: ...
 
     def poll(self, timeout_s: float | None) -> StepResult | None:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.errors import EngineDiedError
@@ -26,6 +27,7 @@ from headwise.runtime.protocol.batch import WAKE, BatchRequest, StepResult
 from headwise.runtime.protocol.copies import MergedReports
 from headwise.runtime.protocol.executor import Worker, death, exports_of_all
 from headwise.runtime.protocol.running_step import StepRunner
+from headwise.runtime.protocol.shared_rows import MemoryProbe, SharedRowReader, can_map
 from headwise.runtime.protocol.step_limits import Limit, StepLimits, Work
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import Authenticator, ClientKeys, ServerKeys, secure_client, secure_server
@@ -39,6 +41,7 @@ MAX_RESULT_BYTES = 256 << 20
 """Most bytes of a worker's message. Only workers reach the channel, where its socket lies in the user's own directory,
 or is encrypted."""
 
+_IPC = "ipc://"
 _SLICE_S = 0.1
 """Longest wait before the loop checks again whether a worker was lost, or a stop was asked for."""
 
@@ -49,11 +52,13 @@ class WorkerReady:
     """A worker's first message: it is connected and ready for steps, with so many blocks in its pool.
 
     exports: where its host cache can be read: encoded `ExportAddress`es, the best first
+    maps:    whether it can read the engine's memory
     """
 
     rank: int
     num_blocks: int = 0
     exports: tuple[bytes, ...] = ()
+    maps: bool = False
 
 
 @wire.register
@@ -113,6 +118,8 @@ class ZmqExecutor:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_RESULT_BYTES)
         self._socket.bind(endpoint)
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        path = _path_of(self.endpoint)
+        self._probe = None if path is None else MemoryProbe(path)
         self._ranks = [_identity(rank) for rank in range(size)]
         self._ready: dict[int, WorkerReady] = {}  # by rank
         self._limits = StepLimits(step_timeout_s, load_timeout_s)
@@ -153,6 +160,11 @@ class ZmqExecutor:
     def exports(self) -> tuple[tuple[bytes, ...], ...]:
         """See `Executor.exports`."""
         return exports_of_all([self._ready[rank].exports for rank in range(len(self._ranks)) if rank in self._ready])
+
+    @property
+    def shares_memory(self) -> bool:
+        """See `Executor.shares_memory`."""
+        return len(self._ready) == len(self._ranks) and all(ready.maps for ready in self._ready.values())
 
     def submit(self, batch: BatchRequest) -> None:
         import zmq
@@ -200,6 +212,8 @@ class ZmqExecutor:
     def close(self) -> None:
         if self._authenticator is not None:
             self._authenticator.close()
+        if self._probe is not None:
+            self._probe.close()
         close_context(self._context)
 
     def _check(self) -> None:
@@ -279,18 +293,22 @@ def serve_steps(
         socket.setsockopt(zmq.IDENTITY, _identity(rank))
         secure_client(socket, keys)
         socket.connect(endpoint)
-        socket.send(wire.encode(WorkerReady(rank, worker.num_blocks, worker.exports)))
+        path = _path_of(endpoint)
+        maps = path is not None and can_map(path)
+        socket.send(wire.encode(WorkerReady(rank, worker.num_blocks, worker.exports, maps)))
         _serve(worker, socket, rank, should_stop)
     finally:
         close_context(context, linger_ms=200)
 
 
 def _serve(worker: Worker, socket: zmq.Socket[bytes], rank: int, should_stop: Callable[[], bool]) -> None:
+    embeds = SharedRowReader()
+
     def take(wait_s: float) -> BatchRequest | None:
         if not socket.poll(math.ceil(wait_s * 1000)):
+            embeds.sweep()
             return None
-        batch: BatchRequest = wire.decode(socket.recv(), BatchRequest)
-        return batch
+        return embeds.resolved(wire.decode(socket.recv(), BatchRequest))
 
     runner = StepRunner(worker.begin, take, lambda result: socket.send(wire.encode(result)))
     while not should_stop():
@@ -306,6 +324,11 @@ def failure_of(error: Exception, rank: int) -> WorkerFailed:
     """What to tell of an error that a rank's worker raised, which is not to be given another batch."""
     log.error("rank %d failed", rank, exc_info=error)
     return WorkerFailed(rank, str(death(error)))
+
+
+def _path_of(endpoint: str) -> Path | None:
+    """Of a socket of one machine."""
+    return Path(endpoint.removeprefix(_IPC)) if endpoint.startswith(_IPC) else None
 
 
 def _identity(rank: int) -> bytes:

@@ -20,7 +20,15 @@ import numpy as np
 
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
-from headwise.runtime.protocol.batch import AskedPrompt, BatchRequest, KnownTokens, NewSequence, StepEmbeds, StepResult
+from headwise.runtime.protocol.batch import (
+    AskedPrompt,
+    BatchRequest,
+    KnownTokens,
+    NewSequence,
+    SharedRows,
+    StepEmbeds,
+    StepResult,
+)
 from headwise.runtime.protocol.copies import CopyReport, PeerFetch, SwapIn, SwapOut
 from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.images import PromptImage
@@ -284,6 +292,7 @@ for _cls in (
     SwapIn,
     SwapOut,
     CopyReport,
+    SharedRows,
     StepEmbeds,
     BatchRequest,
     StepResult,

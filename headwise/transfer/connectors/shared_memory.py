@@ -12,10 +12,8 @@ Sources: memfd_create(2), proc(5), ptrace(2) of the Linux man pages.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
-from dataclasses import dataclass
 
 import msgpack
 import numpy as np
@@ -25,7 +23,7 @@ from headwise.kernels.block_copy import RunCopy
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs, this_node, unpack
 from headwise.transfer.connectors.endings import Endings
 from headwise.transfer.connectors.names import SHARED_MEMORY
-from headwise.transfer.host_memory import POPULATE_BYTES, HostArena
+from headwise.transfer.host_memory import POPULATE_BYTES, HostArena, MappedArena, SharedArena, map_shared
 
 _MADV_POPULATE_READ = 22
 
@@ -48,18 +46,11 @@ class SharedMemoryExport:
         """See `Export.close`: the arena's end is this one's."""
 
 
-@dataclass(frozen=True)
-class _Location:
-    pid: int
-    fd: int
-    name: str
-
-    @classmethod
-    def decode(cls, data: bytes) -> _Location:
-        values = unpack(data, [int, int, str])
-        if values is None or min(values[:2]) < 0:
-            raise PeerLostError("the address has no process and no file to map")
-        return cls(*values)
+def _decoded(location: bytes) -> SharedArena:
+    values = unpack(location, [int, int, str])
+    if values is None or min(values[:2]) < 0:
+        raise PeerLostError("the address has no process and no file to map")
+    return SharedArena(*values)
 
 
 class SharedMemoryReader:
@@ -69,7 +60,7 @@ class SharedMemoryReader:
         self._copy = copy
         self._node = this_node()
         self._libc = ctypes.CDLL(None)
-        self._arenas: dict[bytes, _Mapped] = {}  # by location
+        self._arenas: dict[bytes, MappedArena] = {}  # by location
         self._deaths = Endings(lambda location: self._arenas.pop(location, None))
 
     def reaches(self, address: ExportAddress) -> bool:
@@ -86,28 +77,25 @@ class SharedMemoryReader:
             raise PeerLostError("its host cache is no more")
         self._copy(mapped.array[: address.arena_bytes], arena, runs)
 
-    def _map(self, address: ExportAddress) -> _Mapped:
-        location = _Location.decode(address.location)
+    def _map(self, address: ExportAddress) -> MappedArena:
+        location = _decoded(address.location)
         if not self.reaches(address):
             raise PeerLostError(f"its memory is on node {address.node}, and this is {self._node}")
         try:
             # While it is watched, the number is given to no other process that we would not notice: the name is
             # looked at later.
             self._deaths.watch(address.location, os.pidfd_open(location.pid))
-            mapped = _open(location, address.arena_bytes)
+            mapped = map_shared(location, address.arena_bytes)
         except OSError as error:
             self._deaths.forget(address.location)
             raise PeerLostError(f"process {location.pid} shares no memory any more: {error.strerror}") from None
-        except PeerLostError:
-            self._deaths.forget(address.location)
-            raise
         self._arenas[address.location] = mapped
         threading.Thread(
             target=self._make_ready, args=(mapped, address.location), name="headwise-peer-map", daemon=True
         ).start()
         return mapped
 
-    def _make_ready(self, mapped: _Mapped, location: bytes) -> None:
+    def _make_ready(self, mapped: MappedArena, location: bytes) -> None:
         """Enter its pages into our tables, while it is mapped: a copy that meets new ones is a third slower."""
         start, size = int(mapped.array.ctypes.data), mapped.array.size
         for at in range(0, size, POPULATE_BYTES):
@@ -125,37 +113,3 @@ class SharedMemoryReader:
     def close(self) -> None:
         self._deaths.close()
         self._arenas.clear()
-
-
-def _open(location: _Location, arena_bytes: int) -> _Mapped:
-    """Raises `OSError` if there is nothing to map, `PeerLostError` if it is something else."""
-    path = f"/proc/{location.pid}/fd/{location.fd}"
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        # Looked at once it is open, when nobody can put another one in its place.
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{location.name} "):
-            raise PeerLostError(f"process {location.pid} is another one than when it gave its address")
-        about = os.fstat(fd)
-        if about.st_size < max(arena_bytes, 1):
-            raise PeerLostError(f"process {location.pid} shares {about.st_size} bytes, not {arena_bytes}")
-        memory = mmap.mmap(fd, about.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
-    return _Mapped(np.frombuffer(memory, dtype=np.uint8), path, about.st_ino)
-
-
-@dataclass(frozen=True, eq=False)
-class _Mapped:
-    """Another process' arena. path, inode: where it was found"""
-
-    array: NDArray[np.uint8]
-    path: str
-    inode: int
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether its owner still has it open."""
-        try:
-            return os.stat(self.path).st_ino == self.inode
-        except OSError:
-            return False

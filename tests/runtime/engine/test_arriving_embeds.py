@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.protocol import embed_parts
 from headwise.runtime.protocol.embed_parts import parts_of
 from headwise.runtime.protocol.messages import EmbedsPart, Submit
-from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest, embed_places
+from headwise.runtime.protocol.prompt_items import EmbedsPlace, PromptEmbeds, digest, embed_places
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
+from headwise.transfer.shared_buffers import SharedBuffers
 
 WIDTH = 3
 
@@ -128,9 +130,17 @@ def test_requests_of_which_nothing_comes_are_told() -> None:
     assert sorted(arriving.stalled_since(6.0)) == ["a", "b"]
 
 
-def test_memory_is_taken_for_what_comes_and_not_for_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[Any] = []
-    monkeypatch.setattr(np, "empty", lambda shape, dtype: taken.append(shape) or np.zeros(shape, dtype))
-    arriving = ArrivingEmbeds()
-    arriving.begin(submit(FIRST, SECOND), 0.0)
-    assert taken == [(4, WIDTH)]
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_memory_is_taken_for_what_comes_and_not_for_what_is_told(is_shared: bool) -> None:
+    """Told are as many bytes as a prompt may have, or as are left of the engine's; none of their pages are touched."""
+    told = Submit(1, submit(rows(0, 1)).request, (EmbedsPlace(0, 1 << 16, 1 << 10, False),))
+    arriving = ArrivingEmbeds(SharedBuffers().allocate) if is_shared else ArrivingEmbeds()
+    before = resident()
+    arriving.begin(told, 0.0)
+    assert arriving.num_bytes == 256 << 20
+    assert resident() - before < 32 << 20
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -110,6 +110,8 @@ class ReadingExecutor:
 
     # ---- `Executor` ----
 
+    shares_memory = True
+
     def submit(self, batch: BatchRequest) -> None:
         self._queue.append(batch)
 

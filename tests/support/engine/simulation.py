@@ -35,6 +35,7 @@ from headwise.runtime.models.position_config import RopeConfig
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.running_step import RunningStep, StepRunner
+from headwise.runtime.protocol.shared_rows import SharedRowReader
 from headwise.runtime.protocol.step_channel import WorkerFailed, failure_of
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.worker import ModelWorker, WorkerParts
@@ -134,6 +135,7 @@ class SimulatedExecutor:
         self.fail_wake: Exception | None = None
         self.queue: deque[BatchRequest] = deque()
         self.changed: Callable[[BatchRequest, StepResult], StepResult] = lambda batch, result: result
+        self._embeds = SharedRowReader()
         self._begun: deque[BatchRequest] = deque()
         self._answers: deque[StepResult | WorkerFailed] = deque()
         states = [group for group, policy in enumerate(card.plan.policies) if policy.is_state]
@@ -174,6 +176,8 @@ class SimulatedExecutor:
 
     # ---- `Executor` ----
 
+    shares_memory = True
+
     def submit(self, batch: BatchRequest) -> None:
         self.queue.append(batch)
 
@@ -200,7 +204,7 @@ class SimulatedExecutor:
                 self._answers.append(failure_of(error, 0))
 
     def _take(self, wait_s: float) -> BatchRequest | None:
-        return self.queue.popleft() if self.queue else None
+        return self._embeds.resolved(self.queue.popleft()) if self.queue else None
 
     def _begin(self, batch: BatchRequest) -> RunningStep:
         assert not (self.is_asleep and len(batch.rows)), "a worker that is asleep cannot compute"
