@@ -329,6 +329,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
             lambda f: f"{f['decode_step_us']:.0f} us",
         ),
     ),
+    "embeddings": (
+        Row(
+            "First token of a prompt with 256 MiB of embeddings, which a worker reads in the engine's memory, or which "
+            "come with each step; over that of as many tokens alone",
+            lambda f: listed(f"{f['mapped_over_plain']:.2f}", f"{f['sent_over_plain']:.2f}"),
+        ),
+    ),
     "step_launches": (
         Row(
             "Python of a layer of a prefill step on a GPU, run without one: launch by launch, and in pieces of graphs: "
@@ -376,6 +383,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "context_parallel",
         "pipeline",
         "control_plane",
+        "embeddings",
         "block_copy",
     ),
     "Several engines": ("replicas", "elastic_replicas", "pd", "openai_http", "index", "transports"),
