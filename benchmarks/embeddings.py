@@ -18,6 +18,7 @@ import argparse
 import json
 import logging
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.tiny_checkpoints import TINY_CONFIGS, write_checkpoint
 
 from headwise import EngineConfig, LocalEngine, PromptItem, SamplingParams
