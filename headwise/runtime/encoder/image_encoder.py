@@ -7,9 +7,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +39,9 @@ from headwise.runtime.protocol.images import (
 )
 from headwise.runtime.protocol.prompt_items import check_bytes
 from headwise.units import parse_bytes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _MOST_BYTES = MAX_IMAGE_EMBED_BYTES - (1 << 20)
 """Of an image's embeddings, where its tower can scale it down to as few."""
@@ -109,8 +111,9 @@ class ImageEncoder:
         return cls(tower, parse_bytes(config.image_cache), as_bfloat16, place)
 
     def encode(self, file: ImageFile) -> Iterator[EncodedImage | None]:
-        """What stands for it comes last; before, None for each part of a video that is done: each takes about as long
-        as an image. Raises `InvalidRequestError` if it is none, or larger than a request may be."""
+        """What stands for it comes last; before, None for each part of a video that is done, and for some frames that
+        are decoded: each takes about as long as an image. Raises `InvalidRequestError` if it is none, or larger than a
+        request may be."""
         with self._lock:
             found = self.cache.get(file.digest)
         if found is not None:
@@ -153,8 +156,15 @@ class ImageEncoder:
         images, done = video.images(plan.frames), 0
         embeds: NDArray[Any] = np.empty((0, 0))
         for length in lengths:
+            frames: list[Image] = []
+            while len(frames) < FRAMES:
+                image = next(images)
+                if image is None:
+                    yield
+                else:
+                    frames.append(image)
             with self._lock, self._place.current():
-                made = self._numbers(self._tower.encode_part(list(islice(images, FRAMES)), plan))
+                made = self._numbers(self._tower.encode_part(frames, plan))
             if not embeds.size:
                 check_bytes(made.shape[1] * made.itemsize * sum(lengths))
                 embeds = np.empty((sum(lengths), made.shape[1]), made.dtype)

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 from headwise.errors import DeploymentError, HeadwiseError, OverloadedError
@@ -130,16 +131,21 @@ class EncoderServer:
     def _work(self) -> None:
         import zmq
 
-        while (job := self._jobs.get()) is not None:
-            outcome = self._step(job)
-            if outcome is None:
-                self._jobs.put(job)
-                continue
-            self._outcomes.put((job, outcome))
-            try:
+        while self._work_on_next():
+            with suppress(zmq.Again):  # it has much to look at already
                 self._waker.send(b"", zmq.NOBLOCK)
-            except zmq.Again:  # it has much to look at already
-                continue
+
+    def _work_on_next(self) -> bool:
+        """False once there is nothing to do any more. While it waits it keeps nobody's file."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        outcome = self._step(job)
+        if outcome is None:
+            self._jobs.put(job)
+        else:
+            self._outcomes.put((job, outcome))
+        return True
 
     def _step(self, job: Job) -> EncodedImage | HeadwiseError | None:
         """None: there is more to do."""

@@ -8,8 +8,9 @@ file leads FFmpeg to other files or addresses, and seldom used decoders see none
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,10 @@ MAX_DECODED = 1 << 36
 MAX_FRAMES = 1 << 18
 _MOST_FPS = 1000.0
 _MOST_THREADS = 4
+_BURST = 32
+"""Frames that are decoded at once."""
+_MANY = 16
+"""Frames that are decoded rather than passed over."""
 _SAME = 0.02
 """By how much the rate that a file claims may differ from that of its frames."""
 
@@ -41,6 +46,13 @@ def has_decoder() -> bool:
     except ImportError:
         return False
     return True
+
+
+class _Key(NamedTuple):
+    """A frame from which on can be decoded: when it is seen, in seconds, and in the file's own time"""
+
+    seconds: float
+    at: int
 
 
 class VideoFile:
@@ -59,7 +71,7 @@ class VideoFile:
             stream = _stream_of(container)
             width, height = int(stream.codec_context.width), int(stream.codec_context.height)
             rate = float(stream.average_rate or 0)
-            self._times = _times_of(container, stream)
+            self._times, self._keys = _times_of(container, stream)
             turned = _is_turned(container, stream)
         frames, fps = len(self._times), _rate_of(self._times, rate)
         most = MAX_DECODED // (width * height)
@@ -70,27 +82,19 @@ class VideoFile:
             )
         self.form = VideoForm(frames, fps, *((height, width) if turned else (width, height)))
 
-    def images(self, numbers: Iterable[int]) -> Iterator[Image]:
+    def images(self, numbers: Iterable[int]) -> Iterator[Image | None]:
         """Frames by their numbers, of which none is below the one in front: of mode RGB, turned as the file says. The
-        frame of a number is the one that is seen in the middle of its time, where all have equal times.
+        frame of a number is the one that is seen in the middle of its time, where all have equal times. Between them
+        None, whenever many others were decoded.
 
         Raises `InvalidRequestError` where one cannot be decoded.
         """
         first, fps = float(self._times[0]), self.form.fps
-        wanted = [(first + (number + 0.5) / fps, number) for number in numbers]
-        shown: Any = None
         with self._opened() as container:
-            for frame in _frames_of(container):
-                while wanted and shown is not None and _seconds(frame) > wanted[0][0]:
-                    wanted.pop(0)
-                    yield _image_of(shown)
-                if not wanted:
-                    return
-                shown = frame
-            if shown is None:
-                raise InvalidRequestError("the video is broken: none of its frames can be decoded")
-            for _ in wanted:
-                yield _image_of(shown)
+            frames = _Frames(container, self._keys, fps)
+            for number in numbers:
+                yield from frames.go_to(first + (number + 0.5) / fps)
+                yield _image_of(frames.shown)
 
     def _opened(self) -> Any:
         import av
@@ -134,14 +138,18 @@ def _check_size(frame: Any) -> None:
         )
 
 
-def _times_of(container: Any, stream: Any) -> NDArray[np.float64]:
-    """When each frame is seen, in seconds, in their order; nothing is decoded."""
+def _times_of(container: Any, stream: Any) -> tuple[NDArray[np.float64], list[_Key]]:
+    """When each frame is seen, in seconds, in their order, and which ones need no others; nothing is decoded."""
     times: list[float] = []
+    keys: list[_Key] = []
     try:
         for packet in container.demux(stream):
             at = packet.dts if packet.pts is None else packet.pts
-            if packet.size and at is not None and not packet.is_discard:
-                times.append(float(at * packet.time_base))
+            if not packet.size or at is None or packet.is_discard:
+                continue
+            times.append(float(at * packet.time_base))
+            if packet.is_keyframe:
+                keys.append(_Key(times[-1], int(at)))
             if len(times) > MAX_FRAMES:
                 raise InvalidRequestError(f"the video has more than {MAX_FRAMES} frames, which are allowed at most")
     except InvalidRequestError:
@@ -150,7 +158,7 @@ def _times_of(container: Any, stream: Any) -> NDArray[np.float64]:
         raise InvalidRequestError(f"the video is broken: {first_line(error):.200}") from None
     if not times:
         raise InvalidRequestError("the video has no frames")
-    return np.sort(np.array(times))
+    return np.sort(np.array(times)), sorted(keys)
 
 
 def _rate_of(times: NDArray[np.float64], claimed: float) -> float:
@@ -162,18 +170,79 @@ def _rate_of(times: NDArray[np.float64], claimed: float) -> float:
     return min(found, _MOST_FPS) if found > 0 else 1.0
 
 
-def _frames_of(container: Any) -> Iterator[Any]:
-    stream = _stream_of(container)
-    stream.thread_type, stream.codec_context.thread_count = "AUTO", min(usable_cores(), _MOST_THREADS)
-    try:
-        for frame in container.decode(stream):
-            if frame.pts is not None:
-                _check_size(frame)
-                yield frame
-    except InvalidRequestError:
-        raise
-    except Exception as error:
-        raise InvalidRequestError(f"the video is broken, it cannot be decoded: {first_line(error):.200}") from None
+class _Frames:
+    """A video's frames as they are seen, in their order. What is in front of a key frame is passed over, where that is
+    much.
+
+    shown: the frame that is seen
+    """
+
+    def __init__(self, container: Any, keys: Sequence[_Key], fps: float) -> None:
+        self._container, self._keys, self._fps = container, keys, fps
+        self._stream = _stream_of(container)
+        self._stream.thread_type = "AUTO"
+        self._stream.codec_context.thread_count = min(usable_cores(), _MOST_THREADS)
+        self._next = self._decoded()
+        self.shown: Any = None
+        self._ahead: Any = None  # the frame behind it; None: it is not decoded yet, or there is none
+        self._is_over = False
+        self._count = 0
+
+    def go_to(self, seconds: float) -> Iterator[None]:
+        """To what is seen at this time, or last before. Raises `InvalidRequestError` where nothing can be decoded."""
+        key = self._key_before(seconds)
+        if key is not None:
+            self._skip(key.at)
+        yield from self._go_on(seconds)
+        if self.shown is None and key is not None:  # the file's index leads elsewhere: from its beginning, then
+            self._keys = ()
+            self._skip(0)
+            yield from self._go_on(seconds)
+        self.shown = self.shown or self._ahead
+        if self.shown is None:
+            raise InvalidRequestError("the video is broken: none of its frames can be decoded")
+
+    def _go_on(self, seconds: float) -> Iterator[None]:
+        while not self._is_over and (self._ahead is None or _seconds(self._ahead) <= seconds):
+            self.shown = self._ahead or self.shown
+            self._ahead = next(self._next, None)
+            self._is_over = self._ahead is None
+            self._count += 1
+            if self._count % _BURST == 0:
+                yield
+
+    def _key_before(self, seconds: float) -> _Key | None:
+        """The last key frame up to this time, if it is far behind what is decoded."""
+        at = bisect_right(self._keys, seconds, key=lambda key: key.seconds) - 1
+        if at < 0 or self._ahead is None:
+            return None
+        key = self._keys[at]
+        return key if (key.seconds - _seconds(self._ahead)) * self._fps > _MANY else None
+
+    def _skip(self, at: int) -> None:
+        """Go on with the key frame of this time."""
+        self.shown = self._ahead = None
+        self._is_over = False
+        try:
+            self._container.seek(at, stream=self._stream)
+        except Exception as error:
+            raise _broken(error) from None
+        self._next = self._decoded()
+
+    def _decoded(self) -> Iterator[Any]:
+        try:
+            for frame in self._container.decode(self._stream):
+                if frame.pts is not None:
+                    _check_size(frame)
+                    yield frame
+        except InvalidRequestError:
+            raise
+        except Exception as error:
+            raise _broken(error) from None
+
+
+def _broken(error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(f"the video is broken, it cannot be decoded: {first_line(error):.200}")
 
 
 def _seconds(frame: Any) -> float:
@@ -192,4 +261,4 @@ def _is_turned(container: Any, stream: Any) -> bool:
         container.seek(0)
         return bool(round(next(container.decode(stream)).rotation / 90) % 2)
     except Exception as error:
-        raise InvalidRequestError(f"the video is broken, it cannot be decoded: {first_line(error):.200}") from None
+        raise _broken(error) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,17 @@ def same(found: list[Image.Image], expected: list[Image.Image], tolerance: int =
         assert difference.max() <= tolerance if not tolerance else difference.mean() <= tolerance
 
 
+def chosen_of(video: VideoFile, numbers: Iterable[int]) -> list[Image.Image]:
+    return [image for image in video.images(numbers) if image is not None]
+
+
 @pytest.mark.parametrize("name", FILMS)
 def test_frames_are_those_that_were_written(name: str) -> None:
     video, form = VideoFile(film(name)), FILMS[name]
     assert (video.form.frames, video.form.width, video.form.height) == (form.frames, form.width, form.height)
     if form.frames > 1:
         assert video.form.fps == form.fps
-    same(list(video.images(range(form.frames))), frames(name))
+    same(chosen_of(video, range(form.frames)), frames(name))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,55 @@ def test_files_of_all_formats_and_codecs_are_decoded(container: str, codec: str)
     video = VideoFile(data)
     assert video.form == VideoForm(12, pytest.approx(12.0, rel=0.01), 96, 64)
     chosen = [0, 3, 4, 9, 11, 11]
-    same(list(video.images(chosen)), [images[at] for at in chosen], tolerance=40)
+    same(chosen_of(video, chosen), [images[at] for at in chosen], tolerance=40)
+
+
+LONG = [Image.fromarray(np.full((32, 48, 3), (at % 16 * 16, at // 16 * 16, 90), np.uint8)) for at in range(200)]
+"""Frames that say their numbers."""
+
+
+def number_in(image: Image.Image) -> int:
+    red, green, _ = np.asarray(image).reshape(-1, 3).mean(axis=0)
+    return round(red / 16) + 16 * round(green / 16)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "options"),
+    [
+        ("mp4", "libx264", {"g": "40", "qp": "0"}),
+        ("mp4", "libx264", {"g": "40", "bf": "3", "x264-params": "open-gop=1"}),
+        ("mp4", "libx265", {"x265-params": "keyint=40:open-gop=1:bframes=4:log-level=error"}),
+        ("webm", "libvpx-vp9", {"g": "40", "lag-in-frames": "16"}),
+        ("matroska", "libx264", {"g": "200", "bf": "3"}),
+        ("mp4", "mpeg4", {"g": "30", "qmin": "1", "qmax": "1"}),
+    ],
+)
+def test_what_lies_between_is_passed_over_and_nothing_else_is_taken_for_it(
+    container: str, codec: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    video = VideoFile(written(LONG, 20.0, container=container, codec=codec, pixels="yuv420p", **options))
+    draw = np.random.default_rng(1)
+    for numbers in ([0, 70, 71, 79, 80, 81, 199], [199], [3, 120, 190], sorted(draw.choice(200, 12).tolist())):
+        assert [number_in(image) for image in chosen_of(video, numbers)] == numbers
+    decoded = list[float]()
+    seconds = videos._seconds
+    monkeypatch.setattr(videos, "_seconds", lambda frame: decoded.append(seconds(frame)) or seconds(frame))
+    list(video.images([0, 198]))
+    assert (len(set(decoded)) < 60) is (options.get("g") != "200")
+
+
+def test_an_index_that_leads_elsewhere_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = written(LONG, 20.0, codec="libx264", pixels="yuv420p", g="40", qp="0")
+    video = VideoFile(data)
+    ends = [videos._Key(key.seconds, video._keys[-1].at) for key in video._keys]
+    monkeypatch.setattr(video, "_keys", ends)
+    assert [number_in(image) for image in chosen_of(video, [0, 90, 130, 180])] == [0, 90, 130, 180]
+
+
+def test_while_many_frames_are_decoded_others_have_their_turn() -> None:
+    video = VideoFile(written(LONG, 20.0, codec="libx264", pixels="yuv420p", g="200"))
+    found = list(video.images([0, 199]))
+    assert [image is None for image in found] == [False, *[True] * 6, False]
 
 
 def test_of_unequal_times_the_frame_is_taken_that_is_seen_then() -> None:
@@ -63,13 +116,13 @@ def test_of_unequal_times_the_frame_is_taken_that_is_seen_then() -> None:
     video = VideoFile(data)
     assert (video.form.frames, round(video.form.fps, 3)) == (4, round(3 / 0.9, 3))
     # In the middle of quarters of 1.2 s: at 0.15, 0.45, 0.75 and 1.05 s.
-    same(list(video.images(range(4))), [frames("exact")[at] for at in (1, 1, 1, 3)])
+    same(chosen_of(video, range(4)), [frames("exact")[at] for at in (1, 1, 1, 3)])
 
 
 def test_a_video_that_a_phone_has_turned_is_seen_upright() -> None:
     video = VideoFile(turned(film("exact")))
     assert (video.form.width, video.form.height) == (24, 32)
-    same(list(video.images([0, 11])), [frames("exact")[at].rotate(-90, expand=True) for at in (0, 11)])
+    same(chosen_of(video, [0, 11]), [frames("exact")[at].rotate(-90, expand=True) for at in (0, 11)])
 
 
 def turned(data: bytes) -> bytes:
@@ -99,7 +152,7 @@ def turned(data: bytes) -> bytes:
 )
 def test_what_is_no_video_is_told(data: bytes, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
-        list(VideoFile(data).images([0]))
+        chosen_of(VideoFile(data), [0])
 
 
 def test_a_file_that_ends_too_early_says_so_or_gives_the_frames_that_it_has() -> None:
@@ -107,7 +160,7 @@ def test_a_file_that_ends_too_early_says_so_or_gives_the_frames_that_it_has() ->
     data = film("odd")
     for cut in range(100, len(data), len(data) // 40):
         try:
-            found = list(VideoFile(data[:cut]).images([0, 8]))
+            found = chosen_of(VideoFile(data[:cut]), [0, 8])
         except InvalidRequestError:
             continue
         assert len(found) == 2
