@@ -12,6 +12,8 @@ from headwise.runtime.protocol.images import EncodedImage
 
 MAX_WAITING = 256
 MAX_WAITING_BYTES = 256 << 20
+MOST_VIDEOS = 4
+"""Under way at a time; of a client half as many."""
 
 
 @dataclass(eq=False)
@@ -25,13 +27,15 @@ class Job:
     client: bytes
     key: int
     size: int
+    is_video: bool = False
     file: ImageFile | None = None
     steps: Iterator[EncodedImage | None] | None = None
 
 
 class JobQueue:
     """Safe to use from several threads. Nobody's image waits for more than one of each other client, or one step of a
-    video: one that is not done is put back.
+    video: one that is not done is put back. Of videos so many are under way, and others wait until one is done: each
+    takes as much memory as a prompt's embeddings do.
 
     Counted are all jobs from `admit` until `done`.
     """
@@ -40,6 +44,7 @@ class JobQueue:
         self._jobs: OrderedDict[bytes, deque[Job]] = OrderedDict()  # by client, the next one first
         self._admitted: dict[tuple[bytes, int], Job] = {}
         self._change = threading.Condition()
+        self._under_way: set[Job] = set()  # videos
         self._num_bytes = 0
         self._is_closed = False
 
@@ -62,26 +67,41 @@ class JobQueue:
                 self._jobs.setdefault(job.client, deque()).append(job)
                 self._change.notify()
 
-    def done(self, job: Job) -> bool:
+    def is_wanted(self, job: Job) -> bool:
         """Whether somebody still waits for it."""
         with self._change:
-            is_wanted = self._admitted.get((job.client, job.key)) is job
-            if is_wanted:
+            return self._admitted.get((job.client, job.key)) is job
+
+    def done(self, job: Job) -> None:
+        """It is answered."""
+        with self._change:
+            if self._admitted.get((job.client, job.key)) is job:
                 self._forget(job.client, job.key)
-            return is_wanted
 
     def get(self) -> Job | None:
         """Wait for the next one; None once the queue is closed."""
         with self._change:
-            while not self._jobs and not self._is_closed:
+            while (job := self._next()) is None and not self._is_closed:
                 self._change.wait()
-            if self._is_closed:
+            if job is None or self._is_closed:
                 return None
-            client, jobs = self._jobs.popitem(last=False)
-            job = jobs.popleft()
+            jobs = self._jobs.pop(job.client)
+            jobs.remove(job)
             if jobs:
-                self._jobs[client] = jobs
+                self._jobs[job.client] = jobs
+            if job.is_video:
+                self._under_way.add(job)
             return job
+
+    def _next(self) -> Job | None:
+        """The first one that may go on, of the first client that has one."""
+        return next((job for jobs in self._jobs.values() for job in jobs if self._may_go_on(job)), None)
+
+    def _may_go_on(self, job: Job) -> bool:
+        if not job.is_video or job in self._under_way:
+            return True
+        own = sum(each.client == job.client for each in self._under_way)
+        return own < MOST_VIDEOS // 2 and len(self._under_way) < MOST_VIDEOS
 
     def drop(self, client: bytes, key: int | None = None) -> None:
         """Forget what a client asked for, or one of its questions."""
@@ -101,6 +121,8 @@ class JobQueue:
         if job is None:
             return
         self._num_bytes -= job.size
+        self._under_way.discard(job)
+        self._change.notify()  # another video may begin
         jobs = self._jobs.get(client)
         if jobs is not None and job in jobs:
             jobs.remove(job)

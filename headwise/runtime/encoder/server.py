@@ -93,6 +93,7 @@ class EncoderServer:
         self._reports = None if reporting is None else EncoderReports(self._context, reporting, self._clock)
         self._jobs = JobQueue()
         self._arriving, self._leaving = ArrivingFiles(), LeavingRows()
+        self._done: list[tuple[Job, EncodedImage | HeadwiseError]] = []  # that were not answered yet
         self._outcomes: queue.SimpleQueue[tuple[Job, EncodedImage | HeadwiseError]] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._counts = dict.fromkeys(("encoded", "refused", "overloaded", "malformed"), 0)
@@ -221,7 +222,7 @@ class EncoderServer:
     def _begin(self, identity: bytes, encode: Encode) -> None:
         check_encode(encode)
         self._drop(identity, encode.key)  # it may be asked again
-        job = Job(identity, encode.key, encode.size)
+        job = Job(identity, encode.key, encode.size, encode.is_video)
         if self._jobs.admit(job):
             self._go_on(job, self._arriving.begin(job, encode, self._clock()))
             return
@@ -257,19 +258,25 @@ class EncoderServer:
         while self._awake.poll(0):
             self._awake.recv(zmq.NOBLOCK)
         while not self._outcomes.empty():
-            job, outcome = self._outcomes.get()
-            if not self._jobs.done(job):
-                continue
-            if isinstance(outcome, HeadwiseError):
-                self._counts["refused"] += 1
-                self._send(job.client, failure(outcome, job.key))
-            elif (encoded := self._leaving.begin(job.client, job.key, outcome, self._clock())) is not None:
-                self._counts["encoded"] += 1
-                self._send(job.client, encoded)
-            else:
-                self._counts["overloaded"] += 1
-                error = OverloadedError("too much of what was made of images is not fetched yet; try again later")
-                self._send(job.client, failure(error, job.key))
+            self._done.append(self._outcomes.get())
+        waiting = [(job, outcome) for job, outcome in self._done if not self._is_answered(job, outcome)]
+        self._done = waiting
+
+    def _is_answered(self, job: Job, outcome: EncodedImage | HeadwiseError) -> bool:
+        """Answer, unless it has to wait until others have fetched what was made for them."""
+        if not self._jobs.is_wanted(job):
+            return True
+        message: Any
+        if isinstance(outcome, HeadwiseError):
+            message = failure(outcome, job.key)
+        else:
+            message = self._leaving.begin(job.client, job.key, outcome, self._clock())
+        if message is None:
+            return False
+        self._jobs.done(job)
+        self._counts["refused" if isinstance(outcome, HeadwiseError) else "encoded"] += 1
+        self._send(job.client, message)
+        return True
 
     def _send(self, identity: bytes, message: Any) -> None:
         """Send without waiting; a client that is gone or does not read is dropped. Its connection tells it so."""

@@ -2,7 +2,7 @@
 
 Which of FFmpeg's many formats and codecs a file is given to is decided here, by its first bytes and by `CODECS`: no
 file leads FFmpeg to other files or addresses, and seldom used decoders see none. Refused are larger frames than
-`MAX_PIXELS`, and more of them together than `MAX_DECODED`, since all up to the last one that is wanted are decoded.
+`MAX_PIXELS`, and more of them together than `MAX_DECODED`, since all of them may have to be decoded.
 """
 
 from __future__ import annotations

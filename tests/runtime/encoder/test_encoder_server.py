@@ -271,7 +271,9 @@ def test_clients_are_served_in_turn_and_bytes_that_are_here_have_a_limit(monkeyp
     assert [job.key for job in taken] == [1, 4, 6, 2, 3]
     assert not put(b"e", 7)  # what is being encoded is here, too
     jobs.drop(b"a", 2)
-    assert [jobs.done(job) for job in taken] == [True, True, True, False, True]
+    assert [jobs.is_wanted(job) for job in taken] == [True, True, True, False, True]
+    for job in taken:
+        jobs.done(job)
     assert len(jobs) == 0
     jobs.close()
     assert jobs.get() is None
@@ -383,14 +385,46 @@ def test_what_is_not_asked_for_or_does_not_come_is_let_go_of(scripted: ScriptedE
     server.stop()
 
 
-def test_there_is_room_for_so_much_that_is_not_fetched(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_made_waits_until_there_is_room_for_it(
+    peer: Peer, server: EncoderServer, scripted: ScriptedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leaving_rows, "MAX_KEPT_BYTES", 12 << 20)
+    monkeypatch.setattr(job_queue, "MOST_VIDEOS", 8)
+    scripted.free.clear()
     for key, size in ((1, 9), (2, 5), (3, 4)):
         peer.send(asked_of(key, bytes(size), is_video=True))
-    found = {told.key: told for told in (peer.answer() for _ in range(3))}
-    assert isinstance(found[3], Encoded)  # it is one part
-    assert isinstance(found[2], Encoded)
-    assert found[1].error == "OverloadedError"  # it was done last
+    eventually(lambda: len(server._jobs) == 3)
+    scripted.free.set()
+    assert [peer.answer().key for _ in range(2)] == [3, 2]  # the first is one part, the second leaves no room
+    eventually(lambda: server._done)
+    peer.send(WantsRows(2, 4))
+    told = [peer.answer() for _ in range(2)]
+    assert [(type(each), each.key) for each in told] == [(EncodedRows, 2), (Encoded, 1)]
+    assert len(server._jobs) == 0
+    assert not server._done
+
+
+def test_so_many_videos_are_under_way_and_of_a_client_half_as_many() -> None:
+    jobs = JobQueue()
+    for key in range(1, 5):
+        for client in (b"a", b"b", b"c"):
+            video = Job(client, key, 1, is_video=True)
+            assert jobs.admit(video)
+            jobs.put(video)
+    image = Job(b"d", 9, 1)
+    assert jobs.admit(image)
+    jobs.put(image)
+    begun = [job for job in (jobs.get() for _ in range(5)) if job is not None]
+    assert [(job.client, job.key) for job in begun] == [(b"a", 1), (b"b", 1), (b"c", 1), (b"d", 9), (b"a", 2)]
+    for job in begun[:3]:
+        jobs.put(job)
+    assert {jobs.get() for _ in range(3)} == set(begun[:3])  # no other one
+    jobs.drop(b"b")
+    later = jobs.get()
+    assert (later.client, later.key) == (b"c", 2)  # type: ignore[union-attr]
+    jobs.done(begun[0])
+    again = jobs.get()
+    assert (again.client, again.key) == (b"a", 3)  # type: ignore[union-attr]
 
 
 def test_other_images_are_encoded_between_the_steps_of_a_video(
