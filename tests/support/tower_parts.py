@@ -20,7 +20,7 @@ MANY = 1 << 30
 """Numbers of an image: more than any has."""
 
 
-def parts(directory: Path, ops: TensorOps | None = None, most: int = MANY, most_of_video: int = MANY) -> TowerParts:
+def parts(directory: Path, ops: TensorOps | None = None, most: int = MANY) -> TowerParts:
     tokenizer = Tokenizer.from_directory(directory)
     videos = directory / "video_preprocessor_config.json"
     return TowerParts(
@@ -31,7 +31,6 @@ def parts(directory: Path, ops: TensorOps | None = None, most: int = MANY, most_
         tokenizer.control_token,
         most,
         read_json(videos) if videos.is_file() else {},
-        most_of_video,
         partial(tokenizer.encode, add_special_tokens=False),
     )
 

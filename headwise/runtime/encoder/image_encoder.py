@@ -32,7 +32,6 @@ from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.protocol.images import (
     MAX_IMAGE_EMBED_BYTES,
-    MAX_VIDEO_EMBED_BYTES,
     EncodedImage,
     PromptImage,
     named,
@@ -42,9 +41,6 @@ from headwise.units import parse_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-_MOST_BYTES = MAX_IMAGE_EMBED_BYTES - (1 << 20)
-"""Of an image's embeddings, where its tower can scale it down to as few."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +92,8 @@ class ImageEncoder:
             weights,
             place.ops,
             tokenizer.control_token,
-            _MOST_BYTES // number,
+            MAX_IMAGE_EMBED_BYTES // number,
             _processor(directory, "video_processor", "video_preprocessor_config.json"),
-            MAX_VIDEO_EMBED_BYTES // number,
             partial(tokenizer.encode, add_special_tokens=False),
         )
         if tokenizer.control_token(kind.placeholder) is None:

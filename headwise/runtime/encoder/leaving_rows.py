@@ -12,7 +12,7 @@ from headwise.runtime.protocol.encoder_messages import PART_BYTES, Encoded, Enco
 from headwise.runtime.protocol.images import EncodedImage
 
 MAX_KEPT_BYTES = 1 << 30
-"""Of embeddings that are not all sent, or those of one image."""
+"""Of embeddings that are not all sent; of a client half as many, or those of one image."""
 
 
 @dataclass
@@ -33,11 +33,16 @@ class LeavingRows:
     def num_bytes(self) -> int:
         return sum(each.values.nbytes for each in self._kept.values())
 
+    def _has_room(self, client: bytes, size: int) -> bool:
+        own = sum(each.values.nbytes for (owner, _), each in self._kept.items() if owner == client)
+        is_within = own + size <= MAX_KEPT_BYTES // 2 and self.num_bytes + size <= MAX_KEPT_BYTES
+        return is_within or not self._kept
+
     def begin(self, client: bytes, key: int, made: EncodedImage, now: float) -> Encoded | None:
         """The message that says what was made, with the first rows; None: there is no room for the others."""
         first = _part(made.embeds, 0)
         if len(first) < len(made.embeds):
-            if self._kept and self.num_bytes + made.embeds.nbytes > MAX_KEPT_BYTES:
+            if not self._has_room(client, made.embeds.nbytes):
                 return None
             self._kept[client, key] = _Leaving(made.embeds, now)
         return Encoded(key, made.image, first)

@@ -15,7 +15,7 @@ from headwise.errors import DeploymentError, HeadwiseError, OverloadedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.encoder.arriving_files import ArrivingFiles, check_encode
 from headwise.runtime.encoder.job_queue import Job, JobQueue
-from headwise.runtime.encoder.leaving_rows import LeavingRows
+from headwise.runtime.encoder.leaving_rows import MAX_KEPT_BYTES, LeavingRows
 from headwise.runtime.encoder.reports import EncoderReports, Reporting
 from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.protocol import wire
@@ -45,7 +45,7 @@ MAX_UNREAD_BYTES = 64 << 20
 
 
 class Encoder(Protocol):
-    """`headwise.runtime.encoder.image_encoder.ImageEncoder`."""
+    """`headwise.runtime.encoder.image_encoder.    ImageEncoder`."""
 
     def encode(self, file: ImageFile) -> Iterator[EncodedImage | None]: ...
 
@@ -101,7 +101,8 @@ class EncoderServer:
         self._awake.bind("inproc://encoded")
         self._waker = self._context.socket(zmq.PUSH)
         self._waker.connect("inproc://encoded")
-        self._stopping = threading.Event()
+        self._stopping, self._has_room = threading.Event(), threading.Event()
+        self._has_room.set()
         self._thread = threading.Thread(target=self._run, name="headwise-encoder", daemon=True)
         self._worker = threading.Thread(target=self._work, name="headwise-tower", daemon=True)
 
@@ -138,6 +139,9 @@ class EncoderServer:
 
     def _work_on_next(self) -> bool:
         """False once there is nothing to do any more. While it waits it keeps nobody's file."""
+        while not self._has_room.wait(_IDLE_MS / 1000):
+            if self._stopping.is_set():
+                return False
         job = self._jobs.get()
         if job is None:
             return False
@@ -261,6 +265,10 @@ class EncoderServer:
             self._done.append(self._outcomes.get())
         waiting = [(job, outcome) for job, outcome in self._done if not self._is_answered(job, outcome)]
         self._done = waiting
+        if sum(outcome.embeds.nbytes for _, outcome in waiting if isinstance(outcome, EncodedImage)) > MAX_KEPT_BYTES:
+            self._has_room.clear()
+        else:
+            self._has_room.set()
 
     def _is_answered(self, job: Job, outcome: EncodedImage | HeadwiseError) -> bool:
         """Answer, unless it has to wait until others have fetched what was made for them."""

@@ -23,10 +23,8 @@ MAX_IMAGES = 64
 MAX_IMAGE_BYTES = 12 << 20
 """Of an image as a file: in Base64 it is a body of HTTP's default size."""
 MAX_VIDEO_BYTES = 128 << 20
-MAX_IMAGE_EMBED_BYTES = 62 << 20
-"""Of an image's embeddings."""
-MAX_VIDEO_EMBED_BYTES = MAX_EMBED_BYTES - (32 << 20)
-"""Of a video's: an image may stand beside it."""
+MAX_IMAGE_EMBED_BYTES = MAX_EMBED_BYTES - (32 << 20)
+"""Of an image's embeddings, or a video's: another image may stand beside it."""
 IMAGE_LIMITS = ImageLimits(MAX_IMAGES, MAX_IMAGE_BYTES, MAX_VIDEO_BYTES)
 
 

@@ -103,11 +103,10 @@ class TowerParts:
     config:    ``config.json``
     processor: what the checkpoint says of how images are prepared: ``preprocessor_config.json``, or the
                ``image_processor`` of ``processor_config.json``; empty: nothing
-    most:      numbers of an image's embeddings: a tower that can, scales an image down to as few. What is larger than
-               a prompt may be is refused by who asks
+    most:      numbers of an image's embeddings, or of a video's: a tower that can, scales these down to as few. What is
+               larger is refused by who asks
     videos:    what the checkpoint says of how videos are prepared: ``video_preprocessor_config.json``, or the
                ``video_processor`` of ``processor_config.json``; empty: nothing
-    most_of_video: numbers of a video's embeddings, as ``most``
     text_ids:  the tokens of a text without control tokens
     """
 
@@ -118,7 +117,6 @@ class TowerParts:
     token_id: TokenId
     most: int
     videos: Mapping[str, Any]
-    most_of_video: int
     text_ids: Callable[[str], Sequence[int]]
 
 

@@ -14,8 +14,8 @@ from headwise.runtime.ops.base import Tensor, TensorOps
 
 Windows = Sequence[tuple[int, int]]
 """How many windows follow each other, and of how many tokens each, and how many behind these. Together all tokens."""
-_TILE_BYTES = 2 << 20
-"""Of a tile's scores, float32: they stay in a core's cache."""
+_TILE_BYTES, _DEVICE_TILE_BYTES = 2 << 20, 256 << 20
+"""Of a tile's scores, float32: on a CPU they stay in a core's cache, on a GPU there are few enough to be launched."""
 
 
 def dense_attention(
@@ -45,19 +45,31 @@ def dense_attention(
         with ThreadPoolExecutor(min(usable_cores(), out.shape[1])) as threads:
             list(threads.map(head, range(out.shape[1])))
     else:
-        for index in range(out.shape[1]):
-            head(index)
+        _of_all_heads(out, (q, k, v), windows, np.float32(scale))
     return ops.from_kernel_array(out)
 
 
-def _of_windows(parts: list[Any], scale: np.float32) -> None:
-    """Of one head's windows of one length, some of them at a time, or a part of one.
+def _of_all_heads(out: Any, given: Sequence[Any], windows: Windows, scale: np.float32) -> None:
+    """Of queries, keys and values ``[H, T, D]``, together: as if each head had windows of its own."""
+    start = 0
+    for count, length in windows:
+        stop, (heads, _, size) = start + count * length, given[0].shape
+        parts = [each[:, start:stop].reshape(heads * count, length, size) for each in given]
+        seen = parts[0].copy()
+        _of_windows([seen, *parts], scale, _DEVICE_TILE_BYTES)
+        found = seen.reshape(heads, stop - start, size).transpose(1, 0, 2)
+        out[start:stop] = found.astype(out.dtype, copy=False)
+        start = stop
+
+
+def _of_windows(parts: list[Any], scale: np.float32, tile_bytes: int = _TILE_BYTES) -> None:
+    """Of windows of one length, some of them at a time, or a part of one.
 
     parts: what is written to, queries, keys and values, ``[count, length, D]`` each
     """
     out, query, key, value = parts
     count, length, _ = query.shape
-    rows = max(1, _TILE_BYTES // (4 * length))
+    rows = max(1, tile_bytes // (4 * length))
     many = max(1, rows // length)
     query, key, value = query * scale, key.swapaxes(1, 2).copy(), value.copy()
     for first in range(0, count, many):

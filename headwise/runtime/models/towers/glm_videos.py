@@ -76,7 +76,7 @@ class GlmVideos:
         not served, or lacks a control token."""
         self._form = _Form.of(parts.videos, parts.processor, patch, merge)
         self.pixels = pixel_form({**parts.processor, **parts.videos}, CLIP_MEAN, CLIP_STD)
-        self._step, self._most_tokens = patch * merge, parts.most_of_video // text_hidden
+        self._step, self._most_tokens = patch * merge, parts.most // text_hidden
         self._text_ids: Callable[[str], Sequence[int]] = parts.text_ids
         tokens = control_tokens(parts, (_PAD, _START, _END))
         self._token, self._around = tokens[_PAD], (tokens[_START], tokens[_END])

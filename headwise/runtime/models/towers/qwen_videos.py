@@ -89,7 +89,7 @@ class QwenVideos:
         self._sizes = _Sizes.of(parts.videos, config, seconds)
         self._config, self._seconds = config, seconds
         self.pixels = pixel_form({**parts.processor, **parts.videos}, CLIP_MEAN, CLIP_STD)
-        self._most_tokens = parts.most_of_video // (config.text_hidden * (1 + len(config.levels)))
+        self._most_tokens = parts.most // (config.text_hidden * (1 + len(config.levels)))
         self._text_ids: Callable[[str], Sequence[int]] = parts.text_ids
         tokens = control_tokens(parts, (VIDEO_PLACE, _START, _END))
         self._token, self._around = tokens[VIDEO_PLACE], (tokens[_START], tokens[_END])

@@ -44,7 +44,6 @@ def parts(directory: Path, ops: TensorOps | None = None, most: int = MANY) -> To
         Tokenizer.from_directory(directory).control_token,
         most,
         {},
-        0,
         list,
     )
 

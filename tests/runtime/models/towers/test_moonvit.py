@@ -24,6 +24,7 @@ from headwise.runtime.models.towers.base import EncodedImage
 from headwise.runtime.models.towers.moonvit import MoonVitConfig
 from headwise.runtime.models.towers.pixels import normalised
 from headwise.runtime.models.towers.stretched import stretched
+from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES
 
 LEVEL = 2 / 255 + 1e-5
 """Of a pixel, as the tower takes it."""
@@ -141,13 +142,13 @@ def test_images_are_shrunk_to_so_many_patches_in_all_and_of_an_edge(
     assert MoonVitConfig.of({"vision_config": {}}, {}).fitted(*size) == (scaled, filled)
 
 
-def test_the_largest_images_of_any_shape_fit_a_message() -> None:
-    """62 MiB of embeddings of 7,168 numbers in bfloat16, with token ids."""
+def test_the_largest_images_of_any_shape_are_eight_of_a_prompt() -> None:
+    """Of embeddings of 7,168 numbers in bfloat16."""
     config = MoonVitConfig.of({"vision_config": {}}, {})
     for width in range(14, 7168, 97):
         for height in (7168, 16384 * 196 // width, 16384 * 196 // width + 27):
             _, filled = config.fitted(width, min(height, 32768))
-            assert filled[0] * filled[1] // 28**2 * (7168 * 2 + 4) <= 62 << 20
+            assert 8 * (filled[0] * filled[1] // 28**2) * 7168 * 2 <= MAX_EMBED_BYTES
 
 
 def test_positions_are_stretched_by_cubic_convolution() -> None:

@@ -37,6 +37,7 @@ from headwise.runtime.models.towers.select import TowerKind, tower_of
 from headwise.runtime.models.towers.stretched import spanned
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.protocol.images import MAX_IMAGE_EMBED_BYTES
+from headwise.runtime.protocol.prompt_items import MAX_EMBED_BYTES
 
 BUILDS: dict[str, Callable[[TowerParts], QwenVision]] = {
     "qwen2-vl": qwen_vision.build_qwen2_vl,
@@ -117,7 +118,7 @@ def test_models_go_by_their_towers_and_say_where_their_images_are(architecture: 
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_the_largest_image_is_one_message_of_an_encoder(dtype: str, size: int, tmp_path: Path) -> None:
+def test_the_largest_image_fits_a_prompt_beside_another_one(dtype: str, size: int, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(image_model("qwen3-vl"), directory)
     asked = {**QWENS["qwen3-vl"].processor, "max_pixels": 1 << 26}
@@ -125,9 +126,9 @@ def test_the_largest_image_is_one_message_of_an_encoder(dtype: str, size: int, t
     config = EngineConfig(model=str(directory), dtype=dtype, tensor_ops="numba", image_encoder_cpus=1)
     tower = ImageEncoder.open(config, directory)._tower
     assert isinstance(tower, QwenVision)
-    tokens = tower.config.most // tower.config.step**2
-    one = tokens * (3 * 64 * size + 4)
-    assert MAX_IMAGE_EMBED_BYTES - (2 << 20) < one < MAX_IMAGE_EMBED_BYTES
+    one = tower.config.most // tower.config.step**2 * 3 * 64 * size
+    assert one <= MAX_IMAGE_EMBED_BYTES < MAX_EMBED_BYTES
+    assert one > MAX_IMAGE_EMBED_BYTES - (1 << 20) or tower.config.most == 1 << 26
 
 
 # ---- sizes ----

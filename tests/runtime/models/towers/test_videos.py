@@ -185,7 +185,7 @@ def test_a_video_has_as_many_numbers_as_fit_at_most(name: str) -> None:
     whole = tower(name).plan(form("large"), 0.0)
     width = width_of(name)
     half = len(whole.items) * (whole.items[0].end - whole.items[0].start) * width // 2
-    few = tower(name, parts(image_model(name), most_of_video=half)).plan(form("large"), 0.0)
+    few = tower(name, parts(image_model(name), most=half)).plan(form("large"), 0.0)
     assert few.frames == whole.frames
     numbers = sum(each.end - each.start for each in few.items) * width
     assert half // 2 < numbers <= half
