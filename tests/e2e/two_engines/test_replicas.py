@@ -235,3 +235,5 @@ def test_streams_through_the_relay_go_on_when_the_scheduler_dies(
     kill_scheduler(deployment, client)
     load.check(tokenizer)
     print(f"\nno relayed stream paused for more than {load.longest_pause(since):.2f} s")
+    # Whoever comes next finds a scheduler: streams did not need the new one.
+    assert client.generate(STREAMS[0].prompt_ids, GREEDY, max_tokens=2).token_ids == STREAMS[0].output_ids[:2]

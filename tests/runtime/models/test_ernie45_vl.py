@@ -66,7 +66,7 @@ def test_the_published_model_is_read() -> None:
     sizes = model.moe.expert_size, model.moe.image_expert_size, model.moe.shared_size
     assert (model.moe.num_experts, model.moe.experts_per_token, *sizes) == (64, 6, 1536, 512, 3072)
     assert model.ropes[0].axes == (1, 2) * 22 + (0,) * 20
-    assert (model.axes, model.image_token, model.missing_for_images) == (3, "<|IMAGE_PLACEHOLDER|>", "")
+    assert (model.axes, model.image_tokens[0], model.missing_for_images) == (3, "<|IMAGE_PLACEHOLDER|>", "")
 
 
 def test_published_configs_that_do_not_name_them_have_no_shared_experts_and_untied_embeddings() -> None:

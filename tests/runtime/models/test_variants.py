@@ -529,8 +529,8 @@ def test_a_kimi_k2_5_is_the_kimi_k2_in_it_and_so_is_how_its_weights_are_stored()
     config = published("kimi-k2.5")
     found, plain = model_config(config), model_config(published("kimi-k2"))
     longer = {"ropes": plain.ropes, "max_position": plain.max_position, "attention_scale": plain.attention_scale}
-    assert found.image_token == "<|media_pad|>"
-    assert replace(found, **longer, image_token="") == plain
+    assert found.image_tokens[0] == "<|media_pad|>"
+    assert replace(found, **longer, image_tokens=("", "")) == plain
     stored = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
