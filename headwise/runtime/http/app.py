@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,7 @@ from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
 from headwise.runtime.http.tools.choice import ToolChoice
 from headwise.runtime.http.tools.select import Parsers
-from headwise.runtime.loader.chat_images import take_images, with_files
+from headwise.runtime.loader.chat_images import has_files, take_images, with_files
 from headwise.runtime.protocol.images import IMAGE_LIMITS
 
 if TYPE_CHECKING:
@@ -148,10 +149,15 @@ class _Api:
         check_model(name, self._models)
         return JSONResponse(self._model_card(name))
 
-    def _generation(self, model: str | None, wanted: Wanted, form: Form, echoed: Sequence[str] = ()) -> Generation:
+    async def _generation(
+        self, model: str | None, wanted: Wanted, form: Form, echoed: Sequence[str] = ()
+    ) -> Generation:
         """What a request is answered by. model: that it asks for, which may be an adapter"""
         adapter = {} if model in (None, self._model) else {"adapter": model}
-        wanted = replace(wanted, options={**wanted.options, **adapter}, messages=_with_files(wanted))
+        messages = wanted.messages
+        if has_files(messages):  # which are large: others' tokens need not wait for them
+            messages = await asyncio.to_thread(_with_files, wanted)
+        wanted = replace(wanted, options={**wanted.options, **adapter}, messages=messages)
         return Generation(self._client, wanted, form, echoed, self.counts, self._held)
 
     async def chat(self, request: Request) -> Generation:
@@ -164,7 +170,7 @@ class _Api:
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
         telling = Telling(body.model or self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs)
         form = Chat(telling, answers)
-        return self._generation(body.model, wanted, form)
+        return await self._generation(body.model, wanted, form)
 
     async def completions(self, request: Request) -> Generation:
         body = parse(CompletionBody, await self._bodies.read(request))
@@ -177,7 +183,7 @@ class _Api:
         form = Completion(
             Telling(body.model or self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs)
         )
-        return self._generation(body.model, wanted, form, echoed)
+        return await self._generation(body.model, wanted, form, echoed)
 
     async def responses(self, request: Request) -> Generation:
         body = parse(ResponseBody, await self._bodies.read(request))
@@ -187,7 +193,7 @@ class _Api:
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
         logprobs = self._logprobs.chat() if wanted.has_logprobs else None
         form = ResponseForm(body.model or self._model, body, answers, logprobs)
-        return self._generation(body.model, wanted, form)
+        return await self._generation(body.model, wanted, form)
 
     async def messages(self, request: Request) -> Generation:
         body = parse(MessagesBody, await self._bodies.read(request))
@@ -196,7 +202,7 @@ class _Api:
         wanted = wanted_message(body, choice, self._parsers)
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
         form = MessageForm(body.model or self._model, body.max_tokens, answers)
-        return self._generation(body.model, wanted, form)
+        return await self._generation(body.model, wanted, form)
 
     async def count_tokens(self, request: Request) -> Response:
         body = parse(CountBody, await self._bodies.read(request))
@@ -224,7 +230,7 @@ class _Api:
     async def _tokens(self, prompt: str | None, chat: Any) -> list[int]:
         """Of a text, or of a chat; an encoder says which its images are."""
         try:
-            chat, files = take_images(chat, IMAGE_LIMITS)
+            chat, files = await asyncio.to_thread(take_images, chat, IMAGE_LIMITS) if has_files(chat) else (chat, ())
         except InvalidRequestError as error:
             raise invalid(str(error), "messages") from None
         images = await self._client.aencode_images(files) if files else ()

@@ -12,6 +12,7 @@ import re
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,19 @@ class ImageFile:
     is_video: bool = False
     fps: float = 0.0
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Names it, and how it is to be taken."""
         form = f"video {self.fps!r} " if self.is_video else "image "
         return sha256(form.encode() + sha256(self.data).digest()).digest()
+
+
+def has_files(chat: Any) -> bool:
+    """Whether a chat, or its messages, has parts with images or videos."""
+    messages = chat.get("messages") if isinstance(chat, Mapping) else chat
+    contents = [each.get("content") for each in messages or () if isinstance(each, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return any(isinstance(part, Mapping) and str(part.get("type")) in _KINDS for part in parts)
 
 
 def take_images(chat: Any, limits: ImageLimits) -> tuple[Any, tuple[ImageFile, ...]]:
@@ -71,8 +80,8 @@ def take_images(chat: Any, limits: ImageLimits) -> tuple[Any, tuple[ImageFile, .
 
 
 def with_files(chat: Any, limits: ImageLimits) -> Any:
-    """A chat, or its messages, with each image as a file's bytes, so that it is decoded once however often it is sent.
-    Raises as `take_images`.
+    """A chat, or its messages, with each image as its file, so that it is decoded once however often it is sent. Raises
+    as `take_images`.
     """
     return _changed(chat, limits, keeps=True)[0]
 
@@ -102,21 +111,21 @@ def _of_message(name: str, message: Any, files: list[ImageFile], limits: ImageLi
             continue
         if len(files) == limits.most:
             raise InvalidRequestError(f"more than {limits.most} images were given; at most {limits.most} are allowed")
-        where = f"{name}['content'][{at}]"
-        most = limits.bytes_of(is_video)
-        data = _checked(where, _file_of(where, part.get(kind), most, is_video), most, _noun(is_video))
-        files.append(ImageFile(data, is_video, _fps(where, part.get("fps")) if is_video else 0.0))
-        parts.append(_part(files[-1], keeps))
+        files.append(_file(f"{name}['content'][{at}]", part, is_video, limits.bytes_of(is_video)))
+        place = VIDEO_PART if is_video else IMAGE_PART
+        parts.append({**place, place["type"]: files[-1]} if keeps else dict(place))
     return {**message, "content": parts}
 
 
-def _part(file: ImageFile, keeps: bool) -> dict[str, Any]:
-    """In place of a user's own. keeps: whether the file is in it"""
-    if not keeps:
-        return dict(VIDEO_PART if file.is_video else IMAGE_PART)
-    if not file.is_video:
-        return {**IMAGE_PART, "image": file.data}
-    return {**VIDEO_PART, "video": file.data, **({"fps": file.fps} if file.fps else {})}
+def _file(name: str, part: Mapping[str, Any], is_video: bool, most_bytes: int) -> ImageFile:
+    """Of a user's part, or as `with_files` has put it there."""
+    given = part.get(part["type"])
+    if isinstance(given, ImageFile) and given.is_video == is_video:
+        return given
+    data = _checked(name, _file_of(name, given, most_bytes, is_video), most_bytes, _noun(is_video))
+    file = ImageFile(data, is_video, _fps(name, part.get("fps")) if is_video else 0.0)
+    _ = file.digest  # by this thread, not by one that all calls share
+    return file
 
 
 def _noun(is_video: bool) -> str:

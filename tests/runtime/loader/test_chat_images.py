@@ -14,7 +14,7 @@ from support.tiny_images import encoded, picture
 
 from headwise.errors import InvalidRequestError
 from headwise.runtime.loader.chat import plain_chat
-from headwise.runtime.loader.chat_images import ImageFile, ImageLimits, take_images, with_files
+from headwise.runtime.loader.chat_images import ImageFile, ImageLimits, has_files, take_images, with_files
 
 PNG = encoded(picture("odd"))
 MP4 = b"a file of a video"
@@ -101,15 +101,18 @@ def test_files_are_told_apart_by_how_they_are_taken() -> None:
 def test_messages_without_images_are_left_as_they_are() -> None:
     for chat in ("x", None, 5, [], asked(TEXT), [{"role": "user", "content": "x"}], {"messages": asked(TEXT)}, [[1]]):
         assert take_images(chat, LIMITS) == (chat, ())
+        assert not isinstance(chat, list | dict) or not has_files(chat)
 
 
 def test_the_rest_of_a_chat_is_kept_and_a_file_decoded_once_is_not_decoded_again() -> None:
     chat = {"messages": asked(part(url(PNG)), TEXT), "tools": [1]}
+    assert has_files(chat)
+    assert has_files(chat["messages"])
     once = with_files(chat, LIMITS)
     assert once["tools"] == [1]
-    assert once["messages"][0]["content"] == [{"type": "image", "image": PNG}, TEXT]
+    assert once["messages"][0]["content"] == [{"type": "image", "image": ImageFile(PNG)}, TEXT]
     (first,), (again,) = (take_images(once, LIMITS)[1] for _ in range(2))
-    assert first.data is again.data
+    assert first is again
 
 
 @pytest.mark.parametrize(
