@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,7 @@ from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.encoder.embed_cache import EmbedCache
 from headwise.runtime.encoder.images import check_pillow, decode
-from headwise.runtime.encoder.videos import VideoFile
+from headwise.runtime.encoder.videos import VideoFile, has_decoder
 from headwise.runtime.loader.chat_images import ImageFile
 from headwise.runtime.loader.checkpoint import read_json
 from headwise.runtime.loader.quantised_checkpoint import open_weights
@@ -41,6 +42,8 @@ from headwise.units import parse_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class ImageEncoder:
             )
         with place.current():
             tower = kind.build(parts)
+        log.info("encodes %s on %s, keeps %s of it", _taken(tower), place.ops.name, config.image_cache)
         return cls(tower, parse_bytes(config.image_cache), as_bfloat16, place)
 
     def encode(self, file: ImageFile) -> Iterator[EncodedImage | None]:
@@ -185,6 +189,13 @@ class ImageEncoder:
     def stats(self) -> dict[str, int]:
         cache = self.cache
         return {"images": len(cache), "bytes": cache.num_bytes, "hits": cache.hits, "misses": cache.misses}
+
+
+def _taken(tower: Tower) -> str:
+    """What is encoded, in words."""
+    if not isinstance(tower, VideoTower):
+        return "images, and no videos: the model's are not served"
+    return "images and videos" if has_decoder() else "images, and no videos: pip install 'headwise[videos]'"
 
 
 def check_images(config: EngineConfig, directory: Path) -> None:
