@@ -15,7 +15,7 @@ from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.prompt_items import check_bytes
 
 MOST_ASKED = 2
-"""Images that an encoder is asked for at a time."""
+"""Images that an encoder is asked for at a time, and as many videos: no image waits for these."""
 MOST_HELD_BYTES = 1 << 30
 """Of the files of all calls that wait for encoders: strangers send them to an HTTP server, which is a client."""
 MOST_KEPT_BYTES = 4 << 30
@@ -78,7 +78,7 @@ class ImageCalls:
         self._images: dict[bytes, _Image] = {}
         self._held = 0  # bytes of the files of calls that wait
         self._gathered = 0  # bytes of what stands for images of calls that wait for others
-        self._asked: Counter[str] = Counter()  # images, by endpoint
+        self._asked: Counter[tuple[str, bool]] = Counter()  # by endpoint, and whether they are videos
         self._queues: defaultdict[str, deque[_Image]] = defaultdict(deque)  # what is to be asked there next
 
     def encode(self, files: Sequence[ImageFile], deliver: Answer) -> End:
@@ -192,19 +192,27 @@ class ImageCalls:
         self._go_on(endpoint)
 
     def _go_on(self, endpoint: str) -> None:
-        while self._queues[endpoint] and self._asked[endpoint] < MOST_ASKED:
-            image = self._queues[endpoint].popleft()
-            self._asked[endpoint] += 1
+        while (image := self._next(endpoint)) is not None:
+            self._queues[endpoint].remove(image)
+            self._asked[endpoint, image.file.is_video] += 1
             image.asked = endpoint
             call = EncoderCall(image.file, partial(self._admit, image), partial(self._answered, image))
             image.end = self._ask(endpoint, call)
-        if not self._queues[endpoint] and not self._asked[endpoint]:  # endpoints come and go
-            del self._queues[endpoint], self._asked[endpoint]
+        if not self._queues[endpoint]:  # endpoints come and go
+            del self._queues[endpoint]
+
+    def _next(self, endpoint: str) -> _Image | None:
+        """The first one in its queue that it may be asked for now."""
+        queue = self._queues[endpoint]
+        return next((each for each in queue if self._asked[endpoint, each.file.is_video] < MOST_ASKED), None)
 
     def _free(self, image: _Image) -> None:
         """The encoder that was asked has room for another one."""
         endpoint, image.asked, image.end, image.arriving = image.asked, "", None, 0
-        self._asked[endpoint] -= 1
+        which = endpoint, image.file.is_video
+        self._asked[which] -= 1
+        if not self._asked[which]:
+            del self._asked[which]
         self._go_on(endpoint)
 
     def _answered(self, image: _Image, answer: EncodedImage | HeadwiseError) -> None:

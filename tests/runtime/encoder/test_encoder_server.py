@@ -702,6 +702,28 @@ def test_an_encoder_is_asked_for_two_images_of_a_client_at_a_time_and_every_enco
     assert not calls._images
 
 
+def test_images_are_asked_for_beside_videos_that_take_long() -> None:
+    asked: list[Any] = []
+    ended: list[Any] = []
+    calls = ImageCalls(lambda deliver: deliver(("a",)), asking(asked), lambda: 0)
+    for number in range(4):
+        calls.encode([ImageFile(bytes([number]), is_video=True)], ended.append)
+    calls.encode(files_of(b"x", b"y", b"z"), ended.append)
+    assert [(each.file.data, each.file.is_video) for each in asked] == [
+        (b"\x00", True), (b"\x01", True), (b"x", False), (b"y", False),
+    ]  # fmt: skip
+    asked[2](made_of(np.zeros((1, 1), np.float32)))
+    assert asked[-1].file.data == b"z"
+    asked[0](made_of(np.zeros((1, 1), np.float32)))
+    assert asked[-1].file.data == b"\x02"
+    for each in (asked[1], asked[3], *asked[4:]):
+        each(made_of(np.zeros((1, 1), np.float32)))
+    asked[-1](made_of(np.zeros((1, 1), np.float32)))
+    assert len(ended) == 5
+    assert not calls._queues
+    assert not calls._asked
+
+
 def test_the_images_of_a_lost_encoder_go_to_another_one(deployment: Deployment) -> None:
     deployment.add_engine(ScriptedCore())
     encoder, lost = ScriptedEncoder(), HangingEncoder(reporting_of(deployment, "encoder-1"))
