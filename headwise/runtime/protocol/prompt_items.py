@@ -25,6 +25,8 @@ MAX_ITEMS = 1024
 MAX_HASH_CHARACTERS = 128
 MAX_EMBED_BYTES = 512 << 20
 """Of a prompt's embeddings: 17 images of 3,000 tokens at a hidden size of 5,120, in bfloat16."""
+MAX_POSITION = 1 << 24
+"""In time: float32, of which angles are made, has all numbers below."""
 MAX_WIDTH = 1 << 20
 """Numbers of a token's embedding."""
 _EXPONENT = np.uint16(0x7F80)
@@ -261,7 +263,7 @@ def _check_grid(start: int, end: int, columns: int) -> None:
 
 
 def _check_times(extra_keys: Sequence[ExtraKey]) -> None:
-    """Items that go on with a grid do so, and none is later in time than tokens are many: positions never are."""
+    """Raise `InvalidRequestError` for items that go on with no grid, or are later than positions can be."""
     time = first = 0  # of the item, and of the first one of its video, as tokens are counted
     for before, item in zip((None, *extra_keys), extra_keys, strict=False):
         if item.later < 0:
@@ -273,10 +275,10 @@ def _check_times(extra_keys: Sequence[ExtraKey]) -> None:
                 "none that lies on a grid, or lies on none itself"
             )
         time += item.later
-        if time >= item.end:
+        if time >= MAX_POSITION:
             raise InvalidRequestError(
                 f"the item at [{item.start}, {item.end}) is {time - first} positions later than the first one of its "
-                "grid, with fewer tokens: positions are no more than tokens"
+                f"grid: positions are below {MAX_POSITION}"
             )
 
 

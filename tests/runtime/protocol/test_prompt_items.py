@@ -144,8 +144,8 @@ def test_other_embeddings_have_another_digest() -> None:
             r"at \[4, 6\) is to go on with the grid",
         ),
         (
-            [PromptItem(1, 2, "cat", columns=2), PromptItem(3, 2, "dog", columns=2, later=4)],
-            r"at \[3, 5\) is 4 positions later than the first one of its grid, with fewer tokens",
+            [PromptItem(1, 2, "cat", columns=2), PromptItem(3, 2, "dog", columns=2, later=2**24)],
+            r"at \[3, 5\) is 16777216 positions later than the first one of its grid: positions are below 16777216",
         ),
         (
             [PromptItem(0, 2, embeds=repeated(2, MAX_EMBED_BYTES // 8 + 1))],
