@@ -48,6 +48,10 @@ class EngineLeavingError(EngineDiedError):
     """The engine is about to end on purpose and does not serve this request: another engine does."""
 
 
+class EmbedsLackingError(EngineDiedError):
+    """The engine needs embeddings that it did not ask for, since what it had cached then is gone: ask it again."""
+
+
 class DeploymentError(HeadwiseError):
     """A deployment cannot be started, reached or stopped."""
 

@@ -22,6 +22,8 @@ from support.waiting import eventually
 
 from headwise import Client, ClientKeys, EngineConfig
 from headwise.actors.deployment import Deployment
+from headwise.runtime.client.embeds_sender import EmbedsSender
+from headwise.runtime.protocol.messages import EmbedsPart
 
 pytestmark = pytest.mark.ray
 
@@ -179,6 +181,18 @@ def test_videos_say_what_transformers_says_by_our_client_and_by_the_official_one
         assert answer.usage.prompt_tokens == len(prompt["prompt_ids"])
         assert answer.usage.prompt_tokens_details.cached_tokens >= len(prompt["prompt_ids"]) - 32
         assert ours.find_chat_prefix(chat)["tokens"] == len(prompt["prompt_ids"])
+
+
+def test_embeddings_of_what_is_cached_are_not_sent(ours: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[EmbedsPart] = []
+    due = EmbedsSender.due
+    monkeypatch.setattr(EmbedsSender, "due", lambda sender: (sent.append(part) or part for part in due(sender)))
+    text = {"type": "text", "text": f"What is it? {'x' * 40}"}
+    chat = user({"type": "video", "video": film("exact"), "fps": 4}, text)
+    first, again = (ours.chat(chat, temperature=0, max_tokens=8, ignore_eos=True) for _ in range(2))
+    assert sum(len(part.values) for part in sent) == 6 * 12
+    assert again.token_ids == first.token_ids
+    assert again.usage.cached_tokens >= 6 * 12
 
 
 def test_a_video_takes_as_many_frames_as_it_is_asked_for(client: Any) -> None:

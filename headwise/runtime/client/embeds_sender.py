@@ -13,16 +13,25 @@ class EmbedsSender:
     """To one engine: few parts at a time, of each request in turn."""
 
     def __init__(self) -> None:
+        self._held: dict[str, Sequence[PromptEmbeds]] = {}  # by request, until it is known which are wanted
         self._left: dict[str, Iterator[EmbedsPart]] = {}  # by request, the next one first
         self._under_way = 0
 
     def begin(self, request_id: str, embeds: Sequence[PromptEmbeds]) -> None:
-        """They are to be sent, behind their request."""
+        """They are to be sent, behind their request, as far as they are `wanted`."""
         if embeds:
-            self._left[request_id] = parts_of(request_id, embeds)
+            self._held[request_id] = embeds
+
+    def wanted(self, request_id: str, start: int) -> None:
+        """Those from the item at ``start`` on are."""
+        embeds = self._held.pop(request_id, ())
+        first = next((at for at, each in enumerate(embeds) if each.start == start), len(embeds))
+        if first < len(embeds):
+            self._left[request_id] = parts_of(request_id, embeds[first:])
 
     def end(self, request_id: str) -> None:
         """Whatever is left of a request's is not wanted any more."""
+        self._held.pop(request_id, None)
         self._left.pop(request_id, None)
 
     def taken(self) -> None:

@@ -37,6 +37,7 @@ from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import (
     MAX_MESSAGE_BYTES,
     EmbedsTaken,
+    EmbedsWanted,
     Engines,
     Failed,
     GetEngines,
@@ -303,8 +304,11 @@ class ClientIO:
         if isinstance(message, Outputs):
             for delta in message.deltas:
                 self._calls.take_delta(peer, delta)
-        elif isinstance(message, EmbedsTaken):
-            peer.embeds.taken()
+        elif isinstance(message, EmbedsTaken | EmbedsWanted):
+            if isinstance(message, EmbedsTaken):
+                peer.embeds.taken()
+            else:
+                peer.embeds.wanted(message.request_id, message.start)
             peer.send_embeds()
         elif isinstance(message, Ticket):
             self._calls.take_ticket(message)

@@ -57,6 +57,7 @@ class Call:
     prompt_told: tokens of the prompt whose log-probabilities were delivered
     engines_lost: how many engines were lost while they served the request
     waits:    why no engine was found yet, in words, if the scheduler has said so. Read by any thread
+    needs_all: whether an engine is to want all embeddings, as one lacked some that it did not want
     is_in_doubt: whether the last one counted may live, and only the relay to it was lost
     """
 
@@ -77,6 +78,7 @@ class Call:
     attempts: int = 0
     engines_lost: int = 0
     waits: str = ""
+    needs_all: bool = False
     is_in_doubt: bool = False
 
     def submit(self, request: GenerateRequest, engine: Peer) -> None:
@@ -86,9 +88,8 @@ class Call:
         self.prompt = request.prompt_token_ids
         if self.encoded:
             self.embeds = embeds_of(request, self.encoded)
-        engine.send(Submit(self.key, request, embed_places(self.embeds)))
+        engine.send(Submit(self.key, request, embed_places(self.embeds), self.needs_all))
         engine.embeds.begin(request.request_id, self.embeds)
-        engine.send_embeds()
 
     def reroute(self, key: int, is_lost: bool) -> Reroute:
         """The message that asks for an engine: another one than the present one, if that is lost."""

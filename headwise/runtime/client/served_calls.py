@@ -5,7 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from headwise.errors import DeploymentError, EngineDiedError, EngineLeavingError, HeadwiseError, RequestAbortedError
+from headwise.errors import (
+    DeploymentError,
+    EmbedsLackingError,
+    EngineDiedError,
+    EngineLeavingError,
+    HeadwiseError,
+    RequestAbortedError,
+)
 from headwise.runtime.client.connections import Connections, deliver_error
 from headwise.runtime.client.peers import Call, Peer
 from headwise.runtime.protocol.messages import Abort, Failed, Ticket, Waits, Withdraw, error_of
@@ -70,7 +77,10 @@ class ServedCalls:
         call = self._calls.get(failed.request_id)
         if call is not None and call.engine is peer:
             error = error_of(failed)
-            if isinstance(error, EngineDiedError | RequestAbortedError):
+            if isinstance(error, EmbedsLackingError):
+                call.needs_all = True
+                self._reroute(call, error, was_served=False, is_lost=False)
+            elif isinstance(error, EngineDiedError | RequestAbortedError):
                 is_sent_away = failed.key != 0 or isinstance(error, EngineLeavingError)  # it killed nobody
                 self._reroute(call, error, was_served=not is_sent_away)
             else:

@@ -46,10 +46,18 @@ class _Item:
 
 @dataclass
 class _Arriving:
-    """A request. heard: when some came; digests: see `digests_of`; arrays: for all of them; item: those that come now;
-    found: those that are whole"""
+    """A request.
+
+    lacks:   see `Sequence`
+    heard:   when some came
+    digests: see `digests_of`
+    arrays:  for all that are to come
+    item:    those that come now
+    found:   those that are whole
+    """
 
     submit: Submit
+    lacks: int
     heard: float
     digests: dict[tuple[int, int], str]
     arrays: list[NDArray[Any]]
@@ -82,17 +90,22 @@ class ArrivingEmbeds:
     def request_ids(self) -> list[str]:
         return list(self._arriving)
 
-    def begin(self, submit: Submit, now: float) -> None:
-        """Embeddings of a request follow, some at least; what they are like was checked."""
+    def begin(self, submit: Submit, now: float, lacks: int = 0) -> None:
+        """Embeddings of a request follow, some at least; what they are like was checked. lacks: see `Sequence`"""
         digests = digests_of(submit.request.extra_keys)
         arrays = places_in(self._allocate, [((each.length, each.width), each.is_half) for each in submit.embeds])
         item = _item(submit.embeds[0], arrays[0], digests)
-        self._arriving[submit.request.request_id] = _Arriving(submit, now, digests, arrays, item)
+        self._arriving[submit.request.request_id] = _Arriving(submit, lacks, now, digests, arrays, item)
 
     def key_of(self, request_id: str) -> int:
         """Of the `Submit`; 0: nothing of such a request is on its way."""
         arriving = self._arriving.get(request_id)
         return 0 if arriving is None else arriving.submit.key
+
+    def lacks_of(self, request_id: str) -> int:
+        """Of a request of which something is on its way."""
+        arriving = self._arriving.get(request_id)
+        return 0 if arriving is None else arriving.lacks
 
     def wanted(self, request_id: str) -> tuple[int, int] | None:
         """Where the item lies whose rows are next, and the first one of these; None: nothing of it is on its way."""

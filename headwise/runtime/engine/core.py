@@ -146,14 +146,25 @@ class EngineCore:
 
     # ---- requests in ----
 
-    def add(self, request: GenerateRequest, *, knows_embeds: bool = False) -> None:
+    def cached_tokens(self, request: GenerateRequest) -> int:
+        """How many of a request's first tokens it would find on the device and the host now, and not compute."""
+        seed = self.card.hash_seed(request.cache_salt, request.lora_id)
+        asked = Sequence(request, seed, (0, 0), 0, 0.0, output=list(request.output_token_ids))
+        return self.resources.cached_tokens(asked)
+
+    def take_lacking(self) -> list[str]:
+        """Requests that cannot go on without embeddings that were left out: they are to be aborted."""
+        return self.resources.take_lacking()
+
+    def add(self, request: GenerateRequest, *, knows_embeds: bool = False, lacks: int = 0) -> None:
         """Queue a request; raises `InvalidRequestError` or `OverloadedError`, and then nothing was changed.
 
         One that comes with output goes on behind it, as after a preemption; what it has is not said again.
 
         knows_embeds: the numbers of its embeddings were checked as they came
+        lacks:        see `Sequence`
         """
-        self.check(request, embed_places(request.embeds))
+        self.check(request, embed_places(request.embeds), lacks)
         if not knows_embeds:
             check_embeds(request.extra_keys, request.embeds)
         if self._buffers is not None:
@@ -170,6 +181,7 @@ class EngineCore:
             output=list(request.output_token_ids),
             ends=output.ends,
             prompt_told=request.prompt_told,
+            lacks=lacks,
         )
         self._live[request.request_id], self._texts[request.request_id] = sequence, output
         self._embed_bytes += embed_bytes(request.embeds)
@@ -182,7 +194,7 @@ class EngineCore:
             self._counts["finished"] += 1
             self._end(sequence, reason, text=text)
 
-    def check(self, request: GenerateRequest, embeds: Items[EmbedsPlace]) -> None:
+    def check(self, request: GenerateRequest, embeds: Items[EmbedsPlace], lacks: int = 0) -> None:
         """Raise what `add` would raise of a request with such embeddings, whatever their numbers are."""
         length = _most_tokens(request)
         if request.request_id in self._live:
@@ -205,7 +217,8 @@ class EngineCore:
             )
         if self.card.config.axes == 1 and any(each.columns for each in request.extra_keys):
             raise InvalidRequestError("this model gives a token one position: leave the items' columns out")
-        check_embed_places(request.extra_keys, embeds, self.card.config.embed_size)
+        kept = [key for key in request.extra_keys if key.end > lacks]
+        check_embed_places(kept, embeds, self.card.config.embed_size)
         if any(self.card.config.both_ways):
             check_whole_items(request, self.config, self.card.token_parts)
         self._check_room(sum(each.num_bytes for each in embeds), self._embed_bytes + self.arriving.num_bytes)

@@ -112,6 +112,7 @@ class ResourceManager:
         self._running_rows: Index | None = None  # of `running`, until that changes
         self._new: list[NewSequence] = []
         self._draining: set[Sequence] = set()
+        self._lacking: set[str] = set()
         self._step_id = 0  # the latest step sent
         self._last_done = 0  # and the latest that came back
 
@@ -291,11 +292,24 @@ class ResourceManager:
         if sequence is None or not self.table.num_free or any(not leaving.finished for leaving in self._draining):
             return None
         match = self._match(sequence)
+        if match.num_blocks * self.cache.block_size < sequence.lacks:
+            self._lacking.add(sequence.id)
+            return None
         if not self._can_start(sequence, match):
             return None
         self.waiting.pop()
         self._start(sequence, match, now)
         return sequence
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """How many of a new sequence's tokens would not be computed."""
+        return self._match(sequence).num_blocks * self.cache.block_size
+
+    def take_lacking(self) -> list[str]:
+        """Sequences that cannot start: the cache lost what they have no embeddings of. The first one keeps others
+        waiting until it is gone."""
+        lacking, self._lacking = list(self._lacking), set()
+        return lacking
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
         """What the cache has of the sequence, and may serve."""

@@ -34,6 +34,7 @@ class Sequence:
     hashes:        of the full blocks of the known tokens, as far as they were asked for
     ends:          tokens that end it
     prompt_told:   tokens of its prompt of which log-probabilities were told, where they are asked for
+    lacks:         embeddings of its first tokens, up to here, were left out: the cache had these tokens, and must have
     """
 
     request: GenerateRequest
@@ -53,6 +54,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
     prompt_told: int = 0
+    lacks: int = 0
 
     @property
     def id(self) -> str:

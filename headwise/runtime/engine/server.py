@@ -14,11 +14,12 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import (
     DeploymentError,
+    EmbedsLackingError,
     EngineDiedError,
     EngineLeavingError,
     HeadwiseError,
@@ -42,6 +43,7 @@ from headwise.runtime.protocol.messages import (
     Abort,
     EmbedsPart,
     EmbedsTaken,
+    EmbedsWanted,
     EngineLoad,
     EngineStatus,
     GetStats,
@@ -86,6 +88,7 @@ _NOT_SERVED = RequestAbortedError(
 )
 
 
+_LACKING = EmbedsLackingError("what the engine had cached of the prompt is gone: all of its embeddings are needed")
 _STALLED = RequestAbortedError(f"nothing of the request's embeddings came for {STALLED_S:g} s")
 _MESSAGES = (Submit, EmbedsPart, Abort, GetStats, Operate, Ping, AskLease, LeaseEmbeds, RenewLease, EndLease, Offer)
 
@@ -280,7 +283,15 @@ class EngineServer:
             log.exception("the engine failed")
             self._die(EngineDiedError(f"the engine failed: {type(error).__name__}: {error}"))
         self._send_deltas(deltas)
+        self._end_lacking()
         return bool(deltas)
+
+    def _end_lacking(self) -> None:
+        """Have clients submit again what needs embeddings that were left out."""
+        for request_id in () if self._core is None else self._core.take_lacking():
+            self._end_with(request_id, _LACKING)
+            if self._core is not None:
+                self._core.abort(request_id)
 
     def _attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes] | HasFileno]) -> None:
         self._core, self._core_sockets = core, sockets
@@ -413,14 +424,27 @@ class EngineServer:
             if self._clients.owner_of(request.request_id) is not None:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
             if message.embeds:
-                self._accepting().check(request, message.embeds)
-                self._embeds.begin(message, self._clock())
+                self._submit_with_embeds(identity, message)
             else:
                 self._accepting().add(request)
         except HeadwiseError as error:
             self._send(identity, failure(error, message.key, request.request_id))
             return
         self._clients.begin(request.request_id, identity)
+
+    def _submit_with_embeds(self, identity: bytes, message: Submit) -> None:
+        """Ask for those embeddings that the cache does not make unnecessary."""
+        request, core = message.request, self._accepting()
+        cached = 0 if message.needs_all else core.cached_tokens(request)
+        first = next((at for at, each in enumerate(message.embeds) if each.end > cached), len(message.embeds))
+        left_out, wanted = message.embeds[:first], message.embeds[first:]
+        lacks = max((each.end for each in left_out), default=0)
+        if not wanted:
+            core.add(request, lacks=lacks)
+            return
+        core.check(request, wanted, lacks)
+        self._embeds.begin(replace(message, embeds=wanted), self._clock(), lacks)
+        self._send(identity, EmbedsWanted(request.request_id, wanted[0].start))
 
     def _accepting(self) -> Core:
         """The core, if it takes requests."""
@@ -446,9 +470,10 @@ class EngineServer:
             return
         key = self._embeds.key_of(part.request_id)
         try:
+            lacks = self._embeds.lacks_of(part.request_id)
             request = self._embeds.take(part, self._clock())
             if request is not None:
-                self._accepting().add(request, knows_embeds=True)
+                self._accepting().add(request, knows_embeds=True, lacks=lacks)
         except HeadwiseError as error:
             self._end_with(part.request_id, error, key)
 

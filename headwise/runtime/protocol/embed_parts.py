@@ -1,10 +1,13 @@
 """A prompt's embeddings on their way to an engine: behind the request, in parts.
 
     client -> engine   Submit {request, embeds}      which there are, and what they are like
+    engine -> client   EmbedsWanted {start}          from which item on they are wanted, if any are
     client -> engine   EmbedsPart ...                a few at a time
     engine -> client   EmbedsTaken                   for each
 
-So no message of a client takes an engine long, nor keeps a sign of life waiting for long.
+So no message of a client takes an engine long, nor keeps a sign of life waiting for long. Embeddings of items within a
+prefix that the engine has cached are not sent. Should it lose that before the request can run, or when it has to be
+computed again, the request ends with `EmbedsLackingError`, and the client submits it again, with all (``needs_all``).
 
 Of a prompt that an engine has another one compute it is the other one that asks, for a part at a time: messages between
 engines may be lost, doubled and out of order.

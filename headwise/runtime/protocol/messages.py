@@ -4,7 +4,8 @@ client -> scheduler   Route        -> Waits ... Ticket | Failed
 client -> scheduler   Reroute      -> Waits ... Ticket | Failed
 client -> scheduler   Withdraw
 client -> engine      Submit       -> Outputs ...  | Failed
-client -> engine      EmbedsPart   -> EmbedsTaken   behind a `Submit` that tells of embeddings: see `embed_parts`
+engine -> client      EmbedsWanted                  for a `Submit` that tells of embeddings: see `embed_parts`
+client -> engine      EmbedsPart   -> EmbedsTaken
 client -> engine      Abort
 client -> either      Ping         -> Pong          every `PING_INTERVAL_S` while something is awaited
 client -> scheduler   GetStats     -> Stats
@@ -118,11 +119,25 @@ class Waits:
 @register
 @dataclass(frozen=True)
 class Submit:
-    """Serve a request. embeds: that follow it, as `EmbedsPart`s; it has none itself"""
+    """Serve a request.
+
+    embeds:    that follow it, as `EmbedsPart`s, as far as the engine wants them; it has none itself
+    needs_all: the engine is to want all of them, whatever it has cached
+    """
 
     key: int
     request: GenerateRequest
     embeds: tuple[EmbedsPlace, ...] = ()
+    needs_all: bool = False
+
+
+@register
+@dataclass(frozen=True)
+class EmbedsWanted:
+    """Of a request's embeddings those from the item at ``start`` on; what is in front of it is cached."""
+
+    request_id: str
+    start: int
 
 
 @register

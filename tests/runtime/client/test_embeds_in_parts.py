@@ -19,7 +19,17 @@ from headwise.runtime.client.client import Client
 from headwise.runtime.engine import server
 from headwise.runtime.protocol import embed_parts, wire
 from headwise.runtime.protocol.embed_parts import parts_of
-from headwise.runtime.protocol.messages import Abort, EmbedsPart, EmbedsTaken, Failed, Outputs, Ping, Pong, Submit
+from headwise.runtime.protocol.messages import (
+    Abort,
+    EmbedsPart,
+    EmbedsTaken,
+    EmbedsWanted,
+    Failed,
+    Outputs,
+    Ping,
+    Pong,
+    Submit,
+)
 from headwise.runtime.protocol.prompt_items import PromptEmbeds, PromptItem, digest, embed_places
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 from headwise.sockets.pieces import split
@@ -40,8 +50,12 @@ class HandMade:
             self._socket.send(piece)
 
     def hear(self, *expected: type) -> Any:
-        assert self._socket.poll(20_000), "nothing was answered"
-        return wire.decode(self._socket.recv(), *expected)
+        """The next message, but what embeddings are wanted, which is all of them, unless that is expected."""
+        while True:
+            assert self._socket.poll(20_000), "nothing was answered"
+            message = wire.decode(self._socket.recv(), *expected, EmbedsWanted)
+            if EmbedsWanted in expected or not isinstance(message, EmbedsWanted):
+                return message
 
     def submit(self, name: str, *embeds: PromptEmbeds, key: int = 1) -> None:
         self.say(Submit(key, request_of(name, *embeds), embed_places(embeds)))
@@ -108,6 +122,50 @@ def test_a_request_begins_with_its_last_part_and_is_served_until_then(
     mine.say(second)
     mine.hear(EmbedsTaken)
     assert mine.hear(Outputs).deltas[0].token_ids == (0,)
+
+
+def test_what_is_cached_is_not_asked_for(core: ScriptedCore, deployment: Deployment, context: zmq.Context[Any]) -> None:
+    mine, embeds = HandMade(context, deployment.servers[0].endpoint), (rows(0, 2), rows(5, 1), rows(8, 4))
+    for cached, wanted, lacks in ((0, 0, 0), (5, 5, 2), (6, 8, 6), (11, 8, 6)):
+        core.cached = cached
+        mine.submit("r", *embeds)
+        assert mine.hear(EmbedsWanted) == EmbedsWanted("r", wanted)
+        for part in parts_of("r", [each for each in embeds if each.start >= wanted]):
+            mine.say(part)
+            mine.hear(EmbedsTaken)
+        assert mine.hear(Outputs).deltas[0].token_ids == (0,)
+        assert core.lacks[-1] == lacks
+    core.cached = 12
+    mine.submit("r", *embeds)
+    assert mine.hear(Outputs, EmbedsWanted).deltas[0].token_ids == (0,)  # at once
+    assert core.lacks[-1] == 12
+    mine.say(Submit(1, request_of("s", *embeds), embed_places(embeds), needs_all=True))
+    assert mine.hear(EmbedsWanted) == EmbedsWanted("s", 0)
+
+
+def test_a_client_sends_what_is_wanted_and_all_of_it_where_the_cache_lost_the_rest(
+    deployment: Deployment, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed_parts, "PART_BYTES", 2 * 4 * WIDTH)
+    core.cached, core.shuts_after = 10, 3
+    taken: list[GenerateRequest] = []
+    add = core.add
+    monkeypatch.setattr(core, "add", lambda request, **how: (taken.append(request), add(request, **how))[1])
+    given = [rows(0, 8), rows(20, 3)]
+    items = [PromptItem(each.start, len(each.values), embeds=each.values) for each in given]
+    with Client(deployment.address) as client:
+        stream = client.stream([1] * 64, items=items, max_tokens=6)
+        eventually(lambda: core.steps == 3)
+        assert [(each.start, len(each.values)) for each in taken[0].embeds] == [(20, 3)]
+        core.lacking.append(taken[0].request_id)
+        core.shuts_after = None
+        core.gate.set()
+        assert stream.read().token_ids == [0, 1, 2, 3, 4, 5]
+    assert core.lacks == [8, 0]
+    (again,) = taken[1:]
+    assert again.output_token_ids[:3] == (0, 1, 2)
+    for each, mine in zip(again.embeds, given, strict=True):
+        np.testing.assert_array_equal(each.values, mine.values)
 
 
 @pytest.mark.parametrize(

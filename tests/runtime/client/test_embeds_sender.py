@@ -31,6 +31,33 @@ def embeds(*lengths: int) -> tuple[PromptEmbeds, ...]:
     )
 
 
+def begin(sender: EmbedsSender, request_id: str, length: int) -> None:
+    """All of them are wanted."""
+    sender.begin(request_id, embeds(length))
+    sender.wanted(request_id, 0)
+
+
+@pytest.mark.parametrize(("start", "sent"), [(0, [0, 5, 6]), (5, [5, 6]), (6, [6]), (3, []), (8, [])])
+def test_nothing_goes_before_it_is_wanted_and_then_from_that_item_on(
+    start: int, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed_parts, "PART_BYTES", 1)  # a row each
+    sender = EmbedsSender()
+    sender.begin("r", embeds(5, 1, 2))
+    assert not list(sender.due())
+    sender.wanted("other", start)
+    sender.wanted("r", start)
+    found = list[int]()
+    while due := list(sender.due()):
+        found += [part.start for part in due]
+        for _ in due:
+            sender.taken()
+    assert list(dict.fromkeys(found)) == sent
+    sender.wanted("r", 0)
+    assert not list(sender.due())
+    assert not sender._held
+
+
 def test_parts_have_all_rows_in_their_order() -> None:
     given = embeds(5, 1, 2)
     parts = list(parts_of("r", given))
@@ -69,7 +96,7 @@ def test_every_part_goes_once_few_at_a_time_and_nothing_of_what_has_ended(
     ended: set[str] = set()
     for index, (name, length) in enumerate(wanted):
         request_id = f"{name}{index}"
-        sender.begin(request_id, embeds(length))
+        begin(sender, request_id, length)
         sent[request_id] = []
         if random.random() < 0.2:
             sender.end(request_id)
@@ -89,9 +116,9 @@ def test_every_part_goes_once_few_at_a_time_and_nothing_of_what_has_ended(
 
 def test_a_small_request_does_not_wait_for_a_large_one() -> None:
     sender = EmbedsSender()
-    sender.begin("large", embeds(100))
+    begin(sender, "large", 100)
     sent = list(sender.due())
-    sender.begin("small", embeds(4))
+    begin(sender, "small", 4)
     for _ in range(4):
         sender.taken()
         sent += sender.due()
@@ -100,10 +127,10 @@ def test_a_small_request_does_not_wait_for_a_large_one() -> None:
 
 def test_what_was_sent_of_a_request_that_ended_makes_room_when_it_is_taken() -> None:
     sender = EmbedsSender()
-    sender.begin("gone", embeds(100))
+    begin(sender, "gone", 100)
     assert len(list(sender.due())) == MOST_UNDER_WAY
     sender.end("gone")
-    sender.begin("next", embeds(4))
+    begin(sender, "next", 4)
     assert not list(sender.due())
     sender.taken()
     sender.taken()

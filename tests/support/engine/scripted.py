@@ -27,6 +27,9 @@ class ScriptedCore:
     is_handing_over:  whether it is at it
     fails:            why all its requests end with an error at the next step; empty: they do not
     most_embed_bytes: that it takes of requests whose embeddings are on their way
+    cached:           tokens of each prompt that it has cached
+    lacks:            of each request that came
+    lacking:          requests that it cannot go on with for want of embeddings
     """
 
     def __init__(self, max_requests: int = 100) -> None:
@@ -46,6 +49,9 @@ class ScriptedCore:
         self.fails = ""
         self.most_embed_bytes = 1 << 30
         self.arriving = ArrivingEmbeds()
+        self.cached = 0
+        self.lacks: list[int] = []
+        self.lacking: list[str] = []
 
     def operate(self, action: str, tier: str) -> Operation:
         if tier == "storage":
@@ -59,12 +65,20 @@ class ScriptedCore:
         operation = self.operations.pop(0)
         operation.blocks, operation.is_done = blocks, True
 
-    def check(self, request: GenerateRequest, embeds: Sequence[EmbedsPlace]) -> None:
+    def check(self, request: GenerateRequest, embeds: Sequence[EmbedsPlace], lacks: int = 0) -> None:
         if self.arriving.num_bytes + sum(each.num_bytes for each in embeds) > self.most_embed_bytes:
             raise OverloadedError(f"embeddings of {self.arriving.num_bytes} bytes are on their way already")
 
-    def add(self, request: GenerateRequest, *, knows_embeds: bool = False) -> None:
+    def cached_tokens(self, request: GenerateRequest) -> int:
+        return self.cached
+
+    def take_lacking(self) -> list[str]:
+        lacking, self.lacking = self.lacking, []
+        return lacking
+
+    def add(self, request: GenerateRequest, *, knows_embeds: bool = False, lacks: int = 0) -> None:
         assert knows_embeds == bool(request.embeds)
+        self.lacks.append(lacks)
         if len(self.live) >= self.max_requests:
             raise OverloadedError(f"{self.max_requests} requests are waiting already")
         self.live[request.request_id] = (request, len(request.output_token_ids))

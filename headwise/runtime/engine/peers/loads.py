@@ -133,7 +133,7 @@ class PeerLoads:
         """Ask for what the device and the host lack of a sequence's prefix, if it comes with a hint and that is faster
         than computing; whether to hold the sequence back."""
         hint = sequence.request.peer
-        if hint is None:
+        if hint is None or (hint.prefills and sequence.lacks):  # another one could not compute what has no embeddings
             return False
         owner = self._groups_of(hint.engine, hint.epoch)
         if owner is None:
