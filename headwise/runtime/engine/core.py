@@ -148,6 +148,8 @@ class EngineCore:
 
     def cached_tokens(self, request: GenerateRequest) -> int:
         """How many of a request's first tokens it would find on the device and the host now, and not compute."""
+        if len(request.prompt_token_ids) > self.card.max_model_len:  # nobody hashes what is refused
+            return 0
         seed = self.card.hash_seed(request.cache_salt, request.lora_id)
         asked = Sequence(request, seed, (0, 0), 0, 0.0, output=list(request.output_token_ids))
         return self.resources.cached_tokens(asked)
