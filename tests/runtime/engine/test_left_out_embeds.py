@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.engine.shown_items import shown
 from support.engine.simulated_engine import make_engine, request, run
 from support.engine.simulation import continuation
-from test_prompt_embeds import shown
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.runtime.engine.core import EngineCore

@@ -1,7 +1,4 @@
-"""Embeddings that come with a request are computed with wherever its tokens are, and stay its own.
-
-The simulated model takes an embedding for that of the token that it begins with.
-"""
+"""Embeddings that come with a request are computed with wherever its tokens are, and stay its own."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.engine.shown_items import shown
 from support.engine.simulated_engine import make_engine, request, run
 from support.engine.simulation import continuation
 
@@ -16,22 +14,6 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.protocol.prompt_items import PromptItem, placed
 from headwise.runtime.protocol.request import GenerateRequest
-
-PLACEHOLDER = 2
-
-
-def shown(name: str, prompt: list[int], *items: tuple[int, list[int]], tokens: int = 9) -> GenerateRequest:
-    """A request whose prompt has items: where they begin, and the tokens that they are the embeddings of."""
-    given = [PromptItem(at, len(seen), embeds=np.array(seen, np.float32)[:, None]) for at, seen in items]
-    ids = np.array(prompt)
-    for item in given:
-        ids[item.offset : item.offset + item.length] = PLACEHOLDER
-    of_items = placed(given, len(ids))
-    plain = request(name, ids, tokens)
-    return GenerateRequest(
-        name, plain.prompt_token_ids, plain.sampling, extra_keys=of_items.extra_keys, embeds=of_items.embeds
-    )
-
 
 PROMPT = [1, 3, 3, 5, 8, 13, 21, 1, 4, 9, 16, 25, 3, 3, 7]
 ITEMS = ((1, [3, 3]), (4, [8, 13, 21, 1]), (14, [7]))
