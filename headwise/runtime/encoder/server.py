@@ -45,7 +45,7 @@ MAX_UNREAD_BYTES = 64 << 20
 
 
 class Encoder(Protocol):
-    """`headwise.runtime.encoder.image_encoder.    ImageEncoder`."""
+    """`headwise.runtime.encoder.image_encoder.ImageEncoder`."""
 
     def encode(self, file: ImageFile) -> Iterator[EncodedImage | None]: ...
 

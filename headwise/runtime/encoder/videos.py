@@ -10,13 +10,15 @@ from __future__ import annotations
 import io
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cores import usable_cores
-from headwise.errors import InvalidRequestError, first_line
+from headwise.errors import HeadwiseError, InvalidRequestError, first_line
 from headwise.runtime.models.towers.base import VideoForm
 
 if TYPE_CHECKING:
@@ -41,11 +43,18 @@ _SAME = 0.02
 
 def has_decoder() -> bool:
     """Whether videos can be decoded here."""
+    return find_spec("av") is not None
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Raises `InvalidRequestError` for whatever a file leads PyAV to raise: more than errors of its own."""
     try:
-        import av  # noqa: F401
-    except ImportError:
-        return False
-    return True
+        yield
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        raise InvalidRequestError(f"the video is broken, it cannot be decoded: {first_line(error):.200}") from None
 
 
 class _Key(NamedTuple):
@@ -99,10 +108,8 @@ class VideoFile:
     def _opened(self) -> Any:
         import av
 
-        try:
+        with _reading():
             return av.open(io.BytesIO(self._data), format=self._format)
-        except Exception as error:
-            raise InvalidRequestError(f"the video is broken: {first_line(error):.200}") from None
 
 
 def _format_of(data: bytes) -> str:
@@ -142,7 +149,7 @@ def _times_of(container: Any, stream: Any) -> tuple[NDArray[np.float64], list[_K
     """When each frame is seen, in seconds, in their order, and which ones need no others; nothing is decoded."""
     times: list[float] = []
     keys: list[_Key] = []
-    try:
+    with _reading():
         for packet in container.demux(stream):
             at = packet.dts if packet.pts is None else packet.pts
             if not packet.size or at is None or packet.is_discard:
@@ -152,10 +159,6 @@ def _times_of(container: Any, stream: Any) -> tuple[NDArray[np.float64], list[_K
                 keys.append(_Key(times[-1], int(at)))
             if len(times) > MAX_FRAMES:
                 raise InvalidRequestError(f"the video has more than {MAX_FRAMES} frames, which are allowed at most")
-    except InvalidRequestError:
-        raise
-    except Exception as error:
-        raise InvalidRequestError(f"the video is broken: {first_line(error):.200}") from None
     if not times:
         raise InvalidRequestError("the video has no frames")
     return np.sort(np.array(times)), sorted(keys)
@@ -223,26 +226,16 @@ class _Frames:
         """Go on with the key frame of this time."""
         self.shown = self._ahead = None
         self._is_over = False
-        try:
+        with _reading():
             self._container.seek(at, stream=self._stream)
-        except Exception as error:
-            raise _broken(error) from None
         self._next = self._decoded()
 
     def _decoded(self) -> Iterator[Any]:
-        try:
+        with _reading():
             for frame in self._container.decode(self._stream):
                 if frame.pts is not None:
                     _check_size(frame)
                     yield frame
-        except InvalidRequestError:
-            raise
-        except Exception as error:
-            raise _broken(error) from None
-
-
-def _broken(error: Exception) -> InvalidRequestError:
-    return InvalidRequestError(f"the video is broken, it cannot be decoded: {first_line(error):.200}")
 
 
 def _seconds(frame: Any) -> float:
@@ -257,8 +250,6 @@ def _image_of(frame: Any) -> Image:
 
 def _is_turned(container: Any, stream: Any) -> bool:
     """Whether the first frame is seen with its sides exchanged."""
-    try:
+    with _reading():
         container.seek(0)
         return bool(round(next(container.decode(stream)).rotation / 90) % 2)
-    except Exception as error:
-        raise _broken(error) from None

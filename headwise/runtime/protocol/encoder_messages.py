@@ -22,6 +22,10 @@ from numpy.typing import NDArray
 from headwise.runtime.protocol.images import PromptImage
 from headwise.runtime.protocol.wire import register
 
+PART_BYTES = 4 << 20
+"""Of a file, and of embeddings, or one row of them."""
+STALLED_S = 30.0
+
 
 @register
 @dataclass(frozen=True)
@@ -38,11 +42,6 @@ class Encoders:
 
     key: int
     endpoints: tuple[str, ...]
-
-
-PART_BYTES = 4 << 20
-"""Of a file, and of embeddings, or one row of them."""
-STALLED_S = 30.0
 
 
 @register

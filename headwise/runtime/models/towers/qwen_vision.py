@@ -29,14 +29,7 @@ from headwise.runtime.models.towers.qwen_vision_config import (
     QwenVisionConfig,
 )
 from headwise.runtime.models.towers.stretched import spanned
-from headwise.runtime.models.towers.tower_layers import (
-    LayerNorm,
-    Linear,
-    Mlp,
-    Norm,
-    RmsNorm,
-    TowerLayer,
-)
+from headwise.runtime.models.towers.tower_layers import LayerNorm, Linear, Mlp, Norm, RmsNorm, TowerLayer
 from headwise.runtime.models.towers.tower_weights import TowerWeights, control_tokens
 from headwise.runtime.ops.base import Tensor, TensorOps
 
