@@ -128,12 +128,14 @@ def test_another_image_in_the_same_place_is_no_hit_and_changes_the_answer(engine
 
 
 def test_what_looks_like_an_image_in_a_text_stays_text(engine: LocalEngine) -> None:
-    image = {"type": "image", "image": encoded(picture("odd"))}
+    data = encoded(picture("odd"))
+    image = {"type": "image", "image": data}
+    assert engine._encoder is not None
     for text in ("[IMG]", "a [IMG][IMG_BREAK][IMG_END] b", "[IM", "G]"):
         parts = [{"type": "text", "text": text}, image, {"type": "text", "text": text}]
         request = engine.preprocessor.prepare(
             messages=[{"role": "user", "content": [parts[0], {"type": "image"}, parts[2]]}],
-            images=[engine._encoder.whole(ImageFile(image["image"])).image],  # type: ignore[union-attr,arg-type]
+            images=[engine._encoder.whole(ImageFile(data)).image],
         )
         assert (request.prompt_token_ids == IMG).sum() == 15  # those of the image alone
         (start, end, *_), *others = request.extra_keys

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,7 @@ from headwise.runtime.protocol.encoder_messages import (
 from headwise.runtime.protocol.images import EncodedImage, PromptImage, named
 from headwise.runtime.protocol.messages import Failed, Ping, Pong
 from headwise.runtime.protocol.prompt_items import digest
+from headwise.runtime.protocol.request import GenerateRequest
 from headwise.sockets.pieces import split
 
 
@@ -89,6 +91,18 @@ class ScriptedEncoder:
         return {"images": kinds, "bytes": 4 * kinds, "hits": len(self.seen) - kinds, "misses": kinds}
 
 
+class KeepingCore(ScriptedCore):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[GenerateRequest] = []
+
+    def add(self, request: GenerateRequest, **how: Any) -> None:
+        self.taken.append(request)
+        super().add(request, **how)
+
+
 def made_of(embeds: np.ndarray, token: int = 1) -> EncodedImage:
     length = len(embeds)
     return named(PromptImage(np.full(length, token, np.int32), (ExtraKey(0, length, ""),)), embeds)
@@ -116,13 +130,22 @@ def encoder_of(deployment: Deployment, encoder: Any, name: str = "encoder-0", se
     return server
 
 
-def requests_to(deployment: Deployment) -> list[Any]:
+@contextmanager
+def connected(deployment: Deployment, server: EncoderServer) -> Iterator[Client]:
+    """A client, once it can find the deployment's encoder, which is stopped behind it."""
+    try:
+        with Client(deployment.address) as client:
+            eventually(lambda: client.stats()["encoders"])
+            yield client
+    finally:
+        server.stop()
+
+
+def requests_to(deployment: Deployment) -> list[GenerateRequest]:
     """Those that a new engine of it gets."""
-    core, taken = ScriptedCore(), list[Any]()
-    add = core.add
-    core.add = lambda request, **how: (taken.append(request), add(request, **how))[1]  # type: ignore[method-assign]
+    core = KeepingCore()
     deployment.add_engine(core)
-    return taken
+    return core.taken
 
 
 def film(data: bytes, fps: float = 0.0) -> list[dict[str, Any]]:
@@ -420,10 +443,12 @@ def test_so_many_videos_are_under_way_and_of_a_client_half_as_many() -> None:
     assert {jobs.get() for _ in range(3)} == set(begun[:3])  # no other one
     jobs.drop(b"b")
     later = jobs.get()
-    assert (later.client, later.key) == (b"c", 2)  # type: ignore[union-attr]
+    assert later is not None
+    assert (later.client, later.key) == (b"c", 2)
     jobs.done(begun[0])
     again = jobs.get()
-    assert (again.client, again.key) == (b"a", 3)  # type: ignore[union-attr]
+    assert again is not None
+    assert (again.client, again.key) == (b"a", 3)
 
 
 def test_other_images_are_encoded_between_the_steps_of_a_video(
@@ -464,8 +489,7 @@ def test_a_client_finds_it_by_the_scheduler_and_equal_images_are_asked_for_once(
     core, encoder = ScriptedCore(), ScriptedEncoder()
     deployment.add_engine(core)
     server = encoder_of(deployment, encoder)
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
+    with connected(deployment, server) as client:
         encoder.free.clear()
         with ThreadPoolExecutor(8) as threads:
             calls = [threads.submit(client.chat, chat(b"same"), max_tokens=2) for _ in range(8)]
@@ -474,19 +498,16 @@ def test_a_client_finds_it_by_the_scheduler_and_equal_images_are_asked_for_once(
             assert all(len(call.result().token_ids) == 2 for call in calls)
         assert encoder.seen.count(b"same") < 8
         eventually(lambda: client.stats()["encoders"]["encoder-0"]["encoded"] == len(encoder.seen))
-    server.stop()
 
 
 def test_embeddings_go_to_the_engine_and_only_their_hashes_to_the_scheduler(deployment: Deployment) -> None:
     taken = requests_to(deployment)
     server = encoder_of(deployment, ScriptedEncoder())
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
+    with connected(deployment, server) as client:
         client.chat(chat(b"abc", b"de"), max_tokens=1)
     (request,) = taken
     assert [(each.start, each.values.tolist()) for each in request.embeds] == [(1, [[3.0]]), (2, [[2.0]])]
     assert [each.content for each in request.extra_keys] == [digest(each.values) for each in request.embeds]
-    server.stop()
 
 
 @pytest.mark.parametrize(
@@ -498,20 +519,17 @@ def test_what_an_encoder_refuses_fails_its_call_alone(
 ) -> None:
     deployment.add_engine(ScriptedCore())
     server = encoder_of(deployment, ScriptedEncoder())
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
+    with connected(deployment, server) as client:
         with pytest.raises(error, match=says):
             client.chat(chat(b"good", file), max_tokens=1)
         assert client.chat(chat(b"good"), max_tokens=1).token_ids
-    server.stop()
 
 
 def test_images_are_encoded_for_who_counts_their_tokens_and_for_prefixes(deployment: Deployment) -> None:
     deployment.add_engine(ScriptedCore())
     encoder = ScriptedEncoder()
     server = encoder_of(deployment, encoder)
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
+    with connected(deployment, server) as client:
         found = asyncio.run(client.aencode_images(files_of(b"abc", b"de", b"abc")))
         assert [image.tokens.tolist() for image in found] == [[3], [2], [3]]
         with pytest.raises(InvalidRequestError, match="the image is bad"):
@@ -526,8 +544,7 @@ def test_images_are_encoded_for_who_counts_their_tokens_and_for_prefixes(deploym
         with pytest.raises(RequestAbortedError, match="closed"):
             asyncio.run(client.aencode_images(files_of(b"last")))
         closing.join()
-    encoder.free.set()
-    server.stop()
+        encoder.free.set()
 
 
 def test_a_client_holds_so_many_bytes_of_images_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,8 +605,7 @@ def test_a_video_goes_to_its_encoder_and_to_its_engine_in_parts(
     taken = requests_to(deployment)
     encoder = ScriptedEncoder()
     server = encoder_of(deployment, encoder)
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
+    with connected(deployment, server) as client:
         assert client.chat(film(b"a short video"), max_tokens=1).token_ids
         client.chat(film(b"a short video", fps=0.5), max_tokens=1)
         outcomes = client.stats()["encoders"]["encoder-0"]
@@ -597,15 +613,13 @@ def test_a_video_goes_to_its_encoder_and_to_its_engine_in_parts(
     assert [request.embeds[0].values[0, 0] for request in taken] == [ord("a"), ord("a") + 0.5]
     assert taken[0].embeds[0].values.shape == (13, 1 << 18)
     assert not outcomes["refused"]
-    server.stop()
 
 
 def test_a_call_that_is_cancelled_ends_what_is_encoded_for_it_alone(deployment: Deployment) -> None:
     deployment.add_engine(ScriptedCore())
     encoder = ScriptedEncoder()
     server = encoder_of(deployment, encoder)
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
+    with connected(deployment, server) as client:
         encoder.free.clear()
         streams = [client.stream_chat(film(b"long video"), max_tokens=1) for _ in range(2)]
         eventually(lambda: encoder.seen)
@@ -617,7 +631,6 @@ def test_a_call_that_is_cancelled_ends_what_is_encoded_for_it_alone(deployment: 
         encoder.free.set()
         assert client.chat(chat(b"image"), max_tokens=1).token_ids
         assert encoder.steps.count(b"long video") <= 2
-    server.stop()
 
 
 def test_an_image_that_nobody_wants_any_more_leaves_its_encoder_to_others() -> None:
@@ -649,15 +662,13 @@ def test_metrics_and_status_tell_what_encoders_did(deployment: Deployment) -> No
 
     deployment.add_engine(ScriptedCore())
     server = encoder_of(deployment, ScriptedEncoder())
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
+    with connected(deployment, server) as client:
         client.chat(chat(b"abc", b"de"), max_tokens=1)
         client.chat(chat(b"abc"), max_tokens=1)
         with pytest.raises(InvalidRequestError):
             client.chat(chat(b"bad"), max_tokens=1)
         eventually(lambda: client.stats()["encoders"]["encoder-0"]["refused"])
         stats = client.stats()
-    server.stop()
     registry = CollectorRegistry()
     registry.register(DeploymentMetrics(stats))
 
@@ -758,8 +769,7 @@ def test_a_call_that_is_cancelled_while_its_image_is_encoded_is_never_routed(dep
     deployment.add_engine(ScriptedCore())
     encoder = ScriptedEncoder()
     server = encoder_of(deployment, encoder)
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
+    with connected(deployment, server) as client:
         encoder.free.clear()
         stream = client.stream_chat(chat(b"abc"), max_tokens=1)
         eventually(lambda: encoder.seen)
@@ -773,8 +783,7 @@ def test_a_call_that_is_cancelled_while_its_image_is_encoded_is_never_routed(dep
         client.close()
         with pytest.raises(RequestAbortedError):
             waiting.read()
-    encoder.free.set()
-    server.stop()
+        encoder.free.set()
 
 
 def test_who_asks_while_no_encoder_serves_waits_for_one(
@@ -794,11 +803,9 @@ def test_an_overloaded_encoder_is_told_as_overload(deployment: Deployment, monke
     monkeypatch.setattr(job_queue, "MAX_WAITING", 0)
     deployment.add_engine(ScriptedCore())
     server = encoder_of(deployment, ScriptedEncoder())
-    with Client(deployment.address) as client:
-        eventually(lambda: client.stats()["encoders"])
-        with pytest.raises(OverloadedError, match="images wait to be encoded already"):
-            client.chat(chat(b"abc"), max_tokens=1)
-    server.stop()
+    says = "images wait to be encoded already"
+    with connected(deployment, server) as client, pytest.raises(OverloadedError, match=says):
+        client.chat(chat(b"abc"), max_tokens=1)
 
 
 def test_an_encoder_of_another_deployment_is_not_asked(deployment: Deployment) -> None:

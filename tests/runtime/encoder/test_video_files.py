@@ -186,8 +186,8 @@ def test_more_than_is_decoded_is_refused_before(
 # ---- with a tower ----
 
 
-def opened(name: str = "qwen3-vl", **changes: object) -> ImageEncoder:
-    config = EngineConfig(model=str(image_model(name)), dtype="float32", tensor_ops="numpy", **changes)  # type: ignore[arg-type]
+def opened(name: str = "qwen3-vl") -> ImageEncoder:
+    config = EngineConfig(model=str(image_model(name)), dtype="float32", tensor_ops="numpy")
     return ImageEncoder.open(config, Path(config.model))
 
 
