@@ -54,7 +54,8 @@ def _reading() -> Iterator[None]:
     except HeadwiseError:
         raise
     except Exception as error:
-        raise InvalidRequestError(f"the video is broken, it cannot be decoded: {first_line(error):.200}") from None
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise InvalidRequestError(f"the video is broken, it cannot be decoded: {why:.200}") from None
 
 
 class _Key(NamedTuple):

@@ -163,7 +163,7 @@ def _of_url(name: str, url: str, most_bytes: int, is_video: bool) -> bytes:
     head = re.match(r"data:([^;,]*)((?:;[^;,]*)*),", url[:_HEAD_CHARACTERS], re.IGNORECASE)
     if head is None:
         raise InvalidRequestError(
-            f"{name} must have a data: URL such as data:{types[0]};base64,iVBO...: other URLs are not fetched; got "
+            f"{name} must have a data: URL such as data:{types[0]};base64,...: other URLs are not fetched; got "
             f"{shown(url)}"
         )
     mime = head[1].strip().lower().replace("image/jpg", "image/jpeg")

@@ -143,7 +143,7 @@ def turned(data: bytes) -> bytes:
         (encoded(picture("odd")), "are no video that is served"),
         (b"#EXTM3U\nfile:///etc/passwd", "are no video that is served"),
         (b"ffconcat version 1.0\nfile /etc/passwd\n", "are no video that is served"),
-        (film("exact")[:200], "the video is broken"),
+        (film("exact")[:200], "cannot be decoded: Invalid data found when processing input$"),
         (film("exact")[:40] + bytes(len(film("exact")) - 40), "the video is broken|has no frames|has no video"),
         (bytes(4) + b"ftyp" + bytes(100), "the video is broken|has no video"),
         (b"\x1a\x45\xdf\xa3" + bytes(100), "the video is broken|has no video"),
