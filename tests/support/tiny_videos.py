@@ -70,6 +70,7 @@ def written(
     """A file of these frames; as it is, without loss. times: of each frame, as multiples of ``1 / fps``"""
     import av
 
+    assert codec != "libx265" or min(images[0].size) >= 64, "x265 writes past its memory for frames of fewer pixels"
     file = io.BytesIO()
     with av.open(file, "w", format=container) as opened:
         stream = opened.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))

@@ -63,7 +63,7 @@ def test_files_of_all_formats_and_codecs_are_decoded(container: str, codec: str)
     same(chosen_of(video, chosen), [images[at] for at in chosen], tolerance=40)
 
 
-LONG = [Image.fromarray(np.full((32, 48, 3), (at % 16 * 16, at // 16 * 16, 90), np.uint8)) for at in range(200)]
+LONG = [Image.fromarray(np.full((64, 96, 3), (at % 16 * 16, at // 16 * 16, 90), np.uint8)) for at in range(200)]
 """Frames that say their numbers."""
 
 
@@ -79,7 +79,7 @@ def number_in(image: Image.Image) -> int:
         ("mp4", "libx264", {"g": "40", "bf": "3", "x264-params": "open-gop=1"}),
         ("mp4", "libx265", {"x265-params": "keyint=40:open-gop=1:bframes=4:log-level=error"}),
         ("webm", "libvpx-vp9", {"g": "40", "lag-in-frames": "16"}),
-        ("matroska", "libx264", {"g": "200", "bf": "3"}),
+        ("matroska", "libx264", {"g": "200", "bf": "3", "sc_threshold": "0"}),
         ("mp4", "mpeg4", {"g": "30", "qmin": "1", "qmax": "1"}),
     ],
 )
@@ -106,7 +106,7 @@ def test_an_index_that_leads_elsewhere_is_not_believed(monkeypatch: pytest.Monke
 
 
 def test_while_many_frames_are_decoded_others_have_their_turn() -> None:
-    video = VideoFile(written(LONG, 20.0, codec="libx264", pixels="yuv420p", g="200"))
+    video = VideoFile(written(LONG, 20.0, codec="libx264", pixels="yuv420p", g="200", sc_threshold="0"))
     found = list(video.images([0, 199]))
     assert [image is None for image in found] == [False, *[True] * 6, False]
 
