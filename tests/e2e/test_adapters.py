@@ -107,7 +107,7 @@ def test_batches_of_all_kinds_say_what_merged_models_do(two: Any) -> None:
 @pytest.mark.parametrize("changes", [{"tensor_ops": "numpy"}, {"tensor_ops": "paddle"}, {"speculation": 4}])
 def test_other_operations_and_drafts_say_the_same(two: Any, changes: dict[str, Any]) -> None:
     if changes.get("tensor_ops") == "paddle":
-        pytest.importorskip("paddle")
+        pytest.importorskip("headwise.runtime.ops.paddle_import")
     name, adapters, expected = two
     with LocalEngine(EngineConfig(model=str(checkpoint(name)), adapters=adapters, **SIZES, **changes)) as engine:
         for wanted, found in zip(expected, all_at_once(engine), strict=True):

@@ -80,7 +80,7 @@ def test_chats_with_images_say_what_transformers_says_and_hit_the_cache_when_the
     name: str, changes: dict[str, Any]
 ) -> None:
     if changes.get("tensor_ops") == "paddle":
-        pytest.importorskip("paddle")
+        pytest.importorskip("headwise.runtime.ops.paddle_import")
     if "max_batched_tokens" in changes and name in LEAST_BATCHED:
         changes = {**changes, "max_batched_tokens": LEAST_BATCHED[name]}
     with engine_of(image_model(name), **changes) as engine:

@@ -1,14 +1,23 @@
-"""Imports Paddle without its warnings, and with its libraries set to share the cores with others."""
+"""Imports Paddle without its warnings, without its signal handlers, and with its libraries set to share the cores with
+others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
+import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["paddle"]
+
+_HANDLED = (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGTERM)
+_SIGACTION_BYTES = 256
+"""At least those of C's `struct sigaction`: 152 on Linux."""
 
 
 def _prepare_libraries() -> None:
@@ -26,10 +35,29 @@ def _prepare_libraries() -> None:
         os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
 
 
+@contextlib.contextmanager
+def _kept_handlers() -> Iterator[None]:
+    """Leave what handles signals of the whole process as it was, also where it is none of Python's.
+
+    When it is imported, Paddle handles crashes and SIGTERM by a handler that allocates memory. A process that aborts
+    within `malloc` or `free`, where its heap is broken, then waits for that lock for ever in place of ending, and
+    nobody learns of it; and Ray's and Python's handlers, which would say where it was, are not run.
+    """
+    library = ctypes.CDLL(None)
+    former = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _HANDLED}
+    for number, handler in former.items():
+        library.sigaction(number, None, handler)
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            library.sigaction(number, handler, None)
+
+
 _prepare_libraries()
 
 # When it is imported, Paddle warns of ccache, and of OMP_NUM_THREADS, which is set on purpose.
-with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+with _kept_handlers(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
     warnings.simplefilter("ignore")
     import paddle
     import paddle.incubate.nn.functional

@@ -58,7 +58,7 @@ def squared(x: np.ndarray, weights: DictWeights, at: str, has_bias: bool = False
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_layer_squares_what_is_above_zero_between_two_projections(ops_name: str, has_bias: bool) -> None:
     if ops_name == "paddle":
-        pytest.importorskip("paddle")
+        pytest.importorskip("headwise.runtime.ops.paddle_import")
     config, ops = replace(dense(), mlp_bias=has_bias), make_ops(ops_name)
     weights = random_weights(config)
     model = build_model(config, weights, ops, SingleRank(), only_shard(config))

@@ -17,7 +17,7 @@ from headwise.runtime.ops.select import make_ops
 @pytest.fixture(scope="module", params=["numpy", "paddle"])
 def ops(request):
     if request.param == "paddle":
-        pytest.importorskip("paddle")
+        pytest.importorskip("headwise.runtime.ops.paddle_import")
     return make_ops(request.param)
 
 
@@ -25,7 +25,7 @@ def ops(request):
 def every_ops(request):
     """Those too that pack their weights."""
     if request.param == "paddle":
-        pytest.importorskip("paddle")
+        pytest.importorskip("headwise.runtime.ops.paddle_import")
     return make_ops(request.param)
 
 
@@ -102,7 +102,7 @@ def test_a_packed_tied_weight_is_in_the_memory_of_the_embedding_where_it_begins_
 
 
 def test_paddle_leaves_the_cores_to_its_own_threads() -> None:
-    pytest.importorskip("paddle")
+    pytest.importorskip("headwise.runtime.ops.paddle_import")
     openblas = ThreadpoolController().select(internal_api="openblas")
     if not openblas:
         pytest.skip("this NumPy has no OpenBLAS")

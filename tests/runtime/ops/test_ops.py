@@ -32,7 +32,7 @@ ON_A_CPU, ON_A_GPU = ("numpy", "numba", "paddle"), ("cupy", "paddle-gpu")
 def implementation(name: str) -> Iterator[Make]:
     """Makes the operations that it names for a dtype; CuPy is NumPy, and its kernels run in a host shim."""
     if name.startswith("paddle"):
-        paddle = pytest.importorskip("paddle")
+        paddle = pytest.importorskip("headwise.runtime.ops.paddle_import").paddle
         paddle.set_device("cpu")
     if name == "paddle-gpu":
         with cupy_on_the_host() as module:
@@ -92,7 +92,7 @@ def test_rms_norm_is_over_the_last_axis_with_one_weight_or_one_of_each_head(ops,
 
 def test_paddle_norms_without_its_kernel_on_cpus_that_cannot_run_it() -> None:
     """Whichever this CPU is: the kernel is compiled for AVX-512, and ends the process of one without."""
-    paddle = pytest.importorskip("paddle")
+    paddle = pytest.importorskip("headwise.runtime.ops.paddle_import").paddle
     paddle.set_device("cpu")
     from headwise.runtime.ops.paddle_norm import FUSED_ON_CPU, rms_norm
 
