@@ -245,6 +245,14 @@ class CacheManager:
         self._lost_window_tokens += (match.reached - match.without_states) * self.block_size
         self._lost_checkpoint_tokens += (match.without_states - count) * self.block_size
 
+    def will_part(self, row: int, depth: int) -> int:
+        """A request waits to go on behind the first ``depth`` blocks of a row, which that computes next; behind how
+        many of them it will be able to: where there are states, checkpoints may have been decided already."""
+        if self._states.count:
+            depth = self._places.will_part(row, depth, int(self.num_blocks[row]))
+        self._resume.will_part(row, depth)
+        return depth
+
     def _bring_from_host(self, row: int, match: PrefixMatch) -> None:
         """Allocate what a match has on the host only, and have it copied before the row's first step."""
         if match.host is None:

@@ -141,21 +141,26 @@ class ResumePoints:
     """Where another request is likely to resume than where a running row is: in whose windows blocks are needed.
 
     That is where the row was served from the cache, or could have been had a window group not lost its blocks (the tree
-    branches there), and the last ``slack`` tokens of its prompt.
+    branches there), where the prompt of one that waits for it parts from its own, and the last ``slack`` tokens of its
+    prompt.
     """
 
     def __init__(self, max_rows: int, windows: GroupWindows, slack: int) -> None:
         self._windows, self._slack = windows, slack
-        self._depths: NDArray[np.int64] = np.zeros((max_rows, 2), dtype=np.int64)  # blocks
+        self._depths: NDArray[np.int64] = np.zeros((max_rows, 3), dtype=np.int64)  # blocks
 
     def open(self, row: int, reached: int, prompt_blocks: int) -> None:
         """A row starts with ``reached`` blocks that the full groups had, and a prompt of ``prompt_blocks``."""
-        self._depths[row] = reached, prompt_blocks
+        self._depths[row] = reached, prompt_blocks, 0
+
+    def will_part(self, row: int, depth: int) -> None:
+        """Another prompt parts from the row's behind ``depth`` blocks."""
+        self._depths[row, 2] = depth
 
     def are_inside(self, rows: Blocks, groups: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.bool_]:
         """Whether the blocks ``[n]`` of these rows, groups and columns lie in a window of such a point."""
         depths, block_size = self._depths[rows], self._windows.block_size
-        behind = depths * block_size - (0, self._slack) - (self._windows.window[groups] - 1)[:, None]
+        behind = depths * block_size - (0, self._slack, 0) - (self._windows.window[groups] - 1)[:, None]
         column = columns[:, None]
         return np.asarray(((column >= behind // block_size) & (column < depths)).any(axis=1))
 

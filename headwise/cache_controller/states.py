@@ -53,8 +53,8 @@ class StateStep:
 class CheckpointPlaces:
     """Depths at which a request is likely to resume, so that a checkpoint is worth its blocks.
 
-    These are where a row's prompt parts from what was cached, the end of its prompt, and every so many tokens of it; a
-    prompt that comes a second time resumes before its last token.
+    These are where a row's prompt parts from what was cached, or from that of one that waits for it, the end of its
+    prompt, and every so many tokens of it; a prompt that comes a second time resumes before its last token.
 
     interval: tokens between checkpoints of a long prompt; 0: there are none
     """
@@ -62,12 +62,23 @@ class CheckpointPlaces:
     def __init__(self, max_rows: int, block_size: int, interval: int) -> None:
         self._block_size = block_size
         self._interval = -(-interval // block_size)
-        self._ends: NDArray[np.int64] = np.zeros((max_rows, 3), dtype=np.int64)  # depths, in blocks
+        self._ends: NDArray[np.int64] = np.zeros((max_rows, 4), dtype=np.int64)  # depths, in blocks
 
     def open(self, row: int, reached: int, prompt_tokens: int) -> None:
         """A row starts with ``reached`` blocks that the full groups had, and a prompt of so many tokens."""
         size = self._block_size
-        self._ends[row] = prompt_tokens // size, (prompt_tokens - 1) // size, reached
+        self._ends[row] = prompt_tokens // size, (prompt_tokens - 1) // size, reached, 0
+
+    def will_part(self, row: int, depth: int, planned: int) -> int:
+        """Another prompt parts from a row's behind ``depth`` blocks; behind how many of them a checkpoint will be.
+
+        planned: columns of the row whose checkpoints are decided
+        """
+        parts = self._ends[row]
+        if depth > planned >= parts[3]:  # none is still to come for an earlier one
+            parts[3] = depth
+        of_interval = depth // self._interval * self._interval if self._interval else 0
+        return max(int(parts[parts <= depth].max(initial=0)), of_interval)
 
     def are_wanted(self, rows: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.bool_]:
         """``[n]``: whether a checkpoint at the end of those columns of those rows is worth blocks."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.prefix_match import PrefixMatch
+from headwise.runtime.engine.followers import Followers, Shared
 from headwise.runtime.engine.introduction import introduction
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.pipeline_shares import NO_PIPELINE, PipelineShares
@@ -97,7 +98,7 @@ class ResourceManager:
         buffers: SharedBuffers | None = None,
     ) -> None:
         self.cache, self._buffers = cache, buffers
-        self.waiting = WaitingQueue(prefetcher, peer_loads)
+        self.waiting = WaitingQueue(Followers(cache), prefetcher, peer_loads)
         self.copies = TierCopies(cache, peer_loads)
         self.step_times = StepTimes()
         self._keeps_states = any(policy.is_state for policy in cache.policies)
@@ -129,9 +130,10 @@ class ResourceManager:
     def queued_tokens(self) -> int:
         """Known tokens still to compute: of what runs, and of what waits in so far as the cache lacks them."""
         left, decoding = self.table.to_schedule(self._rows_in_order())
-        waiting = self.waiting.sequences()
-        queued = sum(sequence.num_tokens for sequence in waiting) + int(left[~decoding].sum())
-        looked_at = heapq.nsmallest(MAX_LOOKED_AT, waiting, key=lambda sequence: sequence.order)
+        waiting, followers = self.waiting.sequences(), self.waiting.followers
+        queued = sum(sequence.num_tokens for sequence in waiting) + int(left[~decoding].sum()) - followers.shared_tokens
+        others = [sequence for sequence in waiting if sequence not in followers]
+        looked_at = heapq.nsmallest(MAX_LOOKED_AT, others, key=lambda sequence: sequence.order)
         return queued - sum(self._match(sequence).num_blocks for sequence in looked_at) * self.cache.block_size
 
     def add(self, sequence: Sequence, now: float) -> None:
@@ -153,6 +155,7 @@ class ResourceManager:
         budget = self.max_batched_tokens - int(plan.counts.sum())
         # Where blocks were short in this step, no newcomer may take what came free.
         while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(now)):
+            self._first_to_start()  # who waits for it says so before its blocks are laid out
             count = min(
                 admitted.num_tokens - int(self.table.scheduled[admitted.row]),
                 int(self.table.chunk[admitted.row]),
@@ -281,15 +284,17 @@ class ResourceManager:
 
         Others are admitted to what running sequences leave of a step. These would wait until those prompts are through.
         """
-        while (first := self.waiting.first) is not None and self.running and first.order < self.running[-1].order:
+        while (first := self._first_to_start()) is not None and self.running and first.order < self.running[-1].order:
             place = bisect.bisect(self.running, first.order, key=lambda other: other.order)
             if left_for(place, *self._wanted(), self.max_batched_tokens) <= 0 or self._admit(now) is None:
                 return
 
     def _admit(self, now: float) -> Sequence | None:
         """Start the first waiting sequence if all of its known tokens fit beside what runs already."""
-        sequence = self.waiting.first
-        if sequence is None or not self.table.num_free or any(not leaving.finished for leaving in self._draining):
+        if not self.table.num_free or any(not leaving.finished for leaving in self._draining):
+            return None
+        sequence = self._first_to_start()
+        if sequence is None:
             return None
         match = self._match(sequence)
         if match.num_blocks * self.cache.block_size < sequence.lacks:
@@ -300,6 +305,21 @@ class ResourceManager:
         self.waiting.pop()
         self._start(sequence, match, now)
         return sequence
+
+    def _first_to_start(self) -> Sequence | None:
+        """The waiting sequence whose turn it is. Those before it that share more with what runs than is computed so far
+        are set aside."""
+        while (first := self.waiting.first) is not None and (shared := self._to_share(first)) is not None:
+            self.waiting.follow(shared)
+        return first
+
+    def _to_share(self, sequence: Sequence) -> Shared | None:
+        """What a waiting sequence had better have a running one compute."""
+        rows, size = self._rows_in_order(), self.cache.block_size
+        prompts = rows[self.cache.registered[rows] < self.table.num_prompt[rows] // size]
+        if not len(prompts) or not self.cache.prefix_caching:
+            return None
+        return self.waiting.followers.find(sequence, self.table.of(prompts), self._match(sequence).num_blocks)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens would not be computed."""

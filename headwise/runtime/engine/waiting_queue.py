@@ -1,8 +1,11 @@
-"""Sequences that wait: for other engines or storage to bring their prefix to the host, and then for their turn."""
+"""Sequences that wait: for other engines or storage to bring their prefix to the host, then for their turn, and then
+for a running one to compute what they share with it.
+"""
 
 from __future__ import annotations
 
 from headwise.priority_queue import PriorityQueue
+from headwise.runtime.engine.followers import Followers, Shared
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Sequence
@@ -11,11 +14,15 @@ from headwise.runtime.engine.sequence import Sequence
 class WaitingQueue:
     """First come, first served within a priority. A sequence that comes back has its old place.
 
+    followers:  those that wait for running ones
     peer_loads: brings what other engines have of waiting sequences, where they come with a hint; None: nothing does
     prefetcher: brings what storage has of them; None: there is no storage
     """
 
-    def __init__(self, prefetcher: Prefetcher | None = None, peer_loads: PeerLoads | None = None) -> None:
+    def __init__(
+        self, followers: Followers, prefetcher: Prefetcher | None = None, peer_loads: PeerLoads | None = None
+    ) -> None:
+        self.followers = followers
         self.prefetcher, self.peer_loads = prefetcher, peer_loads
         self._queue: PriorityQueue[Sequence] = PriorityQueue()
 
@@ -24,12 +31,12 @@ class WaitingQueue:
 
     @property
     def num_held(self) -> int:
-        """How many wait for what another engine or storage has of them."""
-        return sum(source.num_held for source in (self.peer_loads, self.prefetcher) if source)
+        """How many wait for what another engine or storage has of them, or for what a running sequence computes."""
+        return sum(source.num_held for source in (self.peer_loads, self.prefetcher, self.followers) if source)
 
     def sequences(self) -> list[Sequence]:
         """All that wait, in no order."""
-        held = [source.held for source in (self.peer_loads, self.prefetcher) if source]
+        held = [source.held for source in (self.peer_loads, self.prefetcher, self.followers) if source]
         return sum(held, self._queue.items())
 
     @property
@@ -50,13 +57,17 @@ class WaitingQueue:
         if self.prefetcher is None or not self.prefetcher.begin(sequence, now):
             self.put_back(sequence)
 
+    def follow(self, shared: Shared) -> None:
+        """Set the sequence whose turn it is aside, until what it shares with a running one is computed."""
+        self.followers.begin(self._queue.pop(), shared)
+
     def put_back(self, sequence: Sequence) -> None:
         """Queue a sequence that need not wait for anything to come."""
         self._queue.push(sequence.order, sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out before its turn, wherever it is."""
-        for source in (self.peer_loads, self.prefetcher):
+        for source in (self.peer_loads, self.prefetcher, self.followers):
             if source is not None:
                 source.forget(sequence)
         self._queue.discard(sequence.order)
@@ -69,7 +80,9 @@ class WaitingQueue:
         return self.prefetcher is not None and self.prefetcher.is_asking
 
     def advance(self, now: float) -> None:
-        """Queue the sequences that need not wait for other engines or storage any longer."""
+        """Queue the sequences that need not wait for others, storage or what runs any longer."""
+        for sequence in self.followers.advance():
+            self.put_back(sequence)
         if self.peer_loads is not None:
             for sequence in self.peer_loads.advance(now):
                 self._prefetch(sequence, now)

@@ -324,7 +324,8 @@ class EngineLoad:
     """An engine's load and measured throughput, from which routing estimates costs. 0 seconds means not measured yet.
 
     waiting, running: requests
-    held_back:        of those that wait, those that wait for blocks from elsewhere, and not for room
+    held_back:        of those that wait, those that wait for blocks from elsewhere, or that what runs computes, and
+                      not for room
     queued_tokens:    tokens of waiting and running requests' prompts that are not computed yet
     used_blocks, total_blocks: of the device's pool: held by running requests, and all
     prefill_token_s:  seconds to compute a token of a prompt
