@@ -228,6 +228,18 @@ ROWS: dict[str, tuple[Row, ...]] = {
             lambda f: f"{f['host_over_device_rate']:.1f}",
         ),
     ),
+    "batch": (
+        Row(
+            "A file of questions about three times as many documents as the cache holds, by `headwise batch`: time "
+            "over that in the file's order, prompt tokens from the cache, and from it in the file's order; one engine; "
+            "two",
+            lambda f: "; ".join(
+                f"{of['time_ratio']:.2f}, {100 * of['cached_shared']:.0f} % "
+                f"(of {100 * f['cached_most']:.0f} possible), {100 * of['cached_file']:.0f} %"
+                for of in (f["one_engine"], f["two_engines"])
+            ),
+        ),
+    ),
     "replicas": (
         Row(
             "Three engines, conversations that take twice one engine's cache: median TTFT, and prompt tokens served "
@@ -377,6 +389,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "The cache": (
         "prefix_cache",
+        "batch",
         "tiers",
         "recycle",
         "capacity",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -93,6 +94,29 @@ def test_the_demo_answers_serves_its_second_question_from_the_cache_and_leaves_n
     assert len(prompt) == len(cached) == 2
     assert cached[0] == 0
     assert 0.9 * prompt[1] < cached[1] < prompt[1]
+    eventually(lambda: not marked(str(tmp_path)), otherwise=lambda: marked(str(tmp_path)))
+
+
+def test_a_file_of_requests_is_answered_by_a_deployment_of_its_own(tmp_path: Path) -> None:
+    requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    asked = {
+        name: {"messages": [{"role": "user", "content": f"Repeat: {name}"}], "max_tokens": 8, "temperature": 0}
+        for name in ("one", "two", "three")
+    }
+    lines = [{"custom_id": name, "url": "/v1/chat/completions", "body": body} for name, body in asked.items()]
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = subprocess.run(
+        [sys.executable, "-m", "headwise", "batch", requests, "-o", answers, "--kv-cache", "64MiB"],
+        env=environment(MARK=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("3 answers, 0 refused, in ")
+    told = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, answers.read_text().splitlines())}
+    assert told.keys() == asked.keys()
+    assert all(body["choices"][0]["message"]["content"] for body in told.values())
     eventually(lambda: not marked(str(tmp_path)), otherwise=lambda: marked(str(tmp_path)))
 
 

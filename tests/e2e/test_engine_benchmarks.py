@@ -147,7 +147,13 @@ def test_stages_of_a_pipeline_are_measured(cluster: str, capsys: pytest.CaptureF
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("script", "mode"),
-    [("replicas", "--smoke"), ("openai_http", "--quick"), ("pd", "--smoke"), ("elastic_replicas", "--smoke")],
+    [
+        ("replicas", "--smoke"),
+        ("openai_http", "--quick"),
+        ("batch", "--quick"),
+        ("pd", "--smoke"),
+        ("elastic_replicas", "--smoke"),
+    ],
 )
 def test_these_start_what_they_measure(
     script: str, mode: str, cluster: str, capsys: pytest.CaptureFixture[str]
@@ -199,6 +205,13 @@ def test_what_http_costs_is_measured(running: Deployment, capsys: pytest.Capture
     assert found["throughput_over_zmq"] > 0
     assert found["mask_us_per_token"] > 0
     assert min(found["ttft_p50_ms"].values()) > 0
+
+
+@pytest.mark.ray
+def test_what_the_order_of_a_file_saves_is_measured(running: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("batch", capsys, running=running)
+    assert 0 <= found["one_engine"]["cached_file"] <= found["cached_most"]
+    assert found["one_engine"]["time_ratio"] > 0
 
 
 @pytest.mark.ray

@@ -73,11 +73,11 @@ class Served:
 
 
 @contextmanager
-def serving(deployment: Deployment, texts: Texts | None = None, **options: Any) -> Iterator[Served]:
-    """The deployment over HTTP, with these `AppOptions`."""
+def serving(deployment: Deployment, texts: Texts | None = None, port: int = 0, **options: Any) -> Iterator[Served]:
+    """The deployment over HTTP, with these `AppOptions`. port: 0: a free one"""
     with Client(deployment.address) as client:
         app = make_app(client, texts or ScriptedTexts(), AppOptions(**{"model": MODEL, **options}))
-        server = HttpServer(app, listen("127.0.0.1", 0))
+        server = HttpServer(app, listen("127.0.0.1", port))
         server.start()
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=120.0) as http:

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headwise import __version__
+from headwise.runtime.cli.batch import batch
 from headwise.runtime.cli.calibrate import calibrate
 from headwise.runtime.cli.detached import serve_detached, stop
 from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, wake
 from headwise.runtime.cli.options import Access, EngineOptions, command, config_reference
+from headwise.runtime.cli.starting import client_of, local_engine, start_deployment
 from headwise.runtime.cli.status import index, status
 
 if TYPE_CHECKING:
-    from headwise.actors.deployment import Deployment
     from headwise.runtime.client.client import Client
     from headwise.runtime.client.local_engine import LocalEngine
-    from headwise.runtime.config.engine_config import EngineConfig
     from headwise.runtime.protocol.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure a running deployment.")
 app.add_typer(bench, name="bench")
 app.add_typer(index, name="index")
+app.command()(batch)
 app.command()(calibrate)
 app.command()(status)
 app.command()(sleep)
@@ -169,7 +170,7 @@ def _serving(
 ) -> Iterator[Client | LocalEngine]:
     """What answers requests: this process, a deployment started for the command, or a running one."""
     if local:
-        with _local_engine(options.load()) as engine:
+        with local_engine(options.load()) as engine:
             yield engine
         return
     if address:
@@ -177,39 +178,8 @@ def _serving(
             yield client
         return
     config = replace(options.load(), standby=False)  # nobody waits for it
-    with _deployment(config, None) as deployment, _client(deployment) as client:
+    with start_deployment(config, None) as deployment, client_of(deployment) as client:
         yield client
-
-
-def _client(deployment: Deployment) -> Client:
-    from headwise.runtime.client.client import Client
-
-    return Client(deployment.client_address, keys=deployment.client_keys)
-
-
-def _local_engine(config: EngineConfig) -> LocalEngine:
-    from headwise.runtime.cli.terminal import progress
-    from headwise.runtime.client.local_engine import LocalEngine
-    from headwise.runtime.config.model_card import read_model_card
-    from headwise.runtime.loader.resolve import resolve_model
-
-    with progress() as bars:
-        directory = resolve_model(config.model, config.cache_path, bars)
-        read_model_card(config, directory, bars)  # what is wrong is told before weights are loaded
-        bars.stage("loading the weights")
-        return LocalEngine(config)
-
-
-def _deployment(config: EngineConfig, address: str | None) -> Deployment:
-    from headwise.actors.deployment import Deployment
-    from headwise.runtime.cli.terminal import progress
-    from headwise.runtime.config.model_card import read_model_card
-    from headwise.runtime.loader.resolve import resolve_model
-
-    with progress() as bars:
-        directory = resolve_model(config.model, config.cache_path, bars)
-        read_model_card(config, directory, identify=False)  # what is wrong is told at once
-        return Deployment.start(config, address, progress=bars)
 
 
 def _print_stream(
@@ -271,7 +241,7 @@ def serve(
     if detach:
         serve_detached(config, cluster)
         return
-    with _deployment(config, cluster) as deployment:
+    with start_deployment(config, cluster) as deployment:
         with until_signal() as caught:  # Ray sets handlers of its own when it starts
             if deployment.client_keys is not None:
                 typer.echo(f"clients need an API key and the server key {deployment.client_keys.server}")
@@ -337,7 +307,7 @@ def demo(options: EngineOptions) -> None:
 
     options.overrides.setdefault("port", 0)  # whatever else is served on this machine is left alone
     config = replace(options.load(), standby=False)  # nobody waits for it
-    with _deployment(config, None) as deployment, _client(deployment) as client:
+    with start_deployment(config, None) as deployment, client_of(deployment) as client:
         run_demo(client)
 
 

@@ -107,7 +107,7 @@ class LocalEngine:
     ) -> list[GenerationResult]:
         """Run prompts (texts or token ids) as one batch; ``sampling`` is one for all, or one each. With ``n`` above 1
         the result has the samples of the first prompt, then those of the next. ``priority``, ``cache_salt`` and
-        ``items`` are those of all prompts: see `Client`.
+        ``items`` are those of all prompts: see `Client`. Prompts that begin alike are computed one after the other.
         """
         if isinstance(prompts, str):
             raise InvalidRequestError("prompts must be a list of texts or of token ids; for one prompt, a list of one")
@@ -117,7 +117,7 @@ class LocalEngine:
             for sample in params.samples()
         ]
         results = {request.request_id: GenerationResult(request.request_id) for request in requests}
-        for delta in self._calls.run(requests):
+        for delta in self._calls.run(sorted(requests, key=lambda request: request.prompt_token_ids.tobytes())):
             results[delta.request_id].add(delta)
         return list(results.values())
 

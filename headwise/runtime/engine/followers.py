@@ -9,11 +9,15 @@ every step.
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.runtime.engine.sequence import Phase, Sequence
+
+_Place = tuple[int, tuple[int, int], Sequence]
+"""Of a follower behind its leader: the depth at which it starts, and its order, which no other one has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +29,12 @@ class Shared:
 
 
 class Followers:
-    """Those that wait."""
+    """Those that wait. What a step asks of them takes no longer the more they are."""
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
         self._followers: dict[Sequence, Shared] = {}
+        self._led: dict[Sequence, list[_Place]] = {}  # by leader a heap, in which may be some that are gone
 
     @property
     def held(self) -> list[Sequence]:
@@ -69,20 +74,23 @@ class Followers:
 
     def begin(self, sequence: Sequence, shared: Shared) -> None:
         self._followers[sequence] = shared
+        heapq.heappush(self._led.setdefault(shared.leader, []), (shared.depth, sequence.order, sequence))
 
     def forget(self, sequence: Sequence) -> None:
         self._followers.pop(sequence, None)
 
     def advance(self) -> list[Sequence]:
         """The sequences that need not wait any longer: what they share is computed, or will not be."""
-        over = [sequence for sequence, shared in self._followers.items() if self._is_over(shared)]
-        for sequence in over:
-            del self._followers[sequence]
+        over = list[Sequence]()
+        for leader in list(self._led):
+            led, computed = self._led[leader], self._cache.registered[leader.row]
+            while led and (leader.phase is not Phase.RUNNING or led[0][0] <= computed):
+                *_, sequence = heapq.heappop(led)
+                if self._followers.pop(sequence, None) is not None:
+                    over.append(sequence)
+            if not led:
+                del self._led[leader]
         return over
-
-    def _is_over(self, shared: Shared) -> bool:
-        leader = shared.leader
-        return leader.phase is not Phase.RUNNING or bool(self._cache.registered[leader.row] >= shared.depth)
 
 
 def common_blocks(first: list[bytes], second: list[bytes]) -> int:

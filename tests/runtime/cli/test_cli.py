@@ -18,7 +18,7 @@ from headwise.runtime.cli.options import config_reference
 from headwise.runtime.config.engine_config import EngineConfig
 
 COMMANDS = [["generate"], ["serve"], ["info"], ["demo"], ["bench", "serve"], ["calibrate"]]
-COMMANDS += [["sleep"], ["wake"], ["reset-cache"], ["status"], ["index", "match"]]
+COMMANDS += [["sleep"], ["wake"], ["reset-cache"], ["status"], ["index", "match"], ["batch"]]
 
 
 def run(*arguments: str | Path) -> Result:

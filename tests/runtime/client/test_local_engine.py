@@ -41,3 +41,17 @@ def test_sampling_that_is_none_is_told(given: Any, why: str) -> None:
 def test_an_engine_of_several_ranks_is_refused_here(ranks: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"are 2 ranks, and this worker is alone, .*: leave them out, or serve by"):
         LocalEngine(EngineConfig(model=str(checkpoint("qwen3")), dtype="float32", kv_cache="1MiB", **ranks))
+
+
+def test_prompts_that_begin_alike_are_computed_one_after_the_other_wherever_they_stand() -> None:
+    """The cache has room for one of the documents."""
+    documents = [[2 + number, 3, 4, 5] * 16 for number in range(4)]
+    prompts = [[*documents[number % 4], 10 + number, 11] for number in range(12)]
+    sizes = {"block_size": 16, "max_model_len": 80, "kv_cache": "288KiB", "host_cache": "0", "max_num_seqs": 1}
+    with LocalEngine(EngineConfig(model=str(checkpoint("qwen3")), dtype="float32", **sizes)) as engine:
+        results = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=2))
+        alone = [engine.generate([prompt], SamplingParams(temperature=0, max_tokens=2))[0] for prompt in prompts]
+
+    assert sum(result.usage.cached_tokens for result in results) == 64 * 8
+    assert sum(result.usage.cached_tokens for result in alone) == 0
+    assert [result.token_ids for result in results] == [result.token_ids for result in alone]

@@ -1,0 +1,1 @@
+"""Files of requests, answered in an order in which neighbours share what is cached."""

@@ -1,0 +1,85 @@
+"""A file of answers, one a line as JSON, in the form of OpenAI's batches: each is in it once it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import ConfigError
+
+
+class AnswerFile:
+    """Appends answers to a file. What was begun can be gone on with: answers that it has need not be asked for again.
+
+    answered: names of requests whose answers it had when it was opened
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        """resume: keep the answers of a file that is there; those that are none (refusals, half a line) are left out.
+
+        Raises:
+            ConfigError: it is there without ``resume``, cannot be written, or has something else than answers.
+        """
+        self.path = path
+        self.answered: set[str] = set()
+        try:
+            if resume and path.exists():
+                self.answered = _keep_answers(path)
+            self._file = path.open("ab" if resume else "xb")
+        except FileExistsError:
+            raise ConfigError(f"{path} is there: go on with it by --resume, or choose another file") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+    def add(self, custom_id: str, status: int, body: Any) -> None:
+        """Append an answer. Raises `ConfigError` where it cannot, as on a full disk."""
+        answer = {
+            "custom_id": custom_id,
+            "response": {"status_code": status, "body": body},
+            "error": None,
+        }
+        try:
+            self._file.write(json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
+            self._file.write(b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Leaves no file without answers."""
+        is_empty = self._file.tell() == 0
+        self._file.close()
+        if is_empty:
+            self.path.unlink(missing_ok=True)
+
+
+def _keep_answers(path: Path) -> set[str]:
+    """Rewrite a file with its answers alone; the names of their requests."""
+    names, kept = set[str](), path.with_name(path.name + ".kept")
+    try:
+        with path.open("rb") as old, kept.open("wb") as new:
+            for number, line in enumerate(old, 1):
+                # The last line may not have been written to its end.
+                if line.endswith(b"\n") and _is_answer(line, f"line {number} of {path}", names):
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+        kept.replace(path)
+    finally:
+        kept.unlink(missing_ok=True)
+    return names
+
+
+def _is_answer(line: bytes, where: str, names: set[str]) -> bool:
+    """Whether a line is the first answer to a request, whose name joins ``names``; a refusal is none."""
+    try:
+        answer = json.loads(line)
+        name, status = str(answer["custom_id"]), answer["response"]["status_code"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ConfigError(f"{where} is no answer: --resume goes on with a file that this command has begun") from None
+    if status != 200 or name in names:
+        return False
+    names.add(name)
+    return True
