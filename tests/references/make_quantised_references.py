@@ -1,23 +1,25 @@
-"""Writes quantised.json: matrices as compressed-tensors, vLLM and transformers pack and expand them.
+"""Writes quantised.json: matrices as compressed-tensors, vLLM, transformers and Model Optimizer pack and expand them.
 
-Needs the environment of `make peers`:
+Needs the environment of `make peers`, and nvidia-modelopt:
 
-.venv-peers/bin/python tests/references/make_quantised_references.py
+.venv-peers/bin/python tests/references/make_quantised_references.py [--floats]
+
+With --floats, only those of NVFP4, MXFP4 and MXFP8 are made anew, for which vLLM is not needed.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from base64 import b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from vllm.model_executor.layers.quantization.utils import quant_utils
-from vllm.scalar_type import scalar_types
 
 OUTPUTS, INPUTS, GROUP, AT = 24, 64, 16, "layer."
 DTYPES = {
@@ -27,12 +29,23 @@ DTYPES = {
     torch.int32: "I32",
     torch.int64: "I64",
     torch.int8: "I8",
+    torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
 
 
 def main() -> None:
+    path = Path(__file__).parent / "quantised.json"
+    cases = json.loads(path.read_text()) if sys.argv[1:] == ["--floats"] else integers_and_fp8()
+    cases |= small_floats()
+    path.write_text(json.dumps(cases, indent=1) + "\n")
+    print(f"{path}: {len(cases)} matrices")
+
+
+def integers_and_fp8() -> dict[str, Any]:
+    from vllm.scalar_type import scalar_types
+
     torch.manual_seed(7)
     cases = {}
     for bits, symmetric in ((4, True), (4, False), (8, True)):
@@ -49,9 +62,85 @@ def main() -> None:
     cases["gptq 8 bits"] = transposed("gptq", scalar_types.uint8b128, zero_points=False)
     cases["gptq by importance"] = by_importance(cases["gptq symmetric"])
     cases["fp8 by blocks, powers of two"], cases["fp4 beside fp8"] = powers_of_two(), fp4()
-    path = Path(__file__).parent / "quantised.json"
-    path.write_text(json.dumps(cases, indent=1) + "\n")
-    print(f"{path}: {len(cases)} matrices of {OUTPUTS} x {INPUTS}")
+    return cases
+
+
+def small_floats() -> dict[str, Any]:
+    torch.manual_seed(11)
+    return {
+        "compressed nvfp4": compressed_floats("nvfp4-pack-quantized", 4, 16, torch.float8_e4m3fn),
+        "compressed mxfp4": compressed_floats("mxfp4-pack-quantized", 4, 32, torch.uint8),
+        "compressed mxfp8 by blocks": compressed_floats("mxfp8-quantized", 8, 32, torch.uint8),
+        "modelopt nvfp4": by_model_optimizer("NVFP4_DEFAULT_CFG"),
+        "modelopt fp8": by_model_optimizer("FP8_DEFAULT_CFG"),
+        "modelopt mxfp8 by blocks": by_model_optimizer("MXFP8_DEFAULT_CFG"),
+    }
+
+
+def compressed_floats(form: str, bits: int, group: int, scale_dtype: torch.dtype) -> dict[str, Any]:
+    """Scales as LLM Compressor chooses them: the largest number of a group becomes the format's."""
+    strategy = "tensor_group" if form.startswith("nv") else "group"
+    args = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "group_size": group}
+    weight, weights = drawn(), QuantizationArgs(**args, scale_dtype=scale_dtype)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    scale = weight.reshape(OUTPUTS, -1, group).abs().amax(-1) / (6.0 if bits == 4 else 448.0)
+    state = {"weight": weight, "weight_scale": scale.log2().ceil().exp2()}
+    if form.startswith("nv"):
+        overall = 448.0 / scale.max()
+        state = {"weight": weight, "weight_scale": (scale * overall).to(scale_dtype).float()}
+        state["weight_global_scale"] = overall.reshape(1)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    stored = compressor.compress(state, scheme)
+    expected = compressor.decompress(dict(stored), scheme)["weight"]
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": args}}}
+    return case(config, stored, in_full(stored, expected, group))
+
+
+def in_full(stored: Mapping[str, torch.Tensor], expanded: torch.Tensor, group: int) -> torch.Tensor:
+    """What was expanded, before it was rounded to bfloat16."""
+    scale = stored["weight_scale"]
+    scale = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
+    scale = scale / stored["weight_global_scale"] if "weight_global_scale" in stored else scale
+    if "weight_packed" in stored:
+        from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+        numbers = unpack_fp4_from_uint8(stored["weight_packed"], *expanded.shape).float()
+    else:
+        numbers = stored["weight"].float()
+    exact = numbers * scale.repeat_interleave(group, 1)
+    assert torch.allclose(exact, expanded.float(), rtol=2**-7, atol=0), "the same but for rounding"
+    return exact
+
+
+def by_model_optimizer(kind: str) -> dict[str, Any]:
+    """A layer's matrix of a model that it quantised and exported."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": INPUTS, "intermediate_size": 2 * INPUTS, "num_hidden_layers": 1, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])).bfloat16().eval()
+    tokens = torch.randint(0, 128, (2, 16))
+    mtq.quantize(model, getattr(mtq, kind), lambda model: model(tokens))
+    with tempfile.TemporaryDirectory() as directory:
+        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=directory)
+        tensors = load_file(f"{directory}/model.safetensors")
+        config = json.loads(Path(f"{directory}/config.json").read_text())["quantization_config"]
+    at = "model.layers.0.self_attn.k_proj."
+    stored = {name.removeprefix(at): tensor for name, tensor in tensors.items() if name.startswith(at)}
+    weight, scale = stored["weight"], stored["weight_scale"]
+    if "weight_scale_2" in stored:
+        packed = NVFP4QTensor(torch.Size((len(weight), INPUTS)), torch.float32, weight)
+        blocks = {-1: 16}
+        expected = packed.dequantize(scale=scale, double_scale=stored["weight_scale_2"], block_sizes=blocks)
+    elif scale.dtype == torch.uint8:
+        expected = weight.float() * (scale.float() - 127).exp2().repeat_interleave(32, 1)
+    else:
+        expected = weight.float() * scale
+    return case(config, stored, expected)
 
 
 def drawn() -> torch.Tensor:
@@ -129,10 +218,14 @@ def fp4() -> dict[str, Any]:
 
 
 def expanded(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     return Fp8Dequantize(None)._dequantize_one(stored, scales, torch.float32)
 
 
 def transposed(method: str, kind: Any, zero_points: bool) -> dict[str, Any]:
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
     bits = kind.size_bits
     expected, codes, scales, zeros = quant_utils.quantize_weights(drawn().T.contiguous(), kind, GROUP, zero_points)
     groups = INPUTS // GROUP

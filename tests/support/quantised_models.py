@@ -28,6 +28,7 @@ INT4: Mapping[str, Any] = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}}},
 }
+NVFP4: Mapping[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": GROUP}
 FP8: Mapping[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
 
 
@@ -71,15 +72,35 @@ def in_fp8_by_powers(matrix: NDArray[np.float32]) -> Stored:
 
 def in_fp4(matrix: NDArray[np.float32]) -> Stored:
     """As DeepSeek-V4's experts are."""
+    largest = np.abs(matrix.reshape(len(matrix), -1, 32)).max(axis=2)
+    exponents = (np.ceil(np.log2(largest / 6)) + 127).astype(np.uint8)
+    packed, expanded = _fp4(matrix, np.exp2(exponents.astype(np.float32) - 127))
+    return {"weight": ("I8", packed.view(np.int8)), "scale": ("F8_E8M0", exponents)}, expanded
+
+
+def in_nvfp4(matrix: NDArray[np.float32]) -> Stored:
+    """As Model Optimizer has it."""
+    largest = np.abs(matrix.reshape(len(matrix), -1, GROUP)).max(axis=2)
+    overall = np.float32(largest.max() / 6 / 448)
+    scales = np.abs((largest / 6 / overall)[..., None] - E4M3[1:127]).argmin(axis=2).astype(np.uint8) + 1
+    packed, expanded = _fp4(matrix, E4M3[scales] * overall)
+    tensors = {
+        "weight": ("U8", packed),
+        "weight_scale": ("F8_E4M3", scales.astype(np.uint8)),
+        "weight_scale_2": ("F32", np.array(overall)),
+        "input_scale": ("F32", np.array(np.float32(0.01))),
+    }
+    return tensors, expanded
+
+
+def _fp4(matrix: NDArray[np.float32], scales: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Codes of a matrix, two in a byte, with ``scales [N, groups]``; and what they stand for."""
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    grouped = matrix.reshape(len(matrix), -1, 32)
-    exponents = (np.ceil(np.log2(np.abs(grouped).max(axis=2) / 6)) + 127).astype(np.uint8)
-    scale = np.exp2(exponents.astype(np.float32) - 127)[..., None]
+    grouped, scale = matrix.reshape(*scales.shape, -1), scales[..., None]
     codes = np.abs(np.abs(grouped / scale)[..., None] - numbers).argmin(axis=3).astype(np.uint8)
     expanded = (np.sign(grouped) * numbers[codes] * scale).reshape(matrix.shape)
     codes = (codes | (grouped < 0).astype(np.uint8) << 3).reshape(matrix.shape)
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(np.int8)
-    return {"weight": ("I8", packed), "scale": ("F8_E8M0", exponents)}, expanded
+    return codes[:, ::2] | codes[:, 1::2] << 4, expanded
 
 
 def write_quantised(

@@ -14,7 +14,7 @@ from headwise.kernels.code_bytes import code_bytes
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
-from headwise.runtime.loader.checkpoint import Checkpoint, read_json
+from headwise.runtime.loader.checkpoint import Checkpoint, read_config
 from headwise.runtime.loader.gguf_blocks import FORMATS
 from headwise.runtime.loader.quantisation import scheme_of
 from headwise.runtime.models.attention.select import attention_of
@@ -100,7 +100,7 @@ def _block_files(directory: Path) -> list[BlockFile]:
 def _element_bytes(config: EngineConfig, directory: Path) -> float:
     dtype = config.weights_dtype_name
     if dtype in ("int4", "fp8"):
-        scheme = scheme_of(read_json(directory / "config.json"))
+        scheme = scheme_of(read_config(directory))
         assert scheme is not None, "as the model's card has it"
         return code_bytes(scheme.bits, scheme.group, scheme.has_minimum, config.on_gpu)
     return code_bytes(8, INT8_GROUP, False, config.on_gpu) if dtype == "int8" else dtype_bytes(dtype)

@@ -22,7 +22,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.expert_codes import check_expert_codes
 from headwise.runtime.loader.adapters import AdapterFile
 from headwise.runtime.loader.block_file import BLOCKS
-from headwise.runtime.loader.checkpoint import has_weights, parse_json, read_small_file
+from headwise.runtime.loader.checkpoint import has_weights, parse_json, read_small_file, with_quantisation
 from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.draft_model import DraftModel
 from headwise.runtime.loader.progress import Progress
@@ -151,7 +151,8 @@ def read_model_card(
               `digest_weights`); blocks cannot be hashed without
     """
     raw = read_small_file(directory / "config.json")
-    found, weights, blocks, drafting = parse_json(directory / "config.json", raw), "", "", ""
+    found = with_quantisation(directory, parse_json(directory / "config.json", raw))
+    weights, blocks, drafting = "", "", ""
     model = model_config(without_scheme(found))
     head = DraftModel(config.draft_model, config.cache_path, weights=identify) if config.draft_model else None
     if head is not None:

@@ -19,6 +19,10 @@ from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
 from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, TABLES, SafetensorsFile
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
+QUANTISATION = "quantization_config"
+"""What a config.json says of how matrices are stored."""
+MODELOPT = "hf_quant_config.json"
+"""Where Model Optimizer says it; some checkpoints have it there alone."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {**FLOATS, **TABLES, "U8": INTEGERS["U8"]}
 """Bytes are for models that have packed numbers of their own (MXFP4), tables for those that look experts up."""
@@ -51,7 +55,7 @@ class Checkpoint:
     ) -> None:
         self._keeps = keeps
         self.directory, self._dtypes = directory, {**_DTYPES, **also}
-        self.config = read_json(directory / "config.json")
+        self.config = read_config(directory)
         self._blocks = BlockFile(directory / BLOCKS) if blocks else None
         self._files: dict[str, SafetensorsFile] = {}
 
@@ -225,6 +229,19 @@ def _weight_map(directory: Path) -> dict[str, str]:
         if Path(shard).name != shard or not (directory / shard).exists():
             raise ModelError(f"{directory} lacks the shard {shard!r} that {INDEX} names; fetch the model again")
     return weight_map
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """A model's ``config.json``, with what another file may say of how it was quantised. Raises `ModelError`."""
+    return with_quantisation(directory, read_json(directory / "config.json"))
+
+
+def with_quantisation(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The same of a ``config.json`` that was read."""
+    if config.get(QUANTISATION) is not None or not (directory / MODELOPT).is_file():
+        return config
+    said = read_json(directory / MODELOPT).get("quantization")
+    return {**config, QUANTISATION: {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.loader.quantisation import Scheme, scheme_of
+from headwise.runtime.loader.quantisation import scheme_of
 from headwise.runtime.loader.safetensors_file import CODES
+from headwise.runtime.loader.schemes import Scheme
 from headwise.runtime.loader.stored_matrix import StoredMatrix
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 

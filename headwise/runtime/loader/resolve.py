@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headwise.errors import ModelError, first_line
 from headwise.runtime.loader.aliases import ALIASES, fetch_alias
-from headwise.runtime.loader.checkpoint import INDEX, SINGLE, has_weights, read_json
+from headwise.runtime.loader.checkpoint import INDEX, SINGLE, has_weights, read_config
 from headwise.runtime.loader.gguf_convert import converted_directory
 from headwise.runtime.loader.progress import Progress, SilentProgress
 from headwise.runtime.loader.quantisation import without_scheme
@@ -86,7 +86,7 @@ def _check_config(path: Path, name: str) -> None:
         found = sorted(path.glob("*.gguf"))
         hint = f"give the GGUF file in it: {found[0]}" if found else f"a model is {_ALLOWED}"
         raise ModelError(f"{name!r} has no {_CONFIG}; {hint}")
-    model_config(without_scheme(read_json(path / _CONFIG)))  # raises on an architecture that is not served
+    model_config(without_scheme(read_config(path)))  # raises on an architecture that is not served
 
 
 def _check_tokenizer(path: Path, name: str) -> None:

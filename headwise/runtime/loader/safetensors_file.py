@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.runtime.ops.fp4 import powers_of_two
 
 # By the names of safetensors. BF16 is read as its bits: NumPy has no such type.
 FLOATS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -39,7 +40,6 @@ _STORED = {**FLOATS, **CODES, **FLAGS, **WORDS}
 _NUMPY_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _EXACT = 1 << 24
 """Up to which float32 holds every integer."""
-_E8M0_BIAS = 127
 _HEADER_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
 
@@ -121,7 +121,7 @@ class SafetensorsFile:
             bits <<= 16
             return bits.view(np.float32)
         if dtype == "F8_E8M0":
-            return np.ldexp(np.float32(1), part.astype(np.int32) - _E8M0_BIAS).astype(np.float32)
+            return powers_of_two(part)
         if dtype in TABLES and part.size and not -_EXACT <= part.min() <= part.max() <= _EXACT:
             raise ModelError(f"{self.path}: {name!r} has integers beyond {_EXACT}: no index of this model is so large")
         return part.astype(np.float32, copy=False)

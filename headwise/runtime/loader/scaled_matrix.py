@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.kernels.e4m3 import E4M3
 from headwise.runtime.loader.stored_matrix import StoredTensors
+from headwise.runtime.ops.fp4 import powers_of_two
 from headwise.runtime.ops.quantised import GroupQuantised
 
 
@@ -61,15 +62,19 @@ class ScaledMatrix:
         return GroupQuantised(codes, np.ascontiguousarray(scales), None, group, 8, is_float)
 
 
-def scaled_matrix(tensors: StoredTensors, name: str, scale_name: str, tile: tuple[int, int] | None) -> ScaledMatrix:
+def scaled_matrix(
+    tensors: StoredTensors, name: str, scale_name: str, tile: tuple[int, int] | None, powers: bool = False
+) -> ScaledMatrix:
     """The matrix ``name`` with the scales ``scale_name``.
 
-    tile: of scales that are a matrix of several columns, as the configuration says; None: it has no such
+    tile:   of scales that are a matrix of several columns, as the configuration says; None: it has no such
+    powers: scales are stored as exponents (E8M0), as bytes
 
     Raises:
         ModelError: codes are of another dtype, or scales of another shape.
     """
-    codes, scales = tensors.stored(name), tensors.tensor(scale_name)
+    codes = tensors.stored(name)
+    scales = _powers(tensors, scale_name) if powers else tensors.tensor(scale_name)
     if codes.ndim != 2 or codes.dtype not in (np.int8, np.uint8):
         raise ModelError(f"{name!r} is {codes.dtype} {list(codes.shape)}: a matrix of FP8 (E4M3) or int8 is expected")
     rows, columns = codes.shape
@@ -84,3 +89,12 @@ def scaled_matrix(tensors: StoredTensors, name: str, scale_name: str, tile: tupl
         f"{scale_name!r} has the shape {list(scales.shape)}, and {name!r} {list(codes.shape)}: one scale is expected, "
         f"or one for each row{tiles}"
     )
+
+
+def _powers(tensors: StoredTensors, name: str) -> NDArray[np.float32]:
+    stored = tensors.stored(name)
+    if stored.dtype != np.uint8:
+        raise ModelError(
+            f"{name!r} is {stored.dtype} {list(stored.shape)}: powers of two (E8M0), as bytes, are expected"
+        )
+    return powers_of_two(stored)

@@ -29,7 +29,7 @@ from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
 from headwise.runtime.models.weight_view import WeightView
 from headwise.runtime.models.weights import Weights
-from headwise.runtime.ops.mxfp4 import GROUP, are_exact, in_integers
+from headwise.runtime.ops.fp4 import GROUP, in_integers, may_be_packed, powers_of_two
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -141,9 +141,9 @@ class GptOssWeights(WeightView):
         groups = size[0], size[1] // GROUP
         self._check(f"{name}_blocks", blocks.shape, (*groups, GROUP // 2))
         self._check(f"{name}_scales", exponents.shape, groups)
-        halves = blocks[rows]
-        matrix = in_integers(halves.reshape(len(halves), -1), exponents[rows])
-        return matrix if are_exact(exponents[rows]) else matrix.dequantised()
+        halves, scales = blocks[rows], powers_of_two(exponents[rows])
+        matrix = in_integers(halves.reshape(len(halves), -1), scales)
+        return matrix if may_be_packed(scales) else matrix.dequantised()
 
     @staticmethod
     def _check(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -22,8 +22,8 @@ from headwise.runtime.ops.quantised import GroupQuantised
 
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "quantised.json").read_text())
 NAME = "layer.weight"
-INTEGERS = [name for name in REFERENCES if "fp8" not in name]
-FP4 = "fp4 beside fp8"
+FP4, MXFP4 = "fp4 beside fp8", "compressed mxfp4"
+INTEGERS = [name for name in REFERENCES if "fp8" not in name and name != MXFP4]
 
 
 def write(directory: Path, tensors: dict[str, dict[str, Any]], config: dict[str, Any]) -> Path:
@@ -89,8 +89,11 @@ def test_codes_are_computed_from_as_they_are(case: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ops.linear(x, packed), matrix[3:19].T, rtol=2e-3, atol=2e-3)
 
 
-def test_fp4_is_computed_from_as_integers_where_packed_weights_can_hold_its_scales(tmp_path: Path) -> None:
-    weights, matrix = opened(tmp_path, FP4, keeps_codes=True), expected(FP4)
+@pytest.mark.parametrize(("case", "scales"), [(FP4, "layer.scale"), (MXFP4, "layer.weight_scale")])
+def test_fp4_is_computed_from_as_integers_where_packed_weights_can_hold_its_scales(
+    case: str, scales: str, tmp_path: Path
+) -> None:
+    weights, matrix = opened(tmp_path, case, keeps_codes=True), expected(case)
     rows, columns = weights.kept_rows(NAME, 3, 19), weights.kept_columns(NAME, 32, 64)
     assert rows is not None
     assert columns is not None
@@ -98,15 +101,16 @@ def test_fp4_is_computed_from_as_integers_where_packed_weights_can_hold_its_scal
     np.testing.assert_array_equal(rows.dequantised(), matrix[3:19])
     np.testing.assert_array_equal(columns.dequantised(), matrix[:, 32:])
     assert weights.kept_columns(NAME, 16, 48) is None, "which cuts through a group"
-    beyond = {**REFERENCES[FP4]["tensors"]["layer.scale"], "data": b64encode(bytes([90] * 48)).decode()}
-    tiny = opened(tmp_path, FP4, keeps_codes=True, **{"layer.scale": beyond})
+    beyond = {**REFERENCES[case]["tensors"][scales], "data": b64encode(bytes([90] * 48)).decode()}
+    tiny = opened(tmp_path, case, keeps_codes=True, **{scales: beyond})
     assert tiny.kept_rows(NAME, 0, 8) is None, "such powers of two are beyond float16"
     assert np.abs(tiny.tensor(NAME)).max() <= 6 * 2.0 ** (90 - 127)
 
 
 def test_integers_beside_fp8_that_are_no_fp4_are_refused(tmp_path: Path) -> None:
     short = {**REFERENCES[FP4]["tensors"]["layer.scale"], "shape": [48, 1]}
-    with pytest.raises(ModelError, match=r"its scales are uint8 \[48, 1\]: FP4 with a power of two"):
+    told = r"'layer\.scale' uint8 \[48, 1\]: FP4, two numbers in a byte, with a power of two"
+    with pytest.raises(ModelError, match=told):
         opened(tmp_path, FP4, **{"layer.scale": short}).tensor(NAME)
 
 
@@ -145,7 +149,7 @@ def test_fp8_has_the_numbers_of_its_definition() -> None:
 
 
 BAD_CONFIGS = [
-    ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'; fp8, compressed-tensors, awq, gptq"),
+    ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'; fp8, compressed-tensors, modelopt, awq, gptq"),
     ({}, "quantised by None"),
     ("fp8", "must be an object, got 'fp8'"),
     ({"quant_method": "awq", "bits": 3}, "'bits' .*is 3"),
@@ -163,8 +167,29 @@ BAD_CONFIGS = [
             "format": "nvfp4-pack-quantized",
             "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
         },
-        "format 'nvfp4-pack-quantized' with 4 bits is not read",
+        "format 'nvfp4-pack-quantized' with 4 bits in groups of None is not read",
     ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+        },
+        "'mxfp4-pack-quantized' with 4 bits in groups of 16 is not read: .*mxfp4-pack-quantized with 4 in groups",
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": False}}
+            },
+        },
+        "'symmetric' .*is False",
+    ),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "Optimizer's 'NVFP4_AWQ' is not read: FP8, .*NVFP4"),
+    ({"quant_method": "modelopt"}, "Optimizer's None is not read"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "'group_size' .*is 32"),
     (
         {
             "quant_method": "compressed-tensors",
@@ -196,6 +221,28 @@ def test_what_is_not_quantised_or_a_models_own_is_left_alone() -> None:
         assert without_scheme(config) == config
 
 
+@pytest.mark.parametrize("said", [{"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}, None])
+def test_model_optimizer_may_say_it_in_a_file_of_its_own(said: dict[str, Any] | None, tmp_path: Path) -> None:
+    case = REFERENCES["modelopt nvfp4"]
+    path = write(tmp_path, case["tensors"], {"quantization_config": None})
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    if said is None:
+        with pytest.raises(ModelError, match="Optimizer's None is not read"):
+            open_weights(path)
+        return
+    np.testing.assert_array_equal(open_weights(path).tensor(NAME), expected("modelopt nvfp4"))
+
+
+def test_of_mixed_matrices_some_are_nvfp4_and_others_fp8(tmp_path: Path) -> None:
+    small, large = (REFERENCES[name]["tensors"] for name in ("modelopt nvfp4", "modelopt fp8"))
+    tensors = {**small, **{name.replace("layer", "other"): entry for name, entry in large.items()}}
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}}
+    weights = open_weights(write(tmp_path, tensors, config))
+    assert sorted(weights.names) == ["layer.weight", "other.weight"]
+    np.testing.assert_array_equal(weights.tensor(NAME), expected("modelopt nvfp4"))
+    np.testing.assert_array_equal(weights.tensor("other.weight"), expected("modelopt fp8"))
+
+
 def of_zeros(dtype: str, shape: list[int], item_bytes: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data": b64encode(bytes(int(np.prod(shape)) * item_bytes)).decode()}
 
@@ -211,6 +258,13 @@ def of_zeros(dtype: str, shape: list[int], item_bytes: int) -> dict[str, Any]:
         ("fp8 by blocks", "layer.weight", ("F32", [24, 64], 4), "FP8 .* or int8 is expected"),
         ("compressed int4 symmetric", "layer.weight_shape", ("I64", [2], 8), r"says \[0, 0\]"),
         ("compressed int4 symmetric", "layer.weight_scale", ("F8_E4M3", [24, 4], 1), "stored as F8_E4M3"),
+        ("compressed nvfp4", "layer.weight_scale", ("F8_E4M3", [24, 2], 1), r"a scale \(E4M3\) for each 16 .*expected"),
+        ("compressed nvfp4", "layer.weight_packed", ("F16", [24, 32], 2), "FP4, two numbers in a byte"),
+        ("compressed nvfp4", "layer.weight_global_scale", ("F32", [2], 4), r"is \[2\]: one number that is not 0"),
+        ("compressed nvfp4", "layer.weight_global_scale", ("F32", [1], 4), "one number that is not 0"),
+        ("modelopt nvfp4", "layer.weight_scale_2", ("F32", [], 4), "one number that is not 0"),
+        ("compressed mxfp8 by blocks", "layer.weight_scale", ("I8", [24, 2], 1), "powers of two .*are expected"),
+        ("modelopt mxfp8 by blocks", "layer.weight_scale", ("U8", [32, 3], 1), "one for each 1 x 32"),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused(

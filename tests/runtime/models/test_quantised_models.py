@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine.dense_oracle import run_rank, run_ranks
-from support.quantised_models import FP8, INT4, in_fp4, in_fp8, in_fp8_by_powers, in_int4, write_quantised
+from support.quantised_models import (
+    FP8,
+    INT4,
+    NVFP4,
+    in_fp4,
+    in_fp8,
+    in_fp8_by_powers,
+    in_int4,
+    in_nvfp4,
+    write_quantised,
+)
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
@@ -41,6 +51,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "deepseek-v3": (FP8, in_fp8),
     "kimi-linear": (FP8, in_fp8),
     "mimo-v2": (FP8, in_fp8),
+    "qwen2-moe": (NVFP4, in_nvfp4),
+    "mistral4": (NVFP4, in_nvfp4),
 }
 
 
