@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ConfigError, DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
+from headwise.runtime.client.many_prompts import aread_all, read_all
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream, into_loop
 from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of, plain_chat
@@ -72,19 +73,16 @@ class Client:
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
     ) -> GenerationResult | list[GenerationResult]:
-        """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others.
+        """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others. Those
+        that begin alike are sent one after the other, and of a long list some hundreds are under way at a time.
 
         With ``n`` above 1 the result is a list: the samples of the first prompt, then those of the next.
 
         Control tokens in the text act as control tokens. So pass text of untrusted users to `chat` instead.
         """
-        streams: list[TokenStream] = []
-        try:
-            streams.extend(TokenStream(self._io, *route) for route in _routes(prompt, sampling, options))
-            return _as_asked(prompt, [stream.read() for stream in streams])
-        finally:
-            for stream in streams:
-                stream.cancel()
+        asked = _routes(prompt, sampling, options)
+        routes = [route for route, *_ in asked]
+        return _as_asked(prompt, read_all(routes, lambda place: TokenStream(self._io, *asked[place])))
 
     def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> TokenStream:
         """Complete a prompt and iterate over its deltas, whose ``text`` is what is new."""
@@ -200,13 +198,9 @@ class Client:
     async def agenerate(
         self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
     ) -> GenerationResult | list[GenerationResult]:
-        streams: list[AsyncTokenStream] = []
-        try:
-            streams.extend(AsyncTokenStream(self._io, *route) for route in _routes(prompt, sampling, options))
-            return _as_asked(prompt, list(await asyncio.gather(*(stream.read() for stream in streams))))
-        finally:
-            for stream in streams:
-                stream.cancel()
+        asked = _routes(prompt, sampling, options)
+        routes = [route for route, *_ in asked]
+        return _as_asked(prompt, await aread_all(routes, lambda place: AsyncTokenStream(self._io, *asked[place])))
 
     def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
         """Called in an event loop; iterate over it with ``async for``."""

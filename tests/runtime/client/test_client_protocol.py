@@ -35,7 +35,7 @@ from headwise.errors import (
 )
 from headwise.runtime.cli.app import app
 from headwise.runtime.client import client as client_module
-from headwise.runtime.client import connections
+from headwise.runtime.client import connections, many_prompts
 from headwise.runtime.client.client import Client
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.ways import RelayMode
@@ -90,6 +90,40 @@ def test_several_prompts_give_several_results_in_order(client: Client, prompts: 
     results = client.generate(prompts, SamplingParams(max_tokens=2))
     assert [result.usage.prompt_tokens for result in results] == [1, 3]
     assert [result.text for result in results] == ["0 1 ", "0 1 "]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_of_a_long_list_some_prompts_are_under_way_and_those_that_begin_alike_together(
+    is_async: bool, client: Client, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(many_prompts, "MOST_OPEN", 4)
+    core.gate.clear()
+    prompts = [f"{'abc'[number % 3]} {number}" for number in range(12)]
+
+    def call() -> Any:
+        if is_async:
+            return asyncio.run(client.agenerate(prompts, max_tokens=1))
+        return client.generate(prompts, max_tokens=1)
+
+    with ThreadPoolExecutor(1) as thread:
+        calling = thread.submit(call)
+        eventually(lambda: len(core.live) == 4)
+        time.sleep(0.1)
+        begun = ["".join(map(chr, request.prompt_token_ids)) for request, _ in core.live.values()]
+        core.gate.set()
+        results = calling.result(PATIENCE_S)
+    assert sorted(begun) == sorted(prompts[::3])
+    assert [result.usage.prompt_tokens for result in results] == [len(prompt) for prompt in prompts]
+
+
+def test_the_first_error_of_a_long_list_ends_what_is_under_way(
+    client: Client, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(many_prompts, "MOST_OPEN", 2)
+    for call in (client.generate, lambda *given, **options: asyncio.run(client.agenerate(*given, **options))):
+        with pytest.raises(InvalidRequestError, match="empty"):
+            call(["", "abc", "abd", "abe"], max_tokens=10**6)
+        eventually(lambda: not core.live)
 
 
 def test_several_samples_are_requests_with_seeds_of_their_own(client: Client, core: ScriptedCore) -> None:
