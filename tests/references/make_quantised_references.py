@@ -1,10 +1,10 @@
 """Writes quantised.json: matrices as compressed-tensors, vLLM, transformers and Model Optimizer pack and expand them.
 
-Needs the environment of `make peers`, and nvidia-modelopt:
+Needs the environment of `make peers`, nvidia-modelopt and bitsandbytes:
 
 .venv-peers/bin/python tests/references/make_quantised_references.py [--floats]
 
-With --floats, only those of NVFP4, MXFP4 and MXFP8 are made anew, for which vLLM is not needed.
+With --floats, only those of NVFP4, MXFP4, MXFP8 and bitsandbytes are made anew, for which vLLM is not needed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,32 @@ def small_floats() -> dict[str, Any]:
         "modelopt nvfp4": by_model_optimizer("NVFP4_DEFAULT_CFG"),
         "modelopt fp8": by_model_optimizer("FP8_DEFAULT_CFG"),
         "modelopt mxfp8 by blocks": by_model_optimizer("MXFP8_DEFAULT_CFG"),
+        "bitsandbytes nf4": by_bitsandbytes("nf4", nested=False),
+        "bitsandbytes nf4, scales in codes": by_bitsandbytes("nf4", nested=True),
+        "bitsandbytes fp4": by_bitsandbytes("fp4", nested=True),
+        "bitsandbytes int8": by_bitsandbytes_in_int8(),
     }
+
+
+def by_bitsandbytes(kind: str, nested: bool) -> dict[str, Any]:
+    """In float32, so that nothing is rounded behind the table."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    codes, state = quantize_4bit(drawn(), blocksize=64, compress_statistics=nested, quant_type=kind)
+    beside = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return case(config, {"weight": codes, **beside}, dequantize_4bit(codes, state))
+
+
+def by_bitsandbytes_in_int8() -> dict[str, Any]:
+    from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
+
+    codes, largest, _ = int8_vectorwise_quant(drawn().half())
+    tensors = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    exact = codes.float() * (largest / 127).reshape(-1, 1)
+    assert torch.allclose(exact, int8_vectorwise_dequant(codes, largest), rtol=1e-6), "the same but for rounding"
+    return case(config, tensors, exact)
 
 
 def compressed_floats(form: str, bits: int, group: int, scale_dtype: torch.dtype) -> dict[str, Any]:

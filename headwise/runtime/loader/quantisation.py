@@ -4,13 +4,14 @@
     compressed-tensors  FP8 and int8 so, integers of 4 or 8 bits in groups, NVFP4, MXFP4, MXFP8: LLM Compressor's
     modelopt            FP8, NVFP4, MXFP8: NVIDIA's Model Optimizer's
     awq, gptq           integers of 4 (GPTQ: or 8) bits in groups
+    bitsandbytes        NF4 and FP4, or int8 by rows
 
 Activations are never quantised: where a scheme says that they are, weights are computed from as if it did not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headwise.errors import ModelError
@@ -18,6 +19,7 @@ from headwise.runtime.loader.checkpoint import QUANTISATION as KEY
 from headwise.runtime.loader.fp4_matrix import NV_GROUP
 from headwise.runtime.loader.packed_groups import AWQ_ORDER
 from headwise.runtime.loader.schemes import (
+    BitsAndBytesScheme,
     CompressedScheme,
     Fp4Scheme,
     ModelOptScheme,
@@ -61,13 +63,11 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     method = given.get("quant_method")
     if method == _NOT_OURS:
         return None
-    read = {"fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq}.get(
-        str(method)
-    )
+    read = _READ.get(str(method))
     if read is None:
         raise ModelError(
-            f"config.json: the weights are quantised by {shown(method)}; fp8, compressed-tensors, modelopt, awq, gptq "
-            "and gpt-oss's mxfp4 can be read: use one of those, or an unquantised version of the model"
+            f"config.json: the weights are quantised by {shown(method)}; {', '.join(_READ)} and gpt-oss's mxfp4 can be "
+            "read: use one of those, or an unquantised version of the model"
         )
     return read(given)
 
@@ -145,6 +145,22 @@ def _gptq(given: Mapping[str, Any]) -> Scheme:
     # The older format, which nearly all have, stores zero points less 1.
     offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
     return TransposedScheme(_bits(given, "bits", (4, 8)), _group(given.get("group_size")), 0, None, offset)
+
+
+def _bitsandbytes(given: Mapping[str, Any]) -> Scheme:
+    _expect(given, "bnb_4bit_quant_storage", (None, "uint8"))
+    return BitsAndBytesScheme()
+
+
+_READ: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+    "awq": _awq,
+    "gptq": _gptq,
+    "bitsandbytes": _bitsandbytes,
+}
+"""By ``quant_method``."""
 
 
 def _expect(given: Mapping[str, Any], key: str, read: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from headwise.errors import ModelError
+from headwise.runtime.loader.bitsandbytes_matrix import KINDS, row_matrix, table_matrix
 from headwise.runtime.loader.fp4_matrix import NV_GROUP, mxfp4_matrix, nvfp4_matrix, overall_scale
 from headwise.runtime.loader.packed_groups import (
     PackedCodes,
@@ -144,6 +145,28 @@ class ModelOptScheme:
         if overall in tensors:
             return nvfp4_matrix(tensors, name, scales, factor=overall_scale(tensors, overall))
         return scaled_matrix(tensors, name, scales, None) if scales in tensors else None
+
+
+@dataclass(frozen=True)
+class BitsAndBytesScheme:
+    """bitsandbytes' ``weight`` in 4 bits, with its state in tensors behind that name, or in int8, with ``SCB``."""
+
+    suffix: str = "weight"
+    beside: tuple[str, ...] = (
+        "absmax", "quant_map", "nested_absmax", "nested_quant_map", *(f"bitsandbytes__{kind}" for kind in KINDS), "SCB",
+        "weight_format",
+    )  # fmt: skip
+    is_int4: bool = False
+    is_fp8: bool = False
+    group: int = 0
+    bits: int = 8
+    has_minimum: bool = False
+
+    def matrix(self, tensors: StoredTensors, at: str) -> StoredMatrix | None:
+        name = f"{at}weight"
+        if f"{name}.absmax" in tensors:
+            return table_matrix(tensors, name)
+        return row_matrix(tensors, name, f"{at}SCB") if f"{at}SCB" in tensors else None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.e4m3 import E4M3
+from headwise.runtime.loader.bitsandbytes_matrix import TableMatrix
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.loader.quantised_checkpoint import QuantisedCheckpoint, open_weights
 from headwise.runtime.ops.numba_ops import NumbaOps
@@ -23,7 +24,8 @@ from headwise.runtime.ops.quantised import GroupQuantised
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "quantised.json").read_text())
 NAME = "layer.weight"
 FP4, MXFP4 = "fp4 beside fp8", "compressed mxfp4"
-INTEGERS = [name for name in REFERENCES if "fp8" not in name and name != MXFP4]
+TABLES = [name for name in REFERENCES if name.startswith(("bitsandbytes nf4", "bitsandbytes fp4"))]
+INTEGERS = [name for name in REFERENCES if "fp8" not in name and name not in (MXFP4, *TABLES)]
 
 
 def write(directory: Path, tensors: dict[str, dict[str, Any]], config: dict[str, Any]) -> Path:
@@ -138,6 +140,25 @@ def test_codes_that_are_to_be_expanded_are(tmp_path: Path) -> None:
     assert opened(tmp_path, fp8, keeps_codes=True).kept_rows(NAME, 0, 8) is None
 
 
+@pytest.mark.parametrize("case", TABLES)
+def test_numbers_of_a_table_are_expanded(case: str, tmp_path: Path) -> None:
+    weights = opened(tmp_path, case, keeps_codes=True)
+    assert weights.kept_rows(NAME, 0, 8) is None
+    np.testing.assert_array_equal(weights.columns(NAME, 3, 8), expected(case)[:, 3:8])
+
+
+def test_rows_of_a_table_may_begin_within_a_byte_and_within_a_run(tmp_path: Path) -> None:
+    """Rows of 5 numbers, in runs of 4."""
+    rng = np.random.default_rng(0)
+    codes, table, largest = rng.integers(0, 16, 15), rng.random(16, np.float32), rng.random(4, np.float32)
+    halves = np.append(codes, 0).reshape(-1, 2)
+    matrix = TableMatrix((3, 5), (halves[:, 0] << 4 | halves[:, 1]).astype(np.uint8), table, largest, 4)
+    expanded = (table[codes] * largest[np.arange(15) // 4]).reshape(3, 5)
+    for rows in (slice(0, 3), slice(1, 2), slice(1, 3), slice(2, 2)):
+        for columns in (slice(0, 5), slice(2, 4)):
+            np.testing.assert_array_equal(matrix.part(rows, columns), expanded[rows, columns])
+
+
 def test_fp8_has_the_numbers_of_its_definition() -> None:
     assert E4M3[0b0_1111_110] == 448
     assert E4M3[0b1_0111_000] == -1
@@ -149,7 +170,8 @@ def test_fp8_has_the_numbers_of_its_definition() -> None:
 
 
 BAD_CONFIGS = [
-    ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'; fp8, compressed-tensors, modelopt, awq, gptq"),
+    ({"quant_method": "hqq"}, "quantised by 'hqq'; fp8, compressed-tensors, modelopt, awq, gptq, bitsandbytes and"),
+    ({"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"}, "'bnb_4bit_quant_storage' .*'bfloat16'"),
     ({}, "quantised by None"),
     ("fp8", "must be an object, got 'fp8'"),
     ({"quant_method": "awq", "bits": 3}, "'bits' .*is 3"),
@@ -265,6 +287,12 @@ def of_zeros(dtype: str, shape: list[int], item_bytes: int) -> dict[str, Any]:
         ("modelopt nvfp4", "layer.weight_scale_2", ("F32", [], 4), "one number that is not 0"),
         ("compressed mxfp8 by blocks", "layer.weight_scale", ("I8", [24, 2], 1), "powers of two .*are expected"),
         ("modelopt mxfp8 by blocks", "layer.weight_scale", ("U8", [32, 3], 1), "one for each 1 x 32"),
+        ("bitsandbytes nf4", "layer.weight", ("U8", [100, 1], 1), "100 codes as uint8, .*: 768 as uint8, 16 and 24"),
+        ("bitsandbytes nf4", "layer.weight.absmax", ("F32", [23], 4), "23 scales: "),
+        ("bitsandbytes nf4", "layer.weight.quant_map", ("F32", [8], 4), "a table of 8"),
+        ("bitsandbytes nf4", "layer.weight.quant_state.bitsandbytes__nf4", ("U8", [9], 1), "is no JSON object"),
+        ("bitsandbytes fp4", "layer.weight.nested_absmax", ("F32", [2], 4), "there are 2 scales .*256, 1 and a number"),
+        ("bitsandbytes int8", "layer.SCB", ("F32", [23], 4), "the largest number of each row, are expected"),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused(
