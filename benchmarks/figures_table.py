@@ -236,7 +236,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
             lambda f: "; ".join(
                 f"{of['time_ratio']:.2f}, {100 * of['cached_shared']:.0f} % "
                 f"(of {100 * f['cached_most']:.0f} possible), {100 * of['cached_file']:.0f} %"
-                for of in (f["one_engine"], f["two_engines"])
+                for of in (f["one_engine"], f.get("two_engines"))
+                if of
             ),
         ),
     ),

@@ -135,7 +135,7 @@ def scarce(loaded: LoadedModel, wanted: list[Answer], max_tokens: int) -> dict[s
     settings = {"block_size": 16, "max_model_len": 0, "max_batched_tokens": 256}
     config = replace(loaded.config, **settings)
     card = read_model_card(config, resolve_model(config.model, config.cache_path), identify=False)
-    spare = 4 * len(card.plan.groups)
+    spare = 2 * len(card.plan.groups)
     blocks = int(GroupWindows(card.kept, 16).peak_blocks(tokens, config.tokens_in_flight)) + spare
     return {"kv_cache": f"{blocks * card.layout.block_bytes}B", **settings}
 

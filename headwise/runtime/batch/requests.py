@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from headwise.errors import ConfigError
-from headwise.runtime.batch.sharing import pieces_of
+from headwise.sharing_order import pieces_of
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_LINE_BYTES = 256 << 20
@@ -19,6 +19,19 @@ _TOLD = 5
 """Lines of which it is said what is wrong."""
 
 _FIELDS = {"custom_id", "method", "url", "body"}
+_LEADING = (
+    "model",
+    "cache_salt",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "tools",
+    "system",
+    "instructions",
+    "messages",
+    "input",
+    "prompt",
+)
+"""What decides which cached tokens a request can use, in about the order in which prompts have it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,7 @@ class RequestIndex:
     """Requests of a file that are to be answered.
 
     offsets: where each begins
-    pieces:  what each one's prompt begins with, see `pieces_of`
+    pieces:  of what each one's prompt begins with, see `pieces_of`
     """
 
     offsets: list[int]
@@ -93,7 +106,7 @@ class RequestFile:
                 continue
             if request.custom_id not in answered:
                 index.offsets.append(self._file.tell() - len(line))
-                index.pieces.append(pieces_of(request.body))
+                index.pieces.append(pieces_of(beginning(request.body)))
         if wrong:
             more = ", and more" if len(wrong) > _TOLD else ""
             raise ConfigError(f"{self.path} has lines that are no requests: {'; '.join(wrong[:_TOLD])}{more}")
@@ -110,6 +123,12 @@ class RequestFile:
             return _parse(_next_line(self._file, self.path))
         except ValueError as error:
             raise ConfigError(f"{self.path} has changed since it was read first: {error}") from None
+
+
+def beginning(body: Mapping[str, Any]) -> bytes:
+    """A text that requests have as much of in common as their prompts."""
+    leading = {name: body[name] for name in _LEADING if body.get(name) is not None}
+    return json.dumps(leading, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def _next_line(file: BinaryIO, path: Path) -> bytes:

@@ -18,8 +18,8 @@ from headwise.runtime.batch.answers import AnswerFile
 from headwise.runtime.batch.lanes import Lanes
 from headwise.runtime.batch.requests import RequestFile, RequestIndex
 from headwise.runtime.batch.server import Answer, LaterError, Server
-from headwise.runtime.batch.sharing import sharing_order
 from headwise.runtime.loader.progress import Progress
+from headwise.sharing_order import sharing_order
 
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from headwise.runtime.protocol.request import GenerationResult, OutputDelta, Sam
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.memory_check import check_memory
 from headwise.runtime.worker.worker import ModelWorker
+from headwise.sharing_order import pieces_of, sharing_order
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class LocalEngine:
             for sample in params.samples()
         ]
         results = {request.request_id: GenerationResult(request.request_id) for request in requests}
-        for delta in self._calls.run(sorted(requests, key=lambda request: request.prompt_token_ids.tobytes())):
+        order, _ = sharing_order([pieces_of(request.prompt_token_ids.tobytes()) for request in requests])
+        for delta in self._calls.run([requests[place] for place in order.tolist()]):
             results[delta.request_id].add(delta)
         return list(results.values())
 

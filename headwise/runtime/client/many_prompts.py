@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.protocol.messages import Route
 from headwise.runtime.protocol.request import GenerationResult
+from headwise.sharing_order import pieces_of, sharing_order
 
 MOST_OPEN = 512
 """Of one call: so a long list neither fills the deployment's queues, nor keeps others' requests behind all of it."""
 
 
-def sharing_order(routes: Sequence[Route]) -> list[int]:
-    """Places of requests in an order in which those that begin alike come one after the other: each prefix is computed
-    once, and needs to be cached no longer than for them."""
-    return sorted(range(len(routes)), key=lambda place: _beginning(routes[place]))
+def _order(routes: Sequence[Route]) -> list[int]:
+    """Places of requests in an order in which neighbours share prefixes."""
+    order, _ = sharing_order([pieces_of(_beginning(route)) for route in routes])
+    return [int(place) for place in order]
 
 
 def _beginning(route: Route) -> bytes:
@@ -36,7 +37,7 @@ def read_all(routes: Sequence[Route], start: Callable[[int], TokenStream]) -> li
         opened.popleft()
 
     try:
-        for place in sharing_order(routes):
+        for place in _order(routes):
             if len(opened) == MOST_OPEN:
                 take()
             opened.append((place, start(place)))
@@ -60,7 +61,7 @@ async def aread_all(routes: Sequence[Route], start: Callable[[int], AsyncTokenSt
             finally:
                 stream.cancel()
 
-    reading = [asyncio.ensure_future(read(place)) for place in sharing_order(routes)]
+    reading = [asyncio.ensure_future(read(place)) for place in _order(routes)]
     try:
         results = dict(await asyncio.gather(*reading))
     finally:

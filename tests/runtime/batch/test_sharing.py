@@ -1,4 +1,4 @@
-"""In which order requests of a file are sent, and to which engines."""
+"""What requests of a file have in common, and to which engines they are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.runtime.batch.lanes import Lanes
-from headwise.runtime.batch.sharing import PIECE_BYTES, pieces_of, sharing_order
+from headwise.runtime.batch.requests import beginning
+from headwise.sharing_order import PIECE_BYTES, pieces_of, sharing_order
 
 PATHS = st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=30)
 
@@ -19,33 +20,14 @@ def pieces(path: Sequence[int]) -> bytes:
     return b"".join(number.to_bytes(8, "little") for number in path)
 
 
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    return next(
-        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-
-
-@given(PATHS)
-def test_each_prefix_is_computed_once_if_only_the_last_request_is_cached(paths: list[list[int]]) -> None:
-    order, shared = sharing_order([pieces(path) for path in paths])
-
-    assert sorted(order.tolist()) == list(range(len(paths)))
-    computed = sum(len(paths[place]) for place in order.tolist()) - int(shared.sum())
-    assert computed == len({tuple(path[:depth]) for path in paths for depth in range(1, len(path) + 1)})
-    for place in range(1, len(paths)):
-        assert shared[place] == common(paths[order[place - 1]], paths[order[place]])
-
-
-def test_equal_requests_keep_their_order() -> None:
-    order, _ = sharing_order([pieces([1]), pieces([0]), pieces([1]), pieces([0])])
-
-    assert order.tolist() == [1, 3, 0, 2]
+def pieces_of_body(body: dict[str, object]) -> bytes:
+    return pieces_of(beginning(body))
 
 
 def test_what_requests_have_in_common_is_what_their_prompts_begin_with() -> None:
     document = "word " * PIECE_BYTES
-    first = pieces_of({"messages": [{"role": "user", "content": document + "Who?"}], "temperature": 0.0})
-    second = pieces_of({"max_tokens": 5, "messages": [{"role": "user", "content": document + "When?"}]})
+    first = pieces_of_body({"messages": [{"role": "user", "content": document + "Who?"}], "temperature": 0.0})
+    second = pieces_of_body({"max_tokens": 5, "messages": [{"role": "user", "content": document + "When?"}]})
 
     assert first[:-16] == second[:-16]
     assert first != second
@@ -56,12 +38,12 @@ def test_what_requests_have_in_common_is_what_their_prompts_begin_with() -> None
 def test_what_keeps_caches_apart_parts_requests_at_once(field: dict[str, object]) -> None:
     body = {"messages": [{"role": "user", "content": "word " * PIECE_BYTES}]}
 
-    assert pieces_of(body)[:8] != pieces_of({**body, **field})[:8]
+    assert pieces_of_body(body)[:8] != pieces_of_body({**body, **field})[:8]
 
 
 @pytest.mark.parametrize("prompt", ["text", [1, 2, 3], "\ud800", ["a", "b"], None, {"no": "prompt"}])
 def test_any_prompt_has_pieces(prompt: object) -> None:
-    assert len(pieces_of({"prompt": prompt})) % 8 == 0
+    assert len(pieces_of_body({"prompt": prompt})) % 8 == 0
 
 
 @given(PATHS, st.integers(1, 5), st.data())

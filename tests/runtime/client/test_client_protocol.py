@@ -98,7 +98,7 @@ def test_of_a_long_list_some_prompts_are_under_way_and_those_that_begin_alike_to
 ) -> None:
     monkeypatch.setattr(many_prompts, "MOST_OPEN", 4)
     core.gate.clear()
-    prompts = [f"{'abc'[number % 3]} {number}" for number in range(12)]
+    prompts = [f"{300 * 'abc'[number % 3]} {number}" for number in range(12)]
 
     def call() -> Any:
         if is_async:
