@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,9 @@ class AnswerFile:
 
     def add(self, custom_id: str, status: int, body: Any) -> None:
         """Append an answer. Raises `ConfigError` where it cannot, as on a full disk."""
-        answer = {
-            "custom_id": custom_id,
-            "response": {"status_code": status, "body": body},
-            "error": None,
-        }
+        answer = {"custom_id": custom_id, "response": {"status_code": status, "body": body}, "error": None}
         try:
-            self._file.write(json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
-            self._file.write(b"\n")
+            self._file.write(_encoded(answer) + b"\n")
             self._file.flush()
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
@@ -53,6 +49,15 @@ class AnswerFile:
         self._file.close()
         if is_empty:
             self.path.unlink(missing_ok=True)
+
+
+def _encoded(answer: Mapping[str, Any]) -> bytes:
+    """As JSON in UTF-8, or in ASCII where it has what UTF-8 has not: halves of characters."""
+    text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(answer, separators=(",", ":")).encode()
 
 
 def _keep_answers(path: Path) -> set[str]:

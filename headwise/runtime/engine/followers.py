@@ -2,8 +2,7 @@
 
 Requests that come together often begin alike: questions about one document, several answers to one prompt. Started at
 once, each would compute that beginning, at the cost of the others; so the first one does, and the others start behind
-it. None of them starts later for it than it would be through by itself: the one that it waits for comes before it in
-every step.
+it. None is through with it later than by itself: whoever it waits for comes before it in every step.
 """
 
 from __future__ import annotations

@@ -103,11 +103,13 @@ def test_answers_of_other_requests_are_told(tmp_path: Path) -> None:
 def test_answers_are_in_the_file_as_soon_as_they_are_there(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     answers = AnswerFile(path)
-    answers.add("ü\ud800", 200, {"text": "ä\n"})
+    answers.add("ü", 200, {"text": "ä\n"})
+    answers.add("\ud800", 200, {"text": "ä"})
 
-    (line,) = path.read_text().splitlines()
+    line, half = path.read_text().splitlines()
+    assert (json.loads(half)["custom_id"], half.isascii()) == ("\ud800", True)
     assert json.loads(line) == {
-        "custom_id": "ü?",
+        "custom_id": "ü",
         "response": {"status_code": 200, "body": {"text": "ä\n"}},
         "error": None,
     }
