@@ -2,7 +2,8 @@
 
 Requests that come together often begin alike: questions about one document, several answers to one prompt. Started at
 once, each would compute that beginning, at the cost of the others; so the first one does, and the others start behind
-it. None is through with it later than by itself: whoever it waits for comes before it in every step.
+it. Whoever they wait for comes before them in every step, so they are through a step or two later than by themselves at
+most, which are on their way when it is computed. So they wait only where that spares a whole chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ class Shared:
 
 
 class Followers:
-    """Those that wait. What a step asks of them takes no longer the more they are."""
+    """Those that wait. What a step asks of them takes no longer the more they are.
 
-    def __init__(self, cache: CacheManager) -> None:
-        self._cache = cache
+    least_tokens: that each is spared
+    """
+
+    def __init__(self, cache: CacheManager, least_tokens: int) -> None:
+        self._cache, self._least_blocks = cache, -(-least_tokens // cache.block_size)
         self._followers: dict[Sequence, Shared] = {}
         self._led: dict[Sequence, list[_Place]] = {}  # by leader a heap, in which may be some that are gone
 
@@ -58,8 +62,8 @@ class Followers:
         prompts: running sequences, parts of whose prompts are not computed yet
         served:  blocks of the waiting one that the cache could serve now
         """
-        hashes = sequence.block_hashes(sequence.servable, self._cache.block_size)
-        most = Shared(sequence, served)
+        hashes, least = sequence.block_hashes(sequence.servable, self._cache.block_size), served + self._least_blocks
+        most = Shared(sequence, least - 1)
         for leader in prompts:
             if leader.order > sequence.order or leader.is_prompt_asked:  # it would be slower
                 continue
@@ -69,7 +73,7 @@ class Followers:
         if most.leader is sequence:
             return None
         depth = self._cache.will_part(most.leader.row, most.depth)
-        return Shared(most.leader, depth) if depth > served else None
+        return Shared(most.leader, depth) if depth >= least else None
 
     def begin(self, sequence: Sequence, shared: Shared) -> None:
         self._followers[sequence] = shared

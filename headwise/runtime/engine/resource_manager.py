@@ -98,7 +98,7 @@ class ResourceManager:
         buffers: SharedBuffers | None = None,
     ) -> None:
         self.cache, self._buffers = cache, buffers
-        self.waiting = WaitingQueue(Followers(cache), prefetcher, peer_loads)
+        self.waiting = WaitingQueue(Followers(cache, prefill_chunk), prefetcher, peer_loads)
         self.copies = TierCopies(cache, peer_loads)
         self.step_times = StepTimes()
         self._keeps_states = any(policy.is_state for policy in cache.policies)

@@ -38,7 +38,7 @@ def asked_together(engine: EngineCore, prompts: dict[str, list[int]]) -> dict[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [{}, {"async_scheduling": False}, {"max_batched_tokens": 512}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"async_scheduling": False}, {"max_batched_tokens": 80}], ids=str)
 def test_what_they_share_is_computed_once(kind: str, config: dict[str, Any]) -> None:
     engine, _ = make_engine(KINDS[kind], num_blocks=1024, max_rows=8, **config)
 
@@ -160,9 +160,13 @@ def test_sleep_leaves_them_waiting_and_they_go_on_afterwards() -> None:
         assert results[f"{number}"].token_ids == continuation(question(number), 5)
 
 
-def test_a_prompt_shorter_than_a_block_shares_nothing() -> None:
-    engine, _ = make_engine(num_blocks=256, max_rows=8)
+@pytest.mark.parametrize(("shared", "waits"), [(BLOCK - 1, False), (BLOCK, False), (2 * BLOCK, True)])
+def test_who_shares_less_than_a_chunk_starts_at_once(shared: int, waits: bool) -> None:
+    """It would be through before it knew of what another one computed."""
+    engine, _ = make_engine(num_blocks=256, max_rows=8, eager=False)
+    engine.add(request("long", question(1), 5))
+    engine.add(request("other", [*DOCUMENT[:shared], 30, 31], 5))
 
-    results = asked_together(engine, dict.fromkeys(("a", "b"), [1] * (BLOCK - 1)))
+    engine.step(0)
 
-    assert [result.usage.cached_tokens for result in results.values()] == [0, 0]
+    assert engine.load().held_back == waits
