@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headwise.cache_controller.cache_manager import CacheManager
@@ -56,21 +56,21 @@ class Followers:
         """How many of their tokens running sequences have computed, or will."""
         return sum(shared.depth for shared in self._followers.values()) * self._cache.block_size
 
-    def find(self, sequence: Sequence, prompts: Iterable[Sequence], served: int) -> Shared | None:
+    def find(self, sequence: Sequence, prompts: Iterable[Sequence], served: Callable[[], int]) -> Shared | None:
         """What a waiting sequence had better wait for; None: nothing.
 
         prompts: running sequences, parts of whose prompts are not computed yet
-        served:  blocks of the waiting one that the cache could serve now
+        served:  tells how many blocks of the waiting one the cache could serve now; asked only where some are shared
         """
-        hashes, least = sequence.block_hashes(sequence.servable, self._cache.block_size), served + self._least_blocks
-        most = Shared(sequence, least - 1)
+        hashes = sequence.block_hashes(sequence.servable, self._cache.block_size)
+        most: Shared | None = None
         for leader in prompts:
             if leader.order > sequence.order or leader.is_prompt_asked:  # it would be slower
                 continue
-            depth = common_blocks(hashes, leader.hashes)
-            if depth > max(most.depth, int(self._cache.registered[leader.row])):
+            depth, computed = common_blocks(hashes, leader.hashes), int(self._cache.registered[leader.row])
+            if depth > computed and depth >= (self._least_blocks if most is None else most.depth + 1):
                 most = Shared(leader, depth)
-        if most.leader is sequence:
+        if most is None or most.depth < (least := served() + self._least_blocks):
             return None
         depth = self._cache.will_part(most.leader.row, most.depth)
         return Shared(most.leader, depth) if depth >= least else None

@@ -284,9 +284,11 @@ class ResourceManager:
 
         Others are admitted to what running sequences leave of a step. These would wait until those prompts are through.
         """
-        while (first := self._first_to_start()) is not None and self.running and first.order < self.running[-1].order:
+        while (first := self.waiting.first) is not None and self.running and first.order < self.running[-1].order:
             place = bisect.bisect(self.running, first.order, key=lambda other: other.order)
-            if left_for(place, *self._wanted(), self.max_batched_tokens) <= 0 or self._admit(now) is None:
+            if left_for(place, *self._wanted(), self.max_batched_tokens) <= 0:
+                return
+            if self._first_to_start() is first and self._admit(now) is None:
                 return
 
     def _admit(self, now: float) -> Sequence | None:
@@ -319,7 +321,7 @@ class ResourceManager:
         prompts = rows[self.cache.registered[rows] < self.table.num_prompt[rows] // size]
         if not len(prompts) or not self.cache.prefix_caching:
             return None
-        return self.waiting.followers.find(sequence, self.table.of(prompts), self._match(sequence).num_blocks)
+        return self.waiting.followers.find(sequence, self.table.of(prompts), lambda: self._match(sequence).num_blocks)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens would not be computed."""
