@@ -32,7 +32,7 @@ from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
 from headwise.runtime.batch.answers import AnswerFile
 from headwise.runtime.batch.requests import RequestFile
-from headwise.runtime.batch.run import BatchOptions, Summary, run_batch
+from headwise.runtime.batch.run import BatchOptions, BatchRun, Summary
 from headwise.runtime.batch.server import Server
 from headwise.runtime.loader.progress import SilentProgress
 
@@ -91,7 +91,7 @@ async def answer(requests: Path, url: str, order: str, size: Size) -> Summary:
         closing(AnswerFile(Path(directory) / "answers.jsonl")) as answers,
     ):
         async with Server(url) as server:
-            summary = await run_batch(asking, asking.index(), answers, server, options, SilentProgress())
+            summary = await BatchRun(asking, asking.index(), answers, server, options, SilentProgress()).run()
         if summary.refused:
             raise SystemExit(f"{summary.refused} requests were refused: {answers.path.read_text()[:1000]}")
     return summary

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headwise.errors import ConfigError
+from headwise.runtime.loader.files import replacing
 
 
 class AnswerFile:
@@ -62,29 +62,22 @@ def _encoded(answer: Mapping[str, Any]) -> bytes:
 
 def _keep_answers(path: Path) -> set[str]:
     """Rewrite a file with its answers alone; the names of their requests."""
-    names, kept = set[str](), path.with_name(path.name + ".kept")
-    try:
-        with path.open("rb") as old, kept.open("wb") as new:
-            for number, line in enumerate(old, 1):
-                # The last line may not have been written to its end.
-                if line.endswith(b"\n") and _is_answer(line, f"line {number} of {path}", names):
-                    new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        kept.replace(path)
-    finally:
-        kept.unlink(missing_ok=True)
+    names = set[str]()
+    with path.open("rb") as old, replacing(path) as new:
+        for number, line in enumerate(old, 1):
+            # The last line may not have been written to its end.
+            name = _answered(line, f"line {number} of {path}") if line.endswith(b"\n") else None
+            if name is not None and name not in names:
+                names.add(name)
+                new.write(line)
     return names
 
 
-def _is_answer(line: bytes, where: str, names: set[str]) -> bool:
-    """Whether a line is the first answer to a request, whose name joins ``names``; a refusal is none."""
+def _answered(line: bytes, where: str) -> str | None:
+    """The name of the request that a line answers; None: it refuses it. Raises `ConfigError` if it is no answer."""
     try:
         answer = json.loads(line)
         name, status = str(answer["custom_id"]), answer["response"]["status_code"]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ConfigError(f"{where} is no answer: --resume goes on with a file that this command has begun") from None
-    if status != 200 or name in names:
-        return False
-    names.add(name)
-    return True
+    return name if status == 200 else None

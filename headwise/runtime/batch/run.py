@@ -92,24 +92,7 @@ def tokens_of(body: Any) -> tuple[int, int, int]:
     return usage.get(f"{of[0]}_tokens", 0), details.get("cached_tokens", 0), usage.get(f"{of[1]}_tokens", 0)
 
 
-async def run_batch(
-    requests: RequestFile,
-    index: RequestIndex,
-    answers: AnswerFile,
-    server: Server,
-    options: BatchOptions,
-    progress: Progress,
-) -> Summary:
-    """Have all requests of the index answered.
-
-    Raises:
-        ConfigError: a file cannot be read or written any more.
-        DeploymentError: the server has answered nothing for ``patience_s``.
-    """
-    return await _Run(requests, index, answers, server, options, progress).run()
-
-
-class _Run:
+class BatchRun:
     """One run: as many loops as there may be requests at a time, so many for each engine's lane."""
 
     def __init__(
@@ -130,11 +113,17 @@ class _Run:
         self._loops: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> Summary:
+        """Have all requests of the index answered.
+
+        Raises:
+            ConfigError: a file cannot be read or written any more.
+            DeploymentError: the server has answered nothing for ``patience_s``.
+        """
         lanes: Lanes | None = None
         try:
             while lanes is None or self._loops:
                 engines = await self._server.engines()
-                lanes = lanes or self._dealt(engines)
+                lanes = self._dealt(engines) if lanes is None else lanes
                 self._start_loops(lanes, engines)
                 await self._wait()
         finally:

@@ -18,7 +18,7 @@ from headwise.runtime.cli.batch import batch
 from headwise.runtime.cli.calibrate import calibrate
 from headwise.runtime.cli.detached import serve_detached, stop
 from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, wake
-from headwise.runtime.cli.options import Access, EngineOptions, command, config_reference
+from headwise.runtime.cli.options import Access, EngineOptions, RayCluster, command, config_reference
 from headwise.runtime.cli.starting import client_of, local_engine, start_deployment
 from headwise.runtime.cli.status import index, status
 
@@ -213,10 +213,7 @@ def _print_stream(
 @command
 def serve(
     options: EngineOptions,
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="RAY_ADDRESS", help="Ray cluster to run on; 'auto' is the one this machine is part of."),
-    ] = None,
+    address: RayCluster = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave the deployment to the Ray cluster, until `headwise stop`.")
     ] = False,

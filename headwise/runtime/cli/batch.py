@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from headwise.runtime.cli.options import EngineOptions, command
+from headwise.runtime.cli.options import EngineOptions, RayCluster, command
 from headwise.runtime.cli.starting import start_deployment
 
 if TYPE_CHECKING:
@@ -38,10 +37,7 @@ def batch(
     client_key_file: Annotated[
         str, typer.Option(metavar="FILE", help="File whose first line is an API key of the server at --url.")
     ] = "",
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="RAY_ADDRESS", help="Ray cluster to run on; 'auto' is the one this machine is part of."),
-    ] = None,
+    address: RayCluster = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with ANSWERS.jsonl: ask for what it has no answers to.")
     ] = False,
@@ -112,20 +108,16 @@ def _server(options: EngineOptions, url: str, key_file: str, address: str | None
     if url:
         yield url, (read_keys("", key_file) or [""])[0]
         return
+    from headwise.actors.addresses import free_ports
     from headwise.actors.deployment import cluster_of_this_job
 
     options.overrides.setdefault("port", 0)  # whatever else is served on this machine is left alone
     config = options.load()
     # Nobody else asks, and nobody waits for it when it is lost.
-    config = replace(config, http=config.http or _free_port(), http_cert="", http_key="", standby=False)
+    http = config.http or free_ports(config.http_host)[0]
+    config = replace(config, http=http, http_cert="", http_key="", standby=False)
     with start_deployment(config, address or cluster_of_this_job()) as deployment:
         yield deployment.http_address, (read_keys(config.api_key, config.api_key_file) or [""])[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 async def _run(
@@ -138,9 +130,9 @@ async def _run(
     options: BatchOptions,
     progress: Progress,
 ) -> Summary:
-    from headwise.runtime.batch.run import run_batch
+    from headwise.runtime.batch.run import BatchRun
     from headwise.runtime.batch.server import Server
 
     async with Server(url, key, timeout_s) as server:
         await server.check()
-        return await run_batch(requests, index, answers, server, options, progress)
+        return await BatchRun(requests, index, answers, server, options, progress).run()

@@ -54,6 +54,12 @@ _ACCESS = {
 }
 
 
+RayCluster = Annotated[
+    str | None,
+    typer.Option(metavar="RAY_ADDRESS", help="Ray cluster to run on; 'auto' is the one this machine is part of."),
+]
+
+
 class EngineOptions:
     """The configuration from the command line: a file, and the given flags."""
 

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.progress import Progress
@@ -91,15 +92,22 @@ class LockedFile:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file, or replace it, so that it appears whole or not at all; raises `OSError` if that fails.
+    """Write a file, or replace it, so that it appears whole or not at all; raises `OSError` if that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """What is written to is there, whole, once the block has ended, and not at all if that fails; raises `OSError`.
 
     Processes that share the directory may have the same host name and number: containers often do.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent / f"{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}.partial"
     try:
         with partial.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

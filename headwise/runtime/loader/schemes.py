@@ -59,8 +59,16 @@ class Scheme(Protocol):
         """The matrix ``at + "weight"``; None if it is stored as floats. Raises ModelError if it is corrupt."""
 
 
+class _OfBytes:
+    """What is computed from, if anything is, has 8 bits, and no minima."""
+
+    is_int4: ClassVar[bool] = False
+    bits: ClassVar[int] = 8
+    has_minimum: ClassVar[bool] = False
+
+
 @dataclass(frozen=True)
-class ScaledScheme:
+class ScaledScheme(_OfBytes):
     """``weight`` in 8 bits, and ``weight_scale`` or, by other names, ``weight_scale_inv`` or ``scale``.
 
     In a checkpoint of FP8, int8 is FP4, two numbers in a byte: DeepSeek-V4's experts.
@@ -73,9 +81,6 @@ class ScaledScheme:
     is_fp8: bool
     powers: bool = False
     suffix: str = "weight"
-    is_int4: bool = False
-    bits: int = 8
-    has_minimum: bool = False
 
     _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 
@@ -98,7 +103,7 @@ class ScaledScheme:
 
 
 @dataclass(frozen=True)
-class Fp4Scheme:
+class Fp4Scheme(_OfBytes):
     """compressed-tensors' ``weight_packed``, FP4 in bytes, with a ``weight_scale`` for each group.
 
     is_mx: scales are powers of two (MXFP4); else E4M3, all of them divided by ``weight_global_scale`` (NVFP4)
@@ -107,10 +112,7 @@ class Fp4Scheme:
     is_mx: bool
     suffix: str = "weight_packed"
     beside: tuple[str, ...] = ("weight_scale", "weight_global_scale", "input_global_scale", "k_scale", "v_scale")
-    is_int4: bool = False
     is_fp8: bool = False
-    bits: int = 8
-    has_minimum: bool = False
 
     @property
     def group(self) -> int:
@@ -127,18 +129,15 @@ class Fp4Scheme:
 
 
 @dataclass(frozen=True)
-class ModelOptScheme:
+class ModelOptScheme(_OfBytes):
     """Model Optimizer's ``weight`` in FP4 (NVFP4), whose scales are times ``weight_scale_2``; others may be in FP8,
     with a ``weight_scale`` alone.
     """
 
     suffix: str = "weight"
     beside: tuple[str, ...] = ("weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale")
-    is_int4: bool = False
     is_fp8: bool = False
     group: int = NV_GROUP
-    bits: int = 8
-    has_minimum: bool = False
 
     def matrix(self, tensors: StoredTensors, at: str) -> StoredMatrix | None:
         name, scales, overall = f"{at}weight", f"{at}weight_scale", f"{at}weight_scale_2"
@@ -148,7 +147,7 @@ class ModelOptScheme:
 
 
 @dataclass(frozen=True)
-class BitsAndBytesScheme:
+class BitsAndBytesScheme(_OfBytes):
     """bitsandbytes' ``weight`` in 4 bits, with its state in tensors behind that name, or in int8, with ``SCB``."""
 
     suffix: str = "weight"
@@ -156,11 +155,8 @@ class BitsAndBytesScheme:
         "absmax", "quant_map", "nested_absmax", "nested_quant_map", *(f"bitsandbytes__{kind}" for kind in KINDS), "SCB",
         "weight_format",
     )  # fmt: skip
-    is_int4: bool = False
     is_fp8: bool = False
     group: int = 0
-    bits: int = 8
-    has_minimum: bool = False
 
     def matrix(self, tensors: StoredTensors, at: str) -> StoredMatrix | None:
         name = f"{at}weight"

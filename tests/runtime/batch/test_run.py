@@ -25,10 +25,11 @@ from headwise.errors import ConfigError, DeploymentError
 from headwise.runtime.batch import run as running
 from headwise.runtime.batch.answers import AnswerFile
 from headwise.runtime.batch.requests import URLS, RequestFile
-from headwise.runtime.batch.run import BatchOptions, Summary, run_batch, tokens_of
+from headwise.runtime.batch.run import BatchOptions, BatchRun, Summary, tokens_of
 from headwise.runtime.batch.server import Server
 from headwise.runtime.http.guard import ApiKeys
 from headwise.runtime.loader.progress import SilentProgress
+from headwise.runtime.protocol.request import GenerateRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
@@ -53,7 +54,7 @@ class Batch:
         async def answered(requests: RequestFile, answers: AnswerFile) -> Summary:
             async with Server(url, key, timeout_s) as server:
                 index = requests.index(answers.answered)
-                return await run_batch(requests, index, answers, server, BatchOptions(**options), SilentProgress())
+                return await BatchRun(requests, index, answers, server, BatchOptions(**options), SilentProgress()).run()
 
         with (
             closing(RequestFile(self.requests)) as requests,
@@ -71,6 +72,21 @@ class Batch:
 def batch_of(directory: Path, count: int, length: int = 3) -> Batch:
     body = {"prompt": "hello", "max_tokens": length}
     return Batch(directory, {f"{number}": ("/v1/completions", body) for number in range(count)})
+
+
+class CountingCore(ScriptedCore):
+    """most: requests that it had at a time; priorities: of those that came"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pace_s = 0.005
+        self.most = 0
+        self.priorities: list[int] = []
+
+    def add(self, request: GenerateRequest, **given: Any) -> None:
+        super().add(request, **given)
+        self.most = max(self.most, len(self.live))
+        self.priorities.append(request.priority)
 
 
 @contextmanager
@@ -106,11 +122,30 @@ def test_what_is_refused_is_an_answer_and_is_asked_again_when_the_batch_goes_on(
 
 
 def test_no_more_are_asked_at_a_time_than_were_said_for_each_engine(tmp_path: Path) -> None:
-    batch, core = batch_of(tmp_path, 20), ScriptedCore(max_requests=3)
-    core.pace_s = 0.005
+    batch, core = batch_of(tmp_path, 20), CountingCore()
     with deployed(core) as deployment, serving(deployment) as served:
-        assert batch.run(served.base_url, concurrency=3).answered == 20
-        assert core.steps >= 3 * 20 // 3
+        core.gate.clear()
+        asking = threading.Thread(target=batch.run, args=(served.base_url,), kwargs={"concurrency": 3})
+        asking.start()
+        eventually(lambda: len(core.live) == 3)
+        core.gate.set()
+        asking.join(60)
+    assert len(batch.told) == 20
+    assert core.most == 3
+
+
+def test_requests_come_behind_others_unless_they_say_otherwise(tmp_path: Path) -> None:
+    body = {"prompt": "hello", "max_tokens": 1}
+    bodies = {"silent": body, "urgent": {**body, "priority": -2}}
+    batch = Batch(tmp_path, {name: ("/v1/completions", each) for name, each in bodies.items()})
+    core = CountingCore()
+    with deployed(core) as deployment, serving(deployment) as served:
+        batch.run(served.base_url)
+        assert sorted(core.priorities) == [-2, 1]
+        core.priorities.clear()
+        (tmp_path / "answers.jsonl").unlink()
+        batch.run(served.base_url, priority=7)
+    assert sorted(core.priorities) == [-2, 7]
 
 
 def test_engines_that_come_later_are_given_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
