@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import struct
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -152,18 +152,26 @@ def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
     assert last.startswith("tensor-parallel ranks [0]")
 
 
-def test_ranks_that_come_one_by_one_have_one_time_limit_together() -> None:
-    def body(comm: NetworkComm) -> str:
-        comm._timeout_s = 1.0 if comm.rank else 0.4
-        time.sleep(0.25 * comm.rank)
-        try:
-            comm.all_reduce(part(comm.rank, 4))
-        except EngineDiedError as error:
-            return str(error)
-        return ""
+def test_what_one_rank_sends_gives_the_others_no_more_time() -> None:
+    given_up = threading.Event()
 
-    first, *_ = in_threads(3, body)
+    def body(comm: NetworkComm) -> str:
+        if comm.rank == 0:
+            comm._timeout_s = 0.4
+            with pytest.raises(EngineDiedError) as raised:
+                comm.all_reduce(part(0, 4))
+            given_up.set()
+            return str(raised.value)
+        for _ in range(100):
+            if comm.rank == 1:
+                comm._socket.send_multipart((struct.pack("<q", 1), part(1, 4).tobytes()))
+            if given_up.wait(0.1):
+                return "in time"
+        return "too late"
+
+    first, *others = in_threads(3, body)
     assert re.match(r"tensor-parallel ranks \[(1, )?2\] did not come", first)
+    assert others == ["in time"] * 2
 
 
 def test_a_rank_that_has_fallen_behind_is_told_from_one_that_is_in_step() -> None:
