@@ -71,7 +71,11 @@ class AttentionBatch:
     follows:      ``[batch]``, on the host: not 0 of a sequence of one query that is the one before it, a token longer,
                   and shares its blocks; kernels may compute such queries together, to the same bits. `GUESSED` where
                   its token, and all behind it, are guesses, of which no state is left. None: there are none
-    follows_on_device: the same where the other arrays are, for kernels that keep states; 0 of padding. None: likewise
+    shared:       ``[batch]``, on the host: not 0 of a sequence of one query whose first so many tokens lie in the same
+                  blocks as those of the sequence before it, of one query, too: of all groups that heads without a
+                  window are in. Of sequences in a row for which it is not 0 it is the same number. Kernels may read
+                  these tokens once for all of them. None: nobody says
+    follows_on_device: ``follows`` where the other arrays are, for kernels that keep states; 0 of padding. None: likewise
     sees:         ``[tokens]``, for heads that see `HeadTable.both_ways`: how many of its sequence's tokens, the first
                   ones, each query row may see. More than its position, no more than ``seq_lens``, and no less than
                   those of the rows before it in its sequence. None: up to itself
@@ -84,6 +88,7 @@ class AttentionBatch:
     max_query_len: int | None = None
     on_host: HostLengths | None = None
     follows: Array | None = None
+    shared: Array | None = None
     follows_on_device: Array | None = None
     sees: Array | None = None
 

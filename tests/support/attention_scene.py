@@ -21,6 +21,8 @@ class Case:
     value_dim: of values; 0: as large as keys
     chunked: windows are chunks, see `HeadTable`
     items: (sequence, start, end): tokens of a sequence that all see each other, those of one item behind another's
+    shared: of each sequence, how many first tokens, in whole blocks, are those of the one before it: heads that see all
+            have them in the same blocks
     """
 
     query_lens: tuple[int, ...]
@@ -37,6 +39,7 @@ class Case:
     chunked: bool = False
     value_dim: int = 0
     items: tuple[tuple[int, int, int], ...] = ()
+    shared: tuple[int, ...] = ()
 
 
 class Scene:
@@ -50,6 +53,9 @@ class Scene:
         heads = len(case.policies)
         drawn = [self.rng.standard_normal((2, n, heads, case.head_dim)).astype(np.float32) for n in case.seq_lens]
         self.kv = [(kv[0], np.ascontiguousarray(kv[1, ..., : case.value_dim or case.head_dim])) for kv in drawn]
+        for sequence, count in enumerate(case.shared):
+            for own, before in zip(self.kv[sequence], self.kv[sequence - 1], strict=True):
+                own[:count] = before[:count]
         self.stored = [[self._rounded(rows) for rows in kv] for kv in self.kv]
         tokens = sum(case.query_lens)
         self.query = self.rng.standard_normal((tokens, heads * case.share, case.head_dim)).astype(np.float32)
@@ -103,6 +109,9 @@ class Scene:
                 row[: -(-length // size)] = -1
                 for block in np.unique(np.flatnonzero(seen) // size):
                     row[block] = next(free)
+                if case.shared and case.policies[members[0]][0] == 0:
+                    columns = case.shared[sequence] // size
+                    row[:columns] = tables[(sequence - 1) * self.groups + group][:columns]
                 for position in np.flatnonzero(seen):
                     for head in members:
                         at = (row[position // size], self.heads.slot[head], position % size)
@@ -114,7 +123,8 @@ class Scene:
         lengths = np.array(case.seq_lens, np.int32)
         sees = np.concatenate([self.reach(sequence) for sequence in range(len(lengths))]).astype(np.int32)
         self.batch = AttentionBatch(
-            cu, lengths, tables.astype(np.int32), self.groups, sees=sees if case.items else None
+            cu, lengths, tables.astype(np.int32), self.groups, sees=sees if case.items else None,
+            shared=np.array(case.shared, np.int32) if case.shared else None,
         )  # fmt: skip
 
     def reach(self, sequence: int) -> np.ndarray:

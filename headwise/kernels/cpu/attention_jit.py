@@ -56,7 +56,7 @@ from headwise.kernels.cpu.attention_micro import (
     token_pair_size,
     turn_keys,
 )
-from headwise.kernels.cpu.attention_plan import FEW_ROWS, ITEM, KEYS, keys_seen, span_of_part
+from headwise.kernels.cpu.attention_plan import FEW_ROWS, ITEM, KEYS, has_partials, keys_seen, span_of_part
 from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP_ROOM, TURNED_STRIDE
 from headwise.kernels.cpu.attention_softmax import (
     LOG2E,
@@ -274,12 +274,15 @@ def _store(step, item, softmax, first):
 
 @_compiled
 def _merge(step, item, partials):
-    """Merge the partial results of all parts of an item into its first one."""
+    """Merge the partial results of all parts of an item into its first one, or into what it was handed; the first row
+    of what comes of it."""
     top, total, acc = partials
-    dim, rows, into = step.value_dim, item.tokens * step.share, item.first_row
-    for part in range(1, item.parts):
+    dim, rows, into, first = step.value_dim, item.tokens * step.share, item.first_row, 1
+    if item.handed >= 0:
+        into, first = item.handed, 0
+    for part in range(first, item.parts):
         for row in range(rows):
-            a, b = into + row, into + part * rows + row
+            a, b = into + row, item.first_row + part * rows + row
             if total[b] == 0.0:
                 continue
             highest = max(top[a], top[b])
@@ -288,12 +291,36 @@ def _merge(step, item, partials):
             total[a] = total[a] * keep + total[b] * take
             row_times(acc, a * dim, acc, a * dim, dim, keep)
             row_add(acc, b * dim, acc, a * dim, dim, take)
+    return into
+
+
+@_pasted
+def _is_last_of(items, index, counters):
+    """Count what an item waits for: a part of its own, or what it is handed; whether that was all of it."""
+    item = items[index]
+    return fetch_add(counters, FIRST_ITEM + index) == item.parts - (0 if item.handed >= 0 else 1)
+
+
+@_compiled
+def _finish(step, items, index, partials, counters):
+    """A part of an item is among the partial results: if that was the last one, merge them, and hand on or write what
+    comes of it."""
+    if not _is_last_of(items, index, counters):
+        return
+    item = items[index]
+    first = _merge(step, item, partials)
+    if item.heirs == 0:
+        _store(step, item, partials, first)
+    for heir in range(index + 1, index + 1 + item.heirs):
+        if _is_last_of(items, heir, counters):
+            _store(step, items[heir], partials, _merge(step, items[heir], partials))
 
 
 # --- threads ------------------------------------------------------------------------------------------------------
 
 TAKEN, FINISHED, FIRST_ITEM = range(3)
-"""Counters, int64 that are 0: parts taken, parts finished (with their merging), then parts finished of each item."""
+"""Counters, int64 that are 0: parts taken, parts finished (with their merging), then of each item parts finished, and
+what it goes on from."""
 
 
 def scratch_floats(rows: int, is_tiled: bool, share: int, dim: int, expands: bool) -> int:
@@ -404,17 +431,14 @@ def _attend(kv, codes, own, layer, counters_at, thread):
         for i in range(rows * dim):
             softmax.acc[i] = 0.0
         _walk(step, item, part, scratch, softmax, beyond)
-        source, first, is_whole = softmax, 0, item.parts == 1
-        if not is_whole:
+        if has_partials(item):
             at = item.first_row + part * rows
             row_copy(softmax.top, 0, partials.top, at, rows)
             row_copy(softmax.total, 0, partials.total, at, rows)
             row_copy(softmax.acc, 0, partials.acc, at * dim, rows * dim)
-            if fetch_add(counters, FIRST_ITEM + index) == item.parts - 1:
-                _merge(step, item, partials)
-                source, first, is_whole = partials, item.first_row, True
-        if is_whole:
-            _store(step, item, source, first)
+            _finish(step, items, index, partials, counters)
+        else:
+            _store(step, item, softmax, 0)
         fetch_add(counters, FINISHED)
         if not in_place:
             taken = fetch_add(counters, TAKEN)

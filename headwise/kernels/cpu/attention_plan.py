@@ -5,6 +5,15 @@ An *item* is one (sequence, KV head, tile of queries). All query heads of the KV
 is read once for all of them. An item of many keys is cut along these into *parts* (flash-decoding), each with a
 softmax of its own. How a sequence is cut depends on that sequence alone, not on the batch nor on the threads: its
 results are the same, bit by bit, in whatever company.
+
+Sequences of one query that share their first blocks have one item for the parts that lie in these, of which each row
+is one of them, and one item each for what is their own, to which the results of the former are handed on:
+
+        parts of a sequence alone    0  1  2  3  4  5
+        of three that share          [ 0  1  2  3 ]
+                                                    [ 4  5 ]   [ 4 ]   [ 4  5  6 ]
+
+So the same keys are multiplied with the same queries, and the same parts are merged in the same order.
 """
 
 from __future__ import annotations
@@ -35,15 +44,16 @@ KEYS = 64
 """Parts begin on multiples of this many visible keys."""
 
 PART_KEYS = 256
-"""A part of an item of few rows has at least this many keys: fewer, and merging costs more than it saves."""
+"""A part of an item of few rows has so many keys, and the last one fewer than as many more: with less of them, merging
+costs more than it saves. So parts lie where they do however many come behind them."""
 
 TILE_PART_KEYS = 2048
-"""The same for a tile: there are many of them, and a part's result is large."""
+"""A part of a tile has at least so many: there are many tiles, and a part's result is large."""
 
 THREAD_COST = 250_000
 """Work, in the units of `_cost`, that is worth waking a thread for (about 10 us)."""
 
-_FIELDS = "sequence head token tokens position sink_end window_start window_end parts first_row in_place"
+_FIELDS = "sequence head token tokens position sink_end window_start window_end parts first_row in_place heirs handed"
 ITEM = np.dtype([(name, np.int64) for name in _FIELDS.split(" ")])
 """An item. It sees the positions ``[0, sink_end)`` and ``[window_start, window_end)``, whose keys and values are read
 ``in_place``, or laid out for it.
@@ -51,10 +61,13 @@ ITEM = np.dtype([(name, np.int64) for name in _FIELDS.split(" ")])
 ``token`` is the row of its first token in the batch, ``position`` that token's position. Row ``r`` of an item is query
 head ``r % share`` of its token ``r // share``. Where it has more than one part, their results lie in the rows of the
 partial results from ``first_row`` on, those of one part behind those of another.
+
+``heirs``: the items, behind this one, that go on from its results, one for each of its tokens; 0: they are results of
+attention. ``handed``: the first row of the partial results that an item goes on from; -1: none
 """
 
 _ITEM_NUMBERS = len(ITEM.names or ())
-_TOKEN, _TOKENS = map(_FIELDS.split(" ").index, ("token", "tokens"))
+_TOKEN, _TOKENS, _HEIRS = map(_FIELDS.split(" ").index, ("token", "tokens", "heirs"))
 _items_at, _planning_at = array_at(numba.from_dtype(ITEM)), record_at(PLANNING)
 _pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
@@ -68,21 +81,22 @@ def keys_seen(item):
 @_pasted
 def span_of_part(item, part):
     """The part's share ``[begin, end)`` of the item's visible keys."""
-    seen = keys_seen(item)
-    each = _each_of(seen, item.parts)
-    return min(part * each, seen), min((part + 1) * each, seen)
+    seen, each = keys_seen(item), PART_KEYS
+    if not item.in_place:
+        each = -(-seen // (item.parts * KEYS)) * KEYS
+    return min(part * each, seen), seen if part == item.parts - 1 else min((part + 1) * each, seen)
+
+
+@_pasted
+def has_partials(item):
+    """Whether results of an item's parts are partial ones."""
+    return item.parts > 1 or item.heirs > 0 or item.handed >= 0
 
 
 @_pasted
 def _parts_of(seen):
     """Into how many parts one token's item is cut that sees so many keys."""
     return max(1, seen // PART_KEYS)
-
-
-@_pasted
-def _each_of(seen, parts):
-    """Keys of each of so many parts."""
-    return -(-seen // (parts * KEYS)) * KEYS
 
 
 @_pasted
@@ -97,13 +111,14 @@ def _cost(item, share, dim):
 
 
 @_pasted
-def _count_items(cu, sequences, kv_heads, share):
+def _most_items(cu, sequences, kv_heads, share):
+    """No plan has more: each item that has heirs has two, which are a sequence's only items."""
     tiles = 0
     for sequence in range(sequences):
         queries = cu[sequence + 1] - cu[sequence]
         if queries > 0:
             tiles += -(-queries // _tile_tokens(queries, share))
-    return tiles * kv_heads
+    return (tiles + sequences // 2) * kv_heads
 
 
 @_pasted
@@ -116,57 +131,126 @@ def _in_a_row(own, follows, sequence):
 
 
 @_pasted
+def _in_a_group(own, follows, shared, sequence):
+    """How many sequences there are from this one on that share their first blocks, and none of which others follow."""
+    count = 1
+    while own.shared != 0 and sequence + count < own.sequences and shared[sequence + count] != 0:
+        if _in_a_row(own, follows, sequence + count - 1) > 1:
+            break
+        count += 1
+    if count > 1 and _in_a_row(own, follows, sequence + count - 1) > 1:
+        count -= 1
+    return count
+
+
+@_pasted
 def _taken_together(own, position, most, window):
     """Of so many sequences of one query each, which follow each other from a position on, how many are one item: their
-    keys begin with the first, and are cut into the same parts. Every one of them computes the same as alone then."""
+    keys begin with the first, and are cut into as many parts. Every one of them computes the same as alone then."""
     count, parts = 1, _parts_of(position + 1)
     while count < most and (count + 1) * own.share <= FEW_ROWS and (window <= 0 or position + count < window):
-        seen = position + count + 1
-        if _parts_of(seen) != parts or _each_of(seen, parts) != _each_of(position + 1, parts):
+        if _parts_of(position + count + 1) != parts:
             break
         count += 1
     return count
 
 
 @_pasted
-def _plan_items(own, cu, lens, follows, sees, windows, sinks, items):
+def _add(own, item):
+    """Count an item whose other numbers are known, and give it its partial results."""
+    rows = item.tokens * own.share
+    item.first_row = own.partial_rows
+    if has_partials(item):
+        own.partial_rows += item.parts * rows
+    own.part_count += item.parts
+    own.rows = max(own.rows, rows)
+    if not item.in_place:
+        own.is_tiled = 1
+    own.cost += _cost(item, own.share, own.dim)
+
+
+@_pasted
+def _plan_sequence(own, cu, lens, sees, windows, sinks, items, at, sequence, together, head):
+    """The items of a sequence's head, from number ``at`` on, or of so many sequences that each follow the one before;
+    the number behind them."""
+    done, queries = 0, cu[sequence + together] - cu[sequence]
+    while done < queries:
+        item, in_place = items[at], queries == 1 or together > 1
+        item.position = lens[sequence] - (1 if together > 1 else queries) + done
+        item.tokens = min(_tile_tokens(queries, own.share), queries - done)
+        if together > 1:
+            item.tokens = _taken_together(own, item.position, queries - done, windows[head])
+        # Of several the last one: its table has the blocks of all.
+        item.sequence = sequence + done + item.tokens - 1 if together > 1 else sequence
+        item.head, item.token, item.in_place = head, cu[sequence] + done, 1 if in_place else 0
+        item.window_start = item.sink_end = 0
+        item.window_end = item.position + item.tokens
+        if own.sees != 0 and not in_place:  # one query alone sees nothing behind itself
+            item.window_end = sees[item.token + item.tokens - 1]
+        if windows[head] > 0:
+            item.window_start = max(0, item.position - windows[head] + 1)
+            item.sink_end = min(sinks[head], item.window_start)
+        seen = keys_seen(item)
+        item.parts = _parts_of(seen) if in_place else max(1, seen // TILE_PART_KEYS)
+        item.heirs, item.handed = 0, -1
+        _add(own, item)
+        done += item.tokens
+        at += 1
+    return at
+
+
+@_pasted
+def _plan_group(own, cu, lens, shared, items, at, sequence, count, head):
+    """The same of so many sequences that share their first blocks, of a head that sees all. No more than `FEW_ROWS` of
+    their rows are an item: they are cut into as few as may be, and as even."""
+    pieces = -(-count // max(1, FEW_ROWS // own.share))
+    end = sequence + count
+    while sequence < end:
+        some = -(-(end - sequence) // pieces)
+        parts = _parts_of(lens[sequence]) - 1  # the last one has keys of its own
+        for each in range(sequence + 1, sequence + some):
+            parts = min(parts, _parts_of(lens[each]) - 1, shared[each] // PART_KEYS)
+        has_common = some > 1 and parts > 0
+        whole = items[at]
+        if has_common:
+            whole.sequence, whole.head, whole.token, whole.tokens, whole.in_place = sequence, head, cu[sequence], some, 1
+            whole.window_start = whole.sink_end = 0
+            whole.window_end, whole.position = parts * PART_KEYS, parts * PART_KEYS - 1
+            whole.parts, whole.heirs, whole.handed = parts, some, -1
+            _add(own, whole)
+            at += 1
+        for each in range(some):
+            item = items[at]
+            item.sequence, item.head, item.token, item.tokens = sequence + each, head, cu[sequence + each], 1
+            item.in_place, item.sink_end, item.position = 1, 0, lens[sequence + each] - 1
+            item.window_start, item.window_end = (parts * PART_KEYS if has_common else 0), lens[sequence + each]
+            item.parts, item.heirs, item.handed = _parts_of(keys_seen(item)), 0, -1
+            if has_common:
+                item.handed = whole.first_row + each * own.share
+            _add(own, item)
+            at += 1
+        sequence += some
+        pieces -= 1
+    return at
+
+
+@_pasted
+def _plan_items(own, cu, lens, follows, shared, sees, windows, sinks, items):
     """Fill in all items of a batch, and what they come to; how many there are."""
-    share, at, sequence = own.share, 0, 0
-    parts = most_rows = is_tiled = partial_rows = cost = 0
+    at = sequence = 0
+    own.part_count = own.rows = own.is_tiled = own.partial_rows = own.cost = 0
     while sequence < own.sequences:
         together = _in_a_row(own, follows, sequence)
-        queries = cu[sequence + together] - cu[sequence]
+        group = 1 if together > 1 else _in_a_group(own, follows, shared, sequence)
         for head in range(own.kv_heads):
-            done = 0
-            while done < queries:
-                item, in_place = items[at], queries == 1 or together > 1
-                item.position = lens[sequence] - (1 if together > 1 else queries) + done
-                item.tokens = min(_tile_tokens(queries, share), queries - done)
-                if together > 1:
-                    item.tokens = _taken_together(own, item.position, queries - done, windows[head])
-                # Of several the last one: its table has the blocks of all.
-                item.sequence = sequence + done + item.tokens - 1 if together > 1 else sequence
-                item.head, item.token, item.in_place = head, cu[sequence] + done, 1 if in_place else 0
-                item.window_start = item.sink_end = 0
-                item.window_end = item.position + item.tokens
-                if own.sees != 0 and not in_place:  # one query alone sees nothing behind itself
-                    item.window_end = sees[item.token + item.tokens - 1]
-                if windows[head] > 0:
-                    item.window_start = max(0, item.position - windows[head] + 1)
-                    item.sink_end = min(sinks[head], item.window_start)
-                seen = keys_seen(item)
-                item.parts = _parts_of(seen) if in_place else max(1, seen // TILE_PART_KEYS)
-                item.first_row = partial_rows
-                rows = item.tokens * share
-                if item.parts > 1:
-                    partial_rows += item.parts * rows
-                parts += item.parts
-                most_rows, is_tiled = max(most_rows, rows), is_tiled if in_place else 1
-                cost += _cost(item, share, own.dim)
-                done += item.tokens
-                at += 1
-        sequence += together
-    own.part_count, own.rows, own.is_tiled, own.partial_rows, own.cost = parts, most_rows, is_tiled, partial_rows, cost
+            if group > 1 and windows[head] <= 0:
+                at = _plan_group(own, cu, lens, shared, items, at, sequence, group, head)
+            else:
+                for each in range(group):
+                    at = _plan_sequence(
+                        own, cu, lens, sees, windows, sinks, items, at, sequence + each, together, head
+                    )  # fmt: skip
+        sequence += max(together, group)
     return at
 
 
@@ -174,12 +258,13 @@ def _plan(address):
     own = _planning_at(address)
     cu, lens = ints_at(own.cu_seqlens, own.sequences + 1), ints_at(own.seq_lens, own.sequences)
     windows, sinks = ints_at(own.windows, own.kv_heads), ints_at(own.sinks, own.kv_heads)
-    follows, sees = ints_at(own.follows, own.sequences), ints_at(own.sees, cu[own.sequences])
-    own.item_count, own.part_count = _count_items(cu, own.sequences, own.kv_heads, own.share), 0
+    follows, shared = ints_at(own.follows, own.sequences), ints_at(own.shared, own.sequences)
+    sees = ints_at(own.sees, cu[own.sequences])
+    own.item_count, own.part_count = _most_items(cu, own.sequences, own.kv_heads, own.share), 0
     if own.item_count > own.item_room:
         return
     items = _items_at(own.items, own.item_count)
-    own.item_count = _plan_items(own, cu, lens, follows, sees, windows, sinks, items)
+    own.item_count = _plan_items(own, cu, lens, follows, shared, sees, windows, sinks, items)
     if own.part_count > own.part_room:
         return
     parts, at = long_matrix_at(own.parts, own.part_count, 2), 0
@@ -217,9 +302,12 @@ class Plan:
     sees: Ints | None
 
     def of_rows(self, wanted: NDArray[np.int64]) -> Plan:
-        """The same without items none of whose tokens is among these rows of the batch, ascending."""
+        """The same without items none of whose tokens is among these rows of the batch, ascending. Of an item that is
+        left, all heirs are."""
         first, tokens = self.items[:, _TOKEN], self.items[:, _TOKENS]
         is_kept = np.searchsorted(wanted, first) < np.searchsorted(wanted, first + tokens)
+        for item in np.flatnonzero(self.items[:, _HEIRS]).tolist():
+            is_kept[item + 1 : item + 1 + self.items[item, _HEIRS]] = is_kept[item]
         parts = self.parts[is_kept[self.parts[:, 0]]]
         parts[:, 0] = (np.cumsum(is_kept) - 1)[parts[:, 0]]
         return replace(self, items=self.items[is_kept], parts=parts)
@@ -248,10 +336,9 @@ class Planner:
             TypeError: an array of the batch is not contiguous int32.
         """
         cu_seqlens, seq_lens = (address_of(array, np.int32) for array in (batch.cu_seqlens_q, batch.seq_lens))
-        follows = 0 if batch.follows is None else address_of(batch.follows, np.int32)
         sees = batch.sees if self._both_ways else None
-        told = cu_seqlens, seq_lens, len(batch.seq_lens), follows, 0 if sees is None else address_of(sees, np.int32)
-        self._own[: len(_BATCH)] = told
+        told = (0 if array is None else address_of(array, np.int32) for array in (batch.follows, batch.shared, sees))
+        self._own[: len(_BATCH)] = cu_seqlens, seq_lens, len(batch.seq_lens), *told
         self._plan(self._place)
         items, parts, *others = self._own[-len(_FOUND) :].tolist()
         if items > len(self._items) or parts > len(self._parts):
@@ -270,7 +357,7 @@ class Planner:
         self._own[-len(_FOUND) - len(rooms) : -len(_FOUND)] = rooms
 
 
-_BATCH = ("cu_seqlens", "seq_lens", "sequences", "follows", "sees")
+_BATCH = ("cu_seqlens", "seq_lens", "sequences", "follows", "shared", "sees")
 """The first fields of a `PLANNING`, in order."""
 
 _FOUND = ("item_count", "part_count", "rows", "is_tiled", "partial_rows", "cost")

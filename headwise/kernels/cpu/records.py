@@ -74,13 +74,13 @@ PLAN = np.dtype(numbers("items item_count parts part_count rows is_tiled partial
 
 PLANNING = np.dtype(
     numbers(
-        "cu_seqlens seq_lens sequences follows sees windows sinks kv_heads share dim items item_room parts part_room"
-        " item_count part_count rows is_tiled partial_rows cost"
+        "cu_seqlens seq_lens sequences follows shared sees windows sinks kv_heads share dim items item_room parts"
+        " part_room item_count part_count rows is_tiled partial_rows cost"
     )
 )
 """A plan of attention to be made, for heads of these windows and sinks.
 
-follows: of an `AttentionBatch`; 0: none do
+follows, shared: of an `AttentionBatch`; 0: none do
 sees:    likewise, where heads go by it; 0: each row sees up to itself
 items, parts: where they go, with room for so many; if there are more, only their number is told
 item_count:   and what follows: results, see `attention_plan.Plan`

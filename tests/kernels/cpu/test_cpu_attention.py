@@ -193,6 +193,42 @@ def test_tokens_that_follow_each_other_have_the_same_bits_as_each_by_itself(
     assert 2 <= items[0] < items[-1] == 2 * count, "together"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shared", "items"),
+    [
+        pytest.param((1600, 1900, 1537), (0, 1536, 1536), 4, id="what is its own is less than a part, or several"),
+        pytest.param((700, 800), (0, 688), 3, id="a part ends within a shared block"),
+        pytest.param((600, 300, 900), (0, 256, 256), 3, id="one is too short to have a part besides: nothing is read once"),
+        pytest.param((600, 700), (0, 240), 2, id="not a part is shared"),
+        pytest.param((900, 950, 800, 801, 900), (0, 640, 0, 512, 512), 7, id="two groups"),
+        pytest.param((300,) + (1300,) * 19, (0, 0) + (1024,) * 18, 1 + 19 + 3, id="more than an item has rows"),
+    ],
+)
+def test_sequences_that_share_their_first_blocks_have_the_same_bits_as_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, lengths: tuple[int, ...], shared: tuple[int, ...], items: int
+) -> None:
+    case = Case(
+        (1,) * len(lengths), lengths, ((0, 0), (300, 4)), share=3, head_dim=64, block_size=16, dtype=dtype,
+        has_sink_logits=True, shared=shared,
+    )  # fmt: skip
+    scene = Scene(case)
+    made = spied_items(monkeypatch)
+    found = scene.attend(NumbaKernels(threads=2))
+    scene.batch = replace(scene.batch, shared=None)
+    np.testing.assert_array_equal(found, scene.attend(NumbaKernels(threads=1)))
+    np.testing.assert_allclose(found, scene.expected(), rtol=0, atol=ONE_TOKEN_TOLERANCE[dtype])
+    assert (made[0], made[-1]) == (len(lengths) + items, 2 * len(lengths)), "a head with a window is planned for each sequence"
+
+
+def test_what_drafts_follow_is_in_no_group() -> None:
+    """The kernel knows nothing of a sequence and its drafts but that these follow it."""
+    case = Case((1,) * 5, (700, 701, 640, 700, 701), ((0, 0),), share=2, block_size=16, shared=(0, 512, 512, 512, 512))
+    scene = Scene(case)
+    for follows in ([0, 0, 0, 0, 1], [0, 1, 0, 0, 0], [0, 0, 0, 1, 1]):
+        scene.batch = replace(scene.batch, follows=np.array(follows, np.int32))
+        Planner(scene.heads.window, scene.heads.sink, 2, 16).plan(scene.batch)
+
+
 def spied_items(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many items each plan has that is made from now on."""
     counts, plan = list[int](), Planner.plan
