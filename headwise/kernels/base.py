@@ -75,7 +75,8 @@ class AttentionBatch:
                   blocks as those of the sequence before it, of one query, too: of all groups that heads without a
                   window are in. Of sequences in a row for which it is not 0 it is the same number. Kernels may read
                   these tokens once for all of them. None: nobody says
-    follows_on_device: ``follows`` where the other arrays are, for kernels that keep states; 0 of padding. None: likewise
+    follows_on_device: ``follows`` where the other arrays are, for kernels that keep states; 0 of padding. None: there
+                  are none
     sees:         ``[tokens]``, for heads that see `HeadTable.both_ways`: how many of its sequence's tokens, the first
                   ones, each query row may see. More than its position, no more than ``seq_lens``, and no less than
                   those of the rows before it in its sequence. None: up to itself

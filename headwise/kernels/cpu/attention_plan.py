@@ -213,8 +213,8 @@ def _plan_group(own, cu, lens, shared, items, at, sequence, count, head):
         has_common = some > 1 and parts > 0
         whole = items[at]
         if has_common:
-            whole.sequence, whole.head, whole.token, whole.tokens, whole.in_place = sequence, head, cu[sequence], some, 1
-            whole.window_start = whole.sink_end = 0
+            whole.sequence, whole.head, whole.token, whole.tokens = sequence, head, cu[sequence], some
+            whole.in_place, whole.window_start, whole.sink_end = 1, 0, 0
             whole.window_end, whole.position = parts * PART_KEYS, parts * PART_KEYS - 1
             whole.parts, whole.heirs, whole.handed = parts, some, -1
             _add(own, whole)

@@ -126,7 +126,7 @@ class NumbaIndexedKernels(NumbaLatentKernels):
             those = _rows_of(cu[:-1], early)
             part = np.empty_like(out, shape=(len(those), *out.shape[1:]))
             ends, lens = np.cumsum([0, *early], dtype=np.int32), batch.seq_lens - queries + early
-            shortened = replace(batch, cu_seqlens_q=ends, seq_lens=lens.astype(np.int32), follows=None)
+            shortened = replace(batch, cu_seqlens_q=ends, seq_lens=lens.astype(np.int32), follows=None, shared=None)
             self.attend_latent(query[those], up, arena, layout, shortened, heads, scale=scale, out=part)
             out[those] = part
         rows, top = _rows_of(cu[:-1] + early, queries - early), chosen.tokens.shape[1]

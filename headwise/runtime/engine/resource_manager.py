@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.joint_reads import JointReads
 from headwise.cache_controller.prefix_match import PrefixMatch
 from headwise.runtime.engine.followers import Followers, Shared
 from headwise.runtime.engine.introduction import introduction
@@ -31,6 +32,7 @@ from headwise.runtime.protocol.batch import (
     LAST_SAMPLED,
     NO_DRAFTS,
     NOTHING_PROPOSED,
+    NOTHING_SHARED,
     BatchRequest,
     NewSequence,
     StepResult,
@@ -100,6 +102,7 @@ class ResourceManager:
         self.cache, self._buffers = cache, buffers
         self.waiting = WaitingQueue(Followers(cache, prefill_chunk), prefetcher, peer_loads)
         self.copies = TierCopies(cache, peer_loads)
+        self.joint_reads = JointReads(cache)
         self.step_times = StepTimes()
         self._keeps_states = any(policy.is_state for policy in cache.policies)
         lag = speculator.most if speculator is not None and self._keeps_states else 0
@@ -374,12 +377,13 @@ class ResourceManager:
             sequence.first_scheduled = now
         bisect.insort(self.running, sequence, key=lambda other: other.order)
         self._running_rows = None
+        self.joint_reads.forget(row)
         self._new.append(introduction(sequence))
 
     # ---- steps ----
 
     def _send(self, plan: _Plan, command: str = "") -> ScheduledStep:
-        rows, counts, columns = plan.rows, plan.counts, self.table
+        rows, counts, shared, columns = *self._arranged(plan), self.table
         starts = columns.scheduled[rows]
         drafts = np.clip(starts + counts - columns.length[rows], 0, columns.offered[rows])
         token_ids = self._input_tokens(rows, starts, counts, drafts)
@@ -411,9 +415,19 @@ class ResourceManager:
             drafts=drafts.astype(np.int32) if drafts.any() else NO_DRAFTS,
             places=step_places(columns, rows, starts, counts),
             sees=step_sees(columns, rows, starts, counts),
+            shared=shared,
             **of_model,
         )
         return ScheduledStep(batch, tuple(sequences))
+
+    def _arranged(self, plan: _Plan) -> tuple[Index, NDArray[np.int64], NDArray[np.int32]]:
+        """The rows of a step in the order in which they are computed, how many tokens of each, and what of these they
+        share (`BatchRequest.shared`)."""
+        rows, counts, columns = plan.rows, plan.counts, self.table
+        starts, prompt = columns.scheduled[rows], columns.num_prompt[rows] - 1
+        is_one = (counts <= 1 + columns.offered[rows]) & (starts >= prompt) & (starts + 1 >= columns.length[rows])
+        order, shared = self.joint_reads.arranged(rows, np.where(is_one, prompt, 0))
+        return rows[order], counts[order], shared if shared.any() else NOTHING_SHARED
 
     def _input_tokens(
         self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64], drafts: NDArray[np.int64]

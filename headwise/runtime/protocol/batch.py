@@ -29,6 +29,9 @@ NO_PLACES: NDArray[np.int32] = np.empty((0, 0), np.int32)
 UP_TO_THEMSELVES: NDArray[np.int32] = np.empty(0, np.int32)
 """What tokens see in a step in which none sees any behind itself."""
 
+NOTHING_SHARED: NDArray[np.int32] = np.empty(0, np.int32)
+"""Of a step in which no sequences share blocks, or none that are worth knowing of."""
+
 NOTHING_PROPOSED: NDArray[np.int32] = np.empty((0, 0), np.int32)
 
 
@@ -139,6 +142,9 @@ class BatchRequest:
                           these are not all its place in the sequence; or `NO_PLACES`
     sees:                 ``[sum(query_lens)]`` how many of its sequence's tokens, the first ones, each token may see,
                           where items are seen in both directions; or `UP_TO_THEMSELVES`
+    shared:               ``[n]`` of a sequence that has one token here, and its drafts, how many of its first tokens
+                          are in the same blocks as those of the one before it: see `AttentionBatch.shared`; or
+                          `NOTHING_SHARED`
     """
 
     step_id: int
@@ -158,6 +164,7 @@ class BatchRequest:
     proposals: NDArray[np.int32] = field(default_factory=lambda: NO_DRAFTS)
     places: NDArray[np.int32] = field(default_factory=lambda: NO_PLACES)
     sees: NDArray[np.int32] = field(default_factory=lambda: UP_TO_THEMSELVES)
+    shared: NDArray[np.int32] = field(default_factory=lambda: NOTHING_SHARED)
 
     @property
     def num_tokens(self) -> int:

@@ -56,7 +56,7 @@ class Spread:
     it. So they are decodes like others, to the same bits; all write what they add to the cache before any attends.
 
     starts, query_lens, rows: as of `BatchRequest`
-    follows: see `AttentionBatch`
+    follows, shared: see `AttentionBatch`
     places:  as of `BatchRequest`; None: tokens are where they are in their sequences
     """
 
@@ -65,6 +65,7 @@ class Spread:
     rows: NDArray[np.int32]
     follows: NDArray[np.int32] | None = None
     places: NDArray[np.int32] | None = None
+    shared: NDArray[np.int32] | None = None
 
     def turned(self, positions: NDArray[np.int32], axes: int) -> NDArray[np.int32]:
         """The step's tokens' positions in their sequences, as those that turn elements: ``[T]``, or ``[T, axes]``."""
@@ -83,8 +84,9 @@ class Spread:
 def spread(batch: BatchRequest) -> Spread:
     """The sequences of a step."""
     places = batch.places if len(batch.places) else None
+    shared = batch.shared if len(batch.shared) else None
     if not len(batch.drafts):
-        return Spread(batch.starts, batch.query_lens, batch.rows, None, places)
+        return Spread(batch.starts, batch.query_lens, batch.rows, None, places, shared)
     counts = np.where(batch.drafts > 0, batch.query_lens, 1)
     index = np.repeat(np.arange(len(counts)), counts)
     is_one = batch.drafts[index] > 0
@@ -93,7 +95,11 @@ def spread(batch: BatchRequest) -> Spread:
     query_lens = np.where(is_one, np.int32(1), batch.query_lens[index])
     is_guess = within >= (batch.query_lens - batch.drafts)[index]
     follows = np.where(within > 0, np.where(is_guess, GUESSED, FOLLOWS), 0).astype(np.int32)
-    return Spread(starts, query_lens, batch.rows[index], follows, places)
+    if shared is not None:  # drafts share what others of their sequence's group do
+        begins = np.flatnonzero(shared == 0)
+        of_group = np.repeat(np.maximum.reduceat(shared, begins), np.diff(begins, append=len(shared)))
+        shared = np.where(within > 0, of_group[index], shared[index])
+    return Spread(starts, query_lens, batch.rows[index], follows, places, shared)
 
 
 def turned(positions: NDArray[np.int32], axes: int) -> NDArray[np.int32]:

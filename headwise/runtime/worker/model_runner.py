@@ -191,7 +191,9 @@ class ModelRunner:
         tables = self.cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         known, longest = HostLengths(cu_seqlens, seq_lens), int(each.query_lens.max())
-        batch = AttentionBatch(begins, lengths, gathered, tables.shape.groups, longest, known, each.follows, **more)
+        batch = AttentionBatch(
+            begins, lengths, gathered, tables.shape.groups, longest, known, each.follows, each.shared, **more
+        )  # fmt: skip
         return DeviceStep(on_device, places, rows, batch)
 
     def _graphs_of(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> StepGraphs | None:

@@ -198,7 +198,7 @@ def test_tokens_that_follow_each_other_have_the_same_bits_as_each_by_itself(
     [
         pytest.param((1600, 1900, 1537), (0, 1536, 1536), 4, id="what is its own is less than a part, or several"),
         pytest.param((700, 800), (0, 688), 3, id="a part ends within a shared block"),
-        pytest.param((600, 300, 900), (0, 256, 256), 3, id="one is too short to have a part besides: nothing is read once"),
+        pytest.param((600, 300, 900), (0, 256, 256), 3, id="one is too short for a part besides"),
         pytest.param((600, 700), (0, 240), 2, id="not a part is shared"),
         pytest.param((900, 950, 800, 801, 900), (0, 640, 0, 512, 512), 7, id="two groups"),
         pytest.param((300,) + (1300,) * 19, (0, 0) + (1024,) * 18, 1 + 19 + 3, id="more than an item has rows"),
@@ -217,7 +217,7 @@ def test_sequences_that_share_their_first_blocks_have_the_same_bits_as_each_by_i
     scene.batch = replace(scene.batch, shared=None)
     np.testing.assert_array_equal(found, scene.attend(NumbaKernels(threads=1)))
     np.testing.assert_allclose(found, scene.expected(), rtol=0, atol=ONE_TOKEN_TOLERANCE[dtype])
-    assert (made[0], made[-1]) == (len(lengths) + items, 2 * len(lengths)), "a head with a window is planned for each sequence"
+    assert (made[0], made[-1]) == (len(lengths) + items, 2 * len(lengths)), "those of a head with a window are alone"
 
 
 def test_what_drafts_follow_is_in_no_group() -> None:

@@ -13,6 +13,7 @@ from support.engine.simulation import (
     simulated_card,
 )
 
+from headwise.cache_controller.joint_reads import JointReads
 from headwise.cache_controller.policy import FULL
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
@@ -88,8 +89,10 @@ def make_engine(
 def engine_over(
     executor: SimulatedExecutor, config: EngineConfig, lookup: SimulatedLookup | StorageLookup | None = None
 ) -> EngineCore:
-    """An engine with a clock of its own."""
-    return EngineCore(config, executor.card, LetterTokenizer(), executor, clock=Ticks(), lookup=lookup)
+    """An engine with a clock of its own, whose requests read together what they share, however little."""
+    engine = EngineCore(config, executor.card, LetterTokenizer(), executor, clock=Ticks(), lookup=lookup)
+    engine.resources.joint_reads = JointReads(engine.cache, 1)
+    return engine
 
 
 def lookup_in(storage: Storage | None, card: ModelCard) -> SimulatedLookup | None:

@@ -65,6 +65,7 @@ class TokenKernels:
 
     state_groups: those that keep states
     contexts:     what each sequence of the latest step has seen
+    shared:       what sequences of the latest step share with the ones before them
     is_drafting:  whether a layer that drafts is next: what it keeps of a block's last token is of whoever computed that
     """
 
@@ -74,6 +75,7 @@ class TokenKernels:
         self._copies, self._state_groups = copies, state_groups
         self._tokens: list[NDArray[np.int32]] = []  # of each sequence in the latest step
         self.contexts: list[Context] = []
+        self.shared: list[int] = []
         self.is_drafting = False
 
     def write_kv(self, *arguments: Any) -> None:
@@ -120,6 +122,7 @@ class TokenKernels:
         sink_logits: NDArray[np.float32] | None = None,
     ) -> None:
         out[:] = -1
+        self._check_shared(batch, heads)
         blocks = _slots(arena, layout)
         behind = _where_states_are_left(batch)
         for index, first in behind.items():
@@ -133,6 +136,25 @@ class TokenKernels:
             for index, length in enumerate(batch.seq_lens.tolist())
         ]
         out[batch.cu_seqlens_q[1:] - 1] = np.arange(len(self.contexts), dtype=np.float32)[:, None, None]
+
+    def _check_shared(self, batch: AttentionBatch, heads: HeadTable) -> None:
+        """That sequences share what the step says they do."""
+        self.shared = [0] * len(batch.seq_lens) if batch.shared is None else batch.shared.tolist()
+        assert self.shared[0] == 0
+        whole = sorted({group for group, slot in _places(heads) if group not in self._state_groups})
+        whole = [group for group in whole if not heads.window[heads.group == group].any()]
+        for index, shared in enumerate(self.shared):
+            if not shared:
+                continue
+            assert self.shared[index - 1] in (0, shared)
+            assert len(self._tokens[index - 1]) == len(self._tokens[index]) == 1
+            assert shared % self._block_size == 0
+            assert shared < batch.seq_lens[index - 1 : index + 1].min()
+            for group in whole:
+                own, before = (batch.block_tables[at * batch.groups + group] for at in (index, index - 1))
+                columns = shared // self._block_size
+                assert (own[:columns] >= 0).all()
+                assert (own[:columns] == before[:columns]).all()
 
     def _read(
         self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable, has_state: bool

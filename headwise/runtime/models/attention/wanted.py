@@ -43,4 +43,13 @@ def ending_at(batch: AttentionBatch, rows: NDArray[np.int64], ops: TensorOps) ->
         batch.groups,
         max_query_len=1,
         on_host=HostLengths(begins, lengths),
+        shared=None if batch.shared is None else _shared_of(batch.shared, which),
     )
+
+
+def _shared_of(shared: NDArray[np.int32], which: NDArray[np.int64]) -> NDArray[np.int32]:
+    """`AttentionBatch.shared` of some of its sequences, ascending: the first ones that are left of groups share
+    nothing with the one before them."""
+    group = np.cumsum(shared == 0)[which]
+    found: NDArray[np.int32] = np.where(np.diff(group, prepend=-1) == 0, shared[which], 0).astype(np.int32)
+    return found
