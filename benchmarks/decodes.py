@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from headwise import LocalEngine, SamplingParams
 
 
-def decode_rate(engine: LocalEngine, asked: Sequence[str], tokens: int, adapters: Sequence[str] = ()) -> float:
+def decode_rate(
+    engine: LocalEngine, asked: Sequence[str | list[int]], tokens: int, adapters: Sequence[str] = ()
+) -> float:
     """Tokens a second: from when the last request has its first token, until the first one is through. Greedily.
 
-    asked:    what a user says, of each request
+    asked:    what a user says, of each request; or a prompt's tokens
     adapters: of each, by its name; empty: none has one
     """
     core, sampling = engine.core, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     counts = dict[str, int]()
-    for text, adapter in zip(asked, adapters or [""] * len(asked), strict=True):
-        chat = [{"role": "user", "content": text}]
-        request = engine.preprocessor.prepare(messages=chat, sampling=sampling, adapter=adapter)
+    for said, adapter in zip(asked, adapters or [""] * len(asked), strict=True):
+        given = {"messages": [{"role": "user", "content": said}]} if isinstance(said, str) else {"prompt": said}
+        request = engine.preprocessor.prepare(**given, sampling=sampling, adapter=adapter)
         counts[request.request_id] = 0
         core.add(request)
     began, before = 0.0, 0

@@ -202,6 +202,15 @@ ROWS: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
+    "joint_reads": (
+        Row(
+            "Tokens a second of decodes that go on from one prefix and read it once for all, over each by itself",
+            lambda f: "; ".join(
+                f"{case['ratio']:.2f} ({case['requests']} of {case['prefix']}, {case['kv_dtype']})"
+                for case in f["cases"]
+            ),
+        ),
+    ),
     "recycle": (
         Row(
             "Throughput with window blocks recycled over that without, same memory, same requests (over that with "
@@ -390,6 +399,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "The cache": (
         "prefix_cache",
+        "joint_reads",
         "batch",
         "tiers",
         "recycle",

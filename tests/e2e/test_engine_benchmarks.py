@@ -92,6 +92,14 @@ def test_a_cached_prefix_is_measured(capsys: pytest.CaptureFixture[str]) -> None
     assert found["cached_tokens"] == found["prefix_tokens"]
 
 
+def test_decodes_that_read_a_prefix_together_are_compared_with_those_that_do_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cases = quick_figures("joint_reads", capsys)["cases"]
+    assert [(case["prefix"], case["requests"]) for case in cases] == [(600, 2), (600, 4)]
+    assert all(case["alone"] > 0 < case["joint"] for case in cases)
+
+
 def test_recycling_is_measured_and_lets_more_requests_run(capsys: pytest.CaptureFixture[str]) -> None:
     (model,) = quick_figures("recycle", capsys)["models"].values()
     assert model["on"]["pool_blocks"] == model["off"]["pool_blocks"]
