@@ -11,6 +11,7 @@ from headwise.kernels.cuda.attention import (
     HEAD_DIMS,
     OLDEST_SM_E4M3,
     AttentionShape,
+    every_variant_of,
     variant_of_ranks,
     variants_of,
 )
@@ -29,6 +30,9 @@ CARDS = (80, 90, 100)
 KERNELS = ("prefill", "decode")
 """Names of `variants_of`."""
 TMA = "prefill by TMA"
+JOINT = ("prefix of a group", "decode behind it")
+"""What `every_variant_of` has besides."""
+JOINT_DIMS = (64, 128, 256)
 
 ERNIE_21B = ExpertShape(Routing(64, 6, 1e-12), 2, 2560, 1536, "silu", "bfloat16")
 QWEN3_30B = ExpertShape(Routing(128, 8, None), 0, 2048, 768, "silu", "bfloat16")
@@ -87,6 +91,9 @@ def _attention(sm: int) -> Iterator[tuple[Served, Variant]]:
             shape = AttentionShape(8 if head_dim > 256 else 4, head_dim, 64, "bfloat16", kv_dtype, smaller_value=value)
             for name, variant in zip(KERNELS, variants_of(shape, sm), strict=True):
                 yield Served(sm, head_dim, kv_dtype, name), variant
+            if head_dim in JOINT_DIMS:
+                for name, variant in zip(JOINT, every_variant_of(shape, sm)[2:], strict=False):
+                    yield Served(sm, head_dim, kv_dtype, name), variant
             by_tma = variants_of(shape, sm, tma=True)[0]
             if dict(by_tma.constants)["BULK"]:
                 yield Served(sm, head_dim, kv_dtype, TMA), by_tma

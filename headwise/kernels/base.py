@@ -75,6 +75,9 @@ class AttentionBatch:
                   blocks as those of the sequence before it, of one query, too: of all groups that heads without a
                   window are in. Of sequences in a row for which it is not 0 it is the same number. Kernels may read
                   these tokens once for all of them. None: nobody says
+    joint:        ``[3, batch]``, where the other arrays are, what comes of ``shared``, see `headwise.kernels.joint`: at
+                  the first sequence of a group that reads its first tokens together how many these are, and how many
+                  sequences; and of each of these how many tokens. Else 0. None: none does
     follows_on_device: ``follows`` where the other arrays are, for kernels that keep states; 0 of padding. None: there
                   are none
     sees:         ``[tokens]``, for heads that see `HeadTable.both_ways`: how many of its sequence's tokens, the first
@@ -90,6 +93,7 @@ class AttentionBatch:
     on_host: HostLengths | None = None
     follows: Array | None = None
     shared: Array | None = None
+    joint: Array | None = None
     follows_on_device: Array | None = None
     sees: Array | None = None
 
@@ -144,6 +148,15 @@ class ChunkingKernels(AttentionKernels, Protocol):
     """Kernels that know chunks. sees_chunks: see `HeadTable.chunked`"""
 
     sees_chunks: bool
+
+
+@runtime_checkable
+class JointKernels(AttentionKernels, Protocol):
+    """Kernels of a device that want `AttentionBatch.joint`."""
+
+    @property
+    def joint_share(self) -> int:
+        """Query heads over a KV head at most, for which that is to be; 0: they have no use for it."""
 
 
 @runtime_checkable

@@ -14,10 +14,11 @@ from headwise.cache_controller.dtypes import packed_bytes
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.joint import OF_JOINT, JointDecodes, JointVariants, joint_variants
 from headwise.kernels.cuda.launch import OVERLAPS, OVERLAPS_FROM, Array, Kernel, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, decode_tile, is_read_by_words, prefill_tile, tma_tile
-from headwise.kernels.cuda.workspace import PartsWorkspace
+from headwise.kernels.cuda.workspace import MOST_KV_HEADS, PartsWorkspace
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of, value_dim_of
 from headwise.kernels.latest import OfLatest
 from headwise.kernels.nibbles import INT4
@@ -28,7 +29,6 @@ FLOATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TRITON_TYPES = {**FLOATS, "int8": "i8", "float8_e4m3fn": "fp8e4nv", INT4: "u8"}
 OLDEST_SM = 80
 OLDEST_SM_E4M3 = 89
-MOST_KV_HEADS = 256
 LOG2E = math.log2(math.e)
 ALIGNMENT = 16
 """Bytes that query rows and the arena start on multiples of, so that a thread moves 16 bytes at once."""
@@ -134,6 +134,7 @@ class Tuning:
 
     prefill: Tile | None = None
     decode: Tile | None = None
+    joint: Tile | None = None
     split_bytes: int = 256 << 10
     fewest_programs: int = 2
     split_programs: int = 8
@@ -146,10 +147,11 @@ class Tuning:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The two kernels of one shape on one card."""
+    """The kernels of one shape on one card; joint: None, where no sequences read anything together."""
 
     prefill: Variant
     decode: Variant
+    joint: JointVariants | None
     tokens: int
     """Query tokens per prefill tile."""
     parts: int
@@ -158,6 +160,11 @@ class _Plan:
     @property
     def variants(self) -> tuple[Variant, ...]:
         return self.prefill, self.decode
+
+    @property
+    def every(self) -> tuple[Variant, ...]:
+        """With those of decodes that read tokens together."""
+        return self.variants if self.joint is None else (*self.variants, self.joint.together, self.joint.apart)
 
 
 @dataclass(frozen=True)
@@ -171,8 +178,13 @@ class _Ready:
 
 
 def variants_of(shape: AttentionShape, sm: int, tma: bool = False) -> tuple[Variant, ...]:
-    """All that attention of ``shape`` launches on a card of compute capability ``sm``."""
+    """What attention of ``shape`` launches on a card of compute capability ``sm``: for prompts, and for decodes."""
     return _plan(shape, sm, Tuning(tma=tma)).variants
+
+
+def every_variant_of(shape: AttentionShape, sm: int, tma: bool = False) -> tuple[Variant, ...]:
+    """The same, and behind them those for decodes that read tokens together, where it has such."""
+    return _plan(shape, sm, Tuning(tma=tma)).every
 
 
 def variant_of_ranks(shape: AttentionShape, sm: int) -> Variant:
@@ -189,6 +201,8 @@ class TritonAttention:
     alone, so launches can be captured in a CUDA graph and replayed with other lengths. Rows of query and out have
     contiguous heads; tokens may be any multiple of 16 bytes apart.
 
+    joint_share: query heads over a KV head, at most, of prepared shapes whose decodes read tokens together; 0: none do
+
     ``allocate(nbytes)`` gives device memory as a flat uint8 array; called by `prepare`, or by the first `attend` of a
     shape that was not prepared.
     """
@@ -198,6 +212,7 @@ class TritonAttention:
     tuning: Tuning = field(default_factory=Tuning)
 
     def __post_init__(self) -> None:
+        self.joint_share = 0
         self._ready: dict[AttentionShape, _Ready] = {}
         self._of_ranks: dict[AttentionShape, tuple[Variant, Kernel]] = {}
         self._asked: dict[tuple[Any, ...], _Ready] = {}  # by what `AttentionShape.of` was given
@@ -205,15 +220,21 @@ class TritonAttention:
         # Of all KV heads together, two for a unit: see `attention_jit.attend`.
         self._splits = 2 * max(self._most_programs, MOST_KV_HEADS)
         self._workspace = PartsWorkspace(self.allocate, self._splits)
+        self._joint = JointDecodes(self.launcher, self.allocate, self._workspace)
 
-    def prepare(self, shapes: Iterable[AttentionShape]) -> None:
+    def prepare(self, shapes: Iterable[AttentionShape], together: bool = True) -> None:
         """Compile and load all that ``shapes`` need, and make their workspace: no call does either later.
+
+        together: also for decodes that read tokens together
 
         Raises:
             ConfigError: a shape is not supported (`check_supported`).
         """
         for shape in shapes:
-            self._prepared(shape)
+            joint = self._prepared(shape).plan.joint
+            if together and joint is not None:
+                self._joint.prepare(joint)
+                self.joint_share = max(self.joint_share, shape.share)
 
     def prepare_of_ranks(self, shape: AttentionShape) -> tuple[Variant, Kernel]:
         """The same for `attend_of_ranks`; ``shape`` is that of `variant_of_ranks`."""
@@ -265,6 +286,9 @@ class TritonAttention:
         query_at, query_stride = _rows("query", query)
         out_at, out_stride = _rows("out", out)
         of_units = self._units(kv_heads, layout, batch)
+        joint = None if batch.joint is None else plan.joint
+        if joint is not None:
+            self._joint.prepare(joint)  # before anybody is told where the workspace is
         parts = self._workspace.arguments(self._splits * shape.share, shape.value_dim)
         arguments: dict[str, Argument] = {
             "query": query_at,
@@ -288,7 +312,11 @@ class TritonAttention:
             ready.prefill((kv_heads * tiles * plan.parts, 1, 1), (*_in_order(arguments), *told))
         if decodes:
             arguments["fewest_queries"] = 1
-            ready.decode((of_units["units"] + sequences, kv_heads, 1), _in_order(arguments))
+            grid, own = (of_units["units"] + sequences, kv_heads, 1), _in_order(arguments)
+            if joint is None:
+                ready.decode(grid, own)
+            else:
+                self._joint.attend(joint, batch, arguments, own, grid, q_heads)
 
     def attend_of_ranks(
         self,
@@ -460,6 +488,8 @@ NOT_OF_RANKS = {
     "fewest_queries": 1,
     "sees": 0,
     "BOTH_WAYS": False,
+    **dict.fromkeys(OF_JOINT, 0),
+    "JOINT": False,
 }
 """Those that there is nothing to tell of then."""
 
@@ -474,15 +504,17 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
     whole = {"BLOCK_N": prefill.keys, "MIN_SPLIT_TILES": 1, "SPLIT_TILES": 1}
-    alone: dict[str, Any] = {"OF_RANKS": False, **dict.fromkeys(MORE_OF_RANKS, 0)}
+    alone: dict[str, Any] = {"OF_RANKS": False, "JOINT": False, **dict.fromkeys((*MORE_OF_RANKS, *OF_JOINT), 0)}
     up_to_themselves: dict[str, Any] = {"BOTH_WAYS": False, **dict.fromkeys(OF_BOTH_WAYS, 0)}
     reaching = {"BOTH_WAYS": True} if shape.both_ways else up_to_themselves
     of_prompt = _attend_variant(shape, prefill, tokens, sm, DECODE=False, **whole, **alone, **reaching)
     if shape.both_ways:
         of_prompt = replace(of_prompt, signature=(*of_prompt.signature, *OF_BOTH_WAYS.items()))
+    of_decode = _attend_variant(shape, decode, 1, sm, **_of_splits(shape, decode, tuning), **alone, **up_to_themselves)
     return _Plan(
         prefill=of_prompt,
-        decode=_attend_variant(shape, decode, 1, sm, **_of_splits(shape, decode, tuning), **alone, **up_to_themselves),
+        decode=of_decode,
+        joint=joint_variants(of_prompt, of_decode, shape.q_dtype, shape.kv_dtype, sm, tuning.joint),
         tokens=tokens,
         parts=prefill.parts,
     )

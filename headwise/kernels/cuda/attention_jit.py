@@ -16,6 +16,9 @@ by the last of them, see `merge_jit`.
 
 ``OF_RANKS``, of a decode, is for ranks that keep a KV head together (`headwise.kernels.token_ranks`): queries are those
 of all of them, and results have their log-sum-exps behind them, by which those of several ranks become one.
+
+``JOINT``, of a decode, is for sequences some of which go on from one prefix: what those see together has been seen
+already, by `joint_jit`.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM102
@@ -33,9 +36,18 @@ from headwise.kernels.cuda.cached_jit import (
     split_quarters,
     widened,
 )
-from headwise.kernels.cuda.merge_jit import merge_parts, place_of, store_mean, store_part, store_seen, with_sink
+from headwise.kernels.cuda.merge_jit import (
+    merge_parts,
+    place_of,
+    store_mean,
+    store_part,
+    store_seen,
+    with_seen,
+    with_sink,
+)
 from headwise.kernels.cuda.overlap_jit import let_next_begin, wait_for_earlier
 from headwise.kernels.cuda.walk_jit import (
+    APART,
     NEVER,
     SEARCHED,
     find_tile,
@@ -340,14 +352,14 @@ def attend(
     query, out, counters, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
-    score_scale, cap, units, fewest_units, fewest_queries, tokens_of_step, own_heads, sees,
+    score_scale, cap, units, fewest_units, fewest_queries, tokens_of_step, own_heads, sees, joint, seen,
     SHARE: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr, BULK: tl.constexpr,
     PAIRED: tl.constexpr, IS_E4M3: tl.constexpr, SPLIT_TILES: tl.constexpr, OVERLAPS: tl.constexpr,
-    OF_RANKS: tl.constexpr, BOTH_WAYS: tl.constexpr,
+    OF_RANKS: tl.constexpr, BOTH_WAYS: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -378,7 +390,11 @@ def attend(
     ``SHARE`` heads over it are those of one rank after the other. ``out`` is ``[ranks, tokens_of_step, own_heads,
     VALUE_DIM + BESIDE]``, see `merge_jit.store_seen`. A sequence may have no token here: its one tile has none that is
     visible, and no block is read but for the first one's id.
+
+    With ``JOINT`` a sequence begins behind what its group has read for it, ``joint``, and goes on from what that gave,
+    in ``seen``: see `joint_jit.attend_joint`.
     """
+    of_joint: tl.constexpr = APART if JOINT else None
     if OVERLAPS:
         let_next_begin()
     if DECODE:
@@ -387,10 +403,11 @@ def attend(
         sink = tl.load(head_sink + kv_head)
         per_split = split_of(
             cu_seqlens_q, seq_lens, batch, window, sink, units, fewest_units,
-            BLOCK_N, MIN_SPLIT_TILES, SPLIT_TILES, CHUNKED,
+            BLOCK_N, MIN_SPLIT_TILES, SPLIT_TILES, CHUNKED, joint, of_joint,
         )  # fmt: skip
         sequence, split = find_unit(
-            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED
+            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED,
+            joint, of_joint,
         )  # fmt: skip
         if OVERLAPS:  # not before: lengths and what heads see are there since before the step
             wait_for_earlier()
@@ -423,6 +440,10 @@ def attend(
         latest = tl.load(sees + query_begin + last - offset) - 1
     tiles, sink_tiles, window_tile = walk_of(offset + first, latest, window, sink, BLOCK_N, CHUNKED)
     jump = window_tile - sink_tiles
+    if JOINT:  # of heads that see all: there is one span then
+        before = tl.where(window == NEVER, tl.load(joint + 2 * batch + sequence), 0)
+        tiles -= before // BLOCK_N
+        jump += before // BLOCK_N
     begin, end, used = 0, tiles, 1
     if DECODE:
         used = (tiles + per_split - 1) // per_split
@@ -548,6 +569,12 @@ def attend(
 
     if PACKED:
         accumulator /= UNIT
+    if JOINT:
+        at_seen = (query_begin + token).to(tl.int64) * (kv_heads * SHARE) + head
+        goes_on = real_row & (row >= tl.where((split == 0) & (before > 0), 0, BLOCK_M))
+        accumulator, total, highest = with_seen(
+            seen, at_seen, accumulator, total, highest, goes_on, VALUE_DIM, BLOCK_V
+        )  # fmt: skip
     if DECODE:
         if used > 1:
             place = head.to(tl.int64) * (2 * units) + unit

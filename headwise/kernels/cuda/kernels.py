@@ -15,7 +15,8 @@ from headwise.kernels.token_ranks import TokenRanks
 
 
 class CudaKernels:
-    """`BiasingKernels` and `SharedRotatingKernels` on device arrays; all calls only enqueue, on the current stream."""
+    """`BiasingKernels`, `JointKernels` and `SharedRotatingKernels` on device arrays; all calls only enqueue, on the
+    current stream."""
 
     sees_chunks = True
     adds_biases = True
@@ -25,6 +26,11 @@ class CudaKernels:
         self._attention = TritonAttention(parts.launcher, parts.allocate, Tuning(tma=parts.tma))
         self._of_ranks = RanksAttention(parts, self._attention)
         self._write = CudaKvWrite(parts.programs)
+
+    @property
+    def joint_share(self) -> int:
+        """See `JointKernels`."""
+        return self._attention.joint_share
 
     def prepare(self, layout: BlockLayout, shape: AttentionShape) -> None:
         """Compile or load all that calls for layers of this shape need, whose blocks are of ``layout``.

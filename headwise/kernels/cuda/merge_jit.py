@@ -77,6 +77,19 @@ def store_seen(out, place, mixed, highest, total, real, SIZE: tl.constexpr, BLOC
 
 
 @JITFunction
+def with_seen(seen, place, mixed, total, highest, real, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """(weighted sums, sums of weights, highest scores) with what row ``place`` of ``seen`` holds of other keys, see
+    `store_seen`, where ``real``."""
+    at, dims = place * (SIZE + BESIDE), tl.arange(0, BLOCK)
+    lse = tl.load(seen + at + SIZE, mask=real, other=float("-inf"))
+    mean = tl.load(seen + at[:, None] + dims[None, :], mask=real[:, None] & (dims < SIZE)[None, :], other=0.0)
+    new_highest = tl.maximum(highest, lse)
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    own, others = tl.exp2(highest - reference), tl.exp2(lse - reference)
+    return mixed * own[:, None] + mean * others[:, None], total * own + others, new_highest
+
+
+@JITFunction
 def store_result(
     out, sink_logits, mixed, total, highest, row, real, token, first_head, tokens, own_heads,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, OF_RANKS: tl.constexpr,

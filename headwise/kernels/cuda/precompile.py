@@ -38,7 +38,7 @@ from headwise.kernels.cuda import (
     step_tokens,
 )
 from headwise.kernels.cuda.all_reduce import RankSums
-from headwise.kernels.cuda.attention import AttentionShape, check_shape, variants_of
+from headwise.kernels.cuda.attention import AttentionShape, check_shape, every_variant_of
 from headwise.kernels.cuda.compressed_model import CompressedModel
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.delta import DeltaShape
@@ -135,7 +135,7 @@ def precompile(
         cubins = CubinCache(directory, target)
         for shape in shapes:
             check_shape(shape, target.sm)
-            for variant in variants_of(shape, target.sm, tma):
+            for variant in every_variant_of(shape, target.sm, tma):
                 yield cubins.get(variant).path
             for source, defines in _programs(shape, target.sm):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)

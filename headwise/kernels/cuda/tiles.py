@@ -122,6 +122,19 @@ def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size:
     return _fitting(Tile(16, keys, 4, stages), head_dim, q_dtype, kv_dtype, sm)
 
 
+def joint_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile | None:
+    """For decodes that read a prefix together: rows as of a small prompt, and loads further ahead, as all that is read
+    comes from memory. Rows are `headwise.kernels.joint.JOINT_ROWS`. None where they have no room in registers: of heads
+    of 512, or before sm_90 beside keys and values that are converted there."""
+    if head_dim > 256 or (head_dim > 128 and kv_dtype != q_dtype and sm < 90):
+        return None
+    if q_dtype == "float32":
+        return Tile(64, LEAST_KEYS, 4, 2)
+    is_wide = head_dim > 128
+    keys = 64 if kv_dtype == q_dtype and not is_wide else 32
+    return _fitting(Tile(64, keys, 8 if is_wide else 4, 3), head_dim, q_dtype, kv_dtype, sm)
+
+
 def _fitting(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     """``tile`` with stages, then keys, taken away until it fits into the card's shared memory."""
     limit = SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)

@@ -26,6 +26,12 @@ MAX_SPLITS = tl.constexpr(128)
 """Of one sequence, for one head."""
 
 
+TOGETHER = tl.constexpr(1)
+"""What of sequences is counted: what groups of them see together, at the first of each (`joint_jit`)."""
+APART = tl.constexpr(2)
+"""Likewise: what each sees besides."""
+
+
 # `JITFunction`, not `triton.jit`, which an environment variable turns into something else.
 @JITFunction
 def unseen_before(position, window, CHUNKED: tl.constexpr):
@@ -55,14 +61,21 @@ def window_of(head_window, kv_head):
 
 @JITFunction
 def tiles_of(
-    index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr
+    index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr,
+    joint=None, OF_JOINT: tl.constexpr = None,
 ):  # fmt: skip
-    """Tiles that a head sees of each sequence of ``index``; 0 of those that do not decode, or are none."""
+    """Tiles that a head sees of each sequence of ``index``; 0 of those that do not decode, or are none. joint: see
+    `AttentionBatch.joint`; which of these tiles are counted, ``OF_JOINT`` says: None, all."""
     here = index < batch
+    if OF_JOINT == TOGETHER:
+        return tl.where(window == NEVER, tl.load(joint + index, mask=here, other=0) // BLOCK_N, 0)
     queries = tl.load(cu_seqlens_q + index + 1, mask=here, other=0) - tl.load(cu_seqlens_q + index, mask=here, other=0)
     decodes = here & (queries == 1)
     position = tl.load(seq_lens + index, mask=decodes, other=1) - 1
     tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N, CHUNKED)
+    if OF_JOINT == APART:
+        before = tl.load(joint + 2 * batch + index, mask=here, other=0)
+        tiles -= tl.where(window == NEVER, before // BLOCK_N, 0)
     return tl.where(decodes, tiles, 0)
 
 
@@ -70,12 +83,14 @@ def tiles_of(
 def split_of(
     cu_seqlens_q, seq_lens, batch, window, sink, units, fewest_units,
     BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, SPLIT_TILES: tl.constexpr, CHUNKED: tl.constexpr,
+    joint=None, OF_JOINT: tl.constexpr = None,
 ):  # fmt: skip
     """Tiles per split, for all sequences alike: ``SPLIT_TILES``, but less where all that a head sees would not make
     ``fewest_units`` of them, more where it would make more than ``units``; and as many as pay at least."""
     total, longest = 0, 0
     for at in range(0, batch, SEARCHED):
-        tiles = tiles_of(at + tl.arange(0, SEARCHED), cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
+        index = at + tl.arange(0, SEARCHED)
+        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED, joint, OF_JOINT)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
     wanted = tl.minimum((total + fewest_units - 1) // fewest_units, SPLIT_TILES)
@@ -86,7 +101,7 @@ def split_of(
 @JITFunction
 def find_unit(
     unit, programs, per_split, cu_seqlens_q, seq_lens, batch, window, sink,
-    BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr, joint=None, OF_JOINT: tl.constexpr = None,
 ):  # fmt: skip
     """(sequence, split) of a program's unit of work; a sequence that is none where there is nothing to do.
 
@@ -97,7 +112,7 @@ def find_unit(
     back = programs - 1 - unit
     for at in range(0, batch, SEARCHED):
         index = at + tl.arange(0, SEARCHED)
-        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
+        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED, joint, OF_JOINT)
         splits = (tiles + per_split - 1) // per_split
         whole = (splits == 1).to(tl.int32)
         splits = tl.where(splits > 1, splits, 0)

@@ -10,6 +10,8 @@ from headwise.kernels.cuda.parameters import Argument
 COUNTER_BYTES = 4
 NUMBER_BYTES = 4
 ALIGNMENT = 16
+MOST_KV_HEADS = 256
+"""Of a rank, for whose splits there is room on any card."""
 
 
 class PartsWorkspace:

@@ -87,6 +87,8 @@ class DecodeGraphs:
     tells_follows: whether steps say which sequences follow others, as of models that keep states they must; then graphs
                know it of each step
     axes:      positions of a token
+    reads_jointly: whether steps may say which sequences read tokens together: those that do have graphs of their own,
+               of the widest tables alone
     all_ranks: whether what it is given is so on every rank. All ranks run the same steps, so all ask it of the same
                graph: NCCL wants its operations recorded, and launched as graphs, by all ranks or by none
     """
@@ -100,15 +102,17 @@ class DecodeGraphs:
         all_ranks: Callable[[bool], bool] = bool,
         tells_follows: bool = False,
         axes: int = 1,
+        reads_jointly: bool = False,
     ) -> None:
         self._ops, self._compute, self._tables, self._last, self._all_ranks = ops, compute, tables, last, all_ranks
-        self._tells_follows, self._axes = tells_follows, axes
-        self._replays: dict[tuple[int, int], Callable[[], Sequence[KernelArray]]] = {}
+        self._tells_follows, self._axes, self._reads_jointly = tells_follows, axes, reads_jointly
+        self._replays: dict[tuple[int, int, bool], Callable[[], Sequence[KernelArray]]] = {}
         # By padded rows and batch: where sequences begin, and changes of the tables that are none.
         self._constants: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         # One for all shapes, none of which it has to grow for: graphs read where it wrote when they were recorded.
         rows = padded_rows(tables.shape.max_rows)
-        self._upload = ops.step_upload(capacity=4 * changes_of(rows) + (4 + axes + tells_follows) * rows + 1)
+        of_each = 4 + axes + tells_follows + 3 * reads_jointly
+        self._upload = ops.step_upload(capacity=4 * changes_of(rows) + of_each * rows + 1)
 
     @property
     def captured(self) -> int:
@@ -122,13 +126,15 @@ class DecodeGraphs:
         shape = self._tables.shape
         batches, widths = all_sizes(padded_rows, shape.max_rows), all_sizes(self._width, shape.max_blocks)
         log.info("recording decode steps of %d batch sizes and %d widths as CUDA graphs", len(batches), len(widths))
+        nothing = np.zeros((3, 0), np.int32)
         for rows in reversed(batches):
-            for columns in reversed(widths):
-                arrays = self._uploaded(rows, _NO_UPDATE, nobody, nowhere, nobody, nobody, nobody)
-                replay = self._capture(self._work(columns, *arrays))
+            together = [(widths[-1], nothing)] if self._reads_jointly and rows > 1 else []
+            for columns, joint in (*together, *((columns, None) for columns in reversed(widths))):
+                arrays = self._uploaded(rows, joint, _NO_UPDATE, nobody, nowhere, nobody, nobody, nobody)
+                replay = self._capture(self._work(columns, joint is not None, *arrays))
                 if replay is None:
                     return
-                self._replays[rows, columns] = replay
+                self._replays[rows, columns, joint is not None] = replay
 
     def step(
         self,
@@ -138,10 +144,11 @@ class DecodeGraphs:
         table_rows: NDArray[np.int32],
         updates: NDArray[np.int32] = _NO_UPDATE,
         follows: NDArray[np.int32] | None = None,
+        joint: NDArray[np.int32] | None = None,
     ) -> Scored:
         """One token of each of ``[batch]`` sequences, whose block tables are at ``table_rows``, once ``updates`` of the
         tables are applied: as a part of the graph, where that has room for as many. positions: `turned` by as many
-        as a token has; follows: see `AttentionBatch`
+        as a token has; follows, joint: see `AttentionBatch`
 
         The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
         """
@@ -150,15 +157,20 @@ class DecodeGraphs:
         if len(updates) > changes_of(rows):
             self._tables.apply(updates)
             updates = _NO_UPDATE
+        if joint is not None:
+            columns = self._width(self._tables.shape.max_blocks)
         told = np.zeros_like(table_rows) if follows is None else follows
-        arrays = self._uploaded(rows, updates, token_ids, positions, seq_lens, table_rows, told)
-        replay = self._replays.get((rows, columns)) or self._work(columns, *arrays)
+        arrays = self._uploaded(rows, joint, updates, token_ids, positions, seq_lens, table_rows, told)
+        kind = joint is not None
+        replay = self._replays.get((rows, columns, kind)) or self._work(columns, kind, *arrays)
         return Scored.of(replay(), arrays[TABLE_ROWS])
 
     def _width(self, columns: int) -> int:
         return min(padded_columns(columns), max(MIN_COLUMNS, self._tables.shape.max_blocks))
 
-    def _uploaded(self, rows: int, updates: NDArray[np.int32], *each: NDArray[np.int32]) -> Sequence[KernelArray]:
+    def _uploaded(
+        self, rows: int, joint: NDArray[np.int32] | None, updates: NDArray[np.int32], *each: NDArray[np.int32]
+    ) -> Sequence[KernelArray]:
         """What `_work` is given, padded to so many rows. each: as many numbers as sequences; the last, what follows"""
         arrays = each if self._tells_follows else each[:-1]
         batch = len(arrays[0])
@@ -172,28 +184,37 @@ class DecodeGraphs:
             changes[: len(updates)] = self._tables.in_any_order(updates)
         if batch < rows:
             arrays = tuple(padded(array, rows) for array in arrays)
+        if joint is not None:
+            arrays = (*arrays, np.pad(joint, ((0, 0), (0, rows - batch))))
         return self._upload(changes, starts, *arrays)
 
     def _work(
         self,
         columns: int,
+        is_joint: bool,
         changes: KernelArray,
         starts: KernelArray,
         tokens: KernelArray,
         positions: KernelArray,
         seq_lens: KernelArray,
         table_rows: KernelArray,
-        follows: KernelArray | None = None,
+        *more: KernelArray,
     ) -> Callable[[], Sequence[KernelArray]]:
-        """What the step enqueues. Does not hold its graphs: these go, and their memory, with the last other holder."""
+        """What the step enqueues. Does not hold its graphs: these go, and their memory, with the last other holder.
+
+        more: what follows, if steps tell it; what is read together, if it ``is_joint``
+        """
         compute, tables, last = self._compute, self._tables, self._last
+        told = {"follows_on_device": more[0]} if self._tells_follows else {}
+        if is_joint:
+            told["joint"] = more[-1]
 
         def work() -> Sequence[KernelArray]:
             tables.enter(changes)
             last.fill(tokens, starts, table_rows)
             gathered = tables.gather(table_rows, seq_lens, columns)  # of padding, nothing: it has no tokens
             shape = gathered, tables.shape.groups
-            batch = AttentionBatch(starts, seq_lens, *shape, max_query_len=1, follows_on_device=follows)
+            batch = AttentionBatch(starts, seq_lens, *shape, max_query_len=1, **told)
             return compute(tokens, positions, batch).arrays
 
         return work

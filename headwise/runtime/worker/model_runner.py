@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.cache_controller.layout import BlockLayout
-from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
+from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths, JointKernels
+from headwise.kernels.joint import joint_of
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.wanted import ending_at
@@ -85,7 +86,7 @@ class ModelRunner:
         self._attention, self._heads, self._adapters, self._loads = attention, heads, adapters, loads
         self._of_caches = tuple(card.layouts[cache] for cache in heads), tuple(heads.values())
         self._links, self.is_last, self._axes = links, links.is_last, card.config.axes
-        self._upload = self._ops.step_upload()
+        self._upload, self._upload_joint = self._ops.step_upload(), self._ops.step_upload()
 
     # ---- steps ----
 
@@ -102,7 +103,9 @@ class ModelRunner:
         tokens, updates = self.last.inputs(batch), batch.table_updates
         self._links.receive(batch.num_tokens)
         positions = each.turned(each.starts, self._axes)
-        scored = graphs.step(tokens, positions, each.starts + 1, each.rows, updates, each.follows)
+        scored = graphs.step(
+            tokens, positions, each.starts + 1, each.rows, updates, each.follows, self._joint_of(each)
+        )  # fmt: skip
         if not self.is_last and scored.hidden is not None:
             self._pass_on(self._ops.from_kernel_array(scored.hidden[: batch.num_tokens]))
         return scored
@@ -191,10 +194,22 @@ class ModelRunner:
         tables = self.cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         known, longest = HostLengths(cu_seqlens, seq_lens), int(each.query_lens.max())
+        if (joint := self._joint_of(each)) is not None:
+            (more["joint"],) = self._upload_joint(joint)
         batch = AttentionBatch(
             begins, lengths, gathered, tables.shape.groups, longest, known, each.follows, each.shared, **more
         )  # fmt: skip
         return DeviceStep(on_device, places, rows, batch)
+
+    @property
+    def joint_share(self) -> int:
+        """See `JointKernels`."""
+        return self._kernels.joint_share if isinstance(self._kernels, JointKernels) else 0
+
+    def _joint_of(self, each: Spread) -> NDArray[np.int32] | None:
+        """What kernels of a device read together of a step."""
+        share = 0 if each.shared is None else self.joint_share
+        return joint_of(each.shared, share) if each.shared is not None and share else None
 
     def _graphs_of(self, batch: BatchRequest, wanted: NDArray[np.int64] | None) -> StepGraphs | None:
         """Those that a step runs by, if it has no embeddings, which come from the host, and they give all rows where

@@ -258,9 +258,9 @@ class ModelWorker:
         """Graphs over this model and arena, where steps can be graphs."""
         if self._without_graphs() or not isinstance(self._ops, CapturingOps):
             return None
-        parts = self._ops, runner.score, runner.cache.tables, runner.last
+        parts = self._ops, runner.score, runner.cache.tables, runner.last, self._is_so_on_all_ranks
         axes = self.card.config.axes
-        return DecodeGraphs(*parts, self._is_so_on_all_ranks, tells_follows=self._tells_follows, axes=axes)
+        return DecodeGraphs(*parts, self._tells_follows, axes, reads_jointly=runner.joint_share > 0)
 
     @property
     def _tells_follows(self) -> bool:

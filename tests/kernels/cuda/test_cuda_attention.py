@@ -6,19 +6,19 @@ They are run by Triton's interpreter on poisoned arenas, against the reference k
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support.attention_scene import Case, Scene
+from support.attention_scene import Case
+from support.gpu.typed_scene import Dtypes, TypedScene
 
-from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
-from headwise.kernels.gqa import QUANTISED, gqa_layout, kv_views, quantise, scale_views
-from headwise.kernels.nibbles import INT4, pack
+from headwise.kernels.gqa import gqa_layout, scale_views
+from headwise.kernels.nibbles import INT4
 from headwise.kernels.reference import ReferenceKernels
 
 pytest.importorskip("triton")
@@ -37,41 +37,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumP
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 OF_STEPS = 2e-2
 """Tolerance of elements in four bits in float16, which are a 32nd of a step off at most: steps are 0.3 here."""
+EXACT = Dtypes()
 
 
-@dataclass(frozen=True)
-class Dtypes:
-    query: str = "float32"
-    kv: str = "float32"
-
-
-class TypedScene(Scene):
-    """A scene in other dtypes: what was poisoned stays so."""
-
-    def __init__(self, case: Case, dtypes: Dtypes) -> None:
-        super().__init__(case)
-        self.query = self.query.astype(numpy_dtype(dtypes.query))
-        exact = kv_views(self.arena, self.layout)
-        num_blocks = exact[0].shape[0]
-        self.layout = gqa_layout(case.block_size, self.slots, case.head_dim, dtypes.kv, case.value_dim or None)
-        self.arena = np.full(num_blocks * self.layout.block_bytes, 0xFF, np.uint8)  # NaN in every float there is
-        written = ~np.isnan(exact[0][..., 0])
-        for role, rows in enumerate(exact):
-            stored = rows[written]
-            if dtypes.kv in (*QUANTISED, INT4):
-                made = pack(stored) if dtypes.kv == INT4 else quantise(stored, dtypes.kv)
-                stored, scale_views(self.arena, self.layout)[role][written] = made
-            kv_views(self.arena, self.layout)[role][written] = stored
-
-    def answer(self, kernels: Any) -> np.ndarray:
-        out = np.full(self.room, 7.0, self.query.dtype)
-        arguments = (self.query, self.arena, self.layout, self.batch, self.heads)
-        scores = {"scale": self.scale, "softcap": self.case.softcap, "sink_logits": self.sink_logits}
-        kernels.attend(*arguments, **scores, out=out)
-        return out.astype(np.float64)
-
-
-def assert_right(case: Case, dtypes: Dtypes = Dtypes(), attention: TritonAttention | None = None) -> None:
+def assert_right(case: Case, dtypes: Dtypes = EXACT, attention: TritonAttention | None = None) -> None:
     scene = TypedScene(case, dtypes)
     got, expected = scene.answer(attention or triton_attention()), scene.answer(ReferenceKernels())
     tolerance = TOLERANCE[dtypes.query]

@@ -388,15 +388,15 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     assert all(file.exists() for file in files)
     sources = sorted(file.name.split("-sm90")[0] for file in files)
     assert sources == [
-        "attend", "attend", "block_copy", "block_tables", "elementwise", "kv_write", "likeliest",
-        "logit_edits", "packed", "packed", "sampling", "sampling", "step_tokens",
+        "attend", "attend", "attend", "attend_joint", "block_copy", "block_tables", "elementwise", "kv_write",
+        "likeliest", "logit_edits", "packed", "packed", "sampling", "sampling", "step_tokens",
     ]  # fmt: skip
     monkeypatch.setattr(cubins, "compile_variant", None)
     for variant in variants_of(LLAMA, 90, EngineConfig().prefill_tma):
         CubinCache(tmp_path, Target(90, 12)).get(variant)
     monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, "--both-ways"])
-    assert len({line for line in capsys.readouterr().out.splitlines() if "attend-" in line}) == 3  # of a prompt two
+    assert len({line for line in capsys.readouterr().out.splitlines() if "attend-" in line}) == 4  # of a prompt two
     mixture = ["--experts", "64", "--experts-per-token", "6", "--shared-experts", "2", "--expert-size", "1536"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *mixture, "--hidden-size", "2560"])
     gated = capsys.readouterr().out.splitlines()
@@ -488,13 +488,13 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     gemma = ["--q-heads", "32", "--kv-heads", "16,4", "--head-dim", "256,512"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *gemma])
     unlike = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
-    assert unlike.count("attend") == 4
+    assert unlike.count("attend") == 5
     with pytest.raises(SystemExit, match=r"--kv-heads \[16, 4\], --head-dim \[256\], .* do not go together"):
         precompile.main([str(tmp_path), "--sm", "90", *gemma, "--head-dim", "256"])
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *gemma, "--kv-parts", "1,2"])
     together = [Path(line) for line in capsys.readouterr().out.splitlines()]
     names = [path.name.split("-sm90")[0] for path in together]
-    assert names.count("attend") == 5
+    assert names.count("attend") == 6
     assert {*names} - {*sources} == {"latent_ranks", "gathered"}
     of_one = RanksShape(AttentionShape(4, 512, 32, "bfloat16", "bfloat16"), parts=2)
     for variant in gqa_ranks.variants_of_shared(of_one, 90, EngineConfig().prefill_tma):

@@ -66,7 +66,7 @@ def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
     assert steps[0] == (64, [32, 9, 23]), "a chunk of the longest prompt, and two others"
     assert any(tokens > sum(queries) and min(queries) == 1 < max(queries) for tokens, queries in steps), "mixed, padded"
     assert gpu._worker._prefill.sizes == [16, 24, 32, 48, 64]
-    assert "graphs=8 of decode steps" in gpu._worker.describe()
+    assert "graphs=11 of decode steps" in gpu._worker.describe()
     assert "15 of 5 sizes of prefill, from 16 to 64 tokens" in gpu._worker.describe()
     card = gpu._worker.card
     assert card.spec.num_blocks == gpu._worker._device.spare_bytes() // card.layout.block_bytes, "the pool is measured"

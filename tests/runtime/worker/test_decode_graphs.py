@@ -138,6 +138,26 @@ def test_graphs_are_told_which_sequences_follow_others_where_they_are_to_know_an
     assert told == [[0, FOLLOWS, GUESSED, 0], [0] * 4, None, None]
 
 
+def test_steps_that_read_together_have_graphs_of_their_own_and_padding_reads_nothing() -> None:
+    told: list[Any] = []
+
+    class Joint(Model):
+        def __call__(self, tokens: np.ndarray, positions: np.ndarray, batch: AttentionBatch) -> Scored:
+            told.append(None if batch.joint is None else batch.joint.tolist())
+            return super().__call__(tokens, positions, batch)
+
+    ops, model = Ops(), Joint()
+    graphs = graphs_of(ops, model, bool, True, 1, True)
+    assert graphs.captured == len(BATCHES) * len(WIDTHS) + len(BATCHES) - 1, "one sequence has nobody to read with"
+    joint = np.array([[512, 0, 0], [2, 0, 0], [512, 512, 0]], np.int32)
+    found = step(graphs, 3, 5, joint=joint, follows=np.zeros(3, np.int32))
+    assert found.scores[:3, 0].tolist() == [10, 11, 12]
+    assert model.shapes[-1] == (4, 4 * GROUPS, WIDTHS[-1])
+    step(graphs, 3, 5)
+    assert told == [[[512, 0, 0, 0], [2, 0, 0, 0], [512, 512, 0, 0]], None]
+    assert (ops.replayed, ops.uploads) == (2, 1)
+
+
 BATCHES, WIDTHS = (1, 2, 4, *range(8, 65, 8)), (16, 64, 256, 500)
 
 
@@ -145,7 +165,7 @@ def test_all_shapes_are_recorded_at_start_the_largest_first_and_replayed_with_wh
     ops, model = Ops(), Model()
     graphs = graphs_of(ops, model)
     assert ops.captured == graphs.captured == len(BATCHES) * len(WIDTHS)
-    assert list(graphs._replays) == [(rows, columns) for rows in BATCHES[::-1] for columns in WIDTHS[::-1]]
+    assert list(graphs._replays) == [(rows, columns, False) for rows in BATCHES[::-1] for columns in WIDTHS[::-1]]
     for first in (10, 20, 30):
         assert step(graphs, 3, 5, first).scores[:3, 0].tolist() == [first, first + 1, first + 2]
     step(graphs, 4, 17)

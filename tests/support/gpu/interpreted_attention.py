@@ -14,8 +14,9 @@ from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile
 
 SMALL = Tuning(
-    prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), few_programs=8, split_bytes=0, min_split_tokens=32
-)
+    prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), joint=Tile(64, 16, 4, 2), few_programs=8, split_bytes=0,
+    min_split_tokens=32,
+)  # fmt: skip
 """Tiles that short sequences fill several of."""
 SMALL_TMA = replace(SMALL, prefill=Tile(16, 16, 4, 2, tma=True))
 
