@@ -31,7 +31,20 @@ from gpu.checkpoint import write_checkpoint
 from gpu.emulated import EmulatedRig
 from gpu.model import check_file, compare_tokens, sha256_of
 from gpu.random_bytes import RANDOM_BYTES, fill
-from gpu.report import FAILED, MET, MISSED, SKIPPED, VOID, Recorder, Report, Row, result_of, to_line, to_markdown
+from gpu.report import (
+    FAILED,
+    MET,
+    MISSED,
+    SKIPPED,
+    VOID,
+    CaseLine,
+    Recorder,
+    Report,
+    Row,
+    result_of,
+    to_line,
+    to_markdown,
+)
 from gpu.sanitizer import judge
 from gpu.sizes import TINY
 from gpu.spot_check import WrongError, check_step
@@ -369,9 +382,9 @@ def test_parts_of_a_run_have_every_section_once_and_begin_with_what_all_rest_on(
         gpu.parse(["--precompile", "90,12"])
 
 
-def rows_of(code: str, limit_s: float) -> list[Row]:
+def rows_of(code: str, limit_s: float, case_s: float | None = None) -> list[Row]:
     rows: list[Row] = []
-    gpu.run_apart("decode", lambda passed: [sys.executable, "-c", code], limit_s, limit_s, rows.append)
+    gpu.run_apart("decode", lambda passed: [sys.executable, "-c", code], limit_s, case_s or limit_s, rows.append)
     return rows
 
 
@@ -513,11 +526,13 @@ def test_a_case_that_hangs_is_stopped_in_its_time_and_one_within_another_does_no
     assert "not done after" in {name: note for name, _, note in found}["hangs"]
 
 
-def test_what_a_hanging_case_leaves_no_time_for_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = rows_of_trial(tmp_path, monkeypatch, "first", "hangs", "last", limit_s=10, case_s=600)
-    assert [name for name, *_ in found][-2:] == ["hangs", "rest"]
-    assert [status for _, status, _ in found][-2:] == [FAILED, FAILED]
-    assert "the section's 10 s are over" in found[-1][2]
+def test_what_a_hanging_case_leaves_no_time_for_is_a_row() -> None:
+    """Of a process that imports nothing: it is in that case at once."""
+    begins, hangs = to_line(CaseLine("hangs", is_over=False)), "import time; time.sleep(600)"
+    found = rows_of(f"print({begins!r}, flush=True); {hangs}", 2, case_s=600)
+    assert [(row.name, row.status) for row in found] == [("hangs", FAILED), ("rest", FAILED)]
+    assert "not done after 2 s" in found[0].note
+    assert "the section's 2 s are over" in found[1].note
 
 
 def test_a_case_that_does_not_say_that_it_begins_is_told_of() -> None:

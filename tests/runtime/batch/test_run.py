@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,12 @@ class Batch:
 def batch_of(directory: Path, count: int, length: int = 3) -> Batch:
     body = {"prompt": "hello", "max_tokens": length}
     return Batch(directory, {f"{number}": ("/v1/completions", body) for number in range(count)})
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server is asked again after a twentieth of what it says."""
+    monkeypatch.setattr(running, "random", SimpleNamespace(uniform=lambda least, most: least / 20))
 
 
 class CountingCore(ScriptedCore):
@@ -165,6 +172,7 @@ def test_engines_that_come_later_are_given_work(tmp_path: Path, monkeypatch: pyt
     assert len(batch.told) == 8
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_server_that_is_overloaded_is_asked_again(tmp_path: Path) -> None:
     batch, core = batch_of(tmp_path, 6), ScriptedCore(max_requests=1)
     with deployed(core) as deployment, serving(deployment) as served:
@@ -193,6 +201,7 @@ def test_a_server_that_is_gone_is_given_up_and_the_batch_goes_on_later(tmp_path:
     assert not batch.answers.exists()
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_request_that_is_lost_again_and_again_is_answered_by_that(tmp_path: Path) -> None:
     """It may be what ends the server; others are answered."""
     batch = batch_of(tmp_path, 1)
@@ -218,6 +227,7 @@ def lose(listener: socket.socket) -> None:
             connection.recv(1 << 16)
 
 
+@pytest.mark.usefixtures("soon")
 def test_an_answer_that_takes_too_long_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     batch, core = batch_of(tmp_path, 1), ScriptedCore()
     core.gate.clear()

@@ -32,6 +32,7 @@ from headwise.runtime.client import encoder_call, image_calls
 from headwise.runtime.client.client import Client
 from headwise.runtime.client.image_calls import ImageCalls, in_order
 from headwise.runtime.encoder import job_queue, leaving_rows
+from headwise.runtime.encoder import server as server_module
 from headwise.runtime.encoder.job_queue import Job, JobQueue
 from headwise.runtime.encoder.reports import Reporting
 from headwise.runtime.encoder.server import EncoderServer
@@ -386,7 +387,10 @@ def test_rows_that_are_not_there_end_what_is_under_way(peer: Peer, server: Encod
     assert not server._leaving.num_bytes
 
 
-def test_what_is_not_asked_for_or_does_not_come_is_let_go_of(scripted: ScriptedEncoder) -> None:
+def test_what_is_not_asked_for_or_does_not_come_is_let_go_of(
+    scripted: ScriptedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_IDLE_MS", 5)  # each look at the clock counts for half a second at most
     now = [0.0]
     server = EncoderServer(scripted, "tcp://127.0.0.1:*", clock=lambda: now[0])
     server.start()
@@ -398,7 +402,7 @@ def test_what_is_not_asked_for_or_does_not_come_is_let_go_of(scripted: ScriptedE
     told = []
     while len(told) < 2:
         now[0] += 1.0  # whoever does not look at a clock for long was stopped itself
-        if peer.socket.poll(20):
+        if peer.socket.poll(5):
             told.append(peer.answer())
     assert sorted(each.key for each in told) == [1, 2]
     assert all("nothing was heard for 30 s of an image under way" in each.message for each in told)

@@ -169,10 +169,10 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 def test_a_rank_that_leaves_between_collectives_is_named_by_all_others() -> None:
-    seconds, waiting = itertools.count(1), set()
+    seconds, waiting = itertools.count(1, 10), set()
 
     def clock() -> int:
-        """Stands still until both that are left wait for the third."""
+        """Stands still until both that are left wait for the third, and then goes ten times as fast as it is read."""
         waiting.add(threading.get_ident())
         return next(seconds) if len(waiting) == 2 else 0
 
