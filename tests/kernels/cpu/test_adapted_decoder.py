@@ -197,8 +197,15 @@ def test_layers_in_parts_compute_the_same_bit_by_bit(name: str, monkeypatch: pyt
     assert_equal(run_adapted(model, CacheShown, STEPS, MIXED), whole)
 
 
-@pytest.mark.parametrize("wanted", [[], [0], [3, 4, 36], [0, 1, 19, 50, 51]], ids=len)
-@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "qwen3_moe", "gemma4-shared", "deepseek-v2", *TINY])
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        pytest.param(name, wanted, marks=() if name in every or len(wanted) > 3 else pytest.mark.soak)
+        for every in [("llama_biased_tied", "qwen3_moe", "gemma4-shared", "deepseek-v2", "qwen3.5")]
+        for name in (*every[:4], "gemma3", *TINY)
+        for wanted in ([], [0], [3, 4, 36], [0, 1, 19, 50, 51])
+    ],
+)
 def test_rows_that_are_not_wanted_are_left_out_and_change_nothing(name: str, wanted: list[int]) -> None:
     model, rows = _with_served(name), np.array(wanted, np.int64)
     steps = [[(0, 17), (1, 3)], [(1, 1), (0, 1), (2, 50)], [(2, 2), (0, 1)]]

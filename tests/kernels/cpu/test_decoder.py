@@ -358,8 +358,15 @@ def rows_of_steps(model: Model, attention, wanted=()) -> list[np.ndarray]:
     return [found, others, sequences.rows(model, behind, attention)]
 
 
-@pytest.mark.parametrize("wanted", WANTED, ids=len)
-@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "qwen3_moe", "gpt_oss", "ernie_moe", *TINY])
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        pytest.param(name, wanted, marks=() if name in every or len(wanted) > 3 else pytest.mark.soak)
+        for every in [("llama_biased_tied", "qwen3_moe", "gpt_oss", "gemma4-shared", "qwen3.5", "granite-hybrid-ssm")]
+        for name in (*every[:3], "gemma3", "ernie_moe", *TINY)
+        for wanted in WANTED
+    ],
+)
 def test_rows_that_are_not_wanted_are_left_out_and_change_nothing_bit_by_bit(name: str, wanted: list[int]) -> None:
     model, rows = model_of(patterned(name), name=name), np.array(wanted, np.int64)
     every, *others = rows_of_steps(model, CacheShown)

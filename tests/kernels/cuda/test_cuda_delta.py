@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.covering import covering
 from support.delta_scene import DeltaScene
 from support.gpu.interpreted_attention import RecordingLauncher
 from support.gpu.machine_code import TARGETS, variant_code
@@ -144,6 +145,12 @@ def test_what_is_not_served_is_refused_with_the_remedy() -> None:
 
 # ---- sequences that follow others ----
 
+TELLING = (
+    "decodes behind prompts, alone and beside them",
+    "blocks of less than a tile, sizes that are no powers of two",
+    "nothing to convolve with",
+)
+"""Of `CASES`: each launches all kernels, for sequences beside others, for several blocks, and without a convolution."""
 FOLLOWED = {
     "within blocks, and across their ends": StateCase(((5, 1, 3, 1, 9, 2, 1), (0, 20, 1, 4, 2, 2, 3)), heads=1),
     "across several blocks, shorter than the convolution": StateCase(
@@ -154,12 +161,11 @@ FOLLOWED = {
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("spoils", [False, True])
-@pytest.mark.parametrize("whole", [NEVER, 5])
-@pytest.mark.parametrize("case", list(FOLLOWED.values()), ids=list(FOLLOWED))
+@pytest.mark.parametrize(("name", "whole", "spoils"), covering(list(FOLLOWED), [NEVER, 5], [False, True]))
 def test_tokens_that_follow_others_are_taken_on_in_turn_and_of_guesses_no_state_is_left(
-    case: StateCase, whole: int, spoils: bool, seed: int
+    name: str, whole: int, spoils: bool, seed: int
 ) -> None:
+    case = FOLLOWED[name]
     scene, kernels = DeltaScene(replace(case, seed=seed)), OfProjected(padding=2, spoils=spoils)
     wanted = expected_of(scene)
     for found, expected in zip(scene.run(kernels, 3, whole), wanted, strict=True):
@@ -174,12 +180,14 @@ def test_tokens_that_follow_others_are_taken_on_in_turn_and_of_guesses_no_state_
     scene.assert_same_states(reference, atol=1e-4)
 
 
-def test_where_none_follows_another_all_is_the_same_to_the_bit() -> None:
-    for case in CASES.values():
-        plain, told = (DeltaScene(case) for _ in range(2))
-        for found, expected in zip(told.run(OfProjected(tells=True)), plain.run(OfProjected()), strict=True):
-            np.testing.assert_array_equal(found, expected)
-        np.testing.assert_array_equal(told.arena, plain.arena)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in TELLING else pytest.mark.soak) for name in CASES]
+)
+def test_where_none_follows_another_all_is_the_same_to_the_bit(name: str) -> None:
+    plain, told = (DeltaScene(CASES[name]) for _ in range(2))
+    for found, expected in zip(told.run(OfProjected(tells=True)), plain.run(OfProjected()), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(told.arena, plain.arena)
 
 
 def test_followers_without_blocks_write_nothing() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.covering import covering
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.drawn_codes import CODES, check_close, draw, every_code, packed, rows_of
 from support.gpu.machine_code import TARGETS, machine_code, spilled
@@ -63,9 +64,10 @@ def product(x: np.ndarray, matrix: GroupQuantised, sms: int = 132, backwards: bo
     return found
 
 
-@pytest.mark.parametrize("kind", CODES)
-@pytest.mark.parametrize(("group", "has_minimum"), [(32, False), (64, True), (0, False), (0, True), (16, True)])
-@pytest.mark.parametrize("sms", [1, 5])
+@pytest.mark.parametrize(
+    ("kind", "group", "has_minimum", "sms"),
+    covering(list(CODES), [(32, False), (64, True), (0, False), (0, True), (16, True)], [1, 5]),
+)
 def test_codes_are_multiplied_as_they_lie(kind: str, group: int, has_minimum: bool, sms: int) -> None:
     """Of groups that steps of 64, 32 and 16 bytes lie in; by one block, and by some that share tiles of out."""
     x, matrix = rows_of(37, 1152, "bfloat16"), draw(kind, 203, 1152, group or 1152, has_minimum)
@@ -78,9 +80,10 @@ def test_and_so_they_are_with_float16(kind: str) -> None:
     check_close(product(x, matrix), x, matrix)
 
 
-@pytest.mark.parametrize("rows", [FEW_ROWS + 1, 32, 33, 64, 65, MANY_ROWS])
-@pytest.mark.parametrize(("kind", "depth"), [("uint4", 288), ("int8", 144), ("int8", 2048)])
-@pytest.mark.parametrize("sms", [3, 132])
+@pytest.mark.parametrize(
+    ("rows", "kind", "depth", "sms"),
+    covering([FEW_ROWS + 1, 32, 33, 64, 65, MANY_ROWS], [("uint4", 288), ("int8", 144), ("int8", 2048)], [3, 132]),
+)
 def test_any_rows_lying_apart(rows: int, kind: str, depth: int, sms: int) -> None:
     """Of depths that are no whole stages, too."""
     x = np.full((rows, depth + 16), np.nan, numpy_dtype("bfloat16"))[:, :depth]
@@ -89,7 +92,13 @@ def test_any_rows_lying_apart(rows: int, kind: str, depth: int, sms: int) -> Non
     check_close(product(x, matrix, sms), x, matrix)
 
 
-@pytest.mark.parametrize("blocks", range(1, 17))
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        pytest.param(blocks, marks=() if blocks in (1, 2, 3, 4, 5, 7, 9, 11, 16) else pytest.mark.soak)
+        for blocks in range(1, 17)
+    ],
+)
 def test_parts_of_tiles_become_the_same_sums_whoever_comes_last(blocks: int) -> None:
     """Of 3 tiles with 16 stages each: a block has whole ones, parts of two, or of one that many share."""
     x, matrix = rows_of(20, 2048, "bfloat16"), draw("int8", 300, 2048, 128)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.attention_scene import Case
+from support.covering import covering
 from support.gpu.emulated_gpu import poisoned_array
 from support.gpu.machine_code import TARGETS, variant_code
 
@@ -65,8 +66,10 @@ def seen_by_numpy(scene: RanksScene, queries: np.ndarray, share: TokenShare) -> 
     return means, sums
 
 
-@pytest.mark.parametrize(("split", "softcap"), [(32, 0.0), (1024, 0.0), (32, 5.0)])
-@pytest.mark.parametrize(("asked", "kept"), DTYPES)
+@pytest.mark.parametrize(
+    ("asked", "kept", "split", "softcap"),
+    covering(DTYPES, [(32, 0.0), (1024, 0.0), (32, 5.0)], pairs=()),  # scores and means are float32, whatever is kept
+)
 def test_a_rank_tells_what_all_heads_see_of_its_tokens_and_the_logarithm_of_their_weights(
     asked: str, kept: str, split: int, softcap: float
 ) -> None:
@@ -117,9 +120,14 @@ def assert_all_see_all(scene: RanksScene) -> list[tuple[Any, ...]]:
     return meeting.log[0]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.0, True), (5.0, False), (5.0, True)])
-@pytest.mark.parametrize(("asked", "kept"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("asked", "kept", "softcap", "has_sinks", "parts"),
+    covering(
+        [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")],
+        [(0.0, True), (5.0, False), (5.0, True)],
+        [1, 2, 4],
+    ),
+)
 def test_decodes_of_any_length_see_the_tokens_of_all_ranks(
     asked: str, kept: str, softcap: float, has_sinks: bool, parts: int
 ) -> None:
@@ -159,8 +167,13 @@ def test_padding_is_nobodys_and_what_is_launched_and_told_hangs_on_shapes_alone(
     assert launched[0] == launched[1]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize(("asked", "kept"), DTYPES)
+@pytest.mark.parametrize(
+    ("asked", "kept", "parts"),
+    [
+        *covering([(asked, kept) for asked, kept in DTYPES if asked == kept], [1, 2, 4], pairs=()),
+        *covering([(asked, kept) for asked, kept in DTYPES if asked != kept], [1, 2, 4], pairs=()),
+    ],
+)
 def test_prompts_see_the_blocks_that_all_ranks_bring(asked: str, kept: str, parts: int) -> None:
     """Of several sequences side by side at once, in one piece or some; blocks do not fill up."""
     case = Case((40, 20), (75, 21), ONE, parts, 32, 16 * parts, has_sink_logits=True, dtype=kept)

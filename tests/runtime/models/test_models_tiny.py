@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine.dense_oracle import run_rank, run_ranks
+from support.engine.loaded_model import LIKE_ANOTHER_S
 from support.reference import CLOSE, Answer, answers
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
@@ -81,7 +82,14 @@ def sizes_of(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for name in TINY_CONFIGS for size in sizes_of(name) if size > 1]
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=pytest.mark.soak if name in LIKE_ANOTHER_S and size not in most else ())
+        for name in TINY_CONFIGS
+        for most in [(2, 4) if name in ONLY_POWERS else (2, 3)]  # ranks that are alike, and ones that are not
+        for size in sizes_of(name)
+        if size > 1
+    ],
 )
 def test_ranks_together_compute_the_same(name: str, size: int) -> None:
     """Most have two KV heads, of which four ranks keep each twice, and three the first twice."""

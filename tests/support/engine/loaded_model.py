@@ -27,7 +27,7 @@ MODELS = ("smollm2-135m", "gemma3-270m")
 DEMO_MODELS = [pytest.param(name, marks=pytest.mark.model) for name in MODELS]
 ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
-_LIKE_ANOTHER_S = {
+LIKE_ANOTHER_S = {
     "qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5",
     "deepseek-v3-bias", "qwen3.5-moe", "gpt-oss-mxfp4", "qwen2-moe", "dots1", "smollm3", "seed-oss", "ministral3",
     "glm4", "glm4-moe", "glm4-moe-lite", "glm5", "minimax-m2", "olmo2", "exaone4", "exaone-moe", "afmoe", "hunyuan3",
@@ -36,7 +36,7 @@ _LIKE_ANOTHER_S = {
     "cohere2-moe", "cohere2-moe-rms", "hunyuan-v1", "hunyuan-v1-moe", "mistral4", "glm5-shared",
     "hunyuan4", "laguna-elements", "laguna", "step3", "olmo3",
 }  # fmt: skip
-TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS]
+TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS]
 CACHE_KINDS = [*DEMO_MODELS, *TINY_KINDS]
 """The same for tests of what becomes of blocks: models whose caches are of the same kind as another one's are for the
 soak, as their layers are not what such a test is about."""
