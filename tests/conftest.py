@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
+import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 from threadpoolctl import ThreadpoolController
 from xdist.scheduler import LoadScopeScheduling
@@ -24,6 +27,34 @@ gc.set_threshold(10_000, 20, 50)
 
 settings.register_profile("headwise", deadline=None)  # a timing is no proof: other programs may have the cores
 settings.load_profile("headwise")
+
+
+HANGS_S, LOOK_S = 660.0, 60.0
+"""A test that takes longer hangs where Python's own limit does not reach: its process ends, and says where it is. What
+counts is the last time that a test began at least `LOOK_S` behind the one before: to arm this for each test costs a
+thread's start and end, and so 7 ms on a busy machine."""
+
+
+class Watch:
+    """Ends this process once tests hang."""
+
+    def __init__(self) -> None:
+        self._armed_at = float("-inf")
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        if time.monotonic() - self._armed_at > LOOK_S:
+            file = item.config.stash[fault_handler_stderr_fd_key]
+            faulthandler.dump_traceback_later(HANGS_S + LOOK_S, file=file, exit=True)
+            self._armed_at = time.monotonic()
+        return (yield)
+
+    def pytest_unconfigure(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Watch())
 
 
 @pytest.fixture(autouse=True, scope="module")
