@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 from gpu.checkpoint import Shape, write_checkpoint
+from smoke import asked
 from timed_requests import VOCABULARY, ask, decode, ids, prefill
 
-from headwise import Client, EngineConfig
-from headwise.actors.deployment import Deployment
+from headwise import EngineConfig
 from headwise.runtime.config.model_card import read_model_card
 
 PARTS = (1, 2)
@@ -80,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer questions, one round: a minute")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round: seconds")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model, one round, beside one rank of this process: seconds"
+    )
     parser.add_argument("--ray", help="address of a running Ray cluster; by default one is started")
     args = parser.parse_args(arguments)
     size = SMOKE if args.smoke else QUICK if args.quick else FULL
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for turn in range(rounds):
             found.append({})
             for parts in PARTS[:: -1 if turn % 2 else 1]:
-                found[-1][parts] = seen = measured(model, size, parts, args.ray)
+                found[-1][parts] = seen = measured(model, size, parts, args.ray, here=args.smoke and parts == 1)
                 speeds = ", ".join(f"{speed:.0f}" for speed in seen.decode.values())
                 numbers = f"{parts:>5} {seen.fit:>10,} {seen.requests:>10.2f} {seen.prefill:>8.0f}"
                 print(f"{numbers} {speeds:>20}", flush=True)
@@ -119,7 +121,8 @@ def _decode_of(count: int, seen: Seen) -> float:
     return seen.decode[count]
 
 
-def measured(model: Path, size: Size, parts: int, ray: str | None) -> Seen:
+def measured(model: Path, size: Size, parts: int, ray: str | None, here: bool = False) -> Seen:
+    """here: of one rank of this process, which keeps as much as each of two that keep all of them do"""
     config = EngineConfig(
         model=str(model),
         port=0,
@@ -134,7 +137,7 @@ def measured(model: Path, size: Size, parts: int, ray: str | None) -> Seen:
         max_model_len=max(size.prompt, size.prefix + 16) + size.answer,
     )
     seen, draw = Seen(), np.random.default_rng(0)
-    with Deployment.start(config, ray) as deployment, Client(deployment.client_address) as client:
+    with asked(config, ray, here=here) as client:
         card = read_model_card(config, model, identify=False)
         seen.fit = card.spec.num_blocks // len(card.plan.groups) * card.layout.block_size
         ask(client, [ids(draw, 100)], 4)  # the kernels' first calls

@@ -35,10 +35,10 @@ from runtimes.control import Process, Spec
 from runtimes.model_files import ModelFiles
 from runtimes.process import Served
 from runtimes.scenarios import prefill_rate
+from smoke import asked
 from timed_requests import VOCABULARY, ask, decode, ids, prefill
 
-from headwise import Client, EngineConfig
-from headwise.actors.deployment import Deployment
+from headwise import EngineConfig
 from headwise.runtime.config.model_card import read_model_card
 
 ONE, TENSORS, STAGES = "one rank", "two TP ranks", "two stages"
@@ -100,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for turn in range(rounds):
             found.append({})
             for name in names[:: -1 if turn % 2 else 1]:
-                seen = measured(model, size, name, args.ray) if name in RANKS else measured_vllm(model, size, name)
+                here = args.smoke and name == ONE  # nothing is said about its speed
+                ours = name in RANKS
+                seen = measured(model, size, name, args.ray, here) if ours else measured_vllm(model, size, name)
                 found[-1][name] = seen
                 speeds = ", ".join(f"{speed:.1f}" for speed in seen.decode.values())
                 print(f"{name:>12} {seen.fit:>10,} {seen.prefill:>8.0f} {speeds:>24}", flush=True)
@@ -135,7 +137,7 @@ def _decode_of(count: int, seen: Seen) -> float:
     return seen.decode[count]
 
 
-def measured(model: Path, size: Size, name: str, ray: str | None) -> Seen:
+def measured(model: Path, size: Size, name: str, ray: str | None, here: bool = False) -> Seen:
     tp_size, stages = RANKS[name]
     config = EngineConfig(
         model=str(model),
@@ -151,7 +153,7 @@ def measured(model: Path, size: Size, name: str, ray: str | None) -> Seen:
         pipeline_parallel_size=stages,
     )
     seen, draw = Seen(), np.random.default_rng(0)
-    with Deployment.start(config, ray) as deployment, Client(deployment.client_address) as client:
+    with asked(config, ray, here=here) as client:
         card = read_model_card(config, model, identify=False)
         seen.fit = card.spec.num_blocks // len(card.plan.groups) * card.layout.block_size
         ask(client, [ids(draw, 100)], 4)  # the kernels' first calls

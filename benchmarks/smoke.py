@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from headwise import EngineConfig
+from headwise import Client, EngineConfig, LocalEngine
 from headwise.actors.deployment import Deployment
 
 
@@ -28,3 +28,16 @@ def deployed(config: EngineConfig, ray: str | None, running: Deployment | None =
         return
     with Deployment.start(config, ray) as deployment:
         yield deployment
+
+
+@contextmanager
+def asked(config: EngineConfig, ray: str | None, *, here: bool = False) -> Iterator[Client | LocalEngine]:
+    """What answers as ``config`` says: a client of a deployment; or ``here`` one rank of this process, which is there
+    at once, for what others are only compared with.
+    """
+    if here:
+        with LocalEngine(replace(config, tp_size=1, context_parallel_size=1)) as engine:
+            yield engine
+        return
+    with Deployment.start(config, ray) as deployment, Client(deployment.client_address) as client:
+        yield client

@@ -1,19 +1,21 @@
-"""Requests of random token ids to a deployment, and how fast they were answered."""
+"""Requests of random token ids to a deployment, or an engine, and how fast they were answered."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from headwise import Client, SamplingParams
+from headwise import Client, LocalEngine, SamplingParams
 from headwise.runtime.protocol.request import GenerationResult
 
 VOCABULARY = 4096
 """Of the models that these scripts write."""
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+Asked = Client | LocalEngine
 
 
 def ids(draw: np.random.Generator, count: int) -> list[int]:
@@ -21,19 +23,19 @@ def ids(draw: np.random.Generator, count: int) -> list[int]:
     return drawn
 
 
-def ask(client: Client, prompts: list[list[int]], answer: int) -> list[list[int]]:
+def ask(client: Asked, prompts: list[list[int]], answer: int) -> list[list[int]]:
     """What was said, at once, of ``answer`` tokens each."""
     return [result.token_ids for result in _generate(client, prompts, answer)]
 
 
-def prefill(client: Client, prompt: list[int], said: list[list[int]]) -> float:
+def prefill(client: Asked, prompt: list[int], said: list[list[int]]) -> float:
     """Tokens a second of one prompt up to its first token, which goes to ``said``."""
     began = time.perf_counter()
     said += ask(client, [prompt], 1)
     return len(prompt) / (time.perf_counter() - began)
 
 
-def decode(client: Client, prompts: list[list[int]], answer: int, said: list[list[int]]) -> float:
+def decode(client: Asked, prompts: list[list[int]], answer: int, said: list[list[int]]) -> float:
     """Tokens a second of all requests behind their first tokens; all tokens go to ``said``."""
     ask(client, prompts, 1)  # from now on they are cached: all begin to decode at once
     results = _generate(client, prompts, answer)
@@ -41,7 +43,7 @@ def decode(client: Client, prompts: list[list[int]], answer: int, said: list[lis
     return len(prompts) / statistics.mean(result.timings.tpot_s for result in results)
 
 
-def _generate(client: Client, prompts: list[list[int]], answer: int) -> list[GenerationResult]:
-    results = client.generate(prompts, GREEDY, max_tokens=answer)
+def _generate(client: Asked, prompts: list[list[int]], answer: int) -> list[GenerationResult]:
+    results = client.generate(prompts, replace(GREEDY, max_tokens=answer))
     assert isinstance(results, list), "of several prompts"
     return results
