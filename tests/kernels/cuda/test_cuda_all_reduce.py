@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import ShimPrograms
-from support.gpu.machine_code import TARGETS, accesses, machine_code, spilled
+from support.gpu.machine_code import SERVED, accesses, machine_code, spilled
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.all_reduce import (
@@ -150,7 +150,7 @@ def test_shapes_alone_say_what_is_small_enough() -> None:
     assert most_bytes(8) < most_bytes(4)
 
 
-@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize("sm", SERVED)
 @pytest.mark.parametrize(("ranks", "width"), [(2, 4096), (4, 8192), (8, 4096), (8, 16384)])
 def test_other_ranks_are_read_in_whole_vectors_past_the_cache_and_nothing_spills(
     sm: int, ranks: int, width: int

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.compressed_scene import CompressedCase, CompressedScene, write_keys
 from support.entries_scene import GROUPS, EntriesCase, EntriesScene
 from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
-from support.gpu.machine_code import TARGETS, accesses, machine_code, variant_code
+from support.gpu.machine_code import SERVED, accesses, machine_code, variant_code
 from support.tiny_checkpoints import TINY_CONFIGS
 
 from headwise.errors import ConfigError
@@ -406,7 +406,7 @@ def of_entries(defines: Defines) -> Any:
     return pytest.param(defines, id=f"{given} {kept}", marks=() if is_served else pytest.mark.soak)
 
 
-@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize("sm", SERVED)
 @pytest.mark.parametrize("defines", map(of_entries, entries.all_variants()))
 def test_rows_are_read_in_whole_vectors(defines: dict[str, str], sm: int) -> None:
     """And nothing spills: a stack is for angles of many turns alone."""

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.emulated_gpu import EmulatedOps
-from support.gpu.machine_code import TARGETS, machine_code, spilled
+from support.gpu.machine_code import SERVED, machine_code, spilled
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
@@ -335,7 +335,7 @@ def test_what_may_change_or_be_freed_is_uploaded_each_time(shim: ShimPrograms, t
     assert [tensor[0, 0] for tensor in tensors] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize("sm", SERVED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: str, sm: int) -> None:
     compiled = machine_code("elementwise.cu", variant_of(numpy_dtype(dtype)), sm)

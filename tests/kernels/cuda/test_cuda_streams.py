@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
-from support.gpu.machine_code import TARGETS, machine_code, spilled
+from support.gpu.machine_code import SERVED, machine_code, spilled
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.runtime.models.hyper import HyperConfig, HyperConnections, HyperWeights
@@ -110,7 +110,7 @@ def test_logits_of_named_experts_alone_are_kept(dtype: str) -> None:
         ops_of(dtype).named_logits(logits, table.astype(np.int32), ids, -1e30)
 
 
-@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize("sm", SERVED)
 def test_machine_code_keeps_all_in_registers(sm: int) -> None:
     for number in ("BF16", "F32"):
         assert not spilled(machine_code(streams.SOURCE, {"NUMBER": number, "STREAMS": 4}, sm))

@@ -27,6 +27,8 @@ from headwise.kernels.cuda.nvrtc import Compiled
 from headwise.kernels.cuda.programs import Defines, compile_options, compile_source, source_text
 
 TARGETS = (80, 90, 100)
+SERVED = [pytest.param(sm, marks=() if sm == 90 else pytest.mark.soak) for sm in TARGETS]
+"""The same as parameters, for what takes seconds: the other cards are for `make soak`."""
 Made = TypeVar("Made")
 
 
