@@ -375,12 +375,17 @@ def test_what_is_no_call_stays_text_to_the_letter(make: Make, text: str) -> None
     assert parts_of(make(), [text]) == [Text(text)]
 
 
+LONGEST_MARK = len("<|tool_calls_section_begin|>")
+
+
 @pytest.mark.parametrize(("make", "text"), [*((make, text) for make, text, _ in WORKED), *NO_CALLS])
 def test_parts_are_the_same_at_every_cut(make: Make, text: str) -> None:
+    """Two cuts, too, of which both may lie within one mark: those that lie further apart are as one cut and another."""
     expected = parts_of(make(), [text])
     assert parts_of(make(), text) == expected
     for first, second in itertools.combinations(range(len(text) + 1), 2) if len(text) < 120 else ():
-        assert parts_of(make(), (text[:first], text[first:second], text[second:])) == expected
+        if second - first < LONGEST_MARK:
+            assert parts_of(make(), (text[:first], text[first:second], text[second:])) == expected
     for first in range(len(text) + 1):
         assert parts_of(make(), (text[:first], text[first:])) == expected
 
