@@ -10,7 +10,16 @@ from dataclasses import replace
 from itertools import product
 
 from gpu.bench import Bench
-from gpu.cases import Step, decode_step, half_windowed, kernels_with, prefill_step, skewed_step, step_bytes
+from gpu.cases import (
+    Step,
+    decode_step,
+    half_windowed,
+    joint_step,
+    kernels_with,
+    prefill_step,
+    skewed_step,
+    step_bytes,
+)
 from gpu.peers import FlashInfer, Sdpa, Tensor, Torch, open_peers
 from gpu.rig import Work
 from gpu.sizes import Heads
@@ -55,6 +64,10 @@ def decode(bench: Bench) -> None:
     with rows.case("skewed") as begin:
         begin()
         _skewed_case(bench)
+    for batch, context, shared in sizes.together:
+        with rows.case(f"together_b{batch}_c{shared}") as begin:
+            begin()
+            _together_case(bench, batch, context, shared)
     with rows.case("quantised") as begin:
         begin()
         _quantised_cases(bench)
@@ -73,6 +86,18 @@ def _skewed_case(bench: Bench) -> None:
     note = f"one of {contexts[1]} tokens among {batch - 1} of {contexts[0]}, {seconds * 1e6:.1f} us"
     note += f", {error:.1e} from NumPy"
     _add_rate(bench, "skewed", step.kv_bytes / seconds, least=0.85, note=note)
+
+
+def _together_case(bench: Bench, batch: int, context: int, shared: int) -> None:
+    """Sequences that go on from one prefix: reading it once, over reading it each for itself."""
+    alone, together = joint_step(bench.rig, bench.sizes.attention, batch, context, shared, bench.sizes.block_size)
+    errors = [check_step(bench.rig, step) for step in (alone, together)]
+    seconds = bench.seconds({"alone": alone.on(bench.rig), "together": together.on(bench.rig)})
+    own, joint = seconds["alone"], seconds["together"]
+    note = f"{batch} of {context} tokens, {own * 1e6:.1f} us alone, {joint * 1e6:.1f} us, {max(errors):.1e} from NumPy"
+    name = f"together_b{batch}_c{shared}"
+    bench.rows.add(f"{name}_over_alone", own / joint, least=1.0, note=note)
+    bench.rows.add(f"{name}_of_bandwidth", together.kv_bytes / joint / bench.bandwidth, note="what is read, once")
 
 
 def _add_rate(bench: Bench, name: str, rate: float, least: float | None, note: str) -> None:

@@ -17,6 +17,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.joint import joint_of
 
 Window = tuple[int, int]
 """(window, sink); (0, 0) is full attention."""
@@ -91,6 +92,16 @@ def skewed_step(rig: Rig, heads: Heads, batch: int, contexts: tuple[int, int], b
     return _step(rig, heads, [(1, short)] * (batch - 1) + [(1, long)], block_size, (), recycled=True)
 
 
+def joint_step(rig: Rig, heads: Heads, batch: int, context: int, shared: int, block_size: int) -> tuple[Step, Step]:
+    """A decode of sequences whose ``shared`` first tokens are in the same blocks: read by each alone, and together."""
+    step = _step(rig, heads, [(1, context)] * batch, block_size, (), recycled=True, shared=shared)
+    joint = joint_of(np.array([0, *[shared] * (batch - 1)], np.int32), heads.q_heads // heads.kv_heads)
+    assert joint is not None, "whole tiles are shared"
+    own_bytes = step.kv_bytes // (batch * context)
+    read = (batch * (context - shared) + shared) * own_bytes
+    return step, replace(step, batch=replace(step.batch, joint=rig.upload(joint)), kv_bytes=read)
+
+
 def prefill_step(
     rig: Rig, heads: Heads, tokens: int, block_size: int, windows: Sequence[Window] = (), recycled: bool = False
 ) -> Step:
@@ -118,16 +129,19 @@ def _step(
     recycled: bool,
     one_table: bool = False,
     kv_dtype: str = "",
+    shared: int = 0,
 ) -> Step:
     """``sequences`` are (queries, context), ``windows`` one per KV head. A group for each distinct window.
 
-    ``recycled``: blocks that no query of a group sees are not there; else they are, as without recycling.
+    ``recycled``: blocks that no query of a group sees are not there; else they are, as without recycling. ``shared``:
+    first tokens that are in the same blocks, of all sequences.
     """
     windows = list(windows) or [FULL_ATTENTION] * heads.kv_heads
     kept = [FULL_ATTENTION] * heads.kv_heads if one_table else windows
     groups, places = list(dict.fromkeys(kept)), places_of(kept)
     layout = gqa_layout(block_size, max(map(kept.count, groups)), heads.head_dim, kv_dtype or heads.dtype)
     tables = _tables(sequences, groups, block_size, recycled, rig.seed)
+    tables[:, : shared // block_size] = tables[0, : shared // block_size]
     arena = fill_blocks(rig, rig.empty(int(tables.max() + 1) * layout.block_bytes), layout)
     queries = np.array([count for count, _ in sequences])
     cu_seqlens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)

@@ -135,6 +135,7 @@ class Sizes:
     compiled:    kernels to compile, of the first shape of attention; None: all, of all
     single_from: tokens of a single sequence from which on a decode has an aim
     skewed:      (batch, context of all but one, context of that one)
+    together:    (batch, context, how many tokens of it all share) of decodes that read these together
     quantised_at: (batch, context) of decodes over caches of fewer bits
     also_at:     (head sizes, dtypes of caches, (batch, context)) of decodes whose bandwidth is told, without an aim
     fills_card:  bytes of KV from which on a decode has enough to read to keep the card busy
@@ -165,6 +166,7 @@ class Sizes:
     contexts: tuple[int, ...]
     single_from: int
     skewed: tuple[int, int, int]
+    together: tuple[tuple[int, int, int], ...]
     quantised_at: tuple[int, int]
     also_at: tuple[tuple[int, ...], tuple[str, ...], tuple[tuple[int, int], ...]]
     fills_card: int
@@ -274,6 +276,7 @@ FULL = Sizes(
     contexts=(2048, 8192, 32768),
     single_from=8192,
     skewed=(256, 1024, 131072),
+    together=((4, 33024, 32768), (64, 33024, 32768), (64, 4352, 4096)),
     quantised_at=(64, 8192),
     also_at=((128, 64), ("bfloat16", "int8"), ((64, 8192), (64, 1024), (8, 2048), (1, 32768), (1, 8192))),
     fills_card=512 << 20,
@@ -344,6 +347,7 @@ TINY = Sizes(
     contexts=(48,),
     single_from=48,
     skewed=(2, 8, 40),
+    together=((3, 150, 128),),
     quantised_at=(1, 20),
     also_at=((32,), ("bfloat16", "int8"), ((2, 20),)),
     fills_card=1,

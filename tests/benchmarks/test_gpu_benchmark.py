@@ -238,6 +238,8 @@ def test_the_result_has_every_promised_number(emulated: Emulated) -> None:
             "b2_c48_of_peak",
             "skewed_of_bandwidth",
             "skewed_of_peak",
+            "together_b3_c128_over_alone",
+            "together_b3_c128_of_bandwidth",
             "int8_of_peak",
             "int8_of_bandwidth",
             "float8_e4m3fn_of_bandwidth",
