@@ -21,6 +21,7 @@ class Scenario:
     rate:   tokens a second, of what was served and the tokens of a prompt
     repeat: all rounds have the same prompts, whose keys and values are cached before the clock starts. Else each
             round has new ones, of which nothing is cached.
+    shared: tokens that the prompts of a round begin with in common
     """
 
     key: str
@@ -30,12 +31,14 @@ class Scenario:
     output_tokens: int
     rate: Callable[[Sequence[Served], int], float]
     repeat: bool = False
+    shared: int = 0
 
     def prompts(self, round_: int) -> Prompts:
         """Random, and the same in each runtime."""
         seed = [len(self.key), self.requests, self.input_tokens, 0 if self.repeat else 1 + round_]
         rng = np.random.default_rng(seed)
-        return [tokens(rng, self.input_tokens) for _ in range(self.requests)]
+        shared = tokens(rng, self.shared)
+        return [shared + tokens(rng, self.input_tokens - self.shared) for _ in range(self.requests)]
 
 
 def prefill_rate(served: Sequence[Served], input_tokens: int) -> float:

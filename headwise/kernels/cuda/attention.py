@@ -222,18 +222,18 @@ class TritonAttention:
         self._workspace = PartsWorkspace(self.allocate, self._splits)
         self._joint = JointDecodes(self.launcher, self.allocate, self._workspace)
 
-    def prepare(self, shapes: Iterable[AttentionShape], together: bool = True) -> None:
+    def prepare(self, shapes: Iterable[AttentionShape], kv_heads: int = 0) -> None:
         """Compile and load all that ``shapes`` need, and make their workspace: no call does either later.
 
-        together: also for decodes that read tokens together
+        kv_heads: of a rank's layer at most, for decodes that read tokens together; 0: none do
 
         Raises:
             ConfigError: a shape is not supported (`check_supported`).
         """
         for shape in shapes:
             joint = self._prepared(shape).plan.joint
-            if together and joint is not None:
-                self._joint.prepare(joint)
+            if kv_heads and joint is not None:
+                self._joint.prepare(joint, kv_heads * shape.share)
                 self.joint_share = max(self.joint_share, shape.share)
 
     def prepare_of_ranks(self, shape: AttentionShape) -> tuple[Variant, Kernel]:
@@ -288,7 +288,7 @@ class TritonAttention:
         of_units = self._units(kv_heads, layout, batch)
         joint = None if batch.joint is None else plan.joint
         if joint is not None:
-            self._joint.prepare(joint)  # before anybody is told where the workspace is
+            self._joint.prepare(joint, q_heads)  # before anybody is told where the workspace is
         parts = self._workspace.arguments(self._splits * shape.share, shape.value_dim)
         arguments: dict[str, Argument] = {
             "query": query_at,
@@ -316,7 +316,7 @@ class TritonAttention:
             if joint is None:
                 ready.decode(grid, own)
             else:
-                self._joint.attend(joint, batch, arguments, own, grid, q_heads)
+                self._joint.attend(joint, batch, arguments, own, grid)
 
     def attend_of_ranks(
         self,

@@ -94,7 +94,7 @@ class RanksAttention:
         """
         check_parts(shape)
         self._attention.prepare_of_ranks(shape.of_ranks)
-        self._attention.prepare([shape.whole], together=False)
+        self._attention.prepare([shape.whole])
         self._around.prepare(numpy_dtype(shape.own.q_dtype))
         self._gathered.prepare()
 

@@ -100,14 +100,17 @@ class JointDecodes:
     def __init__(self, launcher: TritonLauncher, allocate: Callable[[int], Array], workspace: PartsWorkspace) -> None:
         self._launcher, self._allocate, self._workspace = launcher, allocate, workspace
         self._ready: dict[JointVariants, _Ready] = {}
-        self._seen: dict[int, Array] = {}  # by its bytes; none is given back: graphs may have its address
+        self._seen: list[Array] = []  # the last one is the largest; graphs may have the address of any
 
-    def prepare(self, variants: JointVariants) -> None:
-        """Have both loaded, and room for partial results."""
+    def prepare(self, variants: JointVariants, q_heads: int) -> None:
+        """Have both loaded, and room for results of so many query heads."""
         if variants not in self._ready:
             prepare, value_dim = self._launcher.prepare, dict(variants.together.constants)["VALUE_DIM"]
             self._ready[variants] = _Ready(prepare(variants.together), prepare(variants.apart), value_dim)
             self._workspace.reserve(self._parts, value_dim)
+        needed = MOST_TOGETHER * q_heads * (self._ready[variants].value_dim + BESIDE) * NUMBER_BYTES
+        if not self._seen or self._seen[-1].nbytes < needed:
+            self._seen.append(self._allocate(needed))
 
     def attend(
         self,
@@ -116,7 +119,6 @@ class JointDecodes:
         arguments: dict[str, Argument],
         own: tuple[Argument, ...],
         grid: Grid,
-        q_heads: int,
     ) -> None:
         """A decode of sequences some of which read tokens together: first these, then the rest. Prepared before.
 
@@ -124,7 +126,7 @@ class JointDecodes:
         own, grid: a decode's, in order
         """
         ready, (_, kv_heads, _), sequences = self._ready[variants], grid, batch.cu_seqlens_q.shape[0] - 1
-        seen, joint = self._seen_of(q_heads * (ready.value_dim + BESIDE)), address_of(batch.joint)
+        seen, joint = address_of(self._seen[-1]), address_of(batch.joint)
         units = max(1, PROGRAMS * self._launcher.sms // kv_heads)
         told = arguments | self._workspace.arguments(self._parts, ready.value_dim)
         told |= {"seen": seen, "joint": joint, "units": units, "fewest_units": units}
@@ -135,10 +137,3 @@ class JointDecodes:
     def _parts(self) -> int:
         """Partial results, at most: as many as the rows of two for each program."""
         return 2 * max(PROGRAMS * self._launcher.sms, MOST_KV_HEADS) * JOINT_ROWS
-
-    def _seen_of(self, numbers: int) -> int:
-        """Where there is room for so many numbers of each query."""
-        nbytes = MOST_TOGETHER * numbers * NUMBER_BYTES
-        if nbytes not in self._seen:
-            self._seen[nbytes] = self._allocate(nbytes)
-        return address_of(self._seen[nbytes])

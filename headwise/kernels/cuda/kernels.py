@@ -32,13 +32,14 @@ class CudaKernels:
         """See `JointKernels`."""
         return self._attention.joint_share
 
-    def prepare(self, layout: BlockLayout, shape: AttentionShape) -> None:
-        """Compile or load all that calls for layers of this shape need, whose blocks are of ``layout``.
+    def prepare(self, layout: BlockLayout, shape: AttentionShape, kv_heads: int) -> None:
+        """Compile or load all that calls for layers of this shape need, whose blocks are of ``layout``, and which have
+        so many KV heads at most.
 
         Raises:
             ConfigError: it is not supported.
         """
-        self._attention.prepare([shape])
+        self._attention.prepare([shape], kv_heads)
         self._write.prepare(layout, numpy_dtype(shape.q_dtype))
 
     def prepare_shared(self, layout: BlockLayout, shape: RanksShape) -> None:

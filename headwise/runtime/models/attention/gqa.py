@@ -83,7 +83,7 @@ class GroupedQueryAttention:
         for (shape, keeping), layout in shapes.items():
             check_shape(shape, parts.launcher.sm)
             if keeping == 1:
-                kernels.prepare(layout, shape)
+                kernels.prepare(layout, shape, -(-max(self.config.kv_head_counts) // tp_size))
             else:
                 kernels.prepare_shared(layout, RanksShape(shape, keeping))
         return kernels
