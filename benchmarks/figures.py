@@ -41,7 +41,7 @@ END_GPU = "<!-- measured on a GPU: end -->"
 LIMIT_S = 3600.0
 """Of one script."""
 NEEDS = dict.fromkeys(
-    ("peers", "peers_mixture", "peers_hybrid", "peers_state_space", "peers_drafts"),
+    ("peers", "peers_mixture", "peers_hybrid", "peers_state_space", "peers_drafts", "peers_shared"),
     (".venv-peers/.installed", "make peers"),
 )
 """By script: the file without which it is left out, and what makes it."""

@@ -110,6 +110,15 @@ def _adapters(f: Figures) -> str:
     return listed(*(f"{weights}: {', '.join(each)}" for weights, each in found.items()))
 
 
+def _shared(f: Figures) -> str:
+    told, rates = f["over_vllm"], f["rates"]["headwise"]
+    if told["decode"] is None:  # as when nothing but the script itself is tried
+        told = rates
+    what = f"{f['requests']} of {f['answer']} tokens, behind {f['document']:,}"
+    shown = f"{rates['decode']:.0f} and {rates['questions']:.0f} tokens a second"
+    return f"{told['decode']:.2f}; {told['questions']:.2f} ({what}; {shown})"
+
+
 def _pipeline(f: Figures) -> str:
     over_others = [f[key] for key in ("over_tensors", "over_vllm", "vllm_over_one") if key in f]  # what was measured
     return "; ".join(
@@ -209,6 +218,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
                 f"{case['ratio']:.2f} ({case['requests']} of {case['prefix']}, {case['kv_dtype']})"
                 for case in f["cases"]
             ),
+        ),
+    ),
+    "peers_shared": (
+        Row(
+            "Answers to questions that come at once about one document, SmolLM2 in bfloat16, over vLLM's: while all are "
+            "given, of a cached document; all output, of a new one",
+            _shared,
         ),
     ),
     "recycle": (
@@ -400,6 +416,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "The cache": (
         "prefix_cache",
         "joint_reads",
+        "peers_shared",
         "batch",
         "tiers",
         "recycle",

@@ -100,6 +100,12 @@ def test_decodes_that_read_a_prefix_together_are_compared_with_those_that_do_not
     assert all(case["alone"] > 0 < case["joint"] for case in cases)
 
 
+def test_questions_about_one_document_are_answered_without_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("peers_shared", capsys)
+    assert min(found["rates"]["headwise"].values()) > 0
+    assert found["over_vllm"] == {"decode": None, "questions": None}
+
+
 def test_recycling_is_measured_and_lets_more_requests_run(capsys: pytest.CaptureFixture[str]) -> None:
     (model,) = quick_figures("recycle", capsys)["models"].values()
     assert model["on"]["pool_blocks"] == model["off"]["pool_blocks"]
