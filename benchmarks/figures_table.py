@@ -222,8 +222,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "peers_shared": (
         Row(
-            "Answers to questions that come at once about one document, SmolLM2 in bfloat16, over vLLM's: while all are "
-            "given, of a cached document; all output, of a new one",
+            "Answers to questions that come at once about one document, SmolLM2 in bfloat16, over vLLM's: while all "
+            "are given, of a cached document; all output, of a new one",
             _shared,
         ),
     ),

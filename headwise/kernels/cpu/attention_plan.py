@@ -6,8 +6,8 @@ is read once for all of them. An item of many keys is cut along these into *part
 softmax of its own. How a sequence is cut depends on that sequence alone, not on the batch nor on the threads: its
 results are the same, bit by bit, in whatever company.
 
-Sequences of one query that share their first blocks have one item for the parts that lie in these, of which each row
-is one of them, and one item each for what is their own, to which the results of the former are handed on:
+Sequences of one query that share their first blocks have one item for the parts that lie in these, whose tokens are
+theirs, and items for what is their own, to which the results of the former are handed on:
 
         parts of a sequence alone    0  1  2  3  4  5
         of three that share          [ 0  1  2  3 ]
@@ -62,7 +62,7 @@ ITEM = np.dtype([(name, np.int64) for name in _FIELDS.split(" ")])
 head ``r % share`` of its token ``r // share``. Where it has more than one part, their results lie in the rows of the
 partial results from ``first_row`` on, those of one part behind those of another.
 
-``heirs``: the items, behind this one, that go on from its results, one for each of its tokens; 0: they are results of
+``heirs``: the items, behind this one, that go on from its results, each from some of its rows; 0: they are results of
 attention. ``handed``: the first row of the partial results that an item goes on from; -1: none
 """
 
@@ -131,15 +131,11 @@ def _in_a_row(own, follows, sequence):
 
 
 @_pasted
-def _in_a_group(own, follows, shared, sequence):
-    """How many sequences there are from this one on that share their first blocks, and none of which others follow."""
+def _in_a_group(own, shared, sequence):
+    """How many sequences there are from this one on that share their first blocks."""
     count = 1
     while own.shared != 0 and sequence + count < own.sequences and shared[sequence + count] != 0:
-        if _in_a_row(own, follows, sequence + count - 1) > 1:
-            break
         count += 1
-    if count > 1 and _in_a_row(own, follows, sequence + count - 1) > 1:
-        count -= 1
     return count
 
 
@@ -156,11 +152,11 @@ def _taken_together(own, position, most, window):
 
 
 @_pasted
-def _add(own, item):
+def _add(own, item, has_heirs):
     """Count an item whose other numbers are known, and give it its partial results."""
     rows = item.tokens * own.share
     item.first_row = own.partial_rows
-    if has_partials(item):
+    if has_heirs or has_partials(item):
         own.partial_rows += item.parts * rows
     own.part_count += item.parts
     own.rows = max(own.rows, rows)
@@ -193,16 +189,16 @@ def _plan_sequence(own, cu, lens, sees, windows, sinks, items, at, sequence, tog
         seen = keys_seen(item)
         item.parts = _parts_of(seen) if in_place else max(1, seen // TILE_PART_KEYS)
         item.heirs, item.handed = 0, -1
-        _add(own, item)
+        _add(own, item, False)
         done += item.tokens
         at += 1
     return at
 
 
 @_pasted
-def _plan_group(own, cu, lens, shared, items, at, sequence, count, head):
+def _plan_group(own, cu, lens, follows, shared, items, at, sequence, count, head):
     """The same of so many sequences that share their first blocks, of a head that sees all. No more than `FEW_ROWS` of
-    their rows are an item: they are cut into as few as may be, and as even."""
+    their rows are an item: they are cut into as few as may be, and as even. Some may follow each other."""
     pieces = -(-count // max(1, FEW_ROWS // own.share))
     end = sequence + count
     while sequence < end:
@@ -216,20 +212,26 @@ def _plan_group(own, cu, lens, shared, items, at, sequence, count, head):
             whole.sequence, whole.head, whole.token, whole.tokens = sequence, head, cu[sequence], some
             whole.in_place, whole.window_start, whole.sink_end = 1, 0, 0
             whole.window_end, whole.position = parts * PART_KEYS, parts * PART_KEYS - 1
-            whole.parts, whole.heirs, whole.handed = parts, some, -1
-            _add(own, whole)
+            whole.parts, whole.heirs, whole.handed = parts, 0, -1
+            _add(own, whole, True)
             at += 1
-        for each in range(some):
+        first, behind = sequence, sequence + some
+        while sequence < behind:
             item = items[at]
-            item.sequence, item.head, item.token, item.tokens = sequence + each, head, cu[sequence + each], 1
-            item.in_place, item.sink_end, item.position = 1, 0, lens[sequence + each] - 1
-            item.window_start, item.window_end = (parts * PART_KEYS if has_common else 0), lens[sequence + each]
-            item.parts, item.heirs, item.handed = _parts_of(keys_seen(item)), 0, -1
+            item.position = lens[sequence] - 1
+            in_a_row = min(_in_a_row(own, follows, sequence), behind - sequence)
+            item.tokens = _taken_together(own, item.position, in_a_row, 0) if in_a_row > 1 else 1
+            # Of several the last one: its table has the blocks of all.
+            item.sequence, item.head, item.token = sequence + item.tokens - 1, head, cu[sequence]
+            item.in_place, item.sink_end, item.window_end = 1, 0, item.position + item.tokens
+            item.window_start, item.handed = (parts * PART_KEYS if has_common else 0), -1
+            item.parts, item.heirs = _parts_of(keys_seen(item)), 0
             if has_common:
-                item.handed = whole.first_row + each * own.share
-            _add(own, item)
+                item.handed = whole.first_row + (sequence - first) * own.share
+                whole.heirs += 1
+            _add(own, item, False)
+            sequence += item.tokens
             at += 1
-        sequence += some
         pieces -= 1
     return at
 
@@ -240,17 +242,17 @@ def _plan_items(own, cu, lens, follows, shared, sees, windows, sinks, items):
     at = sequence = 0
     own.part_count = own.rows = own.is_tiled = own.partial_rows = own.cost = 0
     while sequence < own.sequences:
-        together = _in_a_row(own, follows, sequence)
-        group = 1 if together > 1 else _in_a_group(own, follows, shared, sequence)
+        group = _in_a_group(own, shared, sequence)
+        end = sequence + max(group, _in_a_row(own, follows, sequence))
         for head in range(own.kv_heads):
             if group > 1 and windows[head] <= 0:
-                at = _plan_group(own, cu, lens, shared, items, at, sequence, group, head)
-            else:
-                for each in range(group):
-                    at = _plan_sequence(
-                        own, cu, lens, sees, windows, sinks, items, at, sequence + each, together, head
-                    )  # fmt: skip
-        sequence += max(together, group)
+                at = _plan_group(own, cu, lens, follows, shared, items, at, sequence, group, head)
+            each = sequence + group if group > 1 and windows[head] <= 0 else sequence
+            while each < end:
+                together = min(_in_a_row(own, follows, each), end - each)
+                at = _plan_sequence(own, cu, lens, sees, windows, sinks, items, at, each, together, head)
+                each += together
+        sequence = end
     return at
 
 

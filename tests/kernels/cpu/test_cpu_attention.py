@@ -220,13 +220,31 @@ def test_sequences_that_share_their_first_blocks_have_the_same_bits_as_each_by_i
     assert (made[0], made[-1]) == (len(lengths) + items, 2 * len(lengths)), "those of a head with a window are alone"
 
 
-def test_what_drafts_follow_is_in_no_group() -> None:
-    """The kernel knows nothing of a sequence and its drafts but that these follow it."""
-    case = Case((1,) * 5, (700, 701, 640, 700, 701), ((0, 0),), share=2, block_size=16, shared=(0, 512, 512, 512, 512))
-    scene = Scene(case)
-    for follows in ([0, 0, 0, 0, 1], [0, 1, 0, 0, 0], [0, 0, 0, 1, 1]):
-        scene.batch = replace(scene.batch, follows=np.array(follows, np.int32))
-        Planner(scene.heads.window, scene.heads.sink, 2, 16).plan(scene.batch)
+@pytest.mark.parametrize(
+    ("counts", "items"), [((3, 1, 2), 1 + 4), ((1, 1, 9), 2 + 3 + 1), ((2, 1, 1), 1 + 4), ((1, 8, 1), 2 + 2 + 2)]
+)
+def test_drafts_are_of_their_sequences_group(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, counts: tuple[int, ...], items: int
+) -> None:
+    """Of the first one they go across a length from which on a token's keys are in one more part."""
+    policies = ((0, 0), (300, 4))
+    case = Case((1, 1, 1), (768, 900, 1020), policies, share=3, head_dim=64, block_size=16, shared=(0, 512, 512))
+    scene, index = Scene(replace(case, dtype=dtype)), np.repeat(np.arange(3), counts)
+    within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    lens = (np.array(case.seq_lens)[index] - np.array(counts)[index] + 1 + within).astype(np.int32)
+    tables = scene.batch.block_tables.reshape(3, scene.groups, -1)[index].reshape(-1, scene.batch.block_tables.shape[1])
+    scene.query = np.random.default_rng(1).standard_normal((len(index), 6, 64)).astype(np.float32)
+    shared, follows = np.full(len(index), 512, np.int32), (within > 0).astype(np.int32)
+    shared[0] = 0
+    made, found = spied_items(monkeypatch), []
+    for told in ({"follows": follows, "shared": shared}, {}):
+        scene.batch = AttentionBatch(np.arange(len(index) + 1, dtype=np.int32), lens, tables, scene.groups, **told)
+        found.append(scene.attend(NumbaKernels(threads=2)))
+    if dtype == "int8":  # as of drafts alone
+        np.testing.assert_allclose(*found, atol=1e-4)
+    else:
+        np.testing.assert_array_equal(*found)
+    assert made[0] == items + len(index), "a head with a window sees other tokens of each"
 
 
 def spied_items(monkeypatch: pytest.MonkeyPatch) -> list[int]:

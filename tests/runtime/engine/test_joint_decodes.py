@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.engine.given_guesses import GivenGuesses
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
 from support.gpu.tiny_engine import configuration, write_model
@@ -27,25 +29,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
 
 
-def answers(engine: LocalEngine, least_tokens: int, **sampling: Any) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of `PROMPTS`, which decode together, beside one that shares nothing."""
+def answers(engine: LocalEngine, least_tokens: int) -> list[tuple[list[int], list[float]]]:
+    """Tokens of `PROMPTS`, which decode together, beside one that shares nothing; and their log-probabilities, where
+    none have drafts."""
     engine.core.resources.joint_reads = JointReads(engine.core.cache, least_tokens)
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0, **sampling)
+    logprobs = None if engine.config.speculation else 0
+    if engine.config.speculation:  # whatever it costs
+        engine.core.resources.speculator = GivenGuesses(defaultdict(lambda: [99] * 20), engine.config.speculation)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=logprobs)
     salt = {"cache_salt": f"{least_tokens}"}
     engine.generate([PREFIX], SamplingParams(max_tokens=1, temperature=0.0), **salt)
     results = engine.generate([*PROMPTS, PREFIX[7:50]], params, **salt)
     assert all(result.usage.cached_tokens == 600 for result in results[: len(PROMPTS)])
-    return [(list(result.token_ids), [each.chosen for each in result.logprobs]) for result in results]
+    if engine.config.speculation:
+        assert engine.core.stats()["speculation"]["drafted"] > 0
+    return [(list(result.token_ids), [each.chosen for each in result.logprobs or ()]) for result in results]
 
 
+@pytest.mark.parametrize("speculation", [0, 2])
 @pytest.mark.parametrize("tensor_ops", ["numpy", "numba"])
-def test_on_a_cpu_to_the_bit(model: Path, tensor_ops: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_to_the_bit(model: Path, tensor_ops: str, speculation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer, and as one call of all layers."""
     pytest.importorskip("numba")
     given = {
         "device": "cpu",
         "tensor_ops": tensor_ops,
         "kernels": "numba",
+        "speculation": speculation,
         "kv_cache": "4MiB",
         "max_batched_tokens": 512,
     }
@@ -61,7 +71,7 @@ def test_on_a_cpu_to_the_bit(model: Path, tensor_ops: str, monkeypatch: pytest.M
         alone = answers(engine, NEVER)
         assert not any(heirs)
         assert answers(engine, 256) == alone
-        assert len(PROMPTS) in heirs, "one of the two heads sees all"
+        assert max(heirs) >= len(PROMPTS), "one of the two heads sees all"
 
 
 @pytest.mark.parametrize("speculation", [0, 2])
@@ -86,4 +96,4 @@ def test_on_a_gpu(model: Path, speculation: int, monkeypatch: pytest.MonkeyPatch
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     for (_, own), (_, others) in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, others, atol=1e-4)
-    assert max(sizes) == len(PROMPTS), "of each, where none is checked at once with its drafts"
+    assert max(sizes) > len(PROMPTS) if speculation else max(sizes) == len(PROMPTS), "drafts are members, too"

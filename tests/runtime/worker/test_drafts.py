@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,14 @@ def batch_of(sequences: list[tuple[int, int, bool, int]], tokens: list[int]) -> 
         table_updates=np.empty((0, 4), np.int32),
         drafts=drafts.astype(np.int32) if drafts.any() else NO_DRAFTS,
     )
+
+
+def test_drafts_share_what_their_sequences_group_does() -> None:
+    batch = batch_of([(1, 2, True, 90), (1, 0, True, 80), (1, 1, True, 85), (1, 1, True, 3), (1, 0, True, 9)], [0] * 9)
+    each = spread(replace(batch, shared=np.array([0, 64, 64, 0, 0], np.int32)))
+    assert each.shared is not None
+    assert each.shared.tolist() == [0, 64, 64, 64, 64, 64, 0, 0, 0]
+    assert spread(batch).shared is None
 
 
 @given(st.data(), SEQUENCES)
