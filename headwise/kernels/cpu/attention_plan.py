@@ -112,7 +112,7 @@ def _cost(item, share, dim):
 
 @_pasted
 def _most_items(cu, sequences, kv_heads, share):
-    """No plan has more: each item that has heirs has two, which are a sequence's only items."""
+    """No plan has more: each item that has heirs is of two sequences at least."""
     tiles = 0
     for sequence in range(sequences):
         queries = cu[sequence + 1] - cu[sequence]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,13 @@ from headwise.errors import EngineDiedError
 from headwise.liveness_clock import LivenessClock
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import Authenticator, ClientKeys, ServerKeys, secure_client, secure_server
+from headwise.sockets.waiting import within
 
 MAX_PART_BYTES = 256 << 20
 """Most bytes of one message. Only this deployment's ranks reach the socket, where it is encrypted."""
 
 _ROUND = struct.Struct("<q")
+_Made = TypeVar("_Made")
 
 
 class NetworkComm:
@@ -143,8 +145,9 @@ class NetworkComm:
         import zmq
 
         self._begin()
-        self._wait_for(zmq.POLLOUT, lambda: [0])  # a rank that was refused has nobody to send to
-        self._socket.send_multipart((_ROUND.pack(self._round), part))
+        said = _ROUND.pack(self._round), part
+        # Not at once: a rank that was refused has nobody to send to.
+        self._within(zmq.POLLOUT, lambda: self._socket.send_multipart(said, zmq.NOBLOCK) or True, lambda: [0])
         frames = self._receive(lambda: [0])
         self._check_round(frames, 0)
         return frames[1]
@@ -168,18 +171,15 @@ class NetworkComm:
     def _receive(self, missing: Callable[[], list[int]]) -> list[bytes]:
         import zmq
 
-        self._wait_for(zmq.POLLIN, missing)
-        return list(self._socket.recv_multipart())
+        return self._within(zmq.POLLIN, lambda: list(self._socket.recv_multipart(zmq.NOBLOCK)), missing)
 
-    def _wait_for(self, event: int, missing: Callable[[], list[int]]) -> None:
-        left = math.inf
-        while left > 0:
-            left = max(0.0, self._until - self._clock())
-            if self._socket.poll(math.ceil(min(left, 1.0) * 1000), event):
-                return
-        raise EngineDiedError(
-            f"tensor-parallel ranks {missing()} did not come to a collective within {self._timeout_s:g} s"
-        )
+    def _within(self, event: int, attempt: Callable[[], _Made], missing: Callable[[], list[int]]) -> _Made:
+        made = within(self._socket, event, attempt, self._until, self._clock)
+        if made is None:
+            raise EngineDiedError(
+                f"tensor-parallel ranks {missing()} did not come to a collective within {self._timeout_s:g} s"
+            )
+        return made
 
     def _check_round(self, frames: Sequence[bytes], rank: int) -> None:
         if len(frames) != 2 or frames[0] != _ROUND.pack(self._round):

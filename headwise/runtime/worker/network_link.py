@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,14 +23,12 @@ from headwise.liveness_clock import LivenessClock
 from headwise.runtime.ops.stage_links import StageLostError
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import Authenticator, ClientKeys, ServerKeys, secure_client, secure_server
+from headwise.sockets.waiting import within
 
 if TYPE_CHECKING:
     import zmq
 
 _ROUND = struct.Struct("<q")
-
-_SLICE_S = 0.25
-"""Longest wait before the clock is read again: see `LivenessClock`."""
 
 
 @dataclass
@@ -112,30 +111,25 @@ class NetworkLink:
     def _give(self, end: _End, array: NDArray[np.float32]) -> None:
         import zmq
 
-        if not self._is_so(end, zmq.POLLOUT):
-            raise EngineDiedError(f"{end.other} took nothing for {self._timeout_s:g} s")
         end.sent += 1
-        whole = np.ascontiguousarray(array, dtype=np.float32)
-        end.socket.send_multipart((_ROUND.pack(end.sent), whole.data))
+        frames = _ROUND.pack(end.sent), np.ascontiguousarray(array, dtype=np.float32).data
+        until = self._clock() + self._timeout_s
+        send = partial(end.socket.send_multipart, frames, zmq.NOBLOCK)
+        if within(end.socket, zmq.POLLOUT, lambda: send() or True, until, self._clock) is None:
+            raise EngineDiedError(f"{end.other} took nothing for {self._timeout_s:g} s")
 
     def _take(self, end: _End, shape: tuple[int, ...]) -> NDArray[np.float32]:
         import zmq
 
         end.received += 1
-        if not self._is_so(end, zmq.POLLIN):
+        size, until = 4 * math.prod(shape), self._clock() + self._timeout_s
+        receive = partial(end.socket.recv_multipart, zmq.NOBLOCK)
+        frames = within(end.socket, zmq.POLLIN, receive, until, self._clock)
+        if frames is None:
             raise StageLostError(f"{end.other} sent nothing for {self._timeout_s:g} s")
-        frames, size = end.socket.recv_multipart(), 4 * math.prod(shape)
         if len(frames) != 2 or frames[0] != _ROUND.pack(end.received) or len(frames[1]) != size:
             raise StageLostError(f"{end.other} is in another step: expected were {size} bytes in round {end.received}")
         return np.frombuffer(bytearray(frames[1]), np.float32).reshape(shape)
-
-    def _is_so(self, end: _End, event: int) -> bool:
-        """Whether the socket can send, or has received, within the timeout."""
-        deadline = self._clock() + self._timeout_s
-        while (left := deadline - self._clock()) > 0:
-            if end.socket.poll(math.ceil(min(left, _SLICE_S) * 1000), event):
-                return True
-        return False
 
     def close(self) -> None:
         """Idempotent."""
