@@ -113,7 +113,7 @@ def test_a_file_of_requests_is_answered_by_a_deployment_of_its_own(tmp_path: Pat
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("3 answers, 0 refused, in ")
+    assert done.stdout.startswith("3 answered, 0 refused, in ")
     told = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, answers.read_text().splitlines())}
     assert told.keys() == asked.keys()
     assert all(body["choices"][0]["message"]["content"] for body in told.values())

@@ -122,19 +122,11 @@ def _most_items(cu, sequences, kv_heads, share):
 
 
 @_pasted
-def _in_a_row(own, follows, sequence):
-    """How many sequences there are from this one on that each follow the one before."""
+def _joined(marks, is_told, sequences, sequence):
+    """How many sequences there are from this one on, each of which but the first has a mark: that it follows the one
+    before, or shares its first blocks."""
     count = 1
-    while own.follows != 0 and sequence + count < own.sequences and follows[sequence + count] != 0:
-        count += 1
-    return count
-
-
-@_pasted
-def _in_a_group(own, shared, sequence):
-    """How many sequences there are from this one on that share their first blocks."""
-    count = 1
-    while own.shared != 0 and sequence + count < own.sequences and shared[sequence + count] != 0:
+    while is_told and sequence + count < sequences and marks[sequence + count] != 0:
         count += 1
     return count
 
@@ -219,7 +211,7 @@ def _plan_group(own, cu, lens, follows, shared, items, at, sequence, count, head
         while sequence < behind:
             item = items[at]
             item.position = lens[sequence] - 1
-            in_a_row = min(_in_a_row(own, follows, sequence), behind - sequence)
+            in_a_row = _joined(follows, own.follows != 0, behind, sequence)
             item.tokens = _taken_together(own, item.position, in_a_row, 0) if in_a_row > 1 else 1
             # Of several the last one: its table has the blocks of all.
             item.sequence, item.head, item.token = sequence + item.tokens - 1, head, cu[sequence]
@@ -242,14 +234,14 @@ def _plan_items(own, cu, lens, follows, shared, sees, windows, sinks, items):
     at = sequence = 0
     own.part_count = own.rows = own.is_tiled = own.partial_rows = own.cost = 0
     while sequence < own.sequences:
-        group = _in_a_group(own, shared, sequence)
-        end = sequence + max(group, _in_a_row(own, follows, sequence))
+        group = _joined(shared, own.shared != 0, own.sequences, sequence)
+        end = sequence + max(group, _joined(follows, own.follows != 0, own.sequences, sequence))
         for head in range(own.kv_heads):
             if group > 1 and windows[head] <= 0:
                 at = _plan_group(own, cu, lens, follows, shared, items, at, sequence, group, head)
             each = sequence + group if group > 1 and windows[head] <= 0 else sequence
             while each < end:
-                together = min(_in_a_row(own, follows, each), end - each)
+                together = _joined(follows, own.follows != 0, end, each)
                 at = _plan_sequence(own, cu, lens, sees, windows, sinks, items, at, each, together, head)
                 each += together
         sequence = end

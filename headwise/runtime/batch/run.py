@@ -73,7 +73,7 @@ class Summary:
     def __str__(self) -> str:
         cached = 100 * self.cached_tokens / max(1, self.prompt_tokens)
         return (
-            f"{self.answered:,} answers, {self.refused:,} refused, in {self.seconds:,.1f} s: "
+            f"{self.answered:,} answered, {self.refused:,} refused, in {self.seconds:,.1f} s: "
             f"{self.prompt_tokens:,} prompt tokens, {cached:.1f} % of them cached, "
             f"and {self.completion_tokens:,} tokens of answers"
         )

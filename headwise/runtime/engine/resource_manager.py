@@ -24,12 +24,12 @@ from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.step_places import step_places
+from headwise.runtime.engine.step_tokens import step_tokens
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
 from headwise.runtime.engine.waiting_queue import WaitingQueue
 from headwise.runtime.engine.whole_items import ending_outside, step_sees
 from headwise.runtime.protocol.batch import (
-    LAST_SAMPLED,
     NO_DRAFTS,
     NOTHING_PROPOSED,
     NOTHING_SHARED,
@@ -386,7 +386,7 @@ class ResourceManager:
         rows, counts, shared, columns = *self._arranged(plan), self.table
         starts = columns.scheduled[rows]
         drafts = np.clip(starts + counts - columns.length[rows], 0, columns.offered[rows])
-        token_ids = self._input_tokens(rows, starts, counts, drafts)
+        token_ids = step_tokens(columns, rows, starts, counts, drafts, self.speculator)
         columns.scheduled[rows] = starts + counts
         columns.drafted[rows] = drafts
         length = columns.length[rows]
@@ -428,29 +428,6 @@ class ResourceManager:
         is_one = (counts <= 1 + columns.offered[rows]) & (starts >= prompt) & (starts + 1 >= columns.length[rows])
         order, shared = self.joint_reads.arranged(rows, np.where(is_one, prompt, 0))
         return rows[order], counts[order], shared if shared.any() else NOTHING_SHARED
-
-    def _input_tokens(
-        self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64], drafts: NDArray[np.int64]
-    ) -> NDArray[np.int32]:
-        """The tokens of each row from ``starts`` on, drafts behind them; the one not known yet is the worker's last
-        sample."""
-        columns = self.table
-        known = columns.length[rows] - columns.pending[rows]
-        first = np.where(starts < known, columns.last_token[rows], np.int32(LAST_SAMPLED))
-        many = ((starts < known - 1) | (drafts > 0)).nonzero()[0]
-        if not len(many):
-            return first
-        ends = np.cumsum(counts)
-        token_ids = np.empty(int(ends[-1]), dtype=np.int32)
-        token_ids[ends - counts] = first
-        for index, sequence in zip(many.tolist(), columns.of(rows[many]), strict=True):
-            start, count, end, of_drafts = (int(column[index]) for column in (starts, counts, ends, drafts))
-            known_end = end - of_drafts
-            token_ids[end - count : known_end] = sequence.tokens(start, start + count - of_drafts)
-            if of_drafts:
-                assert self.speculator is not None, "drafts are its"
-                token_ids[known_end:end] = self.speculator.guesses(sequence, of_drafts)
-        return token_ids
 
     def commit(
         self,

@@ -277,7 +277,7 @@ def test_a_command_that_is_stopped_leaves_what_it_has_and_goes_on(tmp_path: Path
             assert "is there: go on with it by --resume" in refused.communicate(timeout=60)[1]
         with command(batch, served.base_url, "--resume") as resumed:
             said, log = resumed.communicate(timeout=60)
-        assert said.startswith("3 answers, 0 refused, in "), log
+        assert said.startswith("3 answered, 0 refused, in "), log
         with command(batch, served.base_url, "--resume") as nothing:
             assert nothing.communicate(timeout=60)[0].endswith("has answers to all requests\n")
     assert (refused.returncode, resumed.returncode, nothing.returncode) == (1, 0, 0)
@@ -292,7 +292,7 @@ def test_a_command_some_of_whose_requests_are_refused_says_so(tmp_path: Path) ->
         command(batch, served.base_url) as asked,
     ):
         said, _ = asked.communicate(timeout=60)
-    assert (asked.returncode, said.partition(" in ")[0]) == (2, "0 answers, 1 refused,")
+    assert (asked.returncode, said.partition(" in ")[0]) == (2, "0 answered, 1 refused,")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host/v1", ""])
