@@ -51,11 +51,12 @@ class JointReads:
         tokens: per row, those whose blocks it will keep for as long as it has them: of its prompt
         """
         size = self._cache.block_size
-        able = np.flatnonzero(tokens >= self._least * size) if len(self._groups) else np.empty(0, np.intp)
-        first = self._cache.tables[rows[able], self._groups[0], self._least - 1] if len(able) else able
-        _, which, counts = np.unique(first, return_inverse=True, return_counts=True)
-        able = able[counts[which] > 1]
-        if len(able) < 2:
+        able = np.flatnonzero(tokens >= self._least * size)
+        if len(able) > 1 and len(self._groups):
+            first = self._cache.tables[rows[able], self._groups[0], self._least - 1]
+            _, which, counts = np.unique(first, return_inverse=True, return_counts=True)
+            able = able[counts[which] > 1]
+        if len(able) < 2 or not len(self._groups):
             return np.arange(len(rows)), np.zeros(len(rows), np.int32)
         asked = rows[able].tobytes()
         if self._latest is None or self._latest[0] != asked:

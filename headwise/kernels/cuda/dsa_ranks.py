@@ -29,9 +29,10 @@ from headwise.kernels.cuda.expanded import ExpandedLatents, ExpandedShape
 from headwise.kernels.cuda.gathered import GatheredContexts
 from headwise.kernels.cuda.latent_ranks import FEW_QUERIES, lengths_of, runs_of, side_by_side
 from headwise.kernels.cuda.launch import Array, Variant
-from headwise.kernels.cuda.mla import BESIDE, LatentShape
+from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.mla_ranks import BYTE_COST, RANKS_BYTES, RanksLatents, are_expanded, of_ranks
 from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.cuda.workspace import BESIDE
 from headwise.kernels.dsa import key_roles, latent_roles
 from headwise.kernels.dsa_base import Chosen, IndexQueries
 from headwise.kernels.mla_base import UpProjections

@@ -27,9 +27,9 @@ from headwise.kernels.cuda.elementwise import variant_of
 from headwise.kernels.cuda.gathered import GatheredContexts
 from headwise.kernels.cuda.latent_ranks import FEW_QUERIES, CudaLatentRanks, lengths_of, runs_of, side_by_side
 from headwise.kernels.cuda.launch import Array, Variant
-from headwise.kernels.cuda.mla import BESIDE
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import Defines
+from headwise.kernels.cuda.workspace import BESIDE
 from headwise.kernels.token_ranks import TokenRanks
 
 CONTEXT_BYTES = 128 << 20

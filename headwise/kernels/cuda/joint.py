@@ -19,16 +19,13 @@ from headwise.kernels.cuda.launch import (
 )
 from headwise.kernels.cuda.parameters import Argument
 from headwise.kernels.cuda.tiles import Tile, joint_tile
-from headwise.kernels.cuda.workspace import MOST_KV_HEADS, NUMBER_BYTES, PartsWorkspace
+from headwise.kernels.cuda.workspace import BESIDE, MOST_KV_HEADS, NUMBER_BYTES, PartsWorkspace
 from headwise.kernels.joint import JOINT_ROWS, MOST_TOGETHER
 
 PROGRAMS = 2
 """For each multiprocessor: what a prefix is read by, whatever its length."""
 
 LEAST_SPLIT_TOKENS = 256
-
-BESIDE = 4
-"""As of `merge_jit`."""
 
 OF_JOINT = {"joint": "*i32", "seen": "*fp32"}
 """The last parameters of a decode of sequences some of which have read tokens together."""
@@ -67,7 +64,7 @@ def joint_variants(
         return None
     tile = tile or of_card
     constants = {name: of_decode[name] for name in _CONSTANTS} | {
-        "BLOCK_M": JOINT_ROWS,
+        "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
         "MIN_SPLIT_TILES": max(1, LEAST_SPLIT_TOKENS // tile.keys),
         "SPLIT_TILES": _NO_BOUND,

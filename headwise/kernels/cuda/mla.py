@@ -30,8 +30,6 @@ from headwise.kernels.mla_quantised import FLOAT8, INT8
 from headwise.kernels.nibbles import GROUP, INT4
 
 MODULE = "mla_jit"
-BESIDE = 4
-"""Numbers behind a mean, the first of which is its log-sum-exp: `merge_jit.BESIDE`."""
 QUANTISED = (INT8, FLOAT8)
 """Dtypes of rows with a scale each that the kernels read."""
 MOST_RANK = 512

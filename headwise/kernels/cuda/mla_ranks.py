@@ -26,8 +26,9 @@ from headwise.kernels.cuda.expanded import ExpandedLatents, ExpandedShape
 from headwise.kernels.cuda.expanded import variants_of as variants_of_expanded
 from headwise.kernels.cuda.latent_ranks import FEW_QUERIES, CudaLatentRanks, lengths_of, runs_of, side_by_side
 from headwise.kernels.cuda.launch import Array, Variant
-from headwise.kernels.cuda.mla import BESIDE, LatentShape, TritonLatents, variants_of_ranks
+from headwise.kernels.cuda.mla import LatentShape, TritonLatents, variants_of_ranks
 from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.cuda.workspace import BESIDE
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.token_ranks import TokenRanks
 

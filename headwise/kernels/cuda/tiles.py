@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from headwise.cache_controller.dtypes import dtype_bytes, packed_bytes
 from headwise.kernels.gqa import QUANTISED
+from headwise.kernels.joint import JOINT_ROWS
 from headwise.kernels.nibbles import INT4
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
@@ -124,15 +125,15 @@ def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size:
 
 def joint_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile | None:
     """For decodes that read a prefix together: rows as of a small prompt, and loads further ahead, as all that is read
-    comes from memory. Rows are `headwise.kernels.joint.JOINT_ROWS`. None where they have no room in registers: of heads
+    comes from memory. None where they have no room in registers: of heads
     of 512, or before sm_90 beside keys and values that are converted there."""
     if head_dim > 256 or (head_dim > 128 and kv_dtype != q_dtype and sm < 90):
         return None
     if q_dtype == "float32":
-        return Tile(64, LEAST_KEYS, 4, 2)
+        return Tile(JOINT_ROWS, LEAST_KEYS, 4, 2)
     is_wide = head_dim > 128
     keys = 64 if kv_dtype == q_dtype and not is_wide else 32
-    return _fitting(Tile(64, keys, 8 if is_wide else 4, 3), head_dim, q_dtype, kv_dtype, sm)
+    return _fitting(Tile(JOINT_ROWS, keys, 8 if is_wide else 4, 3), head_dim, q_dtype, kv_dtype, sm)
 
 
 def _fitting(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:

@@ -10,6 +10,8 @@ from headwise.kernels.cuda.parameters import Argument
 COUNTER_BYTES = 4
 NUMBER_BYTES = 4
 ALIGNMENT = 16
+BESIDE = 4
+"""Numbers behind a mean, the first of which is its log-sum-exp: `merge_jit.BESIDE`."""
 MOST_KV_HEADS = 256
 """Of a rank, for whose splits there is room on any card."""
 

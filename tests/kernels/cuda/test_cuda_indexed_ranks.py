@@ -31,7 +31,7 @@ from support.gpu.indexed_ranks import IndexedRanksScene
 from support.gpu.interpreted_latents import gpu_parts, indexed_kernels
 from support.gpu.latent_ranks import assert_dealt, kept_in, knowing, step_of
 
-from headwise.kernels.cuda import dsa_ranks, indexer, mla
+from headwise.kernels.cuda import dsa_ranks, indexer, workspace
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.expanded import ExpandedShape
@@ -170,7 +170,7 @@ def test_decodes_of_any_length_see_the_best_tokens_of_all_ranks(asked: str, kept
     assert told == [
         ("all_gather", (5, 2, case.top), np.int32),
         ("all_gather", (5, 2, case.rank + case.rotated), ranks.dtype),
-        ("exchange", (parts, 5, 2, case.rank + mla.BESIDE), np.float32),
+        ("exchange", (parts, 5, 2, case.rank + workspace.BESIDE), np.float32),
     ]
     kernels = [name for name, _ in ranks.launched(0)]
     assert set(kernels) == {"score_tokens", "attend_chosen"}

@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 from support.gpu.interpreted_latents import latent_kernels
 from support.gpu.latent_ranks import RanksScene, assert_dealt, kept_in, knowing, step_of
 
-from headwise.kernels.cuda import elementwise, latent_ranks, merge_jit, mla, mla_ranks
+from headwise.kernels.cuda import elementwise, latent_ranks, merge_jit, mla_ranks, workspace
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.mla import LatentShape
@@ -106,7 +106,7 @@ def test_a_rank_tells_what_all_heads_see_of_its_tokens_and_the_logarithm_of_thei
     latents.tuning = replace(latents.tuning, min_split_tokens=split)
     queries = poisoned_array((2, 4, 10, case.rank + case.rotated), numpy_dtype(asked))
     queries[:] = np.random.default_rng(3).standard_normal(queries.shape)
-    out = poisoned_array((2, 4, 10, case.rank + mla.BESIDE), np.float32)
+    out = poisoned_array((2, 4, 10, case.rank + workspace.BESIDE), np.float32)
     shape = LatentShape.of(ranks.layout, 20, case.rank, case.rotated, asked)
     batch = replace(scene.batch, seq_lens=share.count(scene.batch.seq_lens).astype(np.int32))
     where = ranks.arenas[1], ranks.layout, batch, scene.heads
@@ -120,7 +120,7 @@ def test_a_rank_tells_what_all_heads_see_of_its_tokens_and_the_logarithm_of_thei
     assert (out[:, 1, :, : case.rank] == 0).all()
     memory = latents._workspace._memory[latents._workspace._counters_bytes :].view(np.float32)
     assert np.isfinite(memory).any() == (split == 32), "there were splits, or none"
-    assert merge_jit.BESIDE.value == mla.BESIDE
+    assert merge_jit.BESIDE.value == workspace.BESIDE
 
 
 def test_parts_of_parts_are_merged_with_their_logarithms() -> None:
@@ -158,7 +158,7 @@ def test_decodes_of_any_length_see_the_tokens_of_all_ranks(asked: str, kept: str
     case = ranks.scene.case
     assert told == [
         ("all_gather", (4, case.heads, case.rank + case.rotated), ranks.dtype),
-        ("exchange", (parts, 4, case.heads, case.rank + mla.BESIDE), np.float32),
+        ("exchange", (parts, 4, case.heads, case.rank + workspace.BESIDE), np.float32),
     ]
     assert ranks.launched(0) == [("attend_latents", ranks.launched(0)[0][1])]
 

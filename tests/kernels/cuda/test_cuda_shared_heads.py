@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 from support.gpu.interpreted_attention import SMALL, SMALL_TMA
 from support.gpu.shared_heads import RanksScene
 
-from headwise.kernels.cuda import gathered, gqa_ranks, merge_jit, mla
+from headwise.kernels.cuda import gathered, gqa_ranks, merge_jit, workspace
 from headwise.kernels.cuda.attention import AttentionShape, Tuning, variant_of_ranks
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.gqa_ranks import RanksShape
@@ -79,7 +79,7 @@ def test_a_rank_tells_what_all_heads_see_of_its_tokens_and_the_logarithm_of_thei
     attention, share = scene.kernels[1]._attention, TokenShare(1, 2)
     queries = poisoned_array((2, 4, 3, dim), numpy_dtype(asked))
     queries[:] = np.random.default_rng(3).standard_normal(queries.shape)
-    out = poisoned_array((2, 4, 3, dim + mla.BESIDE), np.float32)
+    out = poisoned_array((2, 4, 3, dim + workspace.BESIDE), np.float32)
     batch = replace(scene.batch, seq_lens=share.count(scene.batch.seq_lens).astype(np.int32))
     where, how = (scene.arenas[1], scene.layout.own, batch, scene.heads), {"scale": scene.scale, "softcap": softcap}
     for _ in range(2):  # the second time with counters as the first one left them
@@ -135,7 +135,7 @@ def test_decodes_of_any_length_see_the_tokens_of_all_ranks(
     scene = RanksScene(case, parts, asked).decoding()
     assert assert_all_see_all(scene) == [
         ("all_gather", (4, 3, 64), scene.dtype),
-        ("exchange", (parts, 4, 3, 64 + mla.BESIDE), np.float32),
+        ("exchange", (parts, 4, 3, 64 + workspace.BESIDE), np.float32),
     ]
     assert [name for name, _ in scene.launched()] == ["attend"]
 
@@ -145,7 +145,7 @@ def test_values_that_are_smaller_than_keys(kept: str) -> None:
     """Of decodes, whose queries go to tokens, and of a prompt, whose tokens go to queries."""
     case = Case((1, 1), (70, 34), ONE, 4, 96, 32, has_sink_logits=True, dtype=kept, value_dim=64)
     scene = RanksScene(case, 2, "bfloat16").decoding()
-    assert assert_all_see_all(scene)[1] == ("exchange", (2, 2, 2, 64 + mla.BESIDE), np.float32)
+    assert assert_all_see_all(scene)[1] == ("exchange", (2, 2, 2, 64 + workspace.BESIDE), np.float32)
     assert_all_see_all(RanksScene(replace(case, query_lens=(40, 1)), 2, "bfloat16").knowing())
 
 

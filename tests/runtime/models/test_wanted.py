@@ -27,6 +27,19 @@ def test_each_wanted_query_is_a_sequence_that_ends_with_it(is_on_host: bool) -> 
     assert found.on_host.seq_lens.tolist() == found.seq_lens.tolist()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "shared"),
+    [([0, 1, 2, 3, 4, 5], [0, 8, 8, 0, 4, 0]), ([1, 2, 4], [0, 8, 0]), ([0, 2, 3, 4], [0, 8, 0, 4]), ([2, 5], [0, 0])],
+)
+def test_what_is_left_of_a_group_shares_what_all_of_it_does(wanted: list[int], shared: list[int]) -> None:
+    lengths, tables = np.full(6, 20, np.int32), np.zeros((6, 5), np.int32)
+    told = np.array([0, 8, 8, 0, 4, 0], np.int32)
+    batch = AttentionBatch(np.arange(7, dtype=np.int32), lengths, tables, 1, 1, shared=told)
+    found = ending_at(batch, np.array(wanted), make_ops("numpy", 1, "float32"))
+    assert found.shared is not None
+    assert found.shared.tolist() == shared
+
+
 def test_rows_are_all_some_or_none() -> None:
     ops, rows = make_ops("numpy"), np.arange(12, dtype=np.float32).reshape(4, 3)
     assert wanted_rows(rows, None, ops) is rows
