@@ -59,6 +59,10 @@ class CacheStats:
     smallest_reusable_prefix: int
 
 
+SECLUDED = 1 << 40
+"""Of a row of which the tree is told nothing more: more columns than any has."""
+
+
 class CacheManager:
     """Owns the pool, the prefix tree and the block tables ``int32 [max_rows, groups, max_blocks]``.
 
@@ -74,7 +78,7 @@ class CacheManager:
 
     step_tokens: most tokens of one sequence in the steps that are in flight together
     num_blocks:  per row, the columns of its tables that are allocated
-    registered:  per row, the columns that the tree knows
+    registered:  per row, the columns that the tree knows, or `SECLUDED`
     checkpoint_tokens: of a long prompt, between checkpoints of states; 0: only at its end, and where prompts part
     eviction:    makes the policy by which a pool evicts, the device's and the host's
     costs:       what decides whether blocks are copied from other tiers, or computed
@@ -372,6 +376,10 @@ class CacheManager:
         brought = np.flatnonzero(taken.any(axis=1))
         self.events.brought([at_row[index] for index in brought.tolist()], nodes[brought])
         self.registered[rows] = [len(row_hashes) for row_hashes in hashes]
+
+    def seclude(self, row: int) -> None:
+        """Let the tree know nothing more of a row: what it computes serves nobody else."""
+        self.registered[row] = SECLUDED
 
     def _replace_unheld(self, nodes: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
         """Let a row's ``blocks [n, groups]`` take the place of cached ones, which are freed.

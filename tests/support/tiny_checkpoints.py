@@ -866,9 +866,9 @@ _LIMITED = {"hy_v4": ("experts.gate_up_proj",), "step3p7": ("moe.gate_proj.weigh
 """Weights whose products go into activations with limits, by `model_type`."""
 
 
-def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
+def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]], seed: int = 0) -> dict[str, np.ndarray]:
     """Weights of these names and shapes, whose activations neither vanish nor grow, and whose logits lie apart."""
-    draw, found = np.random.default_rng(0), {}
+    draw, found = np.random.default_rng(seed), {}
     from_one = config["model_type"] in _NORMS_FROM_ONE
     for name, shape in sorted(shapes.items()):
         if name.endswith(("_blocks", "_scales")):
@@ -933,7 +933,10 @@ def _scratch() -> TemporaryDirectory[str]:
 
 
 @cache
-def checkpoint(name: str) -> Path:
-    """The directory of a tiny model, written when it is first asked for and gone with this process."""
+def checkpoint(name: str, seed: int = 0) -> Path:
+    """The directory of a tiny model, written when it is first asked for and gone with this process. seed: of its
+    weights; what was recorded is of those of 0"""
     known = reference(name)
-    return write_checkpoint(Path(_scratch().name) / name, known["config"], known["shapes"])
+    directory = Path(_scratch().name) / (f"{name}-{seed}" if seed else name)
+    weights = draw_weights(known["config"], known["shapes"], seed)
+    return write_checkpoint(directory, known["config"], known["shapes"], weights)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from headwise.errors import EngineDiedError
 from headwise.runtime.engine.core import EngineCore
-from headwise.runtime.engine.operations import EVERY_TIER
+from headwise.runtime.engine.operations import EVERY_TIER, NewWeights, Operation
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta
 
 Inbox = deque[OutputDelta]
@@ -59,12 +59,19 @@ class LocalCalls:
 
     def operate(self, action: str, tier: str = EVERY_TIER) -> int:
         """Carry out an operation of the core. Returns how many blocks a reset forgot."""
+        return self._carry_out(lambda: self._core.operate(action, tier)).blocks
+
+    def change_weights(self, new: NewWeights) -> None:
+        """Have the core's model get other weights. Raises `EngineDiedError` if they cannot be loaded."""
+        self._carry_out(lambda: self._core.change_weights(new))
+
+    def _carry_out(self, begin: Callable[[], Operation]) -> Operation:
         with self._core_lock():
-            operation = self._core.operate(action, tier)
+            operation = begin()
         while not operation.is_done:
             with self._core_lock():
                 self._step()
-        return operation.blocks
+        return operation
 
     def close(self) -> None:
         """Use the core no more. Open streams end with `EngineDiedError`."""

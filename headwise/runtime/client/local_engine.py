@@ -20,9 +20,11 @@ from headwise.runtime.config.device import resolve_device
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.images import without_images
 from headwise.runtime.config.model_card import ModelCard, with_pool
+from headwise.runtime.config.new_weights import with_weights
 from headwise.runtime.encoder.image_encoder import ImageEncoder
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of
 from headwise.runtime.loader.chat_images import take_images
@@ -31,6 +33,7 @@ from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.images import IMAGE_LIMITS, embeds_of
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
+from headwise.runtime.protocol.weights import Weights, some_version
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.memory_check import check_memory
 from headwise.runtime.worker.worker import ModelWorker
@@ -153,6 +156,20 @@ class LocalEngine:
     def reset_cache(self, tier: str = "all") -> int:
         """Forget every cached block that no running request needs; how many those were. See `Client.reset_cache`."""
         return self._calls.operate("reset_cache", tier)
+
+    def update_weights(self, model: str, *, version: str = "", keep_running: bool = False) -> str:
+        """Have the model get the weights of ``model``, and return their version: see `Client.update_weights`.
+
+        Raises:
+            ModelError, ConfigError: there are none, or they do not fit. Nothing has changed.
+            EngineDiedError: they could not be loaded all the same.
+        """
+        weights = Weights(version or some_version(), model)
+        weights.check()
+        card = with_weights(self.core.card, self.config, model)
+        self._calls.change_weights(NewWeights(weights, card, keep_running))
+        self.preprocessor.card = card
+        return weights.version
 
     def stats(self) -> dict[str, Any]:
         return self.core.stats()

@@ -19,7 +19,7 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.peer_blocks import exchange_with
 from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.engine.departure import Departure
-from headwise.runtime.engine.operations import EVERY_TIER, Operation, Operations, State
+from headwise.runtime.engine.operations import EVERY_TIER, NewWeights, Operation, Operations, State
 from headwise.runtime.engine.output import OutputText
 from headwise.runtime.engine.parts import (
     host_config_of,
@@ -50,6 +50,7 @@ from headwise.runtime.protocol.prompt_items import (
 )
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.runtime.protocol.shared_rows import moved
+from headwise.runtime.protocol.weights import FIRST, Weights
 from headwise.transfer.shared_buffers import SharedBuffers
 from headwise.transfer.stats import TransferStats
 
@@ -78,11 +79,13 @@ class EngineCore:
         lookup: Lookup | None = None,
         peers: Peers | None = None,
         exchange: Exchange = exchange_with,
+        weights: Weights = FIRST,
     ) -> None:
         """
         lookup:   what storage has; None: there is none
         peers:    the other engines; None: this one neither asks nor is asked for blocks
         exchange: says how blocks of engines with so many ranks fill those of this one
+        weights:  that workers have, and the card is of
         """
         self.config = config
         self.card = card
@@ -130,7 +133,8 @@ class EngineCore:
                 abort=self.abort,
                 timeout_s=config.load_timeout_s,
             )
-        self._operations = Operations(self.resources)
+        self.weights = weights
+        self._operations = Operations(self.resources, self._have_changed)
         self._lookup = lookup
         self._depth = config.steps_in_flight
         self._steps: deque[ScheduledStep] = deque()
@@ -258,6 +262,17 @@ class EngineCore:
         or `ConfigError` for a tier that there is not.
         """
         return self._operations.ask(action, tier)
+
+    def change_weights(self, new: NewWeights) -> Operation:
+        """Begin to have other weights of the same model; `step` carries it out. Requests go on, and nothing that was
+        cached by others serves them any more. Asleep, the engine has them when it wakes."""
+        return self._operations.change_weights(new)
+
+    def _have_changed(self, new: NewWeights) -> None:
+        self.card, self.weights = new.card, new.weights
+        for sequence in self._live.values():
+            request = sequence.request
+            self.resources.reseed(sequence, self.card.hash_seed(request.cache_salt, request.lora_id), self._clock())
 
     # ---- the end ----
 
@@ -432,11 +447,13 @@ class EngineCore:
         self._counts["tokens_out"] += taken
         text, reason = self._ending(sequence, text, reason)
         told, delta_logprobs = tuple(tokens[:taken]), () if logprobs is None else (logprobs,)
+        version = self.weights.version
+        news, sequence.weights = "" if version == sequence.weights else version, version
         if reason is None:
-            self._outbox.append(OutputDelta(sequence.id, told, text, delta_logprobs))
+            self._outbox.append(OutputDelta(sequence.id, told, text, delta_logprobs, weights=news))
         else:
             self._counts["finished"] += 1
-            self._end(sequence, reason, token_ids=told, text=text, logprobs=delta_logprobs)
+            self._end(sequence, reason, token_ids=told, text=text, logprobs=delta_logprobs, weights=news)
 
     def _ending(self, sequence: Sequence, text: str, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
         """What the latest token made of the text, and how the request ends with it: also by its length."""
@@ -521,6 +538,7 @@ class EngineCore:
         return {
             "model": self.card.model,
             "state": self._operations.state.value,
+            "weights": self.weights.version,
             "requests": {
                 "waiting": len(self.resources.waiting),
                 "running": len(self.resources.running),

@@ -1,15 +1,18 @@
-"""What an engine is told to do besides serving requests: sleep, wake, and forget what is cached."""
+"""What an engine is told to do besides serving requests: sleep, wake, forget what is cached, and take other weights."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, STORAGE_TIER
 from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError
+from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
-from headwise.runtime.protocol.batch import RESET_STORAGE, SLEEP, WAKE, StepResult
+from headwise.runtime.protocol.batch import CHANGE_WEIGHTS, RESET_STORAGE, SLEEP, WAKE, StepResult
+from headwise.runtime.protocol.weights import Weights, WeightsToLoad
 
 RESET_CACHE = "reset_cache"
 ACTIONS = (SLEEP, WAKE, RESET_CACHE)
@@ -26,18 +29,37 @@ class State(Enum):
     FALLING_ASLEEP = "falling asleep"
     ASLEEP = "asleep"
     WAKING = "waking"
+    CHANGING = "changing weights"
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """Weights that were found to fit, and the model's card with them.
+
+    keeps_running: what runs goes on behind what the weights before have computed of it; else it is computed anew
+    """
+
+    weights: Weights
+    card: ModelCard
+    keeps_running: bool = False
+
+    @property
+    def to_load(self) -> WeightsToLoad:
+        return WeightsToLoad(self.weights.model, (self.card.weights, self.card.blocks))
 
 
 @dataclass(eq=False)
 class Operation:
     """One thing that was asked for.
 
+    new:    the weights, of `CHANGE_WEIGHTS`
     blocks: how many blocks a reset has forgotten, once it is done
     has_emptied_storage: all of it, also of what other engines put there
     """
 
     action: str
     tier: str = EVERY_TIER
+    new: NewWeights | None = None
     blocks: int = 0
     is_done: bool = False
     has_emptied_storage: bool = False
@@ -51,13 +73,20 @@ class Operations:
     Falling asleep: what runs is preempted and steps in flight end; then the host gets what the device has cached, as
     far as it has room; then the workers let go of the weights and of the device's memory.
 
+    Other weights take the place of those that there are once steps in flight have ended, awake or asleep, and device
+    and host forget what is cached, which does not serve them.
+
     device_resets: how often what the device had cached was forgotten
     """
 
-    def __init__(self, resources: ResourceManager) -> None:
+    def __init__(self, resources: ResourceManager, changed: Callable[[NewWeights], None]) -> None:
+        """
+        changed: called when workers have other weights
+        """
         self.state = State.AWAKE
         self._resources = resources
         self._cache = resources.cache
+        self._changed = changed
         self._queue: deque[Operation] = deque()
         self._is_sent = False  # whether the workers are at the first of the queue
         self.device_resets = 0
@@ -84,7 +113,13 @@ class Operations:
         ):
             if tier == name and not is_there:
                 raise ConfigError(f"this deployment has no {name} tier to reset: it was started without {option}")
-        operation = Operation(action, tier)
+        return self._put(Operation(action, tier))
+
+    def change_weights(self, new: NewWeights) -> Operation:
+        """As `ask`, for other weights."""
+        return self._put(Operation(CHANGE_WEIGHTS, new=new))
+
+    def _put(self, operation: Operation) -> Operation:
         self._queue.append(operation)
         return operation
 
@@ -94,7 +129,8 @@ class Operations:
             command = self._advance(self._queue[0])
             if command is not None:
                 self._is_sent = True
-                return self._resources.command(command)
+                new = self._queue[0].new
+                return self._resources.command(command, None if new is None else new.to_load)
             if not self._queue[0].is_done:
                 break
             self._queue.popleft()
@@ -106,6 +142,8 @@ class Operations:
             return self._fall_asleep(operation)
         if operation.action == WAKE:
             return self._wake(operation)
+        if operation.new is not None:
+            return self._change_weights(operation.new)
         return self._reset_cache(operation)
 
     def _fall_asleep(self, operation: Operation) -> str | None:
@@ -144,6 +182,13 @@ class Operations:
         operation.is_done = True
         return None
 
+    def _change_weights(self, new: NewWeights) -> str | None:
+        if self.state is State.AWAKE:
+            self.state = State.CHANGING
+            if not new.keeps_running:
+                self._resources.preempt_all()
+        return None if self._resources.has_steps else CHANGE_WEIGHTS
+
     def obeyed(self, command: str, result: StepResult) -> None:
         """The workers have obeyed a command; raises `EngineDiedError` if one could not."""
         if result.error is not None:
@@ -152,7 +197,12 @@ class Operations:
         self._is_sent = False
         if command == RESET_STORAGE:
             self._cache.reset((STORAGE_TIER,))  # of what came to be known of it while it was emptied
-        self.state = {SLEEP: State.ASLEEP, WAKE: State.AWAKE}.get(command, self.state)
+        if operation.new is not None:
+            self._cache.reset((DEVICE_TIER, HOST_TIER))
+            self.device_resets += 1
+            self._changed(operation.new)
+        is_over = command == WAKE or self.state is State.CHANGING
+        self.state = State.ASLEEP if command == SLEEP else State.AWAKE if is_over else self.state
         operation.blocks += result.forgotten
         operation.has_emptied_storage = command == RESET_STORAGE
         operation.is_done = True

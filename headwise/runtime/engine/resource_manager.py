@@ -37,6 +37,7 @@ from headwise.runtime.protocol.batch import (
     NewSequence,
     StepResult,
 )
+from headwise.runtime.protocol.weights import WeightsToLoad
 from headwise.transfer.shared_buffers import SharedBuffers
 
 ASKED_CHUNK = 256
@@ -176,9 +177,9 @@ class ResourceManager:
         self._advance_copies(now)
         return self._send(_no_rows()) if self._copies_need_a_step() else None
 
-    def command(self, command: str) -> ScheduledStep:
-        """A step that has the workers obey a command."""
-        return self._send(_no_rows(), command)
+    def command(self, command: str, weights: WeightsToLoad | None = None) -> ScheduledStep:
+        """A step that has the workers obey a command; see `BatchRequest`."""
+        return self._send(_no_rows(), command, weights)
 
     def _advance_copies(self, now: float) -> None:
         self.copies.advance(now, self._blocks_of_a_step)
@@ -265,6 +266,16 @@ class ResourceManager:
         """Let nothing run: all sequences wait again, with the tokens they have, and are computed again later."""
         for sequence in list(self.running):
             self.leave(sequence)
+
+    def reseed(self, sequence: Sequence, seed: bytes, now: float) -> None:
+        """Have a sequence's blocks hashed from another seed: no step is in flight. Nothing that is cached is its any
+        more; what a running one computes from now on is nobody else's, since what is before it is not of that seed."""
+        sequence.reseed(seed)
+        if sequence.phase is Phase.RUNNING:
+            self.cache.seclude(sequence.row)
+        else:
+            self.waiting.discard(sequence)
+            self.waiting.add(sequence, now)
 
     def _preempt_latest(self) -> None:
         victim = self.running[-1]
@@ -382,7 +393,7 @@ class ResourceManager:
 
     # ---- steps ----
 
-    def _send(self, plan: _Plan, command: str = "") -> ScheduledStep:
+    def _send(self, plan: _Plan, command: str = "", weights: WeightsToLoad | None = None) -> ScheduledStep:
         rows, counts, shared, columns = *self._arranged(plan), self.table
         starts = columns.scheduled[rows]
         drafts = np.clip(starts + counts - columns.length[rows], 0, columns.offered[rows])
@@ -416,6 +427,7 @@ class ResourceManager:
             places=step_places(columns, rows, starts, counts),
             sees=step_sees(columns, rows, starts, counts),
             shared=shared,
+            weights=weights,
             **of_model,
         )
         return ScheduledStep(batch, tuple(sequences))

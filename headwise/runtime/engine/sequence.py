@@ -35,6 +35,7 @@ class Sequence:
     ends:          tokens that end it
     prompt_told:   tokens of its prompt of which log-probabilities were told, where they are asked for
     lacks:         embeddings of its first tokens, up to here, were left out: the cache had these tokens, and must have
+    weights:       version of those by which its last token was sampled, as was told
     """
 
     request: GenerateRequest
@@ -55,6 +56,7 @@ class Sequence:
     ends: frozenset[int] = frozenset()
     prompt_told: int = 0
     lacks: int = 0
+    weights: str = ""
 
     @property
     def id(self) -> str:
@@ -96,6 +98,10 @@ class Sequence:
             return prompt[start:stop]
         output = self.output[max(0, start - len(prompt)) : stop - len(prompt)]
         return np.concatenate([prompt[start:], np.array(output, dtype=np.int32)])
+
+    def reseed(self, seed: bytes) -> None:
+        """Nothing is computed of it any more, and its blocks' hashes start from another seed."""
+        self.hash_seed, self.hashes, self.computed_from = seed, [], NOTHING_COMPUTED
 
     def block_hashes(self, tokens: int, block_size: int) -> list[bytes]:
         """Hashes of the full blocks of the first ``tokens`` known tokens; computed once each."""

@@ -56,6 +56,19 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None, 
     raise ModelError(f"{name!r} {what}; a model is {_ALLOWED}")
 
 
+def resolve_weights(name: str, cache_dir: Path, progress: Progress | None = None) -> Path:
+    """The directory of weights for a model that is served already: as `resolve_model`, but that it needs no tokenizer.
+
+    Raises `ModelError` and `ConfigError` likewise.
+    """
+    path = Path(name).expanduser().absolute()
+    if name in ALIASES or not path.is_dir():
+        return resolve_model(name, cache_dir, progress)
+    _check_config(path, name)
+    _check_weights(path, name)
+    return path
+
+
 def resolve_draft_model(name: str, cache_dir: Path, progress: Progress | None = None, *, weights: bool = True) -> Path:
     """The directory of a head that drafts beside a model: ``config.json`` and safetensors. As `resolve_model`.
 

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from headwise.runtime.protocol.copies import NO_REPORT, NOTHING_IN, NOTHING_OUT, CopyReport, SwapIn, SwapOut
 from headwise.runtime.protocol.request import SamplingParams, TokenLogprobs
+from headwise.runtime.protocol.weights import WeightsToLoad
 
 LAST_SAMPLED = -1
 """A token id in a batch that stands for "the token the worker sampled last for this row"."""
 
-SLEEP, WAKE, RESET_STORAGE = "sleep", "wake", "reset_storage"
-"""Commands to workers: give up weights and arena, load and allocate them again, forget every block in storage."""
+SLEEP, WAKE, RESET_STORAGE, CHANGE_WEIGHTS = "sleep", "wake", "reset_storage", "change_weights"
+"""Commands to workers: give up weights and arena, load and allocate them again, forget every block in storage, have
+others take the weights' place."""
 
 NO_DRAFTS: NDArray[np.int32] = np.empty(0, np.int32)
 """Of a step in which no sequence has any."""
@@ -145,6 +147,7 @@ class BatchRequest:
     shared:               ``[n]`` of a sequence that has one token here, and its drafts, how many of its first tokens
                           are in the same blocks as those of the one before it: see `AttentionBatch.shared`; or
                           `NOTHING_SHARED`
+    weights:              those that `CHANGE_WEIGHTS` is about
     """
 
     step_id: int
@@ -165,6 +168,7 @@ class BatchRequest:
     places: NDArray[np.int32] = field(default_factory=lambda: NO_PLACES)
     sees: NDArray[np.int32] = field(default_factory=lambda: UP_TO_THEMSELVES)
     shared: NDArray[np.int32] = field(default_factory=lambda: NOTHING_SHARED)
+    weights: WeightsToLoad | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -278,6 +278,7 @@ class OutputDelta:
     prompt_token_ids, prompt_logprobs: the next tokens of the prompt, where their log-probabilities are asked for; the
                                        first token has none
     stop: the stop string that ended the output; empty: none did
+    weights: version of the weights by which its tokens, and those that follow, were sampled; empty: it has not changed
     """
 
     request_id: str
@@ -291,6 +292,7 @@ class OutputDelta:
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     stop: str = ""
+    weights: str = ""
 
 
 @dataclass
@@ -299,6 +301,8 @@ class GenerationResult:
 
     prompt_token_ids, prompt_logprobs: of each token of the prompt, where they are asked for; the first one's is None
     stop: the stop string that ended the output; empty: none did
+    weights: from which token of the output on it was sampled by weights of which version: see `Client.update_weights`;
+             empty: by those of the start alone
     """
 
     request_id: str
@@ -311,8 +315,11 @@ class GenerationResult:
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     stop: str = ""
+    weights: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, delta: OutputDelta) -> None:
+        if delta.weights and delta.weights != (self.weights[-1][1] if self.weights else ""):
+            self.weights.append((len(self.token_ids), delta.weights))
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)

@@ -42,9 +42,10 @@ from headwise.runtime.protocol.request import (
     TokenLogprobs,
     Usage,
 )
+from headwise.runtime.protocol.weights import Weights, WeightsToLoad
 from headwise.transfer.stats import TransferStats
 
-VERSION = 9
+VERSION = 10
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
@@ -294,6 +295,8 @@ for _cls in (
     CopyReport,
     SharedRows,
     StepEmbeds,
+    Weights,
+    WeightsToLoad,
     BatchRequest,
     StepResult,
     PeerHint,

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
-from headwise.errors import ConfigError, EngineDiedError, first_line
+from headwise.errors import ConfigError, EngineDiedError, ModelError, first_line
 from headwise.kernels.base import HeadTable
 from headwise.runtime.config.decode_reads import layer_elements
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.grammar import Vocabulary
+from headwise.runtime.loader.resolve import resolve_weights
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import CachedAttention
 from headwise.runtime.models.attention.select import attention_of
@@ -29,6 +30,7 @@ from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorO
 from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
 from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, StageLostError
 from headwise.runtime.protocol.batch import (
+    CHANGE_WEIGHTS,
     RESET_STORAGE,
     SLEEP,
     WAKE,
@@ -37,6 +39,7 @@ from headwise.runtime.protocol.batch import (
 )
 from headwise.runtime.protocol.copies import NO_REPORT
 from headwise.runtime.protocol.running_step import RunningStep
+from headwise.runtime.protocol.weights import WeightsToLoad
 from headwise.runtime.worker.begun_step import BegunStep, Computed
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored, padded_rows
 from headwise.runtime.worker.device import Device, open_device
@@ -66,6 +69,7 @@ class WorkerParts:
     read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
     load_model: Callable[[ModelCard, EngineConfig, Path, TensorOps, Collectives, Shard], Model] = load_model
     open_copies: Callable[..., KVOffload] = KVOffload
+    find_weights: Callable[[str, Path], Path] = resolve_weights
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -340,7 +344,7 @@ class ModelWorker:
 
     # ---- sleep ----
 
-    def _obey(self, command: str) -> int:
+    def _obey(self, command: str, weights: WeightsToLoad | None) -> int:
         """Carry out a batch's command; the number of blocks that it had storage forget.
 
         Raises `EngineDiedError` if it failed: ranks must never differ in what they hold.
@@ -350,12 +354,15 @@ class ModelWorker:
                 self._sleep()
             elif command == WAKE:
                 self._wake()
+            elif command == CHANGE_WEIGHTS and weights is not None:
+                self._change_weights(weights)
             elif command == RESET_STORAGE and self._copies is not None:
                 return self._copies.reset_storage()
             else:
                 raise ValueError(f"a worker without host_cache has no storage to obey {command!r}")
         except Exception as error:
-            raise EngineDiedError(f"rank {self.rank} could not {command}: {error}") from error
+            named = command.replace("_", " ")
+            raise EngineDiedError(f"rank {self.rank} could not {named}: {error}") from error
         return 0
 
     def _sleep(self) -> None:
@@ -384,6 +391,25 @@ class ModelWorker:
         self._record_decode()
         if self._copies is not None:
             self._copies.attach_device(self._runner.cache.arena)
+
+    def _change_weights(self, weights: WeightsToLoad) -> None:
+        """Load others in place of the model's; what the arena and the host have stays. Asleep: when it wakes."""
+        directory = self._parts.find_weights(weights.model, self._config.cache_path)
+        read = self._parts.read_card(self._config, directory)
+        if (read.weights, read.blocks) != weights.digests:
+            raise ModelError(f"the weights in {directory} are other ones than the engine has read: do they change?")
+        self._model_dir, self.card = directory, replace(self.card, weights=read.weights, blocks=read.blocks)
+        self._config = replace(self._config, packed_cache=False)  # nobody starts with them again
+        if self._is_asleep:
+            return
+        runner = self._runner
+        self._prefill = runner.prefill = runner.graphs = None  # which hold the model
+        del self._model, runner.model
+        self._ops.give_back_memory()
+        self._model = runner.model = self._load_model()
+        self._record_prefill()
+        runner.prefill, runner.graphs = self._prefill, self._make_graphs(runner)
+        self._record_decode()
 
     # ---- steps ----
 
@@ -426,7 +452,7 @@ class ModelWorker:
         if self._copies is not None:
             self._copies.start(batch)
         if batch.command:
-            forgotten = self._obey(batch.command)
+            forgotten = self._obey(batch.command, batch.weights)
         try:
             if not self._is_asleep:
                 computed = self._compute(batch)

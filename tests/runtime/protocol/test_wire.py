@@ -158,7 +158,7 @@ def damaged(position: int, value: object) -> bytes:
         (damaged(4, "won"), r"OutputDelta\.finish_reason: must be one of stop"),
         (msgpack.packb([99, "OutputDelta", []]), "protocol version 99"),
         (msgpack.packb([wire.VERSION, "Nothing", []]), "unexpected message 'Nothing'"),
-        (msgpack.packb([wire.VERSION, "OutputDelta", []]), "must have 11 fields"),
+        (msgpack.packb([wire.VERSION, "OutputDelta", []]), "must have 12 fields"),
         (b"", "0 bytes"),
     ],
 )

@@ -28,8 +28,10 @@ from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.cache_controller.stored_blocks import AUDIT_S
 from headwise.errors import EngineDiedError
 from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.protocol.batch import LAST_SAMPLED
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest
+from headwise.runtime.protocol.weights import Weights
 
 BROKEN_FAMILY, BREAKS_AT = 3, 12
 """The model has no numbers for what comes after so many tokens of that family of prompts."""
@@ -52,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.is_late = False
+        self.weights = 0
         self._open()
         self.requests: dict[str, GenerateRequest] = {}
         self.broken: set[str] = set()
@@ -147,6 +150,19 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(action=st.sampled_from(["sleep", "wake", "wake"]))
     def sleep_or_wake(self, action: str) -> None:
         self.engine.operate(action)
+
+    @rule(keeps_running=st.booleans(), at_once=st.booleans())
+    def other_weights_come(self, keeps_running: bool, at_once: bool) -> None:
+        """Which say the same, but what others have computed is not theirs."""
+        self.weights += 1
+        version = str(self.weights)
+        card = replace(self.engine.card, identity=f"simulated {version}", weights=version)
+        operation, engine = (
+            self.engine.change_weights(NewWeights(Weights(version, version), card, keeps_running)),
+            self.engine,
+        )
+        while at_once and not operation.is_done and self.engine is engine:
+            self._step(None)
 
     @rule(data=st.data())
     def forget(self, data) -> None:

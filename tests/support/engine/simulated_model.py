@@ -32,6 +32,9 @@ from headwise.transfer.base import Stream
 
 VOCAB = 97
 
+OF_WEIGHTS = 1 << 20
+"""What is kept of a token is the token, and so many times the number of the weights that it was computed by."""
+
 Context = list[int] | None
 """The tokens that a sequence's next one depends on; None: it was computed from a block that never came."""
 
@@ -67,6 +70,8 @@ class TokenKernels:
     contexts:     what each sequence of the latest step has seen
     shared:       what sequences of the latest step share with the ones before them
     is_drafting:  whether a layer that drafts is next: what it keeps of a block's last token is of whoever computed that
+    weights:      number of those that it computes by
+    mixed:        of each sequence of the latest step, whether tokens that were computed by earlier weights may be its
     """
 
     name = "simulated"
@@ -77,6 +82,8 @@ class TokenKernels:
         self.contexts: list[Context] = []
         self.shared: list[int] = []
         self.is_drafting = False
+        self.weights = 0
+        self.mixed: list[bool] = []
 
     def write_kv(self, *arguments: Any) -> None:
         raise AssertionError("the worker prefers to have keys rotated on the way")
@@ -97,7 +104,8 @@ class TokenKernels:
         self._block_size = size
         ends = batch.cu_seqlens_q.tolist()
         places = [place for place in _places(heads) if place[0] not in self._state_groups]
-        self._tokens = [key[first:last, 0, 0].astype(np.int32) for first, last in pairwise(ends)]
+        of_weights = self.weights * OF_WEIGHTS
+        self._tokens = [key[first:last, 0, 0].astype(np.int32) + of_weights for first, last in pairwise(ends)]
         for index, length in enumerate(batch.seq_lens.tolist()):
             tokens = self._tokens[index]
             positions = np.arange(length - len(tokens), length)
@@ -132,7 +140,7 @@ class TokenKernels:
                     table = batch.block_tables[index * batch.groups + group]
                     self._go_on(blocks[:, slot], table, tokens, int(batch.seq_lens[index]))
         self.contexts = [
-            self._read(blocks, batch.block_tables[index * batch.groups :], length, heads, index in behind)
+            self._read(index, blocks, batch.block_tables[index * batch.groups :], length, heads, index in behind)
             for index, length in enumerate(batch.seq_lens.tolist())
         ]
         out[batch.cu_seqlens_q[1:] - 1] = np.arange(len(self.contexts), dtype=np.float32)[:, None, None]
@@ -157,9 +165,16 @@ class TokenKernels:
                 assert (own[:columns] == before[:columns]).all()
 
     def _read(
-        self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable, has_state: bool
+        self,
+        index: int,
+        blocks: NDArray[np.int32],
+        tables: NDArray[np.int32],
+        length: int,
+        heads: HeadTable,
+        has_state: bool,
     ) -> Context:
-        """The tokens as one head holds them; all must hold the same where they may look. has_state: one was left."""
+        """The tokens of a sequence as one head holds them; all must hold the same where they may look. has_state: one
+        was left."""
         positions, size = np.arange(length), blocks.shape[2]
         found = np.full(length, -1, dtype=np.int32)
         columns = zip(*(column.tolist() for column in (heads.group, heads.slot, heads.window, heads.sink)), strict=True)
@@ -188,7 +203,15 @@ class TokenKernels:
             if differ.any():
                 self._copies.violations.append("groups hold different tokens for one sequence")
             found[seen] = tokens
-        return found.tolist()
+        known = found[found >= 0] // OF_WEIGHTS
+        may_be_mixed = bool(self.mixed) and self.mixed[index]
+        if (
+            (np.diff(known) < 0).any()
+            or (known > self.weights).any()
+            or (not may_be_mixed and (known < self.weights).any())
+        ):
+            self._copies.violations.append(f"by weights {self.weights} a sequence goes on behind those of {known}")
+        return np.where(found < 0, found, found % OF_WEIGHTS).tolist()
 
     def check_following(self, expected: list[int], kept: list[int], place: int) -> None:
         """What a layer that drafts has kept up to a token's place must be the tokens behind, but of blocks' ends."""

@@ -37,6 +37,7 @@ from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.running_step import RunningStep, StepRunner
 from headwise.runtime.protocol.shared_rows import SharedRowReader
 from headwise.runtime.protocol.step_channel import WorkerFailed, failure_of
+from headwise.runtime.worker.drafts import spread
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.worker import ModelWorker, WorkerParts
 from headwise.storage.backends.base import BlockStorage
@@ -137,14 +138,16 @@ class SimulatedExecutor:
         self.changed: Callable[[BatchRequest, StepResult], StepResult] = lambda batch, result: result
         self._embeds = SharedRowReader()
         self._begun: deque[BatchRequest] = deque()
+        self._went_on: set[int] = set()  # rows of sequences that were computed by other weights, too
         self._answers: deque[StepResult | WorkerFailed] = deque()
         states = [group for group, policy in enumerate(card.plan.policies) if policy.is_state]
         self._device = SimulatedDevice(self.faults, states, is_late)
         self.model = self._make_model()
         parts = WorkerParts(
-            read_card=lambda config, directory: card,
-            load_model=lambda *arguments: self._load_model(),
+            read_card=lambda config, directory: replace(card, weights=directory.name),
+            load_model=lambda card, *arguments: self._load_model(card.weights),
             open_copies=self._open_copies,
+            find_weights=lambda model, cache_dir: Path(model),
             clock=lambda: 0.0,
         )
         self.worker = self._make_worker(parts)
@@ -157,9 +160,10 @@ class SimulatedExecutor:
     def _make_worker(self, parts: WorkerParts) -> ModelWorker:
         return ModelWorker(_CONFIG, Path(), 0, SingleRank(), self._device, parts)
 
-    def _load_model(self) -> TokenModel:
+    def _load_model(self, weights: str) -> TokenModel:
         if self.fail_wake is not None:
             raise self.fail_wake
+        self._device.kernels.weights = int(weights or 0)
         return self.model
 
     def _open_copies(
@@ -211,6 +215,10 @@ class SimulatedExecutor:
         self.faults.step = batch.step_id
         copies = self._device.copies
         copies.nonsense.update(batch.cache_swap_metadata.loads[:, 2].tolist())
+        if batch.weights is not None:  # what runs may go on
+            self._went_on = set(range(self.card.spec.max_rows))
+        self._went_on -= {new.row for new in batch.new_sequences}
+        self._device.kernels.mixed = [row in self._went_on for row in spread(batch).rows.tolist()]
         self._begun.append(batch)
         return self.worker.begin(batch)
 

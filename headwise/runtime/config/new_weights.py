@@ -1,0 +1,37 @@
+"""Weights that are to take the place of those of a model that is served: whether they fit, and who they are."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from headwise.errors import ModelError
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard, read_model_card
+from headwise.runtime.loader.progress import Progress
+from headwise.runtime.loader.quantised_checkpoint import open_weights
+from headwise.runtime.loader.resolve import resolve_weights
+
+
+def with_weights(card: ModelCard, config: EngineConfig, model: str, progress: Progress | None = None) -> ModelCard:
+    """The card of a model that is served, once its weights are those of ``model``. Takes reading them, to tell them
+    from others.
+
+    Raises:
+        ModelError: there are none, they cannot be read, or they are those of another model.
+        ConfigError: they cannot be served as is configured.
+    """
+    directory = resolve_weights(model, config.cache_path, progress)
+    read = read_model_card(config, directory, progress)
+    if read.config != card.config:
+        differ = [each.name for each in fields(card.config) if _differs(card, read, each.name)]
+        raise ModelError(
+            f"the weights in {directory} are of another model than {card.model}: their config.json differs in "
+            f"{', '.join(differ)}; to serve another model, start another deployment"
+        )
+    if not open_weights(directory).num_elements:  # reads what all files say of themselves: none is cut off
+        raise ModelError(f"the weights in {directory} are empty")
+    return replace(card, identity=read.identity, weights=read.weights, blocks=read.blocks)
+
+
+def _differs(card: ModelCard, read: ModelCard, name: str) -> bool:
+    return bool(getattr(card.config, name) != getattr(read.config, name))
