@@ -27,6 +27,7 @@ from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.chat import check_template
 from headwise.runtime.loader.progress import Progress, SilentProgress
+from headwise.runtime.protocol.weights import FIRST
 from headwise.sockets.curve import ClientKeys
 
 if TYPE_CHECKING:
@@ -220,8 +221,7 @@ class Deployment:
             if name in found.actors:
                 role.adopt(found.actors[name], self._supervisor.now())
             self._fleet.adopt(role, tp_size, name in found.leaving)
-        if found.wish is not None:
-            self._fleet.resume(found.wish)
+        self._fleet.resume(found.wish)
 
     def _look(self, now: float) -> None:
         """On the supervisor's thread, several times a second."""
@@ -255,7 +255,8 @@ class Deployment:
 
         def arguments() -> tuple[Any, ...]:
             assert self._frontend is not None
-            return config, name, self._frontend.front, self._keys
+            assert self._fleet is not None
+            return config, name, self._frontend.front, self._keys, self._fleet.weights or FIRST
 
         def others() -> list[str]:
             assert self._fleet is not None

@@ -33,12 +33,16 @@ from headwise.log_lines import LatestLines, show_log_lines
 from headwise.runtime.config.addresses import is_loopback, parse_ports
 from headwise.runtime.config.block_storage import SharedBlocks, check_agrees, open_lookup, storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import with_pool
+from headwise.runtime.config.model_card import ModelCard, with_pool
+from headwise.runtime.config.new_weights import with_weights
 from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
+from headwise.runtime.engine.weights_follower import WeightsFollower
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.protocol.weights import FIRST, Weights
 from headwise.runtime.worker.memory_check import check_memory
 from headwise.sockets.scratch import sweep
 from headwise.storage.index.flusher import Flusher
@@ -71,10 +75,12 @@ class Engine:
         name: str,
         front: Front,
         keys: Keys,
+        weights: Weights = FIRST,
         start: int = 0,
     ) -> None:
         """
         front: where scheduler and store are; the index's namespace must be this engine's, too
+        weights: those of the deployment now
         start: how many times this engine was started before
         """
         show_log_lines()
@@ -85,6 +91,7 @@ class Engine:
         self._front = front
         self._keys = keys
         self._start = start
+        self._weights = weights
         self._group: WorkerGroup | None = None
         self._server: EngineServer | None = None
         self._flusher: Flusher | None = None
@@ -204,6 +211,7 @@ class Engine:
         assert self._placement is not None, "started in its placement group"
         ranks_here = nodes_of_ranks(self._config, self._placement).count(this_node())
         check_memory(self._config, self._preprocessor.card, ranks_here)
+        self._new = NewWeights(self._weights, self._read_weights(self._weights))
         self._lookup = open_lookup(self._config, self._preprocessor.card)
         epoch = time.time_ns()
         lookup, front, keys = self._lookup, self._front, self._keys
@@ -219,12 +227,19 @@ class Engine:
             self._config.tp_size,
         )
         flusher = self._flusher
+        self._follower = WeightsFollower(self._read_weights, self._weights, self._new.card.identity, self._have_changed)
         self._server = listen_at_free_port(
             address,
             node_address(),
             ports_in_turn(parse_ports(self._config.engine_ports), self._name),
             lambda endpoint: EngineServer(
-                endpoint, reporting=reporting, flusher=flusher, epoch=epoch, keys=keys.outer, on_died=self._on_died
+                endpoint,
+                reporting=reporting,
+                flusher=flusher,
+                epoch=epoch,
+                keys=keys.outer,
+                follower=self._follower,
+                on_died=self._on_died,
             ),
         )
         if self._start:
@@ -233,6 +248,15 @@ class Engine:
         server = self._server
         self._watchdog = Watchdog(lambda: server.loop_count, self._config.engine_timeout_s, self._exit_stuck)
         self._watchdog.start()
+
+    def _read_weights(self, weights: Weights) -> ModelCard:
+        """The card with these weights. Raises `ModelError`, `ConfigError`."""
+        card = self._preprocessor.card
+        return with_weights(card, self._config, weights.model) if weights != FIRST else card
+
+    def _have_changed(self, new: NewWeights) -> None:
+        """On the server's thread: the next workers start with these, too."""
+        self._new = new
 
     @property
     def _scheduler_endpoint(self) -> str:
@@ -264,10 +288,12 @@ class Engine:
         restarts = Restarts()
         while not self._stopping.is_set():
             assert self._placement is not None, "started in its placement group"
-            group = WorkerGroup(self._config, self._model_dir, self._placement, self._keys, self._shared_blocks())
+            parts = self._placement, self._keys, self._shared_blocks()
+            new = self._new
+            group = WorkerGroup(self._config, self._model_dir, *parts, None if new.weights == FIRST else new.to_load)
             try:
                 group.wait_ready()
-                self._attach(group)
+                self._attach(group, new)
                 self._settled.set()
                 self._watch(group)
             finally:
@@ -283,12 +309,14 @@ class Engine:
             storage_namespace(self._preprocessor.card, 0), "" if self._lookup is None else self._lookup.volume
         )
 
-    def _attach(self, group: WorkerGroup) -> None:
+    def _attach(self, group: WorkerGroup, new: NewWeights) -> None:
         assert self._server is not None
-        card, tokenizer = self._preprocessor.card, self._preprocessor.tokenizer
+        card, tokenizer = new.card, self._preprocessor.tokenizer
         card = with_pool(card, self._config, group.executor.num_blocks * card.layout.block_bytes)
         peers = None if self._config.without_peer_loads else self._server.peers
-        core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup, peers=peers)
+        core = EngineCore(
+            self._config, card, tokenizer, group.executor, lookup=self._lookup, peers=peers, weights=new.weights
+        )
         self._core_died.clear()
         wakers: list[Any] = [*group.executor.sockets, *([] if self._lookup is None else [self._lookup])]
         self._server.attach(core, wakers)

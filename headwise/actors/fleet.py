@@ -42,6 +42,7 @@ from headwise.runtime.frontend.scaling import (
     deal,
 )
 from headwise.runtime.frontend.scaling.leaving import choose_leaving, number_of
+from headwise.runtime.protocol.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +101,14 @@ class Fleet:
         self._epoch[role.name] = next(self._epochs)
         self._supervisor.add(role)
 
-    def resume(self, wish: Wish) -> None:
-        """What clients asked for last still holds."""
+    def resume(self, wish: Wish | None) -> None:
+        """What clients asked for last still holds; None: nobody knows what that was."""
         self._wishes.resume(wish)
+
+    @property
+    def weights(self) -> Weights | None:
+        """That engines are to start with; None: not known yet."""
+        return self._wishes.weights
 
     def close(self) -> None:
         """Have all engines drained, and start no others. Callable from any thread."""
@@ -176,6 +182,7 @@ class Fleet:
             wish=self._wishes.last,
             refusal=self._wishes.refusal,
             roles=dict(self._roles),
+            weights=self.weights,
         )
 
     def _deal(self) -> None:

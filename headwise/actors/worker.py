@@ -22,6 +22,7 @@ from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.protocol.step_channel import serve_steps
+from headwise.runtime.protocol.weights import WeightsToLoad
 from headwise.runtime.worker.memory_check import check_memory
 from headwise.runtime.worker.network_comm import NetworkComm
 from headwise.runtime.worker.network_link import NetworkLink
@@ -54,13 +55,17 @@ class Surroundings:
 class Worker:
     """Holds a `ModelWorker`; `serve` keeps one thread, so that the other methods stay responsive."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, rank: int, keys: Keys) -> None:
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, rank: int, keys: Keys, weights: WeightsToLoad | None = None
+    ) -> None:
+        """weights: in place of those in ``model_dir``"""
         show_log_lines()
         self._lines = LatestLines.kept()
         self._config = config
         self._keys = keys
         self._model_dir = model_dir
         self._rank = rank
+        self._weights = weights
         self._stage, self._tp_rank = divmod(rank, config.tp_size)
         self._hub: NetworkComm | None = None
         self._link: NetworkLink | None = None
@@ -117,7 +122,8 @@ class Worker:
                 stack.callback(self._link.close)
             comm = self._comm(around, hub)
             stack.callback(comm.close)
-            worker = ModelWorker(config, self._model_dir, self._rank, comm, peers=self._peers(), link=self._link)
+            where = config, self._model_dir, self._rank
+            worker = ModelWorker(*where, comm, peers=self._peers(), link=self._link, weights=self._weights)
             worker.initialize_cache()
             log.info(worker.describe())
             serve_steps(worker, around.steps, self._rank, self._stopping.is_set, keys)

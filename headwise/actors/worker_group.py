@@ -26,6 +26,7 @@ from headwise.runtime.config.block_storage import SharedBlocks
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.protocol.step_channel import ZmqExecutor
+from headwise.runtime.protocol.weights import WeightsToLoad
 from headwise.sockets.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
@@ -48,16 +49,23 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, config: EngineConfig, model_dir: Path, placement: PlacementGroup, keys: Keys, blocks: SharedBlocks
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        placement: PlacementGroup,
+        keys: Keys,
+        blocks: SharedBlocks,
+        weights: WeightsToLoad | None = None,
     ) -> None:
         """
-        blocks: what all ranks' model and storage have to agree on, where they are on several nodes
+        blocks:  what all ranks' model and storage have to agree on, where they are on several nodes
+        weights: in place of those in ``model_dir``
 
         Raises:
             EngineDiedError: a node of the ranks is no more.
             DeploymentError: ranks on several nodes could not reach this one.
         """
-        self._config, self._placement = config, placement
+        self._config, self._placement, self._weights = config, placement, weights
         self.pids: list[int] = []
         nodes = _nodes_apart(config, placement)
         self._is_across = bool(nodes)
@@ -85,7 +93,7 @@ class WorkerGroup:
         worker_class: Any = Worker
         options = as_rank(self._config, self._placement, rank)
         return worker_class.options(**options, runtime_env={"env_vars": env}).remote(
-            self._config, model_dir, rank, keys
+            self._config, model_dir, rank, keys, self._weights
         )
 
     def _serve(self, nodes: Sequence[str], blocks: SharedBlocks) -> list[Any]:

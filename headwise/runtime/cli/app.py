@@ -17,7 +17,7 @@ from headwise import __version__
 from headwise.runtime.cli.batch import batch
 from headwise.runtime.cli.calibrate import calibrate
 from headwise.runtime.cli.detached import serve_detached, stop
-from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, wake
+from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, update_weights, wake
 from headwise.runtime.cli.options import Access, EngineOptions, RayCluster, command, config_reference
 from headwise.runtime.cli.starting import client_of, local_engine, start_deployment
 from headwise.runtime.cli.status import index, status
@@ -46,6 +46,7 @@ app.command()(status)
 app.command()(sleep)
 app.command()(wake)
 app.command()(reset_cache)
+app.command()(update_weights)
 app.command()(scale)
 app.command()(roll)
 app.command()(stop)

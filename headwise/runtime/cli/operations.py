@@ -1,4 +1,4 @@
-"""``headwise sleep``, ``wake``, ``reset-cache``, ``scale`` and ``roll``: operations on a running deployment."""
+"""``headwise sleep``, ``wake``, ``reset-cache``, ``update-weights``, ``scale``, ``roll``: operations on deployments."""
 
 from __future__ import annotations
 
@@ -54,6 +54,30 @@ def reset_cache(address: _Address, access: Access, tier: _Tier = "all") -> None:
     with access.client(address) as client:
         for engine, blocks in client.reset_cache(tier).items():
             typer.echo(f"{engine}: {blocks} blocks")
+
+
+@command
+def update_weights(
+    model: Annotated[str, typer.Argument(help="The weights: a directory that every engine's node has.")],
+    address: _Address,
+    access: Access,
+    version: Annotated[str, typer.Option(help="Their name, which no others may have; by default one is drawn.")] = "",
+    keep_running: Annotated[
+        bool, typer.Option("--keep-running", help="Requests that run go on behind what was computed of them before.")
+    ] = False,
+) -> None:
+    """Have a deployment serve by other weights of its model, such as those of a training step, without a new start.
+
+    No request is lost. Prints the weights' version once all engines have them, and they must stay where they are until
+    the next ones are had.
+
+    \b
+    Examples:
+      headwise update-weights /shared/step-100 --address 127.0.0.1:8700
+      headwise update-weights /shared/step-101 --version step-101 --keep-running --address 127.0.0.1:8700
+    """
+    with access.client(address) as client:
+        typer.echo(client.update_weights(model, version=version, keep_running=keep_running))
 
 
 @command

@@ -84,8 +84,9 @@ def _state(engine: Stats) -> str:
         return "draining"
     if silent_s > 2.0:
         return f"silent for {silent_s:.0f} s"
-    role = engine.get("role", "mixed")
-    return str(engine["state"]) if role == "mixed" else f"{engine['state']}, {role}"
+    role, weights = engine.get("role", "mixed"), engine.get("weights")
+    more = ([] if role == "mixed" else [role]) + ([f"weights {weights}"] if weights else [])
+    return ", ".join([engine["state"], *more])
 
 
 def _encoders(stats: Stats) -> Iterator[Table]:

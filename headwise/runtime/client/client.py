@@ -23,10 +23,11 @@ from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import CHAT_OPTIONS, Chat, chat_of, plain_chat
 from headwise.runtime.loader.chat_images import ImageFile, take_images
 from headwise.runtime.protocol.images import IMAGE_LIMITS, PromptImage
-from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
+from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale, UpdateWeights
 from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
+from headwise.runtime.protocol.weights import Weights, some_version
 from headwise.sockets.curve import ClientKeys
 
 Prompt = str | Sequence[int]
@@ -167,6 +168,32 @@ class Client:
         named = as_string("tier", tier)  # any other type would make the message malformed, which fails all calls
         blocks: dict[str, int] = _answer_to(lambda deliver: self._io.operate(action, named, deliver))
         return blocks
+
+    def update_weights(self, model: str, *, version: str = "", keep_running: bool = False) -> str:
+        """Have all engines serve by other weights of the model that they serve, without a new start: those of a
+        training step, for instance. Returns their version once all engines have them.
+
+        No request is lost, and none needs to end before: engines read the weights while they serve on, pause for as
+        long as loading takes, and go on. What other weights have computed serves no request any more, also where it is
+        cached, on whatever tier. `GenerationResult.weights` says which tokens are by which version. Engines that are
+        started later have the weights, too: they must stay where they are, unchanged, until the next ones are had.
+
+        model:        their directory (config.json and safetensors) at every engine's node, or what else may be served
+        version:      their name, which no others may have; empty: it is drawn. To ask for one twice is to ask once
+        keep_running: requests that run go on behind what the weights before have computed of them, and nobody else is
+                      served that; else they are computed anew, with the tokens that they have
+
+        Raises:
+            ModelError: engines cannot have them, and why; either none has them then, or the error says which has.
+            OverloadedError: others are about to be had.
+            DeploymentError: engines have not had them in time.
+        """
+        weights = Weights(as_string("version", version) or some_version(), as_string("model", model))
+        weights.check()
+        if not isinstance(keep_running, bool):
+            raise InvalidRequestError(f"keep_running must be True or False, got {keep_running!r:.80}")
+        _answer_to(lambda deliver: self._io.ask(lambda key: UpdateWeights(key, weights, keep_running), deliver))
+        return weights.version
 
     # ---- how many engines ----
 

@@ -50,6 +50,7 @@ from headwise.runtime.protocol.messages import (
     Stats,
     Ticket,
     Waits,
+    WeightsUpdated,
     Withdraw,
 )
 from headwise.sockets.context import close_context, open_context
@@ -330,6 +331,8 @@ class ClientIO:
             self._answer(peer, message.key, message.blocks)
         elif isinstance(message, Scaled):
             self._answer(peer, message.key, message.decision)
+        elif isinstance(message, WeightsUpdated):
+            self._answer(peer, message.key, message.engines)
         else:
             self._connections.fail(
                 peer, DeploymentError(f"{peer.endpoint} is no headwise deployment: unexpected {message!r}")

@@ -168,7 +168,7 @@ class LocalEngine:
         weights.check()
         card = with_weights(self.core.card, self.config, model)
         self._calls.change_weights(NewWeights(weights, card, keep_running))
-        self.preprocessor.card = card
+        self.preprocessor.hashes_from = card.identity
         return weights.version
 
     def stats(self) -> dict[str, Any]:

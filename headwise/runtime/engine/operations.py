@@ -53,6 +53,7 @@ class Operation:
     """One thing that was asked for.
 
     new:    the weights, of `CHANGE_WEIGHTS`
+    is_sent: workers are at it, or were
     blocks: how many blocks a reset has forgotten, once it is done
     has_emptied_storage: all of it, also of what other engines put there
     """
@@ -61,6 +62,7 @@ class Operation:
     tier: str = EVERY_TIER
     new: NewWeights | None = None
     blocks: int = 0
+    is_sent: bool = False
     is_done: bool = False
     has_emptied_storage: bool = False
 
@@ -128,7 +130,7 @@ class Operations:
         while self._queue and not self._is_sent:
             command = self._advance(self._queue[0])
             if command is not None:
-                self._is_sent = True
+                self._is_sent = self._queue[0].is_sent = True
                 new = self._queue[0].new
                 return self._resources.command(command, None if new is None else new.to_load)
             if not self._queue[0].is_done:

@@ -1,5 +1,5 @@
 """What an engine tells the scheduler of itself, twice a second and at once when it lost its workers, and what it hears
-of the other engines."""
+of the other engines, and of weights that it is to have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, Directory, EngineStatus
+from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, Directory, EngineStatus, WantedWeights
 from headwise.sockets.curve import ClientKeys, secure_client
 from headwise.sockets.pieces import split
 
@@ -54,6 +54,7 @@ class EngineReports:
     """Gathers what a status tells of the time since the last one, and sends it when it is due. Never blocks.
 
     directory: the other engines and this one, as the scheduler told last; it outlives the scheduler
+    wanted:    weights that the engine is to have, as the scheduler told last; None: it has told of none
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reporting: Reporting, clock: Callable[[], float]):
@@ -63,6 +64,7 @@ class EngineReports:
         self._socket = self._connected()
         self._due = clock()
         self.directory = Directory("", "", {})
+        self.wanted: WantedWeights | None = None
         self._received: list[str] = []
         self._faults: list[str] = []
         self._is_away = False
@@ -102,10 +104,10 @@ class EngineReports:
         """Send a status if one is due; ``status`` makes it, of what was received and of the faults."""
         import zmq
 
+        self._hear()
         now = self._clock()
         if now < self._due:
             return
-        self._hear()
         message = status(self.reporting, tuple(self._received), tuple(self._faults))
         message = replace(message, directory=self.directory.version)
         try:
@@ -132,8 +134,13 @@ class EngineReports:
             except zmq.Again:
                 return
             try:
-                heard = wire.decode(frames[0], Directory) if len(frames[0]) <= MAX_DIRECTORY_BYTES else None
+                is_small = len(frames[0]) <= MAX_DIRECTORY_BYTES
+                heard = wire.decode(frames[0], Directory, WantedWeights) if is_small else None
             except wire.WireError:
                 continue
-            if heard is not None and heard.secret == self.reporting.secret:
+            if heard is None or heard.secret != self.reporting.secret:
+                continue
+            if isinstance(heard, Directory):
                 self.directory = heard
+            else:
+                self.wanted = heard

@@ -34,6 +34,7 @@ from headwise.runtime.engine.clients import Clients
 from headwise.runtime.engine.peers.base import Ask, Takers
 from headwise.runtime.engine.peers.connections import PeerConnections
 from headwise.runtime.engine.reports import EngineReports, Reporting
+from headwise.runtime.engine.weights_follower import WeightsFollower
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.lease_messages import AskLease, EndLease, LeaseEmbeds, Offer, RenewLease
 from headwise.runtime.protocol.messages import (
@@ -113,6 +114,7 @@ class EngineServer:
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
     loop_count: counts up for as long as the server's thread gets on
     peers:      other engines, for a core that has blocks to fetch from them; None: nobody tells of them
+    follower:   has the core have the weights that the scheduler wants; None: it keeps its own
 
     Raises `zmq.ZMQError` if it cannot listen there.
     """
@@ -127,6 +129,7 @@ class EngineServer:
         send_queue: int = 1000,
         keys: ServerKeys | None = None,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
+        follower: WeightsFollower | None = None,
         on_died: Callable[[EngineDiedError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -151,6 +154,7 @@ class EngineServer:
         self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
         self.peers = None if self._reports is None else self._open_peers(self._reports)
         self._flusher = flusher
+        self._follower = follower
         self._epoch = epoch
         self._client_timeout_s = client_timeout_s
         self._on_died = on_died
@@ -242,6 +246,7 @@ class EngineServer:
             # A step may have been collected without an output: as long as something happens, look again at once.
             busy = self._step() or bool(ready)
             self._answer_operations()
+            self._follow_weights()
             self._go_on_leaving()
             self._drop_silent()
             for request_id in self._of_clients(self._embeds.stalled_since(self._clock() - STALLED_S)):
@@ -255,6 +260,12 @@ class EngineServer:
                 self._epoch = self._flusher.epoch  # it may have had to exceed what the index knows
             self.loop_count += 1
         self._end_all(_STOPPING)
+
+    def _follow_weights(self) -> None:
+        if self._follower is None or self._reports is None or self._leave is not None:
+            return
+        if self._follower.follow(self._reports.wanted, self._core):
+            self._reports.hurry()
 
     @property
     def _peer_sockets(self) -> list[zmq.Socket[bytes]]:
@@ -304,6 +315,8 @@ class EngineServer:
             return
         core, self._core, self._core_sockets = self._core, None, ()
         core.fail_all(str(error))
+        if self._follower is not None:
+            self._follower.failed(error)
         self._on_died(error)
         self._forget_cache()
         self._fault(str(error))
@@ -584,6 +597,7 @@ class EngineServer:
             faults=faults,
             is_leaving=self._leave is not None,
             tp_size=reporting.tp_size,
+            **({} if self._follower is None else self._follower.told),
         )
 
     def _fault(self, text: str) -> None:

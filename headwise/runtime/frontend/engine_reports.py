@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headwise.runtime.frontend.directory import DirectoryService
 from headwise.runtime.frontend.relay import Relay
 from headwise.runtime.frontend.routing import Router
+from headwise.runtime.frontend.weights_service import WeightsService
 from headwise.runtime.protocol.messages import EngineStatus
 
 
@@ -17,6 +18,7 @@ class EngineReports:
     secret:    of the deployment
     relay:     leads clients to engines that report
     reply:     sends an encoded message to a peer
+    weights:   that they are to have
     """
 
     def __init__(
@@ -26,10 +28,12 @@ class EngineReports:
         relay: Relay,
         clock: Callable[[], float],
         reply: Callable[[bytes, bytes], bool],
+        weights: WeightsService,
     ) -> None:
         self.strangers = 0
         self._secret = secret
         self._router, self._relay, self._clock, self._reply = router, relay, clock, reply
+        self._weights = weights
         self._directory = DirectoryService(secret) if router.options.peer_loads else None
         self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
 
@@ -37,7 +41,7 @@ class EngineReports:
         if status.secret != self._secret:
             self.strangers += 1
             return
-        self._router.update(status, self._clock())
+        self._router.update(self._weights.heard(identity, status), self._clock())
         self._reporters[status.endpoint] = identity
         self._relay.allow(status.endpoint, status.address or status.endpoint)
         if self._directory is not None:

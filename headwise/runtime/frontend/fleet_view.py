@@ -10,6 +10,7 @@ from headwise.runtime.frontend.client_socket import Send
 from headwise.runtime.frontend.scaling import Exchange, FleetState, Split
 from headwise.runtime.frontend.scaling.requests import ScaleRequests
 from headwise.runtime.protocol.messages import Roll, Scale, Scaled, failure
+from headwise.runtime.protocol.weights import Weights
 
 
 class FleetView:
@@ -60,6 +61,15 @@ class FleetView:
             self._questions.roll((identity, roll.key), self._clock())
         except HeadwiseError as error:
             self._send(identity, failure(error, roll.key))
+
+    def want_weights(self, weights: Weights) -> None:
+        """The owner is to start engines with these from now on."""
+        self._questions.want_weights(weights)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether the owner has yet to take what was asked for last."""
+        return self._questions.is_asking
 
     def answer(self, now: float) -> None:
         """Tell clients what was decided by now."""

@@ -33,6 +33,8 @@ MAX_WAITING_BYTES = 256 << 20
 class RequestPreprocessor(Protocol):
     """`headwise.runtime.frontend.preprocessor.Preprocessor`: called from several threads."""
 
+    hashes_from: str
+
     def prepare(
         self,
         *,

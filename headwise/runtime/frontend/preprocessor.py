@@ -38,11 +38,13 @@ TYPICAL_PROMPT = 4096
 class Preprocessor:
     """Checks and tokenises requests. Holds no state between calls; safe to use from several threads.
 
-    encoder: tokenises texts in other processes; None: they are tokenised in this one
+    encoder:     tokenises texts in other processes; None: they are tokenised in this one
+    hashes_from: what block hashes start from: the card's identity, or that of the same model with other weights
     """
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, encoder: PromptEncoder | None = None) -> None:
         self.card = card
+        self.hashes_from = card.identity
         self.tokenizer = tokenizer
         self._other_encoder = encoder
 
@@ -92,7 +94,8 @@ class Preprocessor:
         if request.output_token_ids:
             tokens = np.concatenate((tokens, np.array(request.output_token_ids, np.int32)))
         hashes: list[bytes] = []
-        seed = self.card.hash_seed(request.cache_salt, request.lora_id)
+        card = replace(self.card, identity=self.hashes_from)
+        seed = card.hash_seed(request.cache_salt, request.lora_id)
         extend_hashes(hashes, seed, tokens, self.card.layout.block_size, request.extra_keys)
         return hashes
 

@@ -25,6 +25,7 @@ from headwise.runtime.frontend.prompts import any_size
 from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.frontend.scaling import Exchange, observe
 from headwise.runtime.frontend.tcp_proxy import TcpProxy
+from headwise.runtime.frontend.weights_service import WeightsService
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.encoder_messages import EncoderStatus, GetEncoders
 from headwise.runtime.protocol.messages import (
@@ -41,6 +42,7 @@ from headwise.runtime.protocol.messages import (
     Route,
     Scale,
     Stats,
+    UpdateWeights,
     Withdraw,
     failure,
 )
@@ -110,10 +112,11 @@ class SchedulerServer:
         self._listener = listen(self._context, "127.0.0.1", 0, keys)  # clients connect through the proxy
         self._preprocessing = PreprocessingPool(self._context, tokenizers)
         relay, send = self._proxy.relay, self._send
-        self._engines = EngineReports(secret, self._router, relay, self._clock, self._listener.send)
         self._encoders = EncoderService(secret, without_images, relay, self._clock, send)
         may_split = self._router.options.peer_loads
         self._fleet = FleetView(exchange or Exchange(), replicas, self.instance, may_split, self._clock, send)
+        self._weights = WeightsService(secret, self._router, self._fleet, preprocessor, self._clock, send, hold_s)
+        self._engines = EngineReports(secret, self._router, relay, self._clock, self._listener.send, self._weights)
         self._calls = PendingCalls(
             self._router,
             self._index,
@@ -136,6 +139,7 @@ class SchedulerServer:
             GetEngines: self._send_engines,
             Scale: self._fleet.scale,
             Roll: self._fleet.roll,
+            UpdateWeights: self._weights.update,
             EngineStatus: self._engines.take,
             GetEncoders: self._encoders.find,
             EncoderStatus: self._encoders.take,
@@ -223,7 +227,7 @@ class SchedulerServer:
         """Forget peers whose connections have ended. A client that lives asks again over a new connection."""
         for identity in ended:
             self._heard.pop(identity, None)
-        for part in (self._engines, self._encoders, self._fleet, self._calls):
+        for part in (self._engines, self._encoders, self._fleet, self._weights, self._calls):
             part.forget(ended)
 
     # ---- messages ----
@@ -259,6 +263,7 @@ class SchedulerServer:
             "index": self._index.stats(),
             "faults": self._router.faults(),
             "fleet": self._fleet.stats(),
+            "weights": self._weights.stats(),
         }
         self._send(identity, Stats(get.key, stats))
 
@@ -285,6 +290,7 @@ class SchedulerServer:
         self._calls.watch(now)
         self._encoders.answer(now)
         self._fleet.answer(now)
+        self._weights.answer(now)
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
             self._heard = {each: at for each, at in self._heard.items() if now - at <= CLIENT_TIMEOUT_S}

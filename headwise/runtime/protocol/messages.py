@@ -14,7 +14,9 @@ client -> scheduler   GetEngines   -> Engines | Failed
 client -> engine      Operate      -> Operated | Failed
 client -> scheduler   Scale        -> Scaled | Failed
 client -> scheduler   Roll         -> Scaled | Failed
+client -> scheduler   UpdateWeights -> WeightsUpdated | Failed
 engine -> scheduler   EngineStatus -> Directory     every `STATUS_INTERVAL_S`; answered if the engine knows another one
+                                   -> WantedWeights if it has others
 
 What is said of images is in `encoder_messages`, and what engines say to each other in `lease_messages`.
 """
@@ -33,6 +35,7 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.images import PromptImage
 from headwise.runtime.protocol.prompt_items import EmbedsPlace
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
+from headwise.runtime.protocol.weights import FIRST, Weights
 from headwise.runtime.protocol.wire import register
 
 PING_INTERVAL_S = 1.0
@@ -311,6 +314,28 @@ class Roll:
 
 @register
 @dataclass(frozen=True)
+class UpdateWeights:
+    """All engines are to have these weights. Answered when all that there are have them: to ask twice is to ask once.
+
+    keeps_running: what runs goes on behind what the weights before have computed of it; else it is computed anew
+    """
+
+    key: int
+    weights: Weights
+    keeps_running: bool = False
+
+
+@register
+@dataclass(frozen=True)
+class WeightsUpdated:
+    """engines: their names; those that come later will have the weights, too"""
+
+    key: int
+    engines: tuple[str, ...]
+
+
+@register
+@dataclass(frozen=True)
 class Scaled:
     """decision: in words"""
 
@@ -365,6 +390,10 @@ class EngineStatus:
     address:  where it is reached within the deployment, if that is not ``endpoint``
     directory: the version of the last `Directory` that it got; empty: none yet
     tp_size:  its tensor-parallel ranks
+    weights:  that it serves by
+    identity: what its blocks' hashes start from; empty: that is not known
+    refused:  those that it was told to have last and cannot; None: there are none
+    refusal:  why
     """
 
     secret: str
@@ -380,6 +409,10 @@ class EngineStatus:
     address: str = ""
     directory: str = ""
     tp_size: int = 1
+    weights: Weights = FIRST
+    identity: str = ""
+    refused: Weights | None = None
+    refusal: str = ""
 
 
 @register
@@ -396,6 +429,20 @@ class Directory:
     secret: str
     version: str
     engines: dict[str, tuple[int, str, int]]
+
+
+@register
+@dataclass(frozen=True)
+class WantedWeights:
+    """Weights that all engines are to have: the answer to a status that names others, until they are had or refused.
+
+    secret:        of the deployment; a message with another one is ignored
+    keeps_running: see `UpdateWeights`
+    """
+
+    secret: str
+    weights: Weights
+    keeps_running: bool = False
 
 
 _ERRORS = {

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from headwise.errors import EngineDiedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.batch import WAKE, BatchRequest, StepResult
+from headwise.runtime.protocol.batch import CHANGE_WEIGHTS, WAKE, BatchRequest, StepResult
 from headwise.runtime.protocol.copies import MergedReports
 from headwise.runtime.protocol.executor import Worker, death, exports_of_all
 from headwise.runtime.protocol.running_step import StepRunner
@@ -180,7 +180,7 @@ class ZmqExecutor:
                 self._check()
         if not self._steps:
             self._head_since = self._clock()
-        if batch.command == WAKE:
+        if batch.command in (WAKE, CHANGE_WEIGHTS):
             self._limits.forget()
         work, limit = (None, self._command_limit) if batch.command else self._limits.sent(batch)
         self._steps.append(_Step(batch.step_id, work, limit))

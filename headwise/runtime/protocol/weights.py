@@ -16,7 +16,7 @@ class Weights:
     """Weights that take the place of those that a deployment was started with.
 
     version: their name, which no others have; empty: they are those of the start
-    model:   where they are, as ``model`` of the configuration says it
+    model:   where they are, as ``model`` of the configuration says it; empty: that of the configuration
     """
 
     version: str = ""
@@ -41,7 +41,7 @@ FIRST = Weights()
 class WeightsToLoad:
     """What workers are told of weights that take the place of theirs.
 
-    model:   see `Weights`
+    model:   see `Weights`; empty: that of the configuration
     digests: of what is there, as the engine has read it: that of a `ModelCard`'s weights, and of its blocks
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ class ModelWorker:
         parts: WorkerParts | None = None,
         peers: PeerAccess | None = None,
         link: HostLink | None = None,
+        weights: WeightsToLoad | None = None,
     ) -> None:
         """
         rank:   of all stages' ranks
@@ -97,8 +99,10 @@ class ModelWorker:
         peers:  how workers of other engines reach this one; None: there are none
         link:   to the ranks in its place in the next stage and the one before, which of the first stage is the last
                 one; None: there are none
+        weights: in place of those in ``model_dir``
 
         Raises:
+            ModelError: these are other ones than the engine has read.
             ConfigError: what is configured cannot be had here, or is of more ranks than these.
         """
         self.rank = rank
@@ -117,7 +121,9 @@ class ModelWorker:
             )
         self._device = device or open_device(config, threads_per_worker(config))
         self._ops = self._device.ops
-        self._device.check(self.card, model_dir)
+        if weights is not None:
+            self._find(weights)
+        self._device.check(self.card, self._model_dir)
         self._kernels = self._device.kernels
         self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
         with self._device.current():
@@ -375,6 +381,10 @@ class ModelWorker:
         self._prefill = None
         self._let_go_of_cache()
         del self._model
+        self._give_back_memory()
+
+    def _give_back_memory(self) -> None:
+        gc.collect()  # of graphs and models that hold each other
         self._ops.give_back_memory()
 
     def _let_go_of_cache(self) -> None:
@@ -392,20 +402,27 @@ class ModelWorker:
         if self._copies is not None:
             self._copies.attach_device(self._runner.cache.arena)
 
-    def _change_weights(self, weights: WeightsToLoad) -> None:
-        """Load others in place of the model's; what the arena and the host have stays. Asleep: when it wakes."""
-        directory = self._parts.find_weights(weights.model, self._config.cache_path)
+    def _find(self, weights: WeightsToLoad) -> None:
+        """From now on these are loaded. Raises `ModelError` if they are other ones than the engine has read."""
+        directory = self._parts.find_weights(weights.model or self._config.model, self._config.cache_path)
         read = self._parts.read_card(self._config, directory)
         if (read.weights, read.blocks) != weights.digests:
-            raise ModelError(f"the weights in {directory} are other ones than the engine has read: do they change?")
+            raise ModelError(
+                f"the weights in {directory} are other ones on this node, or now, than the engine has read: they must "
+                "stay as they are until the next ones are served"
+            )
         self._model_dir, self.card = directory, replace(self.card, weights=read.weights, blocks=read.blocks)
         self._config = replace(self._config, packed_cache=False)  # nobody starts with them again
+
+    def _change_weights(self, weights: WeightsToLoad) -> None:
+        """Load others in place of the model's; what the arena and the host have stays. Asleep: when it wakes."""
+        self._find(weights)
         if self._is_asleep:
             return
         runner = self._runner
         self._prefill = runner.prefill = runner.graphs = None  # which hold the model
         del self._model, runner.model
-        self._ops.give_back_memory()
+        self._give_back_memory()
         self._model = runner.model = self._load_model()
         self._record_prefill()
         runner.prefill, runner.graphs = self._prefill, self._make_graphs(runner)

@@ -21,6 +21,7 @@ from support.gpu.tiny_engine import (
     tokens_and_errors,
     write_model,
     write_moe_model,
+    write_other_weights,
 )
 from support.quantised_models import FP8, INT4, NVFP4, in_fp8, in_int4, in_nvfp4, write_quantised
 
@@ -39,6 +40,7 @@ from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.prefill_graphs import ENQUEUED_S, SHARE, StepGraphs
 from headwise.runtime.worker.sampler import NOT_FINITE, Draws
+from headwise.runtime.worker.which_graphs import told_graphs
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -245,6 +247,32 @@ def test_no_two_block_tables_take_the_devices_memory_at_once_and_none_does_aslee
         again = engine.generate([PROMPT[:20]], greedy)[0]
     assert again.token_ids == first.token_ids
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("keep_running", [False, True])
+def test_other_weights_have_graphs_of_their_own_and_leave_blocks_as_they_are(
+    model: Path, libraries: Path, tmp_path: Path, keep_running: bool
+) -> None:
+    other = str(write_other_weights(tmp_path, model))
+
+    def said(engine: LocalEngine) -> list[list[int]]:
+        """By a stream that gets them in the middle, and by another request then."""
+        greedy, got = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True), list[int]()
+        with engine:
+            for delta in engine.stream(PROMPT, greedy):
+                got += delta.token_ids
+                if len(got) == 6:
+                    engine.update_weights(other, keep_running=keep_running)
+            return [got, engine.generate([PROMPT], greedy)[0].token_ids]
+
+    gpu = LocalEngine(configuration(model, **ON_A_GPU, cuda_graphs=True), EmulatedGpu(libraries, "float32"))
+    graphs = told_graphs(gpu._worker._runner.graphs, gpu._worker._prefill)
+    before = weakref.ref(gpu._worker._model), weakref.ref(gpu._worker._prefill)
+    on_gpu = said(gpu)
+    assert [each() for each in before] == [None, None]
+    assert told_graphs(gpu._worker._runner.graphs, gpu._worker._prefill) == graphs
+    on_cpu = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference", kv_cache="1MiB")
+    assert on_gpu == said(LocalEngine(on_cpu))
 
 
 def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(tmp_path: Path, libraries: Path) -> None:

@@ -147,7 +147,7 @@ class SimulatedExecutor:
             read_card=lambda config, directory: replace(card, weights=directory.name),
             load_model=lambda card, *arguments: self._load_model(card.weights),
             open_copies=self._open_copies,
-            find_weights=lambda model, cache_dir: Path(model),
+            find_weights=lambda model, cache_dir: Path("" if model == _CONFIG.model else model),
             clock=lambda: 0.0,
         )
         self.worker = self._make_worker(parts)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from support.random_ernie import MOE, draw_weights
 from support.random_models import random_weights
 from support.tiny_models import byte_level_tokenizer, write_tokenizer_directory
@@ -44,6 +44,14 @@ def write_model(directory: Path, **config: object) -> Path:
     weights = random_weights(model_config(TINY | config))
     named = {name: weights.tensor(name) for name in weights.names if not name.endswith(".bias")}
     save_file(named, directory / "model.safetensors")
+    return directory
+
+
+def write_other_weights(directory: Path, model: Path) -> Path:
+    """Those of the ``model`` that `write_model` wrote, each matrix with its rows in another order."""
+    named = load_file(model / "model.safetensors")
+    save_file({name: np.roll(each, 1, axis=0) for name, each in named.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_bytes((model / "config.json").read_bytes())
     return directory
 
 

@@ -14,6 +14,7 @@ from headwise.runtime.frontend.routing.base import EngineRole
 from headwise.runtime.frontend.scaling.base import Observation
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
 from headwise.runtime.frontend.scaling.roles import Split
+from headwise.runtime.protocol.weights import FIRST, Weights
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Wish:
     roll:        id of the last wish that all engines be replaced; empty: there was none
     split:       how many engines compute prompts only, and how many decode only; None: nobody asked for that
     deal:        id of the last wish that named a split; empty: there was none
+    weights:     that engines are started with; None: nobody asked for others than those of the start
     """
 
     id: str
@@ -34,6 +36,7 @@ class Wish:
     roll: str = ""
     split: Split | None = None
     deal: str = ""
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class FleetState:
     wish:     id of the last wish that was taken; empty: none yet
     refusal:  why that wish was refused; empty: it was not
     roles:    by name, what engines are for; those that are not named serve whole requests
+    weights:  that engines are started with; None: the owner does not know, as it took the deployment over
     """
 
     number: int
@@ -62,6 +66,7 @@ class FleetState:
     wish: str = ""
     refusal: str = ""
     roles: Mapping[str, EngineRole] = field(default_factory=dict)
+    weights: Weights | None = FIRST
 
 
 @dataclass(frozen=True)
@@ -129,18 +134,23 @@ class Wishes:
     last:    id of the last wish that was taken; empty: none yet
     refusal: why it was refused; empty: it was not
     split:   of the engines, now: the one that was asked for last, or what was decided since
+    weights: that engines are started with; None: not known
     """
 
     def __init__(self, controller: ReplicaSet, split: Split | None = None) -> None:
         self.last = self.refusal = ""
         self.split = split or Split()
+        self.weights: Weights | None = FIRST
         self._controller = controller
         self._roll = self._deal = ""
 
-    def resume(self, wish: Wish) -> None:
-        """The owner before this one took it: a number still holds, and what was replaced is not replaced again."""
-        self._roll = wish.roll
-        self.take(wish)
+    def resume(self, wish: Wish | None) -> None:
+        """The owner before this one took it: a number still holds, and what was replaced is not replaced again. None:
+        nobody knows of one."""
+        self.weights = None
+        if wish is not None:
+            self._roll = wish.roll
+            self.take(wish)
 
     def take(self, wish: Wish) -> bool:
         """False: it was taken before."""
@@ -150,6 +160,7 @@ class Wishes:
         if wish.roll and wish.roll != self._roll:
             self._roll = wish.roll
             self._controller.roll()
+        self.weights = wish.weights or self.weights
         try:
             if wish.sets_number:
                 self._controller.set_by_hand(wish.replicas)

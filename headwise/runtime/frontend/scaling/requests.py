@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, Wish
 from headwise.runtime.frontend.scaling.roles import Split
+from headwise.runtime.protocol.weights import Weights
 
 ANSWER_S = 15.0
 """Longest wait for the owner, which calls once a second."""
@@ -61,6 +62,16 @@ class ScaleRequests:
         if self._wait(asker, _Question(now)):
             name = self._next_id()
             self._wish(replace(self._last, id=name, roll=name))
+
+    def want_weights(self, weights: Weights) -> None:
+        """Engines are to be started with these. Nobody waits for an answer."""
+        self._wish(replace(self._last, id=self._next_id(), weights=weights))
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether the owner has yet to take the last wish."""
+        fleet = self._exchange.fleet
+        return bool(self._last.id) and (fleet is None or fleet.wish != self._last.id)
 
     def _wait(self, asker: Asker, question: _Question) -> bool:
         """Whether the question is a new one."""
