@@ -57,6 +57,7 @@ class Choices(Form):
         self.has_logprobs = telling.logprobs is not None or telling.prompt_logprobs is not None
         self._logprobs_of: dict[int, AnswerLogprobs] = {}
         self._counts: dict[int, tuple[int, int]] = {}  # tokens of the prompt, and of the answer so far
+        self._weights: dict[int, str] = {}  # by which what comes next was sampled, if that is to be told
 
     def start(self, index: int, prompt: Tokens) -> None:
         self._counts[index] = len(prompt), 0
@@ -64,10 +65,13 @@ class Choices(Form):
     def take(self, index: int, delta: OutputDelta) -> None:
         read, written = self._counts[index]
         self._counts[index] = read, written + len(delta.token_ids)
+        if delta.weights:
+            self._weights[index] = delta.weights
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         choices = [
-            self._choice(index, echoed[index // n] if echoed else "", result) for index, result in enumerate(results)
+            self._choice(index, echoed[index // n] if echoed else "", result) | _weights(result)
+            for index, result in enumerate(results)
         ]
         return {**self._common(self._whole), "choices": choices, "usage": usage_of(results, n)}
 
@@ -99,7 +103,9 @@ class Choices(Form):
         return {"id": self.ident, "object": kind, "created": self._created, "model": self._telling.model}
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        tail = self._tail
+        tail, weights = self._tail, self._weights.pop(choice["index"], "")
+        if weights:
+            choice = {**choice, "weights": weights}
         if self._telling.counts:
             tail = f', "usage": {json.dumps(_usage(*self._counts[choice["index"]]))}}}\n\n'
         return f'data: {self._head}, "choices": [{json.dumps(choice)}]{tail}'.encode()
@@ -195,6 +201,11 @@ def likeliest(results: Sequence[GenerationResult], n: int, kept: int) -> list[Ge
 
 def _mean_logprob(result: GenerationResult) -> float:
     return sum(each.chosen for each in result.logprobs) / max(1, len(result.logprobs))
+
+
+def _weights(result: GenerationResult) -> dict[str, Any]:
+    """What a choice tells of the weights that took the place of those of the start."""
+    return {"weights": [list(each) for each in result.weights]} if result.weights else {}
 
 
 def _reason(result: GenerationResult) -> str | None:

@@ -308,6 +308,29 @@ def test_streams_of_several_prompts_are_told_apart_by_index(served: Served) -> N
     assert texts == dict.fromkeys(range(4), "0 1 2 ")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "abc"}), ("/v1/chat/completions", {"messages": HELLO})]
+)
+def test_by_which_weights_tokens_are_is_told_once_these_are_others(
+    served: Served, core: ScriptedCore, path: str, body: dict[str, Any]
+) -> None:
+    ask = chat if "messages" in body else complete
+    before = ask(served, max_tokens=4, **body)
+    assert "weights" not in before["choices"][0]
+    core.weights = {0: "one", 2: "two"}
+    try:
+        whole = ask(served, max_tokens=4, n=2, **body)
+        told = events(served, path, max_tokens=4, n=2, **body)
+    finally:
+        core.weights = {}
+    for index in range(2):
+        assert whole["choices"][index]["weights"] == [[0, "one"], [2, "two"]]
+        choices = [event["choices"][0] for event in told if event["choices"][0]["index"] == index]
+        texts = [choice.get("text", choice.get("delta", {}).get("content")) for choice in choices]
+        news = {choice["weights"]: text for choice, text in zip(choices, texts, strict=True) if "weights" in choice}
+        assert news == {"one": texts[0], "two": "2 "}
+
+
 def test_an_error_before_the_first_event_has_a_status_of_its_own(served: Served) -> None:
     assert "empty" in error(complete(served, 400, prompt="", stream=True))["message"]
 

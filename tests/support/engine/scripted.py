@@ -30,6 +30,7 @@ class ScriptedCore:
     cached:           tokens of each prompt that it has cached
     lacks:            of each request that came
     lacking:          requests that it cannot go on with for want of embeddings
+    weights:          from which of its tokens on it says that these are by weights of which version
     """
 
     def __init__(self, max_requests: int = 100) -> None:
@@ -52,6 +53,7 @@ class ScriptedCore:
         self.cached = 0
         self.lacks: list[int] = []
         self.lacking: list[str] = []
+        self.weights: dict[int, str] = {}
 
     def operate(self, action: str, tier: str) -> Operation:
         if tier == "storage":
@@ -124,11 +126,13 @@ class ScriptedCore:
     def _next(self, request_id: str) -> OutputDelta:
         request, count = self.live[request_id]
         self.live[request_id] = (request, count + 1)
+        more: dict[str, Any] = {"weights": self.weights.get(count, "")}
         if count + 1 < (request.sampling.max_tokens or 1):
-            return OutputDelta(request_id, (count,), f"{count} ")
+            return OutputDelta(request_id, (count,), f"{count} ", **more)
         del self.live[request_id]
         usage = Usage(len(request.prompt_token_ids), 0, count + 1)
-        return OutputDelta(request_id, (count,), f"{count} ", finish_reason=FinishReason.LENGTH, usage=usage)
+        more |= {"finish_reason": FinishReason.LENGTH, "usage": usage}
+        return OutputDelta(request_id, (count,), f"{count} ", **more)
 
     def stats(self) -> dict[str, Any]:
         return {"live": len(self.live)}
