@@ -227,6 +227,16 @@ ROWS: dict[str, tuple[Row, ...]] = {
             _shared,
         ),
     ),
+    "new_weights": (
+        Row(
+            "Seconds that requests pause while a model gets other weights: with what was computed of them kept; "
+            "computed anew; a start of the engine in its process",
+            lambda f: (
+                f"{f['kept']['pause_s']:.2f}; {f['anew']['pause_s']:.1f}; {f['start_s']:.1f} ({f['requests']} requests "
+                f"of {f['prompt']:,} tokens)"
+            ),
+        ),
+    ),
     "recycle": (
         Row(
             "Throughput with window blocks recycled over that without, same memory, same requests (over that with "
@@ -417,6 +427,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "prefix_cache",
         "joint_reads",
         "peers_shared",
+        "new_weights",
         "batch",
         "tiers",
         "recycle",

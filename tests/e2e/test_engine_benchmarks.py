@@ -106,6 +106,13 @@ def test_questions_about_one_document_are_answered_without_peers(capsys: pytest.
     assert found["over_vllm"] == {"decode": None, "questions": None}
 
 
+def test_the_pause_while_weights_change_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("new_weights", capsys)
+    for how in ("kept", "anew"):
+        assert 0 < found[how]["pause_s"] < found[how]["update_s"] + found[how]["pause_s"]
+    assert min(found["start_over_kept"], found["anew_over_kept"]) > 0
+
+
 def test_recycling_is_measured_and_lets_more_requests_run(capsys: pytest.CaptureFixture[str]) -> None:
     (model,) = quick_figures("recycle", capsys)["models"].values()
     assert model["on"]["pool_blocks"] == model["off"]["pool_blocks"]
