@@ -34,7 +34,7 @@ from headwise.runtime.config.addresses import is_loopback, parse_ports
 from headwise.runtime.config.block_storage import SharedBlocks, check_agrees, open_lookup, storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, with_pool
-from headwise.runtime.config.new_weights import with_weights
+from headwise.runtime.config.new_weights import check_place, with_weights
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.engine.reports import Reporting
@@ -252,7 +252,10 @@ class Engine:
     def _read_weights(self, weights: Weights) -> ModelCard:
         """The card with these weights. Raises `ModelError`, `ConfigError`."""
         card = self._preprocessor.card
-        return with_weights(card, self._config, weights.model) if weights != FIRST else card
+        if weights == FIRST:
+            return card
+        check_place(self._config, weights.model)
+        return with_weights(card, self._config, weights.model)
 
     def _have_changed(self, new: NewWeights) -> None:
         """On the server's thread: the next workers start with these, too."""

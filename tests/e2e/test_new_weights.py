@@ -236,7 +236,8 @@ def test_weights_that_lack_a_tensor_are_the_engine_s_death(tmp_path: Path) -> No
 def test_a_deployment_has_them_whoever_is_lost(tmp_path: Path) -> None:
     """Two engines; then one loses its process and the other its worker, and both come back with the new weights."""
     wanted = [oracle("qwen3", seed, tmp_path)[0] for seed in (0, 1, 2)]
-    deployed = replace(config("qwen3", 0, tmp_path), port=0, replicas=2, standby=False, tokenizer_processes=1)
+    there = str(checkpoint("qwen3", 1).parent)
+    deployed = replace(config("qwen3", 0, tmp_path), weights_from=there, port=0, replicas=2, standby=False)
     with Deployment.start(deployed) as deployment, Client(deployment.client_address) as client:
         assert client.generate(PROMPT, GREEDY).token_ids == wanted[0]
         client.update_weights(str(checkpoint("qwen3", 1)), version="one")
@@ -245,6 +246,8 @@ def test_a_deployment_has_them_whoever_is_lost(tmp_path: Path) -> None:
             assert (result.token_ids, result.weights) == (wanted[1], [(0, "one")])
         eventually(lambda: max(tiers.get("device", 0) for tiers in _held(client)) == 56)
         with pytest.raises(ModelError, match=r"engine-0, engine-1 cannot have these weights: .*nothing has changed"):
+            client.update_weights(str(checkpoint("qwen3", 1).parent / "nowhere"))
+        with pytest.raises(ModelError, match=r"weights must be in .* \(weights_from\), and .*nowhere' is not"):
             client.update_weights(str(tmp_path / "nowhere"))
         with pytest.raises(HeadwiseError, match="keep_running must be True or False"):
             client.update_weights(str(checkpoint("qwen3", 2)), keep_running="yes")  # type: ignore[arg-type]

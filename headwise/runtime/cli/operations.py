@@ -69,7 +69,7 @@ def update_weights(
     """Have a deployment serve by other weights of its model, such as those of a training step, without a new start.
 
     No request is lost. Prints the weights' version once all engines have them, and they must stay where they are until
-    the next ones are had.
+    the next ones are had. The deployment must have been started with --weights-from, a directory that they are in.
 
     \b
     Examples:

@@ -178,7 +178,8 @@ class Client:
         cached, on whatever tier. `GenerationResult.weights` says which tokens are by which version. Engines that are
         started later have the weights, too: they must stay where they are, unchanged, until the next ones are had.
 
-        model:        their directory (config.json and safetensors) at every engine's node, or what else may be served
+        model:        their directory (config.json and safetensors) at every engine's node, within the deployment's
+                      ``weights_from``; or the model that it was started with
         version:      their name, which no others may have; empty: it is drawn. To ask for one twice is to ask once
         keep_running: requests that run go on behind what the weights before have computed of them, and nobody else is
                       served that; else they are computed anew, with the tokens that they have

@@ -37,6 +37,11 @@ class ComputeOptions:
         "",
         "LoRA adapters in PEFT's format that requests may ask for: NAME=DIRECTORY,...; on every node. Empty: none.",
     )
+    weights_from: str = option(
+        "",
+        "Directories from which a running deployment may be given other weights (`Client.update_weights`), as every "
+        "client may give them; on every node, separated by commas. Empty: none are taken.",
+    )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
     )
@@ -151,11 +156,19 @@ class ComputeOptions:
                 f"tensor_ops numba, or {name} float32"
             )
         _ = self.adapter_paths
+        for place in self.weights_places:
+            if not place.is_absolute():
+                raise ConfigError(f"weights_from names {str(place)!r}: give absolute paths, as every node knows them")
 
     @property
     def adapter_paths(self) -> dict[str, Path]:
         """Directories of `adapters`, by name; raises ConfigError if they are written wrongly."""
         return parse_adapters(self.adapters, self.model)
+
+    @property
+    def weights_places(self) -> tuple[Path, ...]:
+        """Directories of `weights_from`."""
+        return tuple(Path(place.strip()).expanduser() for place in self.weights_from.split(",") if place.strip())
 
     @property
     def cache_path(self) -> Path:

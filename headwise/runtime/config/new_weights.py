@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
-from headwise.errors import ModelError
+from headwise.errors import ConfigError, ModelError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.loader.resolve import resolve_weights
+
+
+def check_place(config: EngineConfig, model: str) -> None:
+    """Raise ConfigError unless clients may have a deployment load this: every one of them may ask for it."""
+    if model == config.model:
+        return
+    if not config.weights_places:
+        raise ConfigError(
+            "this deployment takes no other weights: start it with weights_from, the directory in which they will be"
+        )
+    found = Path(model).expanduser().resolve()
+    if not any(found.is_relative_to(place.resolve()) for place in config.weights_places):
+        raise ConfigError(f"weights must be in {config.weights_from} (weights_from), and {model!r:.200} is not")
 
 
 def with_weights(card: ModelCard, config: EngineConfig, model: str, progress: Progress | None = None) -> ModelCard:
