@@ -28,6 +28,8 @@ class Telling:
     counts:     whether each event of a stream has the usage of its answer so far
     logprobs:   the form of log-probabilities of an answer behind an echoed text; None: they are not told
     prompt_logprobs: the form of those of a result's prompt, likewise
+    token_ids:  whether tokens of prompts and answers are told by their ids, in vLLM's form
+    n:          answers that there are to each prompt
     """
 
     model: str
@@ -35,6 +37,8 @@ class Telling:
     counts: bool = False
     logprobs: Callable[[str], AnswerLogprobs] | None = None
     prompt_logprobs: Callable[[GenerationResult], Any] | None = None
+    token_ids: bool = False
+    n: int = 1
 
 
 class Choices(Form):
@@ -42,8 +46,10 @@ class Choices(Form):
     nor at what some readers take for the end of a line.
 
     ident: names the answer
+    _has_prompts: whether each choice has the tokens of its prompt; else they are told once, beside the choices
     """
 
+    _has_prompts = False
     _prefix = ""
     _whole = ""
     _part = ""
@@ -56,24 +62,34 @@ class Choices(Form):
         self._tail = ', "usage": null}\n\n' if telling.has_usage else "}\n\n"
         self.has_logprobs = telling.logprobs is not None or telling.prompt_logprobs is not None
         self._logprobs_of: dict[int, AnswerLogprobs] = {}
+        self.has_tokens = telling.token_ids
+        self._prompts: dict[int, list[int]] = {}  # token ids, by the prompt's number, if they are told
+        self._untold: dict[int, list[int]] = {}  # those of an answer that no event has told yet
+        self._begun: set[int] = set()  # answers of which an event has told something
         self._counts: dict[int, tuple[int, int]] = {}  # tokens of the prompt, and of the answer so far
         self._weights: dict[int, str] = {}  # by which what comes next was sampled, if that is to be told
 
     def start(self, index: int, prompt: Tokens) -> None:
         self._counts[index] = len(prompt), 0
+        if self.has_tokens:
+            self._untold[index] = []
+            self._prompts.setdefault(index // self._telling.n, [int(token) for token in prompt])
 
     def take(self, index: int, delta: OutputDelta) -> None:
         read, written = self._counts[index]
         self._counts[index] = read, written + len(delta.token_ids)
         if delta.weights:
             self._weights[index] = delta.weights
+        if self.has_tokens:
+            self._untold[index] += delta.token_ids
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         choices = [
-            self._choice(index, echoed[index // n] if echoed else "", result) | _weights(result)
+            self._choice(index, echoed[index // n] if echoed else "", result) | self._also(index // n, result)
             for index, result in enumerate(results)
         ]
-        return {**self._common(self._whole), "choices": choices, "usage": usage_of(results, n)}
+        beside = self._prompt_ids(0) if not self._has_prompts else {}
+        return {**self._common(self._whole), "choices": choices, "usage": usage_of(results, n), **beside}
 
     def logprobs(self, index: int, echoed: str, output: OutputDelta | GenerationResult) -> dict[str, Any] | None:
         if self._telling.logprobs is None:
@@ -99,15 +115,39 @@ class Choices(Form):
         form = self._telling.prompt_logprobs
         return {} if form is None else {"prompt_logprobs": form(result)}
 
+    def _also(self, prompt: int, result: GenerationResult) -> dict[str, Any]:
+        """What a choice tells of its tokens: by which weights they are if others took the place of those of the start,
+        and which they are."""
+        told: dict[str, Any] = {"weights": [list(each) for each in result.weights]} if result.weights else {}
+        if self.has_tokens:
+            told |= {"token_ids": result.token_ids}
+        return told | (self._prompt_ids(prompt) if self._has_prompts else {})
+
+    def _prompt_ids(self, prompt: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompts[prompt]} if self.has_tokens else {}
+
+    def _also_new(self, index: int) -> dict[str, Any]:
+        """The same of an event: what is new since the one before."""
+        told: dict[str, Any] = {"weights": self._weights.pop(index)} if index in self._weights else {}
+        if self.has_tokens:
+            told["token_ids"], self._untold[index] = self._untold[index], []
+        return told
+
     def _common(self, kind: str) -> dict[str, Any]:
         return {"id": self.ident, "object": kind, "created": self._created, "model": self._telling.model}
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        tail, weights = self._tail, self._weights.pop(choice["index"], "")
-        if weights:
-            choice = {**choice, "weights": weights}
+        tail, index = self._tail, choice["index"]
         if self._telling.counts:
-            tail = f', "usage": {json.dumps(_usage(*self._counts[choice["index"]]))}}}\n\n'
+            tail = f', "usage": {json.dumps(_usage(*self._counts[index]))}}}\n\n'
+        choice = choice | self._also_new(index)
+        if self.has_tokens and index not in self._begun:
+            self._begun.add(index)
+            prompt = self._prompt_ids(index // self._telling.n)
+            if self._has_prompts:
+                choice |= prompt
+            else:
+                tail = f", {json.dumps(prompt)[1:-1]}{tail}"
         return f'data: {self._head}, "choices": [{json.dumps(choice)}]{tail}'.encode()
 
 
@@ -153,6 +193,7 @@ class Chat(Choices):
 
 
 class Completion(Choices):
+    _has_prompts = True
     _prefix, _whole, _part = "cmpl", "text_completion", "text_completion"
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
@@ -201,11 +242,6 @@ def likeliest(results: Sequence[GenerationResult], n: int, kept: int) -> list[Ge
 
 def _mean_logprob(result: GenerationResult) -> float:
     return sum(each.chosen for each in result.logprobs) / max(1, len(result.logprobs))
-
-
-def _weights(result: GenerationResult) -> dict[str, Any]:
-    """What a choice tells of the weights that took the place of those of the start."""
-    return {"weights": [list(each) for each in result.weights]} if result.weights else {}
 
 
 def _reason(result: GenerationResult) -> str | None:

@@ -38,7 +38,7 @@ from headwise.runtime.http.errors import MESSAGES, ApiError, invalid
 from headwise.runtime.http.form import Form
 from headwise.runtime.http.generation import Generation
 from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
-from headwise.runtime.http.logprobs import HeldLogprobs, LogprobForms
+from headwise.runtime.http.logprobs import AnswerLogprobs, HeldLogprobs, LogprobForms
 from headwise.runtime.http.message_bodies import (
     CountBody,
     MessagesBody,
@@ -166,11 +166,17 @@ class _Api:
         choice = ToolChoice.of(body.tools, body.tool_choice, body.parallel_tool_calls, self._parsers)
         wanted = wanted_chat(body, choice, self._parsers)
         logprobs = self._logprobs.chat if wanted.has_logprobs else None
-        prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
-        telling = Telling(body.model or self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs)
-        form = Chat(telling, answers)
+        form = Chat(self._telling(body, wanted, logprobs), answers)
         return await self._generation(body.model, wanted, form)
+
+    def _telling(
+        self, body: ChatBody | CompletionBody, wanted: Wanted, logprobs: Callable[[str], AnswerLogprobs] | None
+    ) -> Telling:
+        prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
+        has_tokens = bool(body.return_token_ids)
+        told = wanted.include_usage, wanted.counts, logprobs, prompt_logprobs, has_tokens, wanted.n
+        return Telling(body.model or self._model, *told)
 
     async def completions(self, request: Request) -> Generation:
         body = parse(CompletionBody, await self._bodies.read(request))
@@ -178,11 +184,7 @@ class _Api:
         wanted = wanted_completion(body)
         echoed = await self._echoed(wanted) if wanted.echo else ()
         form_of = self._logprobs.echoing_completion if wanted.echo else self._logprobs.completion
-        prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
-        logprobs = form_of if wanted.has_logprobs else None
-        form = Completion(
-            Telling(body.model or self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs)
-        )
+        form = Completion(self._telling(body, wanted, form_of if wanted.has_logprobs else None))
         return await self._generation(body.model, wanted, form, echoed)
 
     async def responses(self, request: Request) -> Generation:

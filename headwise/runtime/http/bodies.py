@@ -68,6 +68,7 @@ class _Generate(Body):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool | None = None
 
 
 class ItemBody(BaseModel):

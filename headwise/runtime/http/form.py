@@ -16,10 +16,12 @@ class Form(ABC):
 
     has_logprobs: whether log-probabilities are told
     repeats:      whether the end of a stream tells once more what came before
+    has_tokens:   whether tokens are told by their ids, also those that have no text
     """
 
     has_logprobs = False
     repeats = False
+    has_tokens = False
 
     @abstractmethod
     def start(self, index: int, prompt: Tokens) -> None:

@@ -146,7 +146,8 @@ class Generation:
             if not has_begun[index]:
                 has_begun[index] = True
                 data = form.begin(index, echoed)
-            if delta.text or delta.finish_reason is not None or delta.logprobs or delta.prompt_logprobs:
+            has_tokens = form.has_tokens and delta.token_ids
+            if delta.text or delta.finish_reason is not None or delta.logprobs or delta.prompt_logprobs or has_tokens:
                 logprobs = form.logprobs(index, echoed, delta)
                 data += form.part(index, delta.text, delta.finish_reason and delta.finish_reason.value, logprobs)
             await self._send(data, send)

@@ -331,6 +331,40 @@ def test_by_which_weights_tokens_are_is_told_once_these_are_others(
         assert news == {"one": texts[0], "two": "2 "}
 
 
+def test_tokens_of_completions_are_told_by_their_ids(served: Served) -> None:
+    """In vLLM's form: those of a prompt once, with its choice, and in streams those of each event."""
+    body: dict[str, Any] = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 3, "return_token_ids": True}
+    prompts = [[ord("a"), ord("b")]] * 2 + [[ord("c")]] * 2
+    whole = complete(served, **body)
+    assert "prompt_token_ids" not in whole
+    for echo in (False, True):
+        told = events(served, "/v1/completions", echo=echo, **body)
+        for index, prompt in enumerate(prompts):
+            assert whole["choices"][index]["prompt_token_ids"] == prompt
+            assert whole["choices"][index]["token_ids"] == [0, 1, 2]
+            choices = [event["choices"][0] for event in told if event["choices"][0]["index"] == index]
+            assert [choice.get("prompt_token_ids") for choice in choices] == [prompt, *[None] * (len(choices) - 1)]
+            assert [token for choice in choices for token in choice["token_ids"]] == [0, 1, 2]
+    best = complete(served, **{**body, "n": 1, "best_of": 2})
+    assert [choice["prompt_token_ids"] for choice in best["choices"]] == [prompts[0], prompts[2]]
+    assert "token_ids" not in complete(served, prompt="ab")["choices"][0]
+    assert "token_ids" not in events(served, "/v1/completions", prompt="ab", return_token_ids=False)[0]["choices"][0]
+
+
+def test_tokens_of_chats_are_told_by_their_ids(served: Served) -> None:
+    body: dict[str, Any] = {"messages": HELLO, "n": 2, "max_tokens": 3, "return_token_ids": True}
+    whole, told = chat(served, **body), events(served, "/v1/chat/completions", **body)
+    prompt = whole["prompt_token_ids"]
+    assert prompt == [ord(character) for character in HELLO[0]["content"]]
+    for index in range(2):
+        assert whole["choices"][index]["token_ids"] == [0, 1, 2]
+        own = [event for event in told if event["choices"][0]["index"] == index]
+        assert [event.get("prompt_token_ids") for event in own] == [prompt, *[None] * (len(own) - 1)]
+        assert [token for event in own for token in event["choices"][0]["token_ids"]] == [0, 1, 2]
+    assert "prompt_token_ids" not in chat(served, messages=HELLO)
+    assert error(chat(served, 400, messages=HELLO, return_token_ids="yes"))["param"] == "return_token_ids"
+
+
 def test_an_error_before_the_first_event_has_a_status_of_its_own(served: Served) -> None:
     assert "empty" in error(complete(served, 400, prompt="", stream=True))["message"]
 
