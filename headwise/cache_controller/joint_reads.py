@@ -30,12 +30,15 @@ class JointReads:
     """Of one engine's rows. What it found out of them holds until they change hands.
 
     least_tokens: that a group shares
+    read_tokens:  that decodes had before them, in all steps so far; ``spared_tokens``: those of them that another one
+                  of their group had, too
     """
 
     def __init__(self, cache: CacheManager, least_tokens: int = LEAST_TOKENS) -> None:
         self._cache = cache
         self._groups = np.flatnonzero(cache.windows.is_full)
         self._least = -(-least_tokens // cache.block_size)
+        self.read_tokens = self.spared_tokens = 0
         self._prefixes: dict[int, bytes] = {}  # of rows, what lies in their first columns
         self._latest: tuple[bytes, NDArray[np.intp], Index] | None = None
 
@@ -66,6 +69,11 @@ class JointReads:
         _, order, shared = self._latest
         others = np.setdiff1d(np.arange(len(rows)), able, assume_unique=True)
         return np.concatenate([able[order], others]), np.append(shared, np.zeros(len(others), np.int32))
+
+    def count(self, contexts: NDArray[np.int64], shared: Index) -> None:
+        """A step has decodes with so many tokens before them, of which they share so many."""
+        self.read_tokens += int(contexts.sum())
+        self.spared_tokens += int(shared.sum())
 
     def _prefix(self, row: int, columns: int) -> bytes:
         known = self._prefixes.get(row)

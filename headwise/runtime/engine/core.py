@@ -549,6 +549,10 @@ class EngineCore:
             "host": None if host is None else asdict(host),
             "storage": None if storage is None else asdict(storage),
             "peers": self._peer_stats(),
+            "decode_reads": {
+                "tokens": self.resources.joint_reads.read_tokens,
+                "spared": self.resources.joint_reads.spared_tokens,
+            },
             "speculation": self._speculation_stats(),
             "transfers": {name: _speed(transfer) for name, transfer in self.resources.copies.transfers.items()},
             "steps": self._counts["steps"],

@@ -439,6 +439,7 @@ class ResourceManager:
         starts, prompt = columns.scheduled[rows], columns.num_prompt[rows] - 1
         is_one = (counts <= 1 + columns.offered[rows]) & (starts >= prompt) & (starts + 1 >= columns.length[rows])
         order, shared = self.joint_reads.arranged(rows, np.where(is_one, prompt, 0))
+        self.joint_reads.count(starts[is_one], shared)
         return rows[order], counts[order], shared if shared.any() else NOTHING_SHARED
 
     def commit(

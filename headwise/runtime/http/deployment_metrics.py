@@ -118,6 +118,9 @@ class DeploymentMetrics(Collector):
         preemptions = _each(engines, "requests", "preemptions")
         yield _counter("num_preemptions", "Requests taken out of a batch for want of blocks.", "engine", preemptions)
         yield _counter("engine_generation_tokens", "Tokens produced.", "engine", _each(engines, "output_tokens"))
+        reads = {state: _each(engines, "decode_reads", state) for state in ("tokens", "spared")}
+        help_text = "Tokens that decodes had before them; those read for several at once that share a prefix."
+        yield _counters("decode_context_tokens", help_text, "state", reads)
         guesses = {state: _each(engines, "speculation", state) for state in ("drafted", "accepted")}
         yield _counters("speculation_tokens", "Guessed in steps, and of these right.", "state", guesses)
         computing = _each(engines, "compute_s")

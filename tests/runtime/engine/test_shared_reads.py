@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engine.simulated_engine import BLOCK, make_engine, request
+from support.engine.simulated_engine import BLOCK, make_engine, request, run
 from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
@@ -43,6 +43,21 @@ def test_decodes_of_one_document_are_neighbours_and_say_how_much_of_it_they_shar
     for step in steps:
         if len(step.shared):
             assert len(step.shared) == len(step.rows)
+
+
+def test_what_is_read_for_several_at_once_is_counted() -> None:
+    engine, _ = make_engine(num_blocks=256)
+    for name in ("a", "b", "c"):
+        engine.add(request(name, [*DOCUMENT, 1 + ord(name) % 7], 5))
+    run(engine)
+    told = engine.stats()["decode_reads"]
+    steps = told["spared"] / len(DOCUMENT)
+    assert 3 <= steps <= 2 * 5, "two of them share it with the one before, in five steps at most"
+    assert 3 * 81 <= told["tokens"] <= 3 * 5 * 86
+    engine.add(request("alone", DOCUMENT, 5))
+    run(engine)
+    assert engine.stats()["decode_reads"]["spared"] == told["spared"]
+    assert engine.stats()["decode_reads"]["tokens"] > told["tokens"] + 4 * 80
 
 
 def test_decodes_that_share_nothing_say_nothing() -> None:

@@ -52,6 +52,8 @@ def test_what_the_engine_has_done_is_counted(served: Served) -> None:
     assert (
         count("speculation_tokens_total", state="drafted") >= count("speculation_tokens_total", state="accepted") >= 0
     )
+    assert count("decode_context_tokens_total", state="tokens") > 0
+    assert count("decode_context_tokens_total", state="spared") == 0
     assert count("prefix_cache_queried_tokens_total") >= count("prefix_cache_hit_tokens_total", tier="device") > 0
     assert (
         count("prefix_cache_hit_tokens_total", tier="host")
