@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -56,10 +57,11 @@ class Server:
 
     url:       ``http://HOST:PORT`` or ``https://``
     timeout_s: longest time until an answer is there
+    ca_file:   PEM file of the certificates that one of the server's must follow from; empty: those that httpx brings
     """
 
-    def __init__(self, url: str, api_key: str = "", timeout_s: float = 3600.0) -> None:
-        """Raises `ConfigError` for what is no such URL."""
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = 3600.0, ca_file: str = "") -> None:
+        """Raises `ConfigError` for what is no such URL, and no such file."""
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
@@ -73,6 +75,7 @@ class Server:
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=30.0),
             trust_env=False,
+            verify=_trusting(ca_file) if ca_file else True,
         )
 
     async def check(self) -> None:
@@ -121,6 +124,13 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.aclose()
+
+
+def _trusting(ca_file: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # an error of OpenSSL is one, too
+        raise ConfigError(f"{ca_file} has no certificates in PEM: {error.strerror or error}") from None
 
 
 def _json(response: httpx.Response) -> Any:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headwise.runtime.batch.answers import AnswerFile
     from headwise.runtime.batch.requests import RequestFile, RequestIndex
     from headwise.runtime.batch.run import BatchOptions, Summary
+    from headwise.runtime.batch.server import Server
     from headwise.runtime.loader.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ def batch(
     ] = "",
     client_key_file: Annotated[
         str, typer.Option(metavar="FILE", help="File whose first line is an API key of the server at --url.")
+    ] = "",
+    ca_file: Annotated[
+        str, typer.Option(metavar="FILE", help="PEM file of the certificate, or its CA's, of an https server at --url.")
     ] = "",
     address: RayCluster = None,
     resume: Annotated[
@@ -71,12 +75,15 @@ def batch(
     from headwise.runtime.batch.answers import AnswerFile
     from headwise.runtime.batch.requests import RequestFile
     from headwise.runtime.batch.run import BatchOptions
+    from headwise.runtime.batch.server import Server
     from headwise.runtime.cli.terminal import progress, until_signal
 
     if url and (options or address):
         raise typer.BadParameter("the server there has its own configuration: drop the other flags", param_hint="--url")
     if client_key_file and not url:
         raise typer.BadParameter("a key is for a server at --url", param_hint="--client-key-file")
+    if ca_file and not url.startswith("https:"):
+        raise typer.BadParameter("certificates are for a server at --url https://...", param_hint="--ca-file")
     asked = BatchOptions(concurrency, request_priority, patience_s, order == "shared")
     with closing(RequestFile(requests)) as asking, closing(AnswerFile(output, resume=resume)) as answers:
         with progress() as bars:
@@ -91,7 +98,7 @@ def batch(
             progress() as bars,
         ):
             bars.stage(f"{len(index.offsets)} requests")
-            summary = asyncio.run(_run(asking, index, answers, at, key, answer_timeout_s, asked, bars))
+            summary = asyncio.run(_run(asking, index, answers, Server(at, key, answer_timeout_s, ca_file), asked, bars))
     if caught:
         log.info("stopped: --resume goes on with %s", output)
         raise typer.Exit(128 + caught[0])
@@ -124,15 +131,12 @@ async def _run(
     requests: RequestFile,
     index: RequestIndex,
     answers: AnswerFile,
-    url: str,
-    key: str,
-    timeout_s: float,
+    server: Server,
     options: BatchOptions,
     progress: Progress,
 ) -> Summary:
     from headwise.runtime.batch.run import BatchRun
-    from headwise.runtime.batch.server import Server
 
-    async with Server(url, key, timeout_s) as server:
+    async with server:
         await server.check()
         return await BatchRun(requests, index, answers, server, options, progress).run()

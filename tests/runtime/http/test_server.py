@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import ssl
@@ -22,6 +23,7 @@ from support.scripted_http import MODEL, ScriptedTexts, Served, serving
 from support.waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError, DeploymentError, EngineDiedError, HeadwiseError, NotReadyError
+from headwise.runtime.batch.server import Server as BatchServer
 from headwise.runtime.client.client import Client
 from headwise.runtime.frontend import pending_calls
 from headwise.runtime.frontend.scaling import FleetState
@@ -339,6 +341,28 @@ def test_https_serves_who_trusts_the_certificate(
         with pytest.raises(httpx.TransportError):
             httpx.get(url.replace("https", "http"))
         server.stop()
+
+
+def test_a_file_of_requests_is_sent_to_whose_certificate_is_given(
+    deployment: Deployment, core: ScriptedCore, certificate: tuple[str, str], tmp_path: Path
+) -> None:
+    async def checked(ca_file: str = "") -> None:
+        async with BatchServer(url, ca_file=ca_file) as server:
+            await server.check()
+
+    with Client(deployment.address) as client:
+        app = make_app(client, ScriptedTexts(), AppOptions(MODEL))
+        server = HttpServer(app, listen("127.0.0.1", 0), certificate)
+        server.start()
+        url = f"https://127.0.0.1:{server.port}"
+        asyncio.run(checked(certificate[0]))
+        with pytest.raises(DeploymentError, match=r"no server answers at https:.*certificate"):
+            asyncio.run(checked())
+        server.stop()
+    absent = tmp_path / "absent.pem"
+    for wrong in (certificate[1], str(absent)):
+        with pytest.raises(ConfigError, match=r"\.pem has no certificates in PEM"):
+            BatchServer(url, ca_file=wrong)
 
 
 def test_certificates_that_cannot_be_used_are_told(certificate: tuple[str, str], tmp_path: Path) -> None:
