@@ -34,7 +34,7 @@ from headwise.runtime.config.addresses import is_loopback, parse_ports
 from headwise.runtime.config.block_storage import SharedBlocks, check_agrees, open_lookup, storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, with_pool
-from headwise.runtime.config.new_weights import check_place, with_weights
+from headwise.runtime.config.new_weights import check_places, with_weights
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.engine.reports import Reporting
@@ -227,7 +227,7 @@ class Engine:
             self._config.tp_size,
         )
         flusher = self._flusher
-        self._follower = WeightsFollower(self._read_weights, self._weights, self._new.card.identity, self._have_changed)
+        self._follower = WeightsFollower(self._read_weights, self._new, self._have_changed)
         self._server = listen_at_free_port(
             address,
             node_address(),
@@ -254,8 +254,8 @@ class Engine:
         card = self._preprocessor.card
         if weights == FIRST:
             return card
-        check_place(self._config, weights.model)
-        return with_weights(card, self._config, weights.model)
+        check_places(self._config, weights.model, weights.adapters)
+        return with_weights(card, self._config, weights.model, weights.adapters)
 
     def _have_changed(self, new: NewWeights) -> None:
         """On the server's thread: the next workers start with these, too."""

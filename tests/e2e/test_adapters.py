@@ -18,11 +18,14 @@ from support.reference import CLOSE
 from support.tiny_checkpoints import checkpoint, draw_weights, reference, write_checkpoint
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
-from headwise.errors import InvalidRequestError, ModelError
+from headwise.errors import EngineDiedError, InvalidRequestError, ModelError
+from headwise.runtime.config.new_weights import with_weights
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.protocol.request import GenerationResult
+from headwise.runtime.protocol.weights import Weights
 
 PROMPTS = [np.random.default_rng(5).integers(3, 259, length).tolist() for length in (9, 40, 90)]
 FEW = replace(GREEDY, max_tokens=16)
@@ -228,3 +231,72 @@ def test_what_latents_are_made_by_is_not_adapted(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "x", {name: tuple(np.float32(m) for m in both) for name, both in matrices.items()})
     with pytest.raises(ModelError, match=r"changes layers.0.self_attn.q_b_proj, which this model has not, or is not"):
         LocalEngine(EngineConfig(model=str(checkpoint("deepseek-v3")), adapters=f"x={path}", **SIZES))
+
+
+@pytest.mark.parametrize("two", ["qwen3", "deepseek-v3"], indirect=True)
+def test_adapters_come_and_go_while_an_engine_serves(
+    two: tuple[str, str, list[list[GenerationResult]]], tmp_path: Path
+) -> None:
+    """Its weights stay, and what was cached for whom nothing changes."""
+    name, option, (bare, first, second) = two
+    one, other = (pair.partition("=")[2] for pair in option.split(","))
+    wrong = str(write_both(tmp_path / "wrong", "gemma2", 1)[0])
+    with LocalEngine(EngineConfig(model=str(checkpoint(name)), **SIZES)) as engine:
+
+        def saying(adapter: str) -> list[GenerationResult]:
+            return engine.generate(PROMPTS, replace(FEW, logprobs=2), adapter=adapter)
+
+        assert_as(bare, saying(""))
+        weights = dict(engine._worker._prepared._made)
+        with pytest.raises(InvalidRequestError, match="there is no adapter 'one'; none is served"):
+            saying("one")
+        engine.update_weights(adapters={"one": one}, version="with one")
+        again = engine._worker._prepared._made
+        assert weights
+        assert all(again[name] is weight for name, weight in weights.items()), "they were not loaded again"
+        assert_as(first, saying("one"))
+        again = saying("")
+        assert_as(bare, again)
+        assert again[2].usage.cached_tokens > 0
+        assert again[2].weights == [(0, "with one")]
+        for bad, says in ((wrong, "adapter 'two'"), (str(tmp_path / "nowhere"), "adapter 'two'.*adapter_config.json")):
+            with pytest.raises(ModelError, match=says):
+                engine.update_weights(adapters={"one": other, "two": bad})
+        assert_as(first, saying("one"))
+        assert saying("one")[2].usage.cached_tokens > 0
+        engine.update_weights(adapters={"two": other, "one": one})
+        assert saying("one")[2].usage.cached_tokens > 0, "by another place among them"
+        assert_as(second, saying("two"))
+        engine.update_weights(adapters={"one": other})
+        assert_as(second, saying("one"))
+        stream = engine.stream(PROMPTS[2], replace(FEW, max_tokens=60), adapter="one")
+        next(stream)
+        engine.update_weights(adapters={})
+        with pytest.raises(EngineDiedError, match="adapter 'one' is served no more"):
+            list(stream)
+        assert_as(bare, saying(""))
+
+
+def test_ranks_have_other_adapters_or_none_has(tmp_path: Path) -> None:
+    adapter, model = write_both(tmp_path, "qwen3", 1)
+    wrong = write_both(tmp_path / "wrong", "gemma2", 1)[0]
+    config = EngineConfig(model=str(checkpoint("qwen3")), tp_size=2, **SIZES)
+    ranks = Ranks(config, checkpoint("qwen3"))
+    preprocessor = Preprocessor.open(config)
+    core = EngineCore(config, preprocessor.card, preprocessor.tokenizer, LocalExecutor(ranks))
+    with closing(ranks):
+        for adapters, refuses in ((f"one={adapter}", False), (f"one={wrong}", True)):
+            weights = Weights(adapters, "", adapters)
+            card = with_weights(core.card, config, "", adapters)
+            operation = core.change_weights(NewWeights(weights, card))
+            while not operation.is_done:
+                core.step(None)
+            assert bool(operation.refusal) == refuses
+            result = GenerationResult("r")
+            preprocessor.naming = core.card.naming
+            sampling = replace(FEW, logprobs=2)
+            core.add(preprocessor.prepare(prompt=PROMPTS[1], sampling=sampling, request_id="r", adapter="one"))
+            while core.has_work():
+                for delta in core.step(None):
+                    result.add(delta)
+            assert_as(said(model)[1:2], [result])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 from support.engine.ranks import Ranks
+from support.lora import write_both
 from support.tiny_checkpoints import checkpoint
 from support.waiting import eventually
 
@@ -236,7 +237,8 @@ def test_weights_that_lack_a_tensor_are_the_engine_s_death(tmp_path: Path) -> No
 def test_a_deployment_has_them_whoever_is_lost(tmp_path: Path) -> None:
     """Two engines; then one loses its process and the other its worker, and both come back with the new weights."""
     wanted = [oracle("qwen3", seed, tmp_path)[0] for seed in (0, 1, 2)]
-    there = str(checkpoint("qwen3", 1).parent)
+    adapter, _ = write_both(tmp_path / "adapters", "qwen3", 1)
+    there = f"{checkpoint('qwen3', 1).parent}, {adapter.parent}"
     deployed = replace(config("qwen3", 0, tmp_path), weights_from=there, port=0, replicas=2, standby=False)
     with Deployment.start(deployed) as deployment, Client(deployment.client_address) as client:
         assert client.generate(PROMPT, GREEDY).token_ids == wanted[0]
@@ -261,6 +263,15 @@ def test_a_deployment_has_them_whoever_is_lost(tmp_path: Path) -> None:
         client.update_weights(str(checkpoint("qwen3", 2)), version="two", keep_running=True)
         assert client.generate(PROMPT, GREEDY).token_ids == wanted[2]
         assert client.stats()["weights"]["version"] == "two"
+        with pytest.raises(InvalidRequestError, match="there is no adapter 'sql'"):
+            client.generate(PROMPT, GREEDY, adapter="sql")
+        client.update_weights(adapters={"sql": str(adapter)}, version="three")
+        assert client.generate(PROMPT, GREEDY).token_ids == wanted[2], "which it had, and has"
+        assert client.generate(PROMPT, GREEDY, adapter="sql").token_ids != wanted[2]
+        eventually(lambda: bool(client.find_prefix(PROMPT, adapter="sql")["engines"]))
+        client.update_weights(adapters={})
+        with pytest.raises(InvalidRequestError, match="there is no adapter 'sql'"):
+            client.generate(PROMPT, GREEDY, adapter="sql")
 
 
 def _held(client: Client) -> list[dict[str, int]]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from headwise.runtime.cli.options import Access, command
+from headwise.units import parse_pairs
 
 _Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The deployment's client address.")]
 _Tier = Annotated[
@@ -58,15 +59,18 @@ def reset_cache(address: _Address, access: Access, tier: _Tier = "all") -> None:
 
 @command
 def update_weights(
-    model: Annotated[str, typer.Argument(help="The weights: a directory that every engine's node has.")],
     address: _Address,
     access: Access,
+    model: Annotated[str, typer.Argument(help="The weights: a directory that every engine's node has.")] = "",
     version: Annotated[str, typer.Option(help="Their name, which no others may have; by default one is drawn.")] = "",
     keep_running: Annotated[
         bool, typer.Option("--keep-running", help="Requests that run go on behind what was computed of them before.")
     ] = False,
+    adapters: Annotated[
+        str | None, typer.Option(metavar="NAME=DIRECTORY,...", help="All LoRA adapters that there are to be.")
+    ] = None,
 ) -> None:
-    """Have a deployment serve by other weights of its model, such as those of a training step, without a new start.
+    """Have a deployment serve by other weights of its model, or with other adapters, without a new start.
 
     No request is lost. Prints the weights' version once all engines have them, and they must stay where they are until
     the next ones are had. The deployment must have been started with --weights-from, a directory that they are in.
@@ -75,9 +79,11 @@ def update_weights(
     Examples:
       headwise update-weights /shared/step-100 --address 127.0.0.1:8700
       headwise update-weights /shared/step-101 --version step-101 --keep-running --address 127.0.0.1:8700
+      headwise update-weights --adapters sql=/shared/sql-2,chat=/shared/chat --address 127.0.0.1:8700
     """
+    named = None if adapters is None else parse_pairs(adapters, "adapters such as sql=/models/sql-lora")
     with access.client(address) as client:
-        typer.echo(client.update_weights(model, version=version, keep_running=keep_running))
+        typer.echo(client.update_weights(model, version=version, keep_running=keep_running, adapters=named))
 
 
 @command

@@ -27,7 +27,7 @@ from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route
 from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
-from headwise.runtime.protocol.weights import Weights, some_version
+from headwise.runtime.protocol.weights import new_weights
 from headwise.sockets.curve import ClientKeys
 
 Prompt = str | Sequence[int]
@@ -169,9 +169,16 @@ class Client:
         blocks: dict[str, int] = _answer_to(lambda deliver: self._io.operate(action, named, deliver))
         return blocks
 
-    def update_weights(self, model: str, *, version: str = "", keep_running: bool = False) -> str:
+    def update_weights(
+        self,
+        model: str = "",
+        *,
+        version: str = "",
+        keep_running: bool = False,
+        adapters: Mapping[str, str] | None = None,
+    ) -> str:
         """Have all engines serve by other weights of the model that they serve, without a new start: those of a
-        training step, for instance. Returns their version once all engines have them.
+        training step, for instance; or with other adapters. Returns their version once all engines have them.
 
         No request is lost, and none needs to end before: engines read the weights while they serve on, pause for as
         long as loading takes, and go on. What other weights have computed serves no request any more, also where it is
@@ -179,18 +186,19 @@ class Client:
         started later have the weights, too: they must stay where they are, unchanged, until the next ones are had.
 
         model:        their directory (config.json and safetensors) at every engine's node, within the deployment's
-                      ``weights_from``; or the model that it was started with
+                      ``weights_from``; or the model that it was started with. Empty: as it is
         version:      their name, which no others may have; empty: it is drawn. To ask for one twice is to ask once
         keep_running: requests that run go on behind what the weights before have computed of them, and nobody else is
                       served that; else they are computed anew, with the tokens that they have
+        adapters:     directories by name: all that there are to be, also within ``weights_from``. Requests of those
+                      that are there no more end with an error. None: as they are
 
         Raises:
             ModelError: engines cannot have them, and why; either none has them then, or the error says which has.
             OverloadedError: others are about to be had.
             DeploymentError: engines have not had them in time.
         """
-        weights = Weights(as_string("version", version) or some_version(), as_string("model", model))
-        weights.check()
+        weights = new_weights(model, version, adapters)
         if not isinstance(keep_running, bool):
             raise InvalidRequestError(f"keep_running must be True or False, got {keep_running!r:.80}")
         _answer_to(lambda deliver: self._io.ask(lambda key: UpdateWeights(key, weights, keep_running), deliver))

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from headwise.errors import EngineDiedError
+from headwise.errors import EngineDiedError, ModelError
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.operations import EVERY_TIER, NewWeights, Operation
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta
@@ -62,8 +62,11 @@ class LocalCalls:
         return self._carry_out(lambda: self._core.operate(action, tier)).blocks
 
     def change_weights(self, new: NewWeights) -> None:
-        """Have the core's model get other weights. Raises `EngineDiedError` if they cannot be loaded."""
-        self._carry_out(lambda: self._core.change_weights(new))
+        """Have the core's model get other weights. Raises `ModelError` if it cannot have these adapters, and
+        `EngineDiedError` if weights cannot be loaded."""
+        refusal = self._carry_out(lambda: self._core.change_weights(new)).refusal
+        if refusal:
+            raise ModelError(refusal)
 
     def _carry_out(self, begin: Callable[[], Operation]) -> Operation:
         with self._core_lock():

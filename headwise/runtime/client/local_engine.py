@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.images import IMAGE_LIMITS, embeds_of
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
-from headwise.runtime.protocol.weights import Weights, some_version
+from headwise.runtime.protocol.weights import new_weights
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.memory_check import check_memory
 from headwise.runtime.worker.worker import ModelWorker
@@ -157,18 +157,25 @@ class LocalEngine:
         """Forget every cached block that no running request needs; how many those were. See `Client.reset_cache`."""
         return self._calls.operate("reset_cache", tier)
 
-    def update_weights(self, model: str, *, version: str = "", keep_running: bool = False) -> str:
-        """Have the model get the weights of ``model``, and return their version: see `Client.update_weights`.
+    def update_weights(
+        self,
+        model: str = "",
+        *,
+        version: str = "",
+        keep_running: bool = False,
+        adapters: Mapping[str, str] | None = None,
+    ) -> str:
+        """Have the model get the weights of ``model``, or other adapters, and return their version: see
+        `Client.update_weights`.
 
         Raises:
             ModelError, ConfigError: there are none, or they do not fit. Nothing has changed.
             EngineDiedError: they could not be loaded all the same.
         """
-        weights = Weights(version or some_version(), model)
-        weights.check()
-        card = with_weights(self.core.card, self.config, model)
+        weights = new_weights(model, version, adapters).over(self.core.weights)
+        card = with_weights(self.core.card, self.config, weights.model, weights.adapters)
         self._calls.change_weights(NewWeights(weights, card, keep_running))
-        self.preprocessor.hashes_from = card.identity
+        self.preprocessor.naming = card.naming
         return weights.version
 
     def stats(self) -> dict[str, Any]:

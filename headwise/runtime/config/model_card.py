@@ -58,6 +58,25 @@ class CacheSpec:
 
 
 @dataclass(frozen=True)
+class Naming:
+    """What hashes of blocks start from; see `ModelCard` for both. Other weights and adapters change it."""
+
+    identity: str
+    adapters: tuple[tuple[str, str], ...] = ()
+
+    def hash_seed(self, cache_salt: str, adapter: str) -> bytes:
+        """What the hashes of a request's blocks start from."""
+        return hash_seed(self.identity, cache_salt, dict(self.adapters).get(adapter) or adapter)
+
+    def check_adapter(self, name: str) -> None:
+        """Raise `InvalidRequestError` if no adapter is called so; empty: none is asked for."""
+        known = [known for known, _ in self.adapters]
+        if name and name not in known:
+            told = f"served are {', '.join(known)}" if known else "none is served: leave it out"
+            raise InvalidRequestError(f"there is no adapter {name!r:.80}; {told}")
+
+
+@dataclass(frozen=True)
 class ModelCard:
     """A model as a deployment serves it.
 
@@ -90,16 +109,18 @@ class ModelCard:
     adapters: tuple[tuple[str, str], ...] = ()
     drafting: str = ""
 
+    @property
+    def naming(self) -> Naming:
+        """What hashes of blocks start from."""
+        return Naming(self.identity, self.adapters)
+
     def hash_seed(self, cache_salt: str, adapter: str) -> bytes:
-        """What the hashes of a request's blocks start from."""
-        return hash_seed(self.identity, cache_salt, dict(self.adapters).get(adapter) or adapter)
+        """See `Naming`."""
+        return self.naming.hash_seed(cache_salt, adapter)
 
     def check_adapter(self, name: str) -> None:
-        """Raise `InvalidRequestError` if no adapter is called so; empty: none is asked for."""
-        known = [known for known, _ in self.adapters]
-        if name and name not in known:
-            told = f"served are {', '.join(known)}" if known else "none is served: leave it out"
-            raise InvalidRequestError(f"there is no adapter {name!r:.80}; {told}")
+        """See `Naming`."""
+        self.naming.check_adapter(name)
 
     @property
     def layout(self) -> BlockLayout:

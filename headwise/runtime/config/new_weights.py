@@ -13,29 +13,43 @@ from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.loader.resolve import resolve_weights
 
 
-def check_place(config: EngineConfig, model: str) -> None:
-    """Raise ConfigError unless clients may have a deployment load this: every one of them may ask for it."""
-    if model == config.model:
-        return
-    if not config.weights_places:
-        raise ConfigError(
-            "this deployment takes no other weights: start it with weights_from, the directory in which they will be"
-        )
-    found = Path(model).expanduser().resolve()
-    if not any(found.is_relative_to(place.resolve()) for place in config.weights_places):
-        raise ConfigError(f"weights must be in {config.weights_from} (weights_from), and {model!r:.200} is not")
+def with_adapters(config: EngineConfig, adapters: str | None) -> EngineConfig:
+    """The configuration, with these in place of its adapters; None: with its own. Raises ConfigError."""
+    return config if adapters is None else replace(config, adapters=adapters)
 
 
-def with_weights(card: ModelCard, config: EngineConfig, model: str, progress: Progress | None = None) -> ModelCard:
-    """The card of a model that is served, once its weights are those of ``model``. Takes reading them, to tell them
-    from others.
+def check_places(config: EngineConfig, model: str, adapters: str | None) -> None:
+    """Raise ConfigError unless clients may have a deployment load these, as every one of them may ask for it: they are
+    in `weights_from`, or those that the deployment was started with."""
+    known = {config.model, *map(str, config.adapter_paths.values())}
+    asked = {model or config.model, *map(str, with_adapters(config, adapters).adapter_paths.values())}
+    for place in sorted(asked - known):
+        if not config.weights_places:
+            raise ConfigError(
+                "this deployment takes no other weights: start it with weights_from, the directory that they will be in"
+            )
+        found = Path(place).expanduser().resolve()
+        if not any(found.is_relative_to(each.resolve()) for each in config.weights_places):
+            raise ConfigError(f"weights must be in {config.weights_from} (weights_from), and {place!r:.200} is not")
+
+
+def digests_of(card: ModelCard) -> tuple[str, ...]:
+    """What tells a model's weights and adapters from others."""
+    return card.weights, card.blocks, *(f"{name}={digest}" for name, digest in card.adapters)
+
+
+def with_weights(
+    card: ModelCard, config: EngineConfig, model: str, adapters: str | None = None, progress: Progress | None = None
+) -> ModelCard:
+    """The card of a model that is served, once its weights are those of ``model``, of the configuration if that is
+    empty, and its adapters those of ``adapters``. Takes reading them, to tell them from others.
 
     Raises:
         ModelError: there are none, they cannot be read, or they are those of another model.
         ConfigError: they cannot be served as is configured.
     """
-    directory = resolve_weights(model, config.cache_path, progress)
-    read = read_model_card(config, directory, progress)
+    directory = resolve_weights(model or config.model, config.cache_path, progress)
+    read = read_model_card(with_adapters(config, adapters), directory, progress)
     if read.config != card.config:
         differ = [each.name for each in fields(card.config) if _differs(card, read, each.name)]
         raise ModelError(
@@ -44,7 +58,9 @@ def with_weights(card: ModelCard, config: EngineConfig, model: str, progress: Pr
         )
     if not open_weights(directory).num_elements:  # reads what all files say of themselves: none is cut off
         raise ModelError(f"the weights in {directory} are empty")
-    return replace(card, identity=read.identity, weights=read.weights, blocks=read.blocks)
+    return replace(
+        card, identity=read.identity, weights=read.weights, blocks=read.blocks, adapters=read.adapters
+    )  # fmt: skip
 
 
 def _differs(card: ModelCard, read: ModelCard, name: str) -> bool:

@@ -134,7 +134,7 @@ class EngineCore:
                 timeout_s=config.load_timeout_s,
             )
         self.weights = weights
-        self._operations = Operations(self.resources, self._have_changed)
+        self._operations = Operations(self.resources, card.identity, self._have_changed)
         self._lookup = lookup
         self._depth = config.steps_in_flight
         self._steps: deque[ScheduledStep] = deque()
@@ -270,9 +270,15 @@ class EngineCore:
 
     def _have_changed(self, new: NewWeights) -> None:
         self.card, self.weights = new.card, new.weights
-        for sequence in self._live.values():
+        names = dict(new.card.adapters)
+        for sequence in list(self._live.values()):
             request = sequence.request
-            self.resources.reseed(sequence, self.card.hash_seed(request.cache_salt, request.lora_id), self._clock())
+            if request.lora_id and request.lora_id not in names:
+                self._fail(sequence, f"adapter {request.lora_id!r:.80} is served no more")
+                continue
+            seed = self.card.hash_seed(request.cache_salt, request.lora_id)
+            if seed != sequence.hash_seed:
+                self.resources.reseed(sequence, seed, self._clock())
 
     # ---- the end ----
 

@@ -10,6 +10,7 @@ from enum import Enum
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, STORAGE_TIER
 from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError
 from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.config.new_weights import digests_of
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.protocol.batch import CHANGE_WEIGHTS, RESET_STORAGE, SLEEP, WAKE, StepResult
 from headwise.runtime.protocol.weights import Weights, WeightsToLoad
@@ -45,7 +46,7 @@ class NewWeights:
 
     @property
     def to_load(self) -> WeightsToLoad:
-        return WeightsToLoad(self.weights.model, (self.card.weights, self.card.blocks))
+        return WeightsToLoad(self.weights.model, self.weights.adapters, digests_of(self.card))
 
 
 @dataclass(eq=False)
@@ -56,6 +57,7 @@ class Operation:
     is_sent: workers are at it, or were
     blocks: how many blocks a reset has forgotten, once it is done
     has_emptied_storage: all of it, also of what other engines put there
+    refusal: why nothing has changed; empty: something has
     """
 
     action: str
@@ -65,6 +67,7 @@ class Operation:
     is_sent: bool = False
     is_done: bool = False
     has_emptied_storage: bool = False
+    refusal: str = ""
 
 
 class Operations:
@@ -81,14 +84,15 @@ class Operations:
     device_resets: how often what the device had cached was forgotten
     """
 
-    def __init__(self, resources: ResourceManager, changed: Callable[[NewWeights], None]) -> None:
+    def __init__(self, resources: ResourceManager, identity: str, changed: Callable[[NewWeights], None]) -> None:
         """
-        changed: called when workers have other weights
+        identity: of the model's card
+        changed:  called when workers have other weights
         """
         self.state = State.AWAKE
         self._resources = resources
         self._cache = resources.cache
-        self._changed = changed
+        self._identity, self._changed = identity, changed
         self._queue: deque[Operation] = deque()
         self._is_sent = False  # whether the workers are at the first of the queue
         self.device_resets = 0
@@ -193,18 +197,25 @@ class Operations:
 
     def obeyed(self, command: str, result: StepResult) -> None:
         """The workers have obeyed a command; raises `EngineDiedError` if one could not."""
-        if result.error is not None:
+        if result.error is not None and command != CHANGE_WEIGHTS:
             raise EngineDiedError(f"the workers could not obey {command!r}: {result.error}")
         operation = self._queue.popleft()
         self._is_sent = False
         if command == RESET_STORAGE:
             self._cache.reset((STORAGE_TIER,))  # of what came to be known of it while it was emptied
-        if operation.new is not None:
-            self._cache.reset((DEVICE_TIER, HOST_TIER))
-            self.device_resets += 1
-            self._changed(operation.new)
+        if result.error is not None:
+            operation.refusal = result.error
+        elif operation.new is not None:
+            self._have_changed(operation.new)
         is_over = command == WAKE or self.state is State.CHANGING
         self.state = State.ASLEEP if command == SLEEP else State.AWAKE if is_over else self.state
         operation.blocks += result.forgotten
         operation.has_emptied_storage = command == RESET_STORAGE
         operation.is_done = True
+
+    def _have_changed(self, new: NewWeights) -> None:
+        if new.card.identity != self._identity:
+            self._identity = new.card.identity
+            self._cache.reset((DEVICE_TIER, HOST_TIER))
+            self.device_resets += 1
+        self._changed(new)

@@ -13,7 +13,7 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.base import Core
 from headwise.runtime.engine.operations import NewWeights, Operation
 from headwise.runtime.protocol.messages import WantedWeights
-from headwise.runtime.protocol.weights import FIRST, Weights
+from headwise.runtime.protocol.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -25,19 +25,21 @@ class WeightsFollower:
     """Used by the server's thread.
 
     weights:  that the engine has
-    identity: what its blocks' hashes start from
+    naming:   what its blocks' hashes start from
     refused:  those that it was told to have last and cannot, ``refusal`` says why; None: there are none
     """
 
     def __init__(
         self,
         read: ReadWeights,
-        weights: Weights = FIRST,
-        identity: str = "",
+        now: NewWeights,
         on_changed: Callable[[NewWeights], None] = lambda new: None,
     ) -> None:
-        """on_changed: called when the engine has other weights"""
-        self.weights, self.identity = weights, identity
+        """
+        now:        what the engine starts with
+        on_changed: called when it has other weights
+        """
+        self.weights, self.naming = now.weights, now.card.naming
         self.refused: Weights | None = None
         self.refusal = ""
         self._read, self._on_changed = read, on_changed
@@ -62,7 +64,7 @@ class WeightsFollower:
         if self._reading is not None and self._reading.done():
             return self._take(self._reading)
         if self._operation is not None and self._operation.is_done:
-            return self._have_changed()
+            return self._have_changed(self._operation.refusal)
         if self._new is not None and self._operation is None and core is not None:
             self._operation = core.change_weights(self._new)
         return False
@@ -71,7 +73,7 @@ class WeightsFollower:
     def told(self) -> dict[str, Any]:
         """What an `EngineStatus` says of it."""
         told = {"refused": self.refused, "refusal": self.refusal}
-        return {"weights": self.weights, "identity": self.identity, **told}
+        return {"weights": self.weights, "identity": self.naming.identity, "adapters": self.naming.adapters, **told}
 
     def failed(self, error: HeadwiseError) -> None:
         """The core has died. If its workers were at other weights, these are not tried again; else the next core gets
@@ -107,10 +109,13 @@ class WeightsFollower:
         log.error("weights %s cannot be had: %s", self.refused.version, why)
         self._wanted = self._new = self._operation = None
 
-    def _have_changed(self) -> bool:
+    def _have_changed(self, refusal: str) -> bool:
         assert self._new is not None
         new = self._new
-        self.weights, self.identity, self.refused, self.refusal = new.weights, new.card.identity, None, ""
+        if refusal:
+            self._refuse(refusal)
+            return True
+        self.weights, self.naming, self.refused, self.refusal = new.weights, new.card.naming, None, ""
         self._wanted = self._new = self._operation = None
         log.info("serves by weights %s", new.weights.version or "of the start")
         self._on_changed(new)

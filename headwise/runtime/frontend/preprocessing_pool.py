@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headwise.errors import HeadwiseError
+from headwise.runtime.config.model_card import Naming
 from headwise.runtime.protocol.images import PromptImage
 from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.protocol.request import GenerateRequest
@@ -33,7 +34,7 @@ MAX_WAITING_BYTES = 256 << 20
 class RequestPreprocessor(Protocol):
     """`headwise.runtime.frontend.preprocessor.Preprocessor`: called from several threads."""
 
-    hashes_from: str
+    naming: Naming
 
     def prepare(
         self,

@@ -38,13 +38,14 @@ TYPICAL_PROMPT = 4096
 class Preprocessor:
     """Checks and tokenises requests. Holds no state between calls; safe to use from several threads.
 
-    encoder:     tokenises texts in other processes; None: they are tokenised in this one
-    hashes_from: what block hashes start from: the card's identity, or that of the same model with other weights
+    encoder: tokenises texts in other processes; None: they are tokenised in this one
+    naming:  what block hashes start from, and which adapters there are: the card's, or that of the model with other
+             weights or adapters
     """
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, encoder: PromptEncoder | None = None) -> None:
         self.card = card
-        self.hashes_from = card.identity
+        self.naming = card.naming
         self.tokenizer = tokenizer
         self._other_encoder = encoder
 
@@ -94,8 +95,7 @@ class Preprocessor:
         if request.output_token_ids:
             tokens = np.concatenate((tokens, np.array(request.output_token_ids, np.int32)))
         hashes: list[bytes] = []
-        card = replace(self.card, identity=self.hashes_from)
-        seed = card.hash_seed(request.cache_salt, request.lora_id)
+        seed = self.naming.hash_seed(request.cache_salt, request.lora_id)
         extend_hashes(hashes, seed, tokens, self.card.layout.block_size, request.extra_keys)
         return hashes
 
@@ -124,7 +124,7 @@ class Preprocessor:
             raise InvalidRequestError("give either a prompt or messages")
         sampling, priority = SamplingParams.of(sampling), as_priority(priority)
         cache_salt, adapter = as_string("cache_salt", cache_salt), as_string("adapter", adapter)
-        self.card.check_adapter(adapter)
+        self.naming.check_adapter(adapter)
         self._check_sampling(sampling)
         check_items(items, prompt)
         tokens = self._tokens(prompt, messages)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, ModelError, OverloadedError
+from headwise.runtime.config.model_card import Naming
 from headwise.runtime.frontend.client_socket import Send
 from headwise.runtime.frontend.fleet_view import FleetView
 from headwise.runtime.frontend.routing import Router
@@ -16,13 +17,15 @@ from headwise.runtime.protocol.weights import Weights
 MAX_ASKERS = 256
 MOST_REFUSAL = 400
 """Characters of an engine's reason that a client is told."""
+NOBODY_S = 10.0
+"""Where no engine is there for so long, the next ones start with what is asked for."""
 
 
 class Hashing(Protocol):
     """What hashes prompts: `headwise.runtime.frontend.preprocessor.Preprocessor`."""
 
-    hashes_from: str
-    """What block hashes start from: identity of the `ModelCard` with the weights that engines have."""
+    naming: Naming
+    """What block hashes start from, with the weights and adapters that engines have."""
 
 
 @dataclass
@@ -60,7 +63,8 @@ class WeightsService:
         self._secret, self._router, self._fleet, self._hashing = secret, router, fleet, hashing
         self._clock, self._send, self._timeout_s = clock, send, timeout_s
         self._weights: Weights | None = None  # the deployment's; None: not known yet
-        self._identity = ""  # of those: what the first engine that has them says
+        self._naming: Naming | None = None  # of those: what the first engine that has them says
+        self._early: dict[tuple[bytes, int], UpdateWeights] = {}  # what was asked for before they were known
         self._asked: _Asked | None = None
         self._reporters: dict[str, bytes] = {}  # by engine: its connection
 
@@ -70,31 +74,39 @@ class WeightsService:
         """A client asks for weights. If it does so again, it only waits on."""
         try:
             message.weights.check()
-            self._ask(identity, message)
+            if self._weights is None:
+                self._check_room(self._early)
+                self._early[identity, message.key] = message
+            else:
+                self._ask(identity, message, self._weights)
         except HeadwiseError as error:
             self._send(identity, failure(error, message.key))
 
-    def _ask(self, identity: bytes, message: UpdateWeights) -> None:
-        now, known = message.weights, self._weights
-        if known is not None and now.version == known.version and now != known:
-            raise InvalidRequestError(
-                f"version {now.version!r:.80} names the weights of {known.model}: give another one"
-            )
-        if self._asked is not None and self._asked.update.weights != now:
+    def _ask(self, identity: bytes, message: UpdateWeights, former: Weights) -> None:
+        """former: the deployment's weights"""
+        asked, wanted = self._asked, message.weights.over(former)
+        if wanted.version == former.version and wanted != former:
+            raise InvalidRequestError(f"version {former.version!r:.80} names other weights: give another one")
+        if asked is not None and asked.update.weights != wanted:
             raise OverloadedError(
-                f"engines are about to have weights {self._asked.update.weights.version!r:.80}; ask again when they do"
+                f"engines are about to have weights {asked.update.weights.version!r:.80}; ask again when they do"
             )
-        if self._asked is None:
-            self._asked = _Asked(message, self._clock(), is_had=now == known)
+        if asked is None:
+            asked = self._asked = _Asked(replace(message, weights=wanted), self._clock(), is_had=wanted == former)
             for reporter in self._reporters.values():  # need not wait for their next statuses
-                self._send(reporter, WantedWeights(self._secret, now, message.keeps_running))
-        if len(self._asked.askers) >= MAX_ASKERS:
-            raise OverloadedError(f"{MAX_ASKERS} clients wait for these weights already; try again later")
-        self._asked.askers.add((identity, message.key))
+                self._send(reporter, WantedWeights(self._secret, wanted, message.keeps_running))
+        self._check_room(asked.askers)
+        asked.askers.add((identity, message.key))
+
+    @staticmethod
+    def _check_room(waiting: Collection[tuple[bytes, int]]) -> None:
+        if len(waiting) >= MAX_ASKERS:
+            raise OverloadedError(f"{MAX_ASKERS} clients wait for weights already; try again later")
 
     def forget(self, ended: frozenset[bytes]) -> None:
         """Connections have ended. What was asked over them counts all the same."""
         self._reporters = {name: each for name, each in self._reporters.items() if each not in ended}
+        self._early = {asker: each for asker, each in self._early.items() if asker[0] not in ended}
         if self._asked is not None:
             self._asked.askers = {asker for asker in self._asked.askers if asker[0] not in ended}
 
@@ -114,8 +126,7 @@ class WeightsService:
         asked, said = self._asked, status.weights
         if asked is not None and said == asked.update.weights and not asked.is_had:
             self._have(said)
-        if self._weights is None:
-            self._learn(said)
+        self._learn(said)
         if self._weights is None:
             return status
         if said != self._weights:
@@ -127,25 +138,26 @@ class WeightsService:
         """An engine has what was asked for."""
         assert self._asked is not None
         self._asked.is_had = True
-        self._weights, self._identity = weights, ""
+        self._weights, self._naming = weights, None
         self._fleet.want_weights(weights)
 
-    def _learn(self, said: Weights) -> None:
-        """What a scheduler before this one knew: from the owner, or where that was started anew, too, from engines."""
+    def _learn(self, said: Weights | None) -> None:
+        """What a scheduler before this one knew: from the owner, or where that is a new one, too, from an engine."""
         fleet = self._fleet.exchange.fleet
-        if fleet is not None:
+        if self._weights is None and fleet is not None:
             self._weights = said if fleet.weights is None else fleet.weights
 
     def _hash_like(self, status: EngineStatus) -> None:
-        if not status.identity or status.identity == self._identity:
+        said = Naming(status.identity, status.adapters)
+        if not said.identity or said == self._naming:
             return
-        if self._identity:
+        if self._naming is not None:
             self._router.note(
                 f"{status.engine} has other weights than other engines, though they have one name, "
-                f"{status.weights.version!r:.80}: has {status.weights.model} changed?"
+                f"{status.weights.version!r:.80}: have they changed since?"
             )
             return
-        self._identity = self._hashing.hashes_from = status.identity
+        self._naming = self._hashing.naming = said
 
     def _wanted_of(self, status: EngineStatus) -> WantedWeights | None:
         keeps_running, wanted = False, self._weights
@@ -159,22 +171,25 @@ class WeightsService:
 
     def answer(self, now: float) -> None:
         """Tell clients what has become of what they asked for, if that is known by now."""
+        self._learn(None)
         self._tell_owner()
+        if self._early and self._weights is not None:
+            early, self._early = self._early, {}
+            for (identity, _), message in early.items():
+                self.update(identity, message)
         asked = self._asked
         if asked is None:
             return
         engines = self._engines(now)
         has, refuses, lacks = self._sorted(engines, asked.update.weights)
-        if not engines and self._fleet.state.is_on_demand and not self._fleet.state.expected and not asked.is_had:
-            self._have(asked.update.weights)  # the next engine that is needed will tell whether it can
+        if not engines and not asked.is_had and (self._needs_none or now - asked.since > NOBODY_S):
+            self._have(asked.update.weights)  # the next engine will tell whether it can
         elif lacks and now - asked.since > self._timeout_s:
             self._end(DeploymentError(f"{_names(lacks)} has not had the weights for {self._timeout_s:g} s"))
         elif refuses and not lacks:
             self._end(self._refused(has, refuses))
         elif asked.is_had and not lacks and self._is_with_owner:
             self._end(None, tuple(sorted(status.engine for status in has)))
-        elif not engines and now - asked.since > self._timeout_s:
-            self._end(DeploymentError(f"no engine was there for {self._timeout_s:g} s to have the weights"))
 
     def _engines(self, now: float) -> list[EngineStatus]:
         """Those that serve, and will."""
@@ -208,6 +223,11 @@ class WeightsService:
     # ---- the owner ----
 
     @property
+    def _needs_none(self) -> bool:
+        """Whether there are no engines because there are no requests."""
+        return self._fleet.state.is_on_demand and not self._fleet.state.expected
+
+    @property
     def _is_with_owner(self) -> bool:
         """Whether the owner of the engines starts others with the deployment's weights."""
         fleet = self._fleet.exchange.fleet
@@ -224,6 +244,7 @@ class WeightsService:
         return {
             "version": "" if self._weights is None else self._weights.version,
             "model": "" if self._weights is None else self._weights.model,
+            "adapters": [name for name, _ in self._hashing.naming.adapters],
             "asked": "" if asked is None else asked.update.weights.version,
         }
 

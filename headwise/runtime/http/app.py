@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class AppOptions:
     groups:   the model's head groups in words: which, and what they are
     tracing:  makes spans of requests; None: nobody asked for them
     parsers:  what finds calls of tools and reasoning in the model's answers
-    adapters: names of LoRA adapters, which are models of their own as far as clients see
+    adapters: names of LoRA adapters, which are models of their own as far as clients see; at the start
     """
 
     model: str
@@ -141,12 +142,24 @@ class _Api:
         self._groups = options.groups
         self._since = int(time.time())
 
+    async def _check_model(self, asked: str | None) -> None:
+        """Raise `ApiError` for another model than those that are served: the deployment's, and its adapters, of which
+        there may be others by now."""
+        if asked is not None and asked not in self._models:
+            await self._look_for_models()
+        check_model(asked, self._models)
+
+    async def _look_for_models(self) -> None:
+        with suppress(HeadwiseError):  # the scheduler is away: those that are known may be there still
+            self._models = (self._model, *(await self._view.stats())["weights"]["adapters"])
+
     async def models(self, request: Request) -> Response:
+        await self._look_for_models()
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self._models]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        check_model(name, self._models)
+        await self._check_model(name)
         return JSONResponse(self._model_card(name))
 
     async def _generation(
@@ -162,7 +175,7 @@ class _Api:
 
     async def chat(self, request: Request) -> Generation:
         body = parse(ChatBody, await self._bodies.read(request))
-        check_model(body.model, self._models)
+        await self._check_model(body.model)
         choice = ToolChoice.of(body.tools, body.tool_choice, body.parallel_tool_calls, self._parsers)
         wanted = wanted_chat(body, choice, self._parsers)
         logprobs = self._logprobs.chat if wanted.has_logprobs else None
@@ -180,7 +193,7 @@ class _Api:
 
     async def completions(self, request: Request) -> Generation:
         body = parse(CompletionBody, await self._bodies.read(request))
-        check_model(body.model, self._models)
+        await self._check_model(body.model)
         wanted = wanted_completion(body)
         echoed = await self._echoed(wanted) if wanted.echo else ()
         form_of = self._logprobs.echoing_completion if wanted.echo else self._logprobs.completion
@@ -189,7 +202,7 @@ class _Api:
 
     async def responses(self, request: Request) -> Generation:
         body = parse(ResponseBody, await self._bodies.read(request))
-        check_model(body.model, self._models)
+        await self._check_model(body.model)
         choice = response_choice(body, self._parsers)
         wanted = wanted_response(body, choice, self._parsers)
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
@@ -199,7 +212,7 @@ class _Api:
 
     async def messages(self, request: Request) -> Generation:
         body = parse(MessagesBody, await self._bodies.read(request))
-        check_model(body.model, self._models)
+        await self._check_model(body.model)
         choice = choice_of(body, self._parsers)
         wanted = wanted_message(body, choice, self._parsers)
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
@@ -208,7 +221,7 @@ class _Api:
 
     async def count_tokens(self, request: Request) -> Response:
         body = parse(CountBody, await self._bodies.read(request))
-        check_model(body.model, self._models)
+        await self._check_model(body.model)
         tokens = await self._tokens(None, counted_chat(body, choice_of(body, self._parsers)))
         return JSONResponse({"input_tokens": len(tokens)})
 
@@ -222,7 +235,7 @@ class _Api:
 
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await self._bodies.read(request))
-        check_model(body.model, self._models)
+        await self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
         chat = None if body.messages is None else checked_chat(body, body.tools or [])
@@ -240,7 +253,7 @@ class _Api:
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._bodies.read(request))
-        check_model(body.model, self._models)
+        await self._check_model(body.model)
         try:
             return JSONResponse({"prompt": await self._texts.decode(body.tokens)})
         except InvalidRequestError as error:

@@ -45,3 +45,27 @@ A name is that of one weight of a model, and tells which parts of which tensors 
 def make_anew(name: str, make: Callable[[], Weight]) -> Weight:
     """The `Prepare` that knows nothing of earlier starts."""
     return make()
+
+
+class PreparedWeights:
+    """The weights of a model that is there, for another one of the same checkpoint: with other adapters."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Weight] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def remembering(self, prepare: Prepare) -> Prepare:
+        """Gives what is there, and makes the rest by ``prepare``."""
+
+        def prepared(name: str, make: Callable[[], Weight]) -> Weight:
+            if name not in self._made:
+                self._made[name] = prepare(name, make)
+            return self._made[name]
+
+        return prepared
+
+    def clear(self) -> None:
+        """That model is to go."""
+        self._made.clear()

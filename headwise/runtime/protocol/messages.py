@@ -316,6 +316,7 @@ class Roll:
 @dataclass(frozen=True)
 class UpdateWeights:
     """All engines are to have these weights. Answered when all that there are have them: to ask twice is to ask once.
+    What is left out, a model or adapters, stays.
 
     keeps_running: what runs goes on behind what the weights before have computed of it; else it is computed anew
     """
@@ -392,6 +393,7 @@ class EngineStatus:
     tp_size:  its tensor-parallel ranks
     weights:  that it serves by
     identity: what its blocks' hashes start from; empty: that is not known
+    adapters: by name a hash of all that each is
     refused:  those that it was told to have last and cannot; None: there are none
     refusal:  why
     """
@@ -411,6 +413,7 @@ class EngineStatus:
     tp_size: int = 1
     weights: Weights = FIRST
     identity: str = ""
+    adapters: tuple[tuple[str, str], ...] = ()
     refused: Weights | None = None
     refusal: str = ""
 

@@ -262,6 +262,9 @@ class ZmqExecutor:
         results = [step.results[rank] for rank in range(len(self._ranks))]
         sampled = results[self._sampling]
         errors = [r.error if len(results) == 1 else f"rank {r.rank}: {r.error}" for r in results if r.error]
+        if step.work is None and 0 < len(errors) < len(results):
+            self.lost(f"only some ranks have obeyed in step {step.step_id}: {'; '.join(errors)}")
+            self._check()
         return StepResult(
             step_id=step.step_id,
             rank=0,

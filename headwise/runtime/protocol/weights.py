@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.request import as_string
 
-MOST_TEXT = 4096
-"""Characters of a version, or of a model's name."""
+MOST_TEXT = {"version": 4096, "model": 4096, "adapters": 1 << 18}
+"""Characters, by the field of `Weights`: of 64 adapters, each with a path."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that take the place of those that a deployment was started with.
+    """Weights, and adapters, that take the place of those that a deployment was started with.
 
-    version: their name, which no others have; empty: they are those of the start
-    model:   where they are, as ``model`` of the configuration says it; empty: that of the configuration
+    version:  their name, which no others have; empty: they are those of the start
+    model:    where they are, as ``model`` of the configuration says it; empty: that of the configuration
+    adapters: all that there are, as ``adapters`` of the configuration says it; None: those of the configuration
     """
 
     version: str = ""
     model: str = ""
+    adapters: str | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequestError` unless they may be asked for."""
-        for what, text in (("version", self.version), ("model", self.model)):
-            if len(text) > MOST_TEXT:
-                raise InvalidRequestError(f"{what} of weights has {len(text)} characters, of at most {MOST_TEXT}")
+        for what, text in (("version", self.version), ("model", self.model), ("adapters", self.adapters or "")):
+            if len(text) > MOST_TEXT[what]:
+                raise InvalidRequestError(f"{what} of weights has {len(text)} characters, of at most {MOST_TEXT[what]}")
         if not self.version or not self.version.isprintable():
             raise InvalidRequestError(f"version of weights must be printable text, got {self.version!r:.80}")
-        if not self.model:
-            raise InvalidRequestError("give the directory of the new weights: model is empty")
+
+    def over(self, former: Weights) -> Weights:
+        """With what is left out of these, a model or adapters, as it was."""
+        adapters = former.adapters if self.adapters is None else self.adapters
+        return Weights(self.version, self.model or former.model, adapters)
 
 
 FIRST = Weights()
@@ -41,14 +48,26 @@ FIRST = Weights()
 class WeightsToLoad:
     """What workers are told of weights that take the place of theirs.
 
-    model:   see `Weights`; empty: that of the configuration
-    digests: of what is there, as the engine has read it: that of a `ModelCard`'s weights, and of its blocks
+    model, adapters: see `Weights`
+    digests: of what is there, as the engine has read it: see `digests_of`
     """
 
     model: str
-    digests: tuple[str, str]
+    adapters: str | None
+    digests: tuple[str, ...]
 
 
-def some_version() -> str:
-    """A name for weights that were given none."""
-    return uuid.uuid4().hex[:12]
+def new_weights(model: str, version: str, adapters: Mapping[str, str] | None) -> Weights:
+    """What a caller asks for; ``version`` is drawn if it is empty. Raises `InvalidRequestError` for what nobody may."""
+    if not (model or adapters is not None):
+        raise InvalidRequestError("give the directory of new weights, or adapters, or both")
+    text = None
+    if adapters is not None:
+        if not isinstance(adapters, Mapping) or not all(
+            isinstance(part, str) for each in adapters.items() for part in each
+        ):
+            raise InvalidRequestError(f"adapters must be directories by name, got {adapters!r:.80}")
+        text = ",".join(f"{name}={directory}" for name, directory in adapters.items())
+    weights = Weights(as_string("version", version) or uuid.uuid4().hex[:12], as_string("model", model), text)
+    weights.check()
+    return weights

@@ -23,7 +23,7 @@ from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.models.base import Model
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.models.shard import Shard
-from headwise.runtime.models.weights import make_anew
+from headwise.runtime.models.weights import Prepare, PreparedWeights, make_anew
 from headwise.runtime.ops.base import PackingOps, TensorOps
 from headwise.runtime.ops.comm import Collectives
 
@@ -43,10 +43,12 @@ def load_model(
     collectives: Collectives,
     shard: Shard,
     limits: Limits = LIMITS,
+    prepared: PreparedWeights | None = None,
 ) -> Model:
     """A rank's part of the card's model. Raises `ModelError` if it cannot be loaded, or is another one by now.
 
-    limits: of what is kept on disk, where the configuration wants it
+    limits:   of what is kept on disk, where the configuration wants it
+    prepared: its weights, as far as they are there already; those that are made are there, too, then
     """
     keeps = numpy_dtype(config.dtype_name) if config.on_gpu else None  # a CPU packs what it has
     weights = open_weights(
@@ -57,10 +59,11 @@ def load_model(
         keeps_fp8=config.keeps_fp8,
     )
     packed = None
-    if config.packed_cache and isinstance(ops, PackingOps):
+    if config.packed_cache and isinstance(ops, PackingOps) and not prepared:
         place, key = config.cache_path / DIRECTORY, packed_key(card, config, ops, shard)
         packed = PackedWeights(place, key, ops, lambda: weights.num_elements // shard.size, limits, LogProgress(log))
-    prepare = packed.prepare if packed else make_anew
+    prepare: Prepare = packed.prepare if packed else make_anew
+    prepare = prepare if prepared is None else prepared.remembering(prepare)
     adapters = [AdapterFile(name, path) for name, path in config.adapter_paths.items()]
     head = DraftModel(config.draft_model, config.cache_path) if config.draft_model else None
     beside = None if head is None else head.weights(keeps)

@@ -18,8 +18,15 @@ class AdaptersOfRows:
     """
 
     def __init__(self, names: Sequence[str], max_rows: int) -> None:
-        self._places = {name: place for place, name in enumerate(names, start=1)}
+        self._places = _places(names)
         self._of_rows: NDArray[np.int16] = np.zeros(max_rows, np.int16)
+
+    def rename(self, names: Sequence[str]) -> None:
+        """The model has these now. Rows keep theirs, but for those that are there no more."""
+        places, former = _places(names), {place: name for name, place in self._places.items()}
+        moved = [0, *(places.get(former[place], 0) for place in range(1, len(former) + 1))]
+        self._of_rows = np.array(moved, np.int16)[self._of_rows]
+        self._places = places
 
     def open(self, new: Iterable[NewSequence]) -> None:
         if self._places:
@@ -33,3 +40,7 @@ class AdaptersOfRows:
     def of(self, batch: BatchRequest) -> AdaptedRows:
         """Those of a step's tokens."""
         return AdaptedRows(self._of_rows[batch.token_rows])
+
+
+def _places(names: Sequence[str]) -> dict[str, int]:
+    return {name: place for place, name in enumerate(names, start=1)}

@@ -19,6 +19,7 @@ from headwise.kernels.base import HeadTable
 from headwise.runtime.config.decode_reads import layer_elements
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
+from headwise.runtime.config.new_weights import digests_of, with_adapters
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.grammar import Vocabulary
 from headwise.runtime.loader.resolve import resolve_weights
@@ -27,8 +28,9 @@ from headwise.runtime.models.attention.base import CachedAttention
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model
 from headwise.runtime.models.shard import Shard
-from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
-from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
+from headwise.runtime.models.weights import PreparedWeights
+from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
+from headwise.runtime.ops.comm import CollectiveRanks, Communicator
 from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, StageLostError
 from headwise.runtime.protocol.batch import (
     CHANGE_WEIGHTS,
@@ -68,7 +70,7 @@ class WorkerParts:
     """The parts of a worker that tests and simulations replace. clock: in seconds, to measure steps"""
 
     read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
-    load_model: Callable[[ModelCard, EngineConfig, Path, TensorOps, Collectives, Shard], Model] = load_model
+    load_model: Callable[..., Model] = load_model
     open_copies: Callable[..., KVOffload] = KVOffload
     find_weights: Callable[[str, Path], Path] = resolve_weights
     clock: Callable[[], float] = time.perf_counter
@@ -121,8 +123,9 @@ class ModelWorker:
             )
         self._device = device or open_device(config, threads_per_worker(config))
         self._ops = self._device.ops
+        self._prepared = PreparedWeights()
         if weights is not None:
-            self._find(weights)
+            self._take(*self._found(weights))
         self._device.check(self.card, self._model_dir)
         self._kernels = self._device.kernels
         self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
@@ -152,7 +155,7 @@ class ModelWorker:
     def _load_model(self) -> Model:
         shard = Shard.of(self.card.config, self.card.plan, self.rank)
         where = self.card, self._config, self._model_dir
-        return self._parts.load_model(*where, self._ops, self._collectives, shard)
+        return self._parts.load_model(*where, self._ops, self._collectives, shard, prepared=self._prepared)
 
     def _head_table(self, layer: int) -> HeadTable:
         """Of a layer, or of a cache beside one."""
@@ -350,8 +353,9 @@ class ModelWorker:
 
     # ---- sleep ----
 
-    def _obey(self, command: str, weights: WeightsToLoad | None) -> int:
-        """Carry out a batch's command; the number of blocks that it had storage forget.
+    def _obey(self, command: str, weights: WeightsToLoad | None) -> tuple[int, str]:
+        """Carry out a batch's command; the number of blocks that it had storage forget, and why it was refused on all
+        ranks, which have what they had then; empty: it was not.
 
         Raises `EngineDiedError` if it failed: ranks must never differ in what they hold.
         """
@@ -361,15 +365,15 @@ class ModelWorker:
             elif command == WAKE:
                 self._wake()
             elif command == CHANGE_WEIGHTS and weights is not None:
-                self._change_weights(weights)
+                return 0, self._change_weights(weights)
             elif command == RESET_STORAGE and self._copies is not None:
-                return self._copies.reset_storage()
+                return self._copies.reset_storage(), ""
             else:
                 raise ValueError(f"a worker without host_cache has no storage to obey {command!r}")
         except Exception as error:
             named = command.replace("_", " ")
             raise EngineDiedError(f"rank {self.rank} could not {named}: {error}") from error
-        return 0
+        return 0, ""
 
     def _sleep(self) -> None:
         """Let go of weights and arena. What the host has stays, and its copies to and from storage go on."""
@@ -381,6 +385,7 @@ class ModelWorker:
         self._prefill = None
         self._let_go_of_cache()
         del self._model
+        self._prepared.clear()
         self._give_back_memory()
 
     def _give_back_memory(self) -> None:
@@ -402,30 +407,66 @@ class ModelWorker:
         if self._copies is not None:
             self._copies.attach_device(self._runner.cache.arena)
 
-    def _find(self, weights: WeightsToLoad) -> None:
-        """From now on these are loaded. Raises `ModelError` if they are other ones than the engine has read."""
-        directory = self._parts.find_weights(weights.model or self._config.model, self._config.cache_path)
-        read = self._parts.read_card(self._config, directory)
-        if (read.weights, read.blocks) != weights.digests:
+    def _found(self, weights: WeightsToLoad) -> tuple[EngineConfig, Path, ModelCard]:
+        """Where these weights are, and the card with them. Raises `ModelError` if they are other ones than the engine
+        has read."""
+        config = with_adapters(self._config, weights.adapters)
+        directory = self._parts.find_weights(weights.model or config.model, config.cache_path)
+        read = self._parts.read_card(config, directory)
+        if digests_of(read) != weights.digests:
             raise ModelError(
-                f"the weights in {directory} are other ones on this node, or now, than the engine has read: they must "
-                "stay as they are until the next ones are served"
+                f"the weights in {directory}, or the adapters, are other ones on this node, or now, than the engine "
+                "has read: they must stay as they are until the next ones are served"
             )
-        self._model_dir, self.card = directory, replace(self.card, weights=read.weights, blocks=read.blocks)
-        self._config = replace(self._config, packed_cache=False)  # nobody starts with them again
+        card = replace(self.card, weights=read.weights, blocks=read.blocks, adapters=read.adapters)
+        return replace(config, packed_cache=False), directory, card  # nobody starts with them again
 
-    def _change_weights(self, weights: WeightsToLoad) -> None:
-        """Load others in place of the model's; what the arena and the host have stays. Asleep: when it wakes."""
-        self._find(weights)
+    def _take(self, config: EngineConfig, directory: Path, card: ModelCard) -> None:
+        """From now on these weights are loaded."""
+        self._config, self._model_dir, self.card = config, directory, card
+
+    def _change_weights(self, weights: WeightsToLoad) -> str:
+        """Load others in place of the model's; what the arena and the host have stays. Asleep: when it wakes.
+
+        Returns why they cannot be had; empty: they are there. Only of other adapters that is known before the model is
+        let go: it has its weights still, with which another one is made beside it.
+        """
+        former, found = (self._config, self._model_dir, self.card), self._found(weights)
+        is_same = (found[2].weights, found[2].blocks) == (self.card.weights, self.card.blocks)
+        self._take(*found)
         if self._is_asleep:
-            return
-        runner = self._runner
-        self._prefill = runner.prefill = runner.graphs = None  # which hold the model
-        del self._model, runner.model
+            self._adapters.rename([name for name, _ in self.card.adapters])
+            return ""
+        if not is_same:
+            self._let_go_of_model()
+            self._prepared.clear()
+            self._give_back_memory()
+            self._use(self._load_model())
+            return ""
+        model, why = None, ""
+        try:
+            model = self._load_model()
+        except (ModelError, OSError) as error:
+            why = str(error)
+        if not self._is_so_on_all_ranks(not why) or model is None:
+            self._take(*former)
+            return why or "another rank cannot load them"
+        self._let_go_of_model()
         self._give_back_memory()
-        self._model = runner.model = self._load_model()
+        self._use(model)
+        return ""
+
+    def _let_go_of_model(self) -> None:
+        runner = self._runner
+        self._prefill = runner.prefill = runner.graphs = None  # which hold it
+        del self._model, runner.model
+
+    def _use(self, model: Model) -> None:
+        """Go on with this one."""
+        self._model = self._runner.model = model
+        self._adapters.rename([name for name, _ in self.card.adapters])
         self._record_prefill()
-        runner.prefill, runner.graphs = self._prefill, self._make_graphs(runner)
+        self._runner.prefill, self._runner.graphs = self._prefill, self._make_graphs(self._runner)
         self._record_decode()
 
     # ---- steps ----
@@ -465,11 +506,11 @@ class ModelWorker:
     def _begin(self, batch: BatchRequest) -> RunningStep:
         if self._before is not None and (batch.command or len(batch.cache_swap_metadata.loads)):
             self._before.result()  # what comes now is not in the order of the device's stream
-        started, forgotten, computed, failure = self._parts.clock(), 0, Computed(), None
+        started, forgotten, computed, failure = self._parts.clock(), 0, Computed(), ""
         if self._copies is not None:
             self._copies.start(batch)
         if batch.command:
-            forgotten = self._obey(batch.command, batch.weights)
+            forgotten, failure = self._obey(batch.command, batch.weights)
         try:
             if not self._is_asleep:
                 computed = self._compute(batch)
@@ -490,11 +531,9 @@ class ModelWorker:
             self._before.result()
         return self._before
 
-    def _end(
-        self, batch: BatchRequest, started: float, computed: Computed, forgotten: int, failure: str | None
-    ) -> StepResult:
+    def _end(self, batch: BatchRequest, started: float, computed: Computed, forgotten: int, failure: str) -> StepResult:
         token_ids, accepted, broken = computed.tokens(batch)
-        if failure is not None:
+        if failure:
             token_ids = np.empty(0, np.int32)
         if self._tokens_link is not None and self._links.is_last:
             give_back(self._tokens_link, token_ids[computed.chosen.wanted])
@@ -510,7 +549,7 @@ class ModelWorker:
             copies=copies,
             forgotten=forgotten,
             compute_s=compute_s,
-            error=failure,
+            error=failure or None,
             prompt_logprobs=computed.prompt_logprobs,
             accepted=accepted,
             proposed=computed.drafted.of(len(batch.rows)),

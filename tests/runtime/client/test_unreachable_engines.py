@@ -20,6 +20,7 @@ from support.waiting import eventually
 from headwise.errors import ConfigError, EngineDiedError
 from headwise.runtime.client import connections, ways
 from headwise.runtime.client.client import Client
+from headwise.runtime.config.model_card import Naming
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
@@ -35,6 +36,7 @@ SILENT = "192.0.2.1"
 
 
 class Preprocessor:
+    naming = Naming("scripted")
     _numbers = itertools.count(1)  # of all schedulers: no two requests have one id
 
     def prepare(self, *, sampling: dict[str, Any], **_: Any) -> GenerateRequest:

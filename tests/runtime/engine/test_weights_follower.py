@@ -16,7 +16,10 @@ from headwise.errors import EngineDiedError, ModelError
 from headwise.runtime.client.client import Client
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.engine.weights_follower import WeightsFollower
+from headwise.runtime.frontend.scaling import FleetState, ReplicaSet, ScalingPolicy
+from headwise.runtime.frontend.scaling.exchange import Wishes
 from headwise.runtime.protocol.messages import WantedWeights
 from headwise.runtime.protocol.weights import FIRST, Weights
 
@@ -36,7 +39,7 @@ class Node:
         self.may_read = threading.Event()
         self.may_read.set()
         self.read: list[Weights] = []
-        self.follower = WeightsFollower(self._read, identity=self.base.identity)
+        self.follower = WeightsFollower(self._read, NewWeights(FIRST, self.base))
 
     def _read(self, weights: Weights) -> ModelCard:
         assert self.may_read.wait(PATIENCE_S)
@@ -61,14 +64,27 @@ class Node:
 
 
 class World(Deployment):
+    """With an owner of the engines, who calls often."""
+
     def __init__(self) -> None:
         super().__init__(replicas=2)
+        self._owner = Wishes(ReplicaSet(ScalingPolicy(1, 4), 2))
+        self._over = threading.Event()
+        threading.Thread(target=self._own, daemon=True).start()
         self.nodes = [Node(), Node()]
         for node in self.nodes:
             self.add_engine(node.core, follower=node.follower)
         self.client = Client(self.address)
 
+    def _own(self) -> None:
+        while not self._over.wait(0.02):
+            state = FleetState(2, "of tests", expected=2, wish=self._owner.last, weights=self._owner.weights)
+            news = self.exchange.swap(state)
+            if news.wish is not None:
+                self._owner.take(news.wish)
+
     def close(self) -> None:
+        self._over.set()
         self.client.close()
         super().close()
 
@@ -97,7 +113,7 @@ def test_all_have_them_when_the_client_is_told_and_a_stream_goes_on(world: World
     assert result.token_ids == before.token_ids == continuation(PROMPT, 12)
     after = world.client.generate(PROMPT, max_tokens=12)
     assert (after.token_ids, after.weights) == (before.token_ids, [(0, "one")])
-    assert node.follower.identity == "simulated 1"
+    assert node.follower.naming.identity == "simulated 1"
     eventually(lambda: world.weights() == ["one", "one"])
 
 
@@ -189,4 +205,4 @@ def test_what_a_scheduler_wants_that_knows_of_none_are_those_of_the_start() -> N
     follow(Weights("one", "1"))
     assert node.number == 1
     follow(FIRST)
-    assert (node.follower.identity, node.core.card) == (node.base.identity, node.base)
+    assert (node.follower.naming, node.core.card) == (node.base.naming, node.base)

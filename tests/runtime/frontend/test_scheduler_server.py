@@ -20,6 +20,7 @@ from support.waiting import PATIENCE_S, eventually
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
 from headwise.liveness_clock import LONGEST_S
+from headwise.runtime.config.model_card import Naming
 from headwise.runtime.frontend import dispatcher, pending_calls, scheduler_server
 from headwise.runtime.frontend import preprocessing_pool as preparing
 from headwise.runtime.frontend.preprocessing_pool import SHORT_BYTES
@@ -62,6 +63,8 @@ BLOCK = 4
 
 class ScriptedPreprocessor:
     """Its tokens are characters, and a request's id is its text."""
+
+    naming = Naming("scripted")
 
     def prepare(
         self,

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from headwise.errors import HeadwiseError
+from headwise.runtime.config.model_card import Naming
 from headwise.runtime.frontend.fleet_view import FleetView
 from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.frontend.scaling import Exchange, FleetState
 from headwise.runtime.frontend.scaling.base import ScalingPolicy
 from headwise.runtime.frontend.scaling.exchange import Wish, Wishes
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
-from headwise.runtime.frontend.weights_service import MAX_ASKERS, WeightsService
+from headwise.runtime.frontend.weights_service import MAX_ASKERS, NOBODY_S, WeightsService
 from headwise.runtime.protocol.messages import (
     EngineLoad,
     EngineStatus,
@@ -38,7 +39,7 @@ class Scheduler:
     def __init__(self, owner: Wishes | None = None) -> None:
         self.now = 100.0
         self.exchange, self.router = Exchange(), Router(RouterOptions())
-        self.hashing = SimpleNamespace(hashes_from="base")
+        self.hashing = SimpleNamespace(naming=Naming("base"))
         self.sent: list[tuple[bytes, Any]] = []
         self.owner = owner or Wishes(ReplicaSet(ScalingPolicy(1, 4), 2))
         fleet = FleetView(self.exchange, 2, f"scheduler {id(self)}", True, lambda: self.now, self._send)
@@ -100,7 +101,7 @@ def test_engines_are_told_at_once_and_the_client_when_all_have_them_and_the_owne
     assert scheduler.told("a") == [WantedWeights(SECRET, ONE, True)], "it may have missed it"
     scheduler.report("a", ONE, identity="of one")
     assert scheduler.told("a") == []
-    assert scheduler.hashing.hashes_from == "of one"
+    assert scheduler.hashing.naming == Naming("of one")
     scheduler.report("b", identity="base")
     assert scheduler.room() == {"a": True, "b": False}, "who has old ones gets nothing once another one has them"
     scheduler.report("b", ONE, identity="of one")
@@ -109,7 +110,7 @@ def test_engines_are_told_at_once_and_the_client_when_all_have_them_and_the_owne
     scheduler.owner_calls()
     assert scheduler.owner.weights == ONE
     assert scheduler.told("client") == [WeightsUpdated(1, ("a", "b"))]
-    assert scheduler.service.stats() == {"version": "one", "model": "/shared/one", "asked": ""}
+    assert scheduler.service.stats() == {"version": "one", "model": "/shared/one", "adapters": [], "asked": ""}
 
 
 def test_who_asks_for_the_same_waits_for_the_same_and_who_asks_again_only_once(scheduler: Scheduler) -> None:
@@ -133,7 +134,7 @@ def test_others_may_not_be_asked_for_meanwhile_nor_ever_by_the_same_name(schedul
         scheduler.report(engine, ONE)
     scheduler.owner_calls()
     scheduler.ask(Weights("one", "/shared/two"))
-    assert "version 'one' names the weights of /shared/one" in str(scheduler.error())
+    assert "version 'one' names other weights" in str(scheduler.error())
 
 
 @pytest.mark.parametrize(
@@ -141,9 +142,9 @@ def test_others_may_not_be_asked_for_meanwhile_nor_ever_by_the_same_name(schedul
     [
         (Weights("", "/a"), "version of weights must be printable"),
         (Weights("a\nb", "/a"), "version of weights must be printable"),
-        (Weights("a", ""), "model is empty"),
-        (Weights("a", "x" * (MOST_TEXT + 1)), f"model of weights has {MOST_TEXT + 1} characters"),
-        (Weights("x" * (MOST_TEXT + 1), "/a"), f"version of weights has {MOST_TEXT + 1} characters"),
+        (Weights("a", "x" * (MOST_TEXT["model"] + 1)), f"model of weights has {MOST_TEXT['model'] + 1} characters"),
+        (Weights("x" * (MOST_TEXT["version"] + 1), "/a"), f"version of weights has {MOST_TEXT['version'] + 1} char"),
+        (Weights("a", "", "x" * (MOST_TEXT["adapters"] + 1)), "adapters of weights has"),
     ],
 )
 def test_what_names_no_weights_is_told(scheduler: Scheduler, weights: Weights, says: str) -> None:
@@ -220,6 +221,7 @@ def test_engines_that_are_silent_or_leaving_are_not_waited_for(scheduler: Schedu
 
 def test_without_engines_the_next_one_is_started_with_them_if_one_is_started_for_requests() -> None:
     scheduler = Scheduler()
+    scheduler.owner_calls()
     scheduler.ask(ONE)
     scheduler.owner_calls()
     assert scheduler.owner.weights == FIRST, "engines are there, or start"
@@ -231,12 +233,49 @@ def test_without_engines_the_next_one_is_started_with_them_if_one_is_started_for
     assert scheduler.told("client") == [WeightsUpdated(1, ())]
 
 
-def test_where_no_engine_comes_the_client_is_told_in_the_end() -> None:
+def test_where_no_engine_comes_the_next_ones_start_with_them() -> None:
+    """Those before may be why none comes."""
     scheduler = Scheduler()
+    scheduler.owner_calls()
     scheduler.ask(ONE)
-    scheduler.now += TIMEOUT_S + 1
+    scheduler.now += NOBODY_S - 1
+    scheduler.owner_calls()
+    assert scheduler.told("client") == []
+    scheduler.now += 2
     scheduler.service.answer(scheduler.now)
-    assert "no engine was there for 30 s" in str(scheduler.error())
+    scheduler.owner_calls()
+    assert scheduler.owner.weights == ONE
+    assert scheduler.told("client") == [WeightsUpdated(1, ())]
+
+
+def test_what_is_left_out_stays(scheduler: Scheduler) -> None:
+    """A model, or adapters."""
+    for asked, wanted in (
+        (Weights("one", "/shared/one"), Weights("one", "/shared/one")),
+        (Weights("two", "", "sql=/a"), Weights("two", "/shared/one", "sql=/a")),
+        (Weights("three", "/shared/two"), Weights("three", "/shared/two", "sql=/a")),
+        (Weights("four", "", ""), Weights("four", "/shared/two", "")),
+    ):
+        scheduler.ask(asked)
+        for engine in ("a", "b"):
+            assert scheduler.told(engine) == [WantedWeights(SECRET, wanted)]
+            scheduler.report(engine, wanted, identity="any", adapters=(("sql", asked.version),))
+        assert scheduler.hashing.naming == Naming("any", (("sql", asked.version),))
+        scheduler.ask(asked)
+        scheduler.owner_calls()
+        assert scheduler.told("client") == [WeightsUpdated(1, ("a", "b"))]
+        scheduler.sent.clear()
+
+
+def test_what_is_asked_of_a_scheduler_that_knows_nothing_yet_waits_until_it_does() -> None:
+    scheduler = Scheduler()
+    scheduler.report("a")
+    scheduler.ask(Weights("one", "", "sql=/a"))
+    scheduler.ask(Weights("gone", "/b"), b"another")
+    assert not scheduler.sent
+    scheduler.service.forget(frozenset([b"another"]))
+    scheduler.owner_calls()
+    assert scheduler.told("a") == [WantedWeights(SECRET, Weights("one", "", "sql=/a"))]
 
 
 def test_a_next_scheduler_knows_them_from_the_owner(scheduler: Scheduler) -> None:
@@ -249,9 +288,9 @@ def test_a_next_scheduler_knows_them_from_the_owner(scheduler: Scheduler) -> Non
     following.owner_calls()
     following.report("b", identity="base")
     assert following.told("b") == [WantedWeights(SECRET, ONE)]
-    assert following.hashing.hashes_from == "base"
+    assert following.hashing.naming == Naming("base")
     following.report("a", ONE, identity="of one")
-    assert following.hashing.hashes_from == "of one"
+    assert following.hashing.naming == Naming("of one")
     following.ask(ONE)  # the client asks it again
     following.report("b", ONE, identity="of one")
     assert following.told("client") == [WeightsUpdated(1, ("a", "b"))]
@@ -287,14 +326,14 @@ def test_engines_of_which_the_same_weights_are_others_are_told_of(scheduler: Sch
     scheduler.ask(ONE)
     scheduler.report("a", ONE, identity="of one")
     scheduler.report("b", ONE, identity="of another")
-    assert scheduler.hashing.hashes_from == "of one"
+    assert scheduler.hashing.naming == Naming("of one")
     assert "b has other weights than other engines" in scheduler.router.faults()[-1][1]
 
 
 def test_clients_that_are_gone_are_not_told_and_so_many_may_wait(scheduler: Scheduler) -> None:
     for number in range(MAX_ASKERS + 1):
         scheduler.ask(ONE, b"client" if number == MAX_ASKERS else b"c%d" % number, number)
-    assert "clients wait" in str(scheduler.error())
+    assert "clients wait for weights" in str(scheduler.error())
     scheduler.service.forget(frozenset(b"c%d" % number for number in range(1, MAX_ASKERS)))
     for engine in ("a", "b"):
         scheduler.report(engine, ONE)

@@ -20,6 +20,7 @@ from support.waiting import eventually
 
 from headwise import __version__
 from headwise.cache_controller.block_hash import ExtraKey
+from headwise.runtime.config.model_card import Naming
 from headwise.runtime.http.bodies import MAX_CHOICES
 from headwise.runtime.http.parameters import NEUTRAL, SAMPLING, WITHOUT_EFFECT
 from headwise.runtime.protocol.guided import Guided
@@ -498,7 +499,13 @@ def test_models_names_the_model(served: Served) -> None:
 
 
 def test_adapters_are_models_of_their_own(deployment: Deployment, core: ScriptedCore) -> None:
-    with serving(deployment, adapters=("sql", "chat")) as served:
+    """Those that a server was told of at its start, and those that come later."""
+    with serving(deployment, adapters=("sql",)) as served:
+        assert complete(served, prompt="a", model="sql")["model"] == "sql"
+        assert error(complete(served, 404, prompt="a", model="chat"))["code"] == "model_not_found"
+        deployment.preprocessor.naming = Naming("scripted", (("sql", ""), ("chat", "")))
+        eventually(lambda: served.http.get("/v1/models/chat").status_code == 200)
+        assert complete(served, prompt="a", model="chat")["model"] == "chat"
         data = served.http.get("/v1/models").json()["data"]
         assert [(model["id"], model.get("parent")) for model in data] == [
             (MODEL, None),
@@ -513,6 +520,8 @@ def test_adapters_are_models_of_their_own(deployment: Deployment, core: Scripted
         assert request.lora_id == ""
         told = error(complete(served, 404, prompt="a", model="other"))
         assert told["message"] == f"the model 'other' is not served here: served are {MODEL}, sql, chat"
+        deployment.preprocessor.naming = Naming("scripted")
+        eventually(lambda: len(served.http.get("/v1/models").json()["data"]) == 1)
 
 
 def test_texts_become_tokens_and_tokens_texts(served: Served) -> None:

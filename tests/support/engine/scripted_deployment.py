@@ -12,6 +12,7 @@ from support.waiting import eventually
 from headwise.actors.front import Keys
 from headwise.errors import EngineDiedError, InvalidRequestError
 from headwise.runtime.client.client import Client
+from headwise.runtime.config.model_card import Naming
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.scaling import Exchange
@@ -25,6 +26,8 @@ SECRET = "of-this-deployment"
 
 class ScriptedPreprocessor:
     """A preprocessor whose tokens are characters; of a chat with images, only these count."""
+
+    naming = Naming("scripted")
 
     def prepare(
         self,
@@ -65,8 +68,9 @@ class Deployment:
     ) -> None:
         self.keys = keys or Keys(SECRET)
         self.exchange = Exchange()
+        self.preprocessor = ScriptedPreprocessor()
         self.scheduler = SchedulerServer(
-            ScriptedPreprocessor(),
+            self.preprocessor,
             "127.0.0.1",
             0,
             secret=self.keys.secret,

@@ -145,7 +145,7 @@ class SimulatedExecutor:
         self.model = self._make_model()
         parts = WorkerParts(
             read_card=lambda config, directory: replace(card, weights=directory.name),
-            load_model=lambda card, *arguments: self._load_model(card.weights),
+            load_model=lambda card, *arguments, prepared: self._load_model(card.weights),
             open_copies=self._open_copies,
             find_weights=lambda model, cache_dir: Path("" if model == _CONFIG.model else model),
             clock=lambda: 0.0,
