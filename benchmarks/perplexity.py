@@ -136,8 +136,8 @@ def read(config: EngineConfig, text: NDArray[np.int32]) -> Reading:
     """Read a text on a CPU with a model as it is configured."""
     readers: list[Reader] = []
 
-    def load(*where: Any) -> Model:
-        readers.append(Reader(load_model(*where), text))
+    def load(*where: Any, **more: Any) -> Model:
+        readers.append(Reader(load_model(*where, **more), text))
         return readers[-1]
 
     directory = resolve_model(config.model, config.cache_path)

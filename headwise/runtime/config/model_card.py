@@ -109,6 +109,11 @@ class ModelCard:
     adapters: tuple[tuple[str, str], ...] = ()
     drafting: str = ""
 
+    def renewed(self, other: ModelCard) -> ModelCard:
+        """With the weights and adapters of another card of the same model."""
+        identity, adapters = other.identity, other.adapters
+        return replace(self, identity=identity, weights=other.weights, blocks=other.blocks, adapters=adapters)
+
     @property
     def naming(self) -> Naming:
         """What hashes of blocks start from."""

@@ -58,9 +58,7 @@ def with_weights(
         )
     if not open_weights(directory).num_elements:  # reads what all files say of themselves: none is cut off
         raise ModelError(f"the weights in {directory} are empty")
-    return replace(
-        card, identity=read.identity, weights=read.weights, blocks=read.blocks, adapters=read.adapters
-    )  # fmt: skip
+    return card.renewed(read)
 
 
 def _differs(card: ModelCard, read: ModelCard, name: str) -> bool:

@@ -269,7 +269,7 @@ class EngineCore:
         return self._operations.change_weights(new)
 
     def _have_changed(self, new: NewWeights) -> None:
-        self.card, self.weights = new.card, new.weights
+        self.card, self.weights = self.card.renewed(new.card), new.weights
         names = dict(new.card.adapters)
         for sequence in list(self._live.values()):
             request = sequence.request

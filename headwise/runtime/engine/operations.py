@@ -74,12 +74,13 @@ class Operations:
     """Carries out operations one after the other, in the order they were asked for, between the steps.
 
         awake --sleep--> falling asleep ----> asleep --wake--> waking ----> awake
+        awake --change_weights--> changing weights ----> awake
 
     Falling asleep: what runs is preempted and steps in flight end; then the host gets what the device has cached, as
     far as it has room; then the workers let go of the weights and of the device's memory.
 
-    Other weights take the place of those that there are once steps in flight have ended, awake or asleep, and device
-    and host forget what is cached, which does not serve them.
+    Other weights take the place of those that there are once steps in flight have ended, awake or asleep. Device and
+    host then forget what is cached, unless the model's are the same, and only adapters are others.
 
     device_resets: how often what the device had cached was forgotten
     """

@@ -58,9 +58,7 @@ class WeightsFollower:
             if wanted is None or wanted.weights in (self.weights, self.refused):
                 return False
             self._wanted, self._reading = wanted, self._begin(wanted.weights)
-            log.info(
-                "weights %s are wanted: reading %s", wanted.weights.version or "of the start", wanted.weights.model
-            )
+            log.info("weights %s are wanted: reading them", wanted.weights.version or "of the start")
         if self._reading is not None and self._reading.done():
             return self._take(self._reading)
         if self._operation is not None and self._operation.is_done:
@@ -78,9 +76,11 @@ class WeightsFollower:
     def failed(self, error: HeadwiseError) -> None:
         """The core has died. If its workers were at other weights, these are not tried again; else the next core gets
         them."""
-        if self._operation is not None and self._operation.is_sent:
+        operation, self._operation = self._operation, None
+        if operation is not None and operation.is_done:
+            self._have_changed(operation.refusal)  # it has died of something else
+        elif operation is not None and operation.is_sent:
             self._refuse(str(error))
-        self._operation = None
 
     def _begin(self, weights: Weights) -> Future[ModelCard]:
         reading: Future[ModelCard] = Future()

@@ -207,9 +207,9 @@ class WeightsService:
     def _refused(self, has: list[EngineStatus], refuses: list[EngineStatus]) -> HeadwiseError:
         why = f"{_names(refuses)} cannot have these weights: {refuses[0].refusal[:MOST_REFUSAL]}"
         if not has:
-            return ModelError(f"{why}; nothing has changed")
+            return ModelError(f"{why}; nothing has changed: mend that, and ask under another version")
         return ModelError(
-            f"{why}; {_names(has)} has them, and the others get no requests until they have those of a next version"
+            f"{why}; {_names(has)} has them, and the others get no requests until they have those of another version"
         )
 
     def _end(self, error: HeadwiseError | None, engines: tuple[str, ...] = ()) -> None:

@@ -418,7 +418,7 @@ class ModelWorker:
                 f"the weights in {directory}, or the adapters, are other ones on this node, or now, than the engine "
                 "has read: they must stay as they are until the next ones are served"
             )
-        card = replace(self.card, weights=read.weights, blocks=read.blocks, adapters=read.adapters)
+        card = replace(self.card.renewed(read), identity=self.card.identity)  # whose storage it is stays
         return replace(config, packed_cache=False), directory, card  # nobody starts with them again
 
     def _take(self, config: EngineConfig, directory: Path, card: ModelCard) -> None:
@@ -446,7 +446,7 @@ class ModelWorker:
         model, why = None, ""
         try:
             model = self._load_model()
-        except (ModelError, OSError) as error:
+        except (ModelError, ConfigError, OSError) as error:
             why = str(error)
         if not self._is_so_on_all_ranks(not why) or model is None:
             self._take(*former)

@@ -71,6 +71,18 @@ def test_a_request_goes_on_and_says_which_tokens_are_by_which_weights() -> None:
     assert rest.weights == []
 
 
+def test_the_pool_stays_what_it_was_found_to_be() -> None:
+    """Who has read the weights does not know of it."""
+    engine, _, _ = after(3)
+    known, card = engine.card, replace(engine.card, identity="x", weights="1", max_model_len=10**6)
+    finish(
+        engine,
+        engine.change_weights(NewWeights(Weights("v1", "1"), replace(card, spec=replace(card.spec, num_blocks=0)))),
+    )
+    assert (engine.card.spec, engine.card.max_model_len) == (known.spec, known.max_model_len)
+    assert engine.card.identity == "x"
+
+
 def test_who_never_saw_other_weights_is_told_nothing() -> None:
     engine, _, results = after(5)
     assert results["r"].weights == run(engine)["r"].weights == []

@@ -190,6 +190,25 @@ def test_who_comes_late_has_them_before_its_first_request(world: World) -> None:
     assert node.number == 1
 
 
+def test_who_dies_of_something_else_just_then_has_them_all_the_same() -> None:
+    node, changed = Node(), list[str]()
+    follower = WeightsFollower(
+        node._read, NewWeights(FIRST, node.base), lambda new: changed.append(new.weights.version)
+    )
+    wanted = WantedWeights("", Weights("one", "1"))
+
+    def is_done() -> bool:
+        follower.follow(wanted, node.core)
+        node.core.step(None)
+        return node.core.weights.version == "one"
+
+    eventually(is_done)
+    assert not changed
+    follower.failed(EngineDiedError("a worker is lost"))
+    assert changed == ["one"]
+    assert (follower.weights.version, follower.refused) == ("one", None)
+
+
 def test_what_a_scheduler_wants_that_knows_of_none_are_those_of_the_start() -> None:
     node = Node()
 
