@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.simulated_engine import make_engine, request, run
 from support.engine.simulation import SimulatedExecutor, Storage, continuation
@@ -184,6 +184,7 @@ OPERATIONS = st.one_of(
 )
 
 
+@settings(max_examples=30)
 @given(
     policies=st.sampled_from([(FULL,), (FULL, HeadPolicy(window=5, sink=2)), (FULL, STATE)]),
     host_blocks=st.sampled_from([0, 24]),
