@@ -39,6 +39,9 @@ def _headline(stats: Stats) -> str:
         f"{scheduler['rerouted']} of them again, {scheduler['queued']} waiting for an engine, "
         f"{scheduler['refused']} refused"
     )
+    weights = stats.get("weights")
+    if weights and weights["version"]:
+        text += f"\nweights {weights['version']}"
     tokens = scheduler.get("expected_tokens")
     if not tokens or not tokens["all"]:
         return text
@@ -61,6 +64,7 @@ def _fleet(stats: Stats) -> Iterator[Text]:
 
 def _engines(stats: Stats) -> Table:
     table = _table("engines", "state", "running", "waiting", "finished", "tokens", "held", "hits")
+    wanted = stats.get("weights", {}).get("version", "")
     are_alike = len({engine.get("tp_size") for engine in stats["engines"].values()}) < 2
     for name, engine in sorted(stats["engines"].items()):
         if "requests" not in engine:  # its workers are being started
@@ -69,7 +73,7 @@ def _engines(stats: Stats) -> Table:
         requests, cache = engine["requests"], engine["cache"]
         table.add_row(
             name,
-            _state(engine) if are_alike else f"{_state(engine)}, TP {engine['tp_size']}",
+            _state(engine, wanted) if are_alike else f"{_state(engine, wanted)}, TP {engine['tp_size']}",
             *(str(requests[key]) for key in ("running", "waiting", "finished")),
             str(engine["output_tokens"]),
             f"{cache['held_blocks'] / cache['total_blocks']:.0%}",
@@ -78,14 +82,15 @@ def _engines(stats: Stats) -> Table:
     return table
 
 
-def _state(engine: Stats) -> str:
+def _state(engine: Stats, weights: str) -> str:
+    """weights: the deployment's version; of an engine that has others these are told"""
     silent_s = engine.get("silent_s", 0.0)
     if engine.get("is_leaving"):
         return "draining"
     if silent_s > 2.0:
         return f"silent for {silent_s:.0f} s"
-    role, weights = engine.get("role", "mixed"), engine.get("weights")
-    more = ([] if role == "mixed" else [role]) + ([f"weights {weights}"] if weights else [])
+    role, own = engine.get("role", "mixed"), engine.get("weights", "")
+    more = ([] if role == "mixed" else [role]) + ([f"weights {own or 'of the start'}"] if own != weights else [])
     return ", ".join([engine["state"], *more])
 
 

@@ -199,3 +199,12 @@ def test_ranks_are_shown_where_engines_have_different_ones() -> None:
     engines = {"engine-0": engine(role="decode", tp_size=3), "engine-1": engine(role="prefill", tp_size=1)}
     assert "awake, decode, TP 3" in text_of(render(stats(engines=engines)))
     assert "TP" not in text_of(render(stats(engines={"engine-0": engine(tp_size=3)})))
+
+
+def test_other_weights_than_those_of_the_start_are_shown_and_who_has_not_those_of_the_deployment() -> None:
+    engines = {"engine-0": engine(weights="step-9"), "engine-1": engine(weights="")}
+    shown = text_of(render(stats(engines=engines, weights={"version": "step-9"})))
+    assert "\nweights step-9\n" in shown
+    assert "weights" not in line_with(shown, "engine-0", "awake")
+    assert "awake, weights of the start" in line_with(shown, "engine-1")
+    assert "weights" not in text_of(render(stats(engines={"engine-0": engine(weights="")}, weights={"version": ""})))
