@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from safetensors.numpy import load_file, save_file
 from support.engine.ranks import Ranks
 from support.lora import write_both
 from support.tiny_checkpoints import checkpoint
@@ -21,7 +22,7 @@ from support.waiting import eventually
 
 from headwise import Client, EngineConfig, LocalEngine, SamplingParams
 from headwise.actors.deployment import Deployment
-from headwise.errors import ConfigError, EngineDiedError, HeadwiseError, InvalidRequestError, ModelError
+from headwise.errors import ConfigError, HeadwiseError, InvalidRequestError, ModelError
 from headwise.runtime.config.model_card import with_pool
 from headwise.runtime.config.new_weights import with_weights
 from headwise.runtime.engine.core import EngineCore
@@ -217,18 +218,23 @@ def test_a_version_is_printable_text(serving: Any, version: str) -> None:
         serving[0].update_weights(str(checkpoint("qwen3", 1)), version=version)
 
 
-def test_weights_that_lack_a_tensor_are_the_engine_s_death(tmp_path: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
+@pytest.mark.parametrize("keep_running", [False, True])
+def test_weights_that_lack_a_tensor_are_refused_while_a_stream_goes_on(tmp_path: Path, keep_running: bool) -> None:
     found = copied(tmp_path)
     tensors = load_file(found / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
     save_file(tensors, found / "model.safetensors")
-    with (
-        LocalEngine(config("qwen3", 0, tmp_path)) as engine,
-        pytest.raises(EngineDiedError, match=r"rank 0 could not change weights: .*lacks the tensor"),
-    ):
-        engine.update_weights(str(found))
+    with LocalEngine(config("qwen3", 0, tmp_path)) as engine:
+        first = said(engine)
+        got: list[int] = []
+        for delta in engine.stream(PROMPT, GREEDY):
+            got += delta.token_ids
+            if len(got) == 5:
+                with pytest.raises(ModelError, match=r"lacks the tensor 'model.layers.1.mlp.down_proj.weight'"):
+                    engine.update_weights(str(found), keep_running=keep_running)
+        assert got == first[0]
+        assert said(engine) == first
+        assert engine.generate([PROMPT], GREEDY)[0].usage.cached_tokens > 0, "what was cached serves on"
 
 
 # ---- on Ray ----

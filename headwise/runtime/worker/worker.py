@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
-from headwise.errors import ConfigError, EngineDiedError, ModelError, first_line
+from headwise.errors import ConfigError, EngineDiedError, HeadwiseError, ModelError, first_line
 from headwise.kernels.base import HeadTable
 from headwise.runtime.config.decode_reads import layer_elements
 from headwise.runtime.config.engine_config import EngineConfig
@@ -385,6 +385,10 @@ class ModelWorker:
         self._prefill = None
         self._let_go_of_cache()
         del self._model
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        """Of a model that is no more."""
         self._prepared.clear()
         self._give_back_memory()
 
@@ -428,8 +432,9 @@ class ModelWorker:
     def _change_weights(self, weights: WeightsToLoad) -> str:
         """Load others in place of the model's; what the arena and the host have stays. Asleep: when it wakes.
 
-        Returns why they cannot be had; empty: they are there. Only of other adapters that is known before the model is
-        let go: it has its weights still, with which another one is made beside it.
+        Returns why they cannot be had; empty: they are there. Else the model has what it had: where only adapters are
+        others it is made beside the other one, of the same weights; else there is no room for both, and it is loaded
+        again.
         """
         former, found = (self._config, self._model_dir, self.card), self._found(weights)
         is_same = (found[2].weights, found[2].blocks) == (self.card.weights, self.card.blocks)
@@ -439,22 +444,28 @@ class ModelWorker:
             return ""
         if not is_same:
             self._let_go_of_model()
-            self._prepared.clear()
-            self._give_back_memory()
-            self._use(self._load_model())
-            return ""
-        model, why = None, ""
-        try:
-            model = self._load_model()
-        except (ModelError, ConfigError, OSError) as error:
-            why = str(error)
-        if not self._is_so_on_all_ranks(not why) or model is None:
+            self._forget_weights()
+        model, why = self._tried()
+        if not self._is_so_on_all_ranks(not why):
+            del model
             self._take(*former)
-            return why or "another rank cannot load them"
-        self._let_go_of_model()
-        self._give_back_memory()
+            if not is_same:
+                self._forget_weights()
+                self._use(self._load_model())
+            return why or "another rank cannot have them"
+        assert model is not None
+        if is_same:
+            self._let_go_of_model()
+            self._give_back_memory()
         self._use(model)
         return ""
+
+    def _tried(self) -> tuple[Model | None, str]:
+        """The model, or why it cannot be loaded."""
+        try:
+            return self._load_model(), ""
+        except Exception as error:  # whatever it is, the model that was there is had again
+            return None, str(error) if isinstance(error, HeadwiseError) else f"{type(error).__name__}: {error}"
 
     def _let_go_of_model(self) -> None:
         runner = self._runner

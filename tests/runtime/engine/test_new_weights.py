@@ -166,8 +166,24 @@ def test_while_they_are_loaded_nothing_is_accepted_from_the_scheduler_and_reques
     assert run(engine)["new"].token_ids == continuation(PROMPT, 3)
 
 
+@pytest.mark.parametrize("keeps_running", [False, True])
+def test_weights_that_cannot_be_loaded_change_nothing(keeps_running: bool) -> None:
+    engine, executor, results = after(3)
+    executor.bad_weights = {"1"}
+    operation = change(engine, 1, keeps_running=keeps_running)
+    finish(engine, operation, results)
+    assert operation.refusal == "weights 1 lack a tensor"
+    assert (engine.stats()["state"], engine.stats()["weights"]) == ("awake", "")
+    assert executor._device.kernels.weights == 0
+    result = run(engine)["r"]
+    assert results["r"].token_ids + result.token_ids == continuation(PROMPT, 12)
+    assert results["r"].weights == result.weights == []
+    engine.add(request("again", PROMPT, 3))
+    assert run(engine)["again"].usage.cached_tokens == 12
+
+
 @pytest.mark.parametrize("why", [ModelError("a tensor is missing"), ModelError("it changes")])
-def test_weights_that_cannot_be_loaded_are_the_engine_s_death(why: ModelError) -> None:
+def test_where_those_before_cannot_be_loaded_either_it_is_the_engine_s_death(why: ModelError) -> None:
     engine, executor, _ = after(3)
     executor.fail_wake = why
     operation = change(engine, 1)

@@ -147,6 +147,18 @@ def test_what_cannot_be_read_changes_nothing_and_a_next_version_is_had(world: Wo
     assert world.client.generate(PROMPT, max_tokens=3).weights == [(0, "two")]
 
 
+def test_weights_that_cannot_be_loaded_are_refused_and_others_are_had(world: World) -> None:
+    for node in world.nodes:
+        node.executor.bad_weights = {"1"}
+    stream = world.client.stream(PROMPT, max_tokens=12)
+    with pytest.raises(ModelError, match="engine-0, engine-1 cannot have these weights: weights 1 lack a tensor; noth"):
+        world.client.update_weights("1")
+    assert stream.read().token_ids == continuation(PROMPT, 12)
+    assert not world.died
+    world.client.update_weights("2", version="two")
+    assert world.client.generate(PROMPT, max_tokens=3).weights == [(0, "two")]
+
+
 def test_weights_that_end_the_workers_are_refused_and_not_tried_again(world: World) -> None:
     for node in world.nodes:
         node.executor.fail_wake = ModelError("a tensor is missing")

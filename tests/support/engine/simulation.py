@@ -27,7 +27,7 @@ from support.engine.simulated_model import VOCAB, SimulatedDevice, TokenModel, n
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
-from headwise.errors import EngineDiedError
+from headwise.errors import EngineDiedError, ModelError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import CacheSpec, ModelCard
 from headwise.runtime.models.model_config import ModelConfig
@@ -116,6 +116,7 @@ class SimulatedExecutor:
     storage: what is kept beyond the executor's life, by block hash and group, or a storage; None: there is none
     exports: where its host could be read
     fail_wake: why the model cannot be loaded again; None if it can
+    bad_weights: numbers of weights that cannot be loaded
     is_late: the device samples, and the next step begins before the last one has ended, as on a GPU
     changed: makes something else of a batch's result
     """
@@ -134,6 +135,7 @@ class SimulatedExecutor:
         self.exports: tuple[tuple[bytes, ...], ...] = ()
         self.storage = storage
         self.fail_wake: Exception | None = None
+        self.bad_weights: set[str] = set()
         self.queue: deque[BatchRequest] = deque()
         self.changed: Callable[[BatchRequest, StepResult], StepResult] = lambda batch, result: result
         self._embeds = SharedRowReader()
@@ -163,6 +165,8 @@ class SimulatedExecutor:
     def _load_model(self, weights: str) -> TokenModel:
         if self.fail_wake is not None:
             raise self.fail_wake
+        if weights in self.bad_weights:
+            raise ModelError(f"weights {weights} lack a tensor")
         self._device.kernels.weights = int(weights or 0)
         return self.model
 
