@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 from support.commands import as_flags
+from support.detached import pids, ran, run
 from support.endless_load import EndlessLoad
 from support.engine_requests import serving
 from support.reference import sure_answers
@@ -43,17 +44,6 @@ NAME = CONFIG.name
 TOKENS = 16
 STREAMS = sure_answers(TOKENS)[:2]
 LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
-
-
-def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headwise", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE_S)
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and last error line of a command."""
-    done = ran(*arguments)
-    return done.returncode, done.stdout.strip(), (done.stderr.strip().splitlines() or [""])[-1]
 
 
 def serve(cluster: str, config: EngineConfig) -> tuple[int, str, str]:
@@ -87,14 +77,6 @@ def client(address: str) -> Iterator[Client]:
         yield client
 
 
-def pids() -> dict[str, int]:
-    """Of the deployment's actors, by role, but for a scheduler that stands by."""
-    found = find_parts(NAME)
-    roles = {role.removesuffix(STANDBY) for role in found.actors}
-    handles = {**{role: found.actors[found.name_of(role)] for role in roles}, OWNER: find_actor(NAME, OWNER)}
-    return {role: ray.get(handle.__ray_call__.remote(lambda actor: os.getpid())) for role, handle in handles.items()}
-
-
 def standby() -> Any | None:
     return find_actor(NAME, SCHEDULER + STANDBY)
 
@@ -113,7 +95,7 @@ def has_another_owner(before: dict[str, int]) -> bool:
     long to find what runs: then Ray starts it again.
     """
     try:
-        after = pids()
+        after = pids(NAME)
     except ray.exceptions.RayActorError:
         return False
     assert {**after, OWNER: 0} == {**before, OWNER: 0}, "something else was started anew"
@@ -136,17 +118,17 @@ def test_it_outlives_its_command_and_a_second_one_tells_where_it_is(cluster: str
 def test_an_owner_that_is_killed_disturbs_no_stream_and_one_that_dies_with_others_is_followed_by_one_that_mends_them(
     address: str, client: Client
 ) -> None:
-    before, first_standby = pids(), standby()
+    before, first_standby = pids(NAME), standby()
     load = EndlessLoad(client, STREAMS, TOKENS)
     load.goes_on()
     os.kill(before[OWNER], signal.SIGKILL)
     load.goes_on()
     eventually(lambda: has_another_owner(before))
     eventually(lambda: standby_is_ready(other_than=first_standby))  # it has adopted what runs
-    for pid in (pids()[OWNER], before["engine-0"], before[SCHEDULER]):
+    for pid in (pids(NAME)[OWNER], before["engine-0"], before[SCHEDULER]):
         os.kill(pid, signal.SIGKILL)
     load.goes_on()  # at the same port, though nobody but the store knows it
-    after = pids()
+    after = pids(NAME)
     assert after["store"] == before["store"]
     assert after["engine-0"] != before["engine-0"]
     assert load.end() > 0
@@ -159,10 +141,10 @@ def test_an_owner_that_hangs_disturbs_no_stream_and_has_a_successor(address: str
     eventually(lambda: len(serving(client)) == 2, otherwise=client.stats)
     eventually(standby_is_ready)
     load = EndlessLoad(client, STREAMS, TOKENS)
-    os.kill(pids()[SCHEDULER], signal.SIGKILL)  # so that the next owner finds a scheduler that stood by once
+    os.kill(pids(NAME)[SCHEDULER], signal.SIGKILL)  # so that the next owner finds a scheduler that stood by once
     load.goes_on()
     eventually(standby_is_ready)
-    before = pids()
+    before = pids(NAME)
     os.kill(before[OWNER], signal.SIGSTOP)
     load.goes_on()
     eventually(lambda: has_another_owner(before))
@@ -171,7 +153,7 @@ def test_an_owner_that_hangs_disturbs_no_stream_and_has_a_successor(address: str
 
 
 def test_to_stop_it_lets_a_stream_end_and_leaves_nothing(cluster: str, address: str, client: Client) -> None:
-    left = list(pids().values())
+    left = list(pids(NAME).values())
     stream = client.stream("Once upon a time", LONG)
     next(stream)
     code, out, error = run("stop", "--ray", cluster, "--address", address)
