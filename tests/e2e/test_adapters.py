@@ -25,7 +25,7 @@ from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.protocol.request import GenerationResult
-from headwise.runtime.protocol.weights import Weights
+from headwise.runtime.protocol.weights import FIRST, Weights
 
 PROMPTS = [np.random.default_rng(5).integers(3, 259, length).tolist() for length in (9, 40, 90)]
 FEW = replace(GREEDY, max_tokens=16)
@@ -275,6 +275,17 @@ def test_adapters_come_and_go_while_an_engine_serves(
         with pytest.raises(EngineDiedError, match="adapter 'one' is served no more"):
             list(stream)
         assert_as(bare, saying(""))
+
+
+def test_a_scheduler_that_knows_of_none_has_those_of_the_start_again(tmp_path: Path) -> None:
+    adapter, model = write_both(tmp_path, "qwen3", 1)
+    config = EngineConfig(model=str(checkpoint("qwen3")), adapters=f"one={adapter}", **SIZES)
+    with LocalEngine(config) as engine:
+        engine.update_weights(adapters={})
+        first = NewWeights(FIRST, with_weights(engine.core.card, config, ""))
+        engine._calls.change_weights(first)
+        engine.preprocessor.naming = first.card.naming
+        assert_as(said(model), engine.generate(PROMPTS, replace(FEW, logprobs=2), adapter="one"))
 
 
 def test_ranks_have_other_adapters_or_none_has(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ class LocalCalls:
         return self._carry_out(lambda: self._core.operate(action, tier)).blocks
 
     def change_weights(self, new: NewWeights) -> None:
-        """Have the core's model get other weights. Raises `ModelError` if it cannot have these adapters, and
-        `EngineDiedError` if weights cannot be loaded."""
+        """Have the core's model get other weights. Raises `ModelError` if it cannot have these and goes on with what it
+        had, and `EngineDiedError` if it has that no more either."""
         refusal = self._carry_out(lambda: self._core.change_weights(new)).refusal
         if refusal:
             raise ModelError(refusal)

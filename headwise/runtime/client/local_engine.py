@@ -169,8 +169,8 @@ class LocalEngine:
         `Client.update_weights`.
 
         Raises:
-            ModelError, ConfigError: there are none, or they do not fit. Nothing has changed.
-            EngineDiedError: they could not be loaded all the same.
+            ModelError, ConfigError: there are none, or they cannot be had. Nothing has changed.
+            EngineDiedError: those that there were cannot be had any more either.
         """
         weights = new_weights(model, version, adapters).over(self.core.weights)
         card = with_weights(self.core.card, self.config, weights.model, weights.adapters)

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
-from headwise.errors import ConfigError, EngineDiedError, HeadwiseError, ModelError, first_line
+from headwise.errors import ConfigError, EngineDiedError, first_line
 from headwise.kernels.base import HeadTable
 from headwise.runtime.config.decode_reads import layer_elements
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
-from headwise.runtime.config.new_weights import digests_of, with_adapters
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.grammar import Vocabulary
 from headwise.runtime.loader.resolve import resolve_weights
@@ -53,6 +52,7 @@ from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.model_drafts import ModelDrafts
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.model_runner import Loads, ModelRunner
+from headwise.runtime.worker.model_source import ModelSource, source_of, tried
 from headwise.runtime.worker.next_tokens import Chosen, NextTokens
 from headwise.runtime.worker.prefill_graphs import PrefillGraphs, padded_tokens, worthwhile_tokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
@@ -62,6 +62,7 @@ from headwise.runtime.worker.which_graphs import told_graphs, without_graphs
 from headwise.transfer.connectors.select import PeerAccess
 
 _Part = TypeVar("_Part")
+_OTHER_RANK = "another rank cannot have them"
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 
 
@@ -108,7 +109,7 @@ class ModelWorker:
             ConfigError: what is configured cannot be had here, or is of more ranks than these.
         """
         self.rank = rank
-        self._config = config
+        self._config = self._first_config = config
         self._model_dir = model_dir
         self._parts = parts or WorkerParts()
         self._peers = peers
@@ -125,7 +126,7 @@ class ModelWorker:
         self._ops = self._device.ops
         self._prepared = PreparedWeights()
         if weights is not None:
-            self._take(*self._found(weights))
+            self._take(self._source_of(weights))
         self._device.check(self.card, self._model_dir)
         self._kernels = self._device.kernels
         self._layers = self.card.plan.stages[rank // self.card.plan.tp_size]
@@ -411,23 +412,13 @@ class ModelWorker:
         if self._copies is not None:
             self._copies.attach_device(self._runner.cache.arena)
 
-    def _found(self, weights: WeightsToLoad) -> tuple[EngineConfig, Path, ModelCard]:
-        """Where these weights are, and the card with them. Raises `ModelError` if they are other ones than the engine
-        has read."""
-        config = with_adapters(self._config, weights.adapters)
-        directory = self._parts.find_weights(weights.model or config.model, config.cache_path)
-        read = self._parts.read_card(config, directory)
-        if digests_of(read) != weights.digests:
-            raise ModelError(
-                f"the weights in {directory}, or the adapters, are other ones on this node, or now, than the engine "
-                "has read: they must stay as they are until the next ones are served"
-            )
-        card = replace(self.card.renewed(read), identity=self.card.identity)  # whose storage it is stays
-        return replace(config, packed_cache=False), directory, card  # nobody starts with them again
+    def _source_of(self, weights: WeightsToLoad) -> ModelSource:
+        """See `source_of`."""
+        return source_of(weights, self._first_config, self.card, self._parts.find_weights, self._parts.read_card)
 
-    def _take(self, config: EngineConfig, directory: Path, card: ModelCard) -> None:
-        """From now on these weights are loaded."""
-        self._config, self._model_dir, self.card = config, directory, card
+    def _take(self, source: ModelSource) -> None:
+        """From now on the model is loaded from there."""
+        self._config, self._model_dir, self.card = source.config, source.directory, source.card
 
     def _change_weights(self, weights: WeightsToLoad) -> str:
         """Load others in place of the model's; what the arena and the host have stays. Asleep: when it wakes.
@@ -436,36 +427,31 @@ class ModelWorker:
         others it is made beside the other one, of the same weights; else there is no room for both, and it is loaded
         again.
         """
-        former, found = (self._config, self._model_dir, self.card), self._found(weights)
-        is_same = (found[2].weights, found[2].blocks) == (self.card.weights, self.card.blocks)
-        self._take(*found)
+        found, why = tried(lambda: self._source_of(weights))
+        if not self._is_so_on_all_ranks(not why) or found is None:
+            return why or _OTHER_RANK
+        former = ModelSource(self._config, self._model_dir, self.card)
+        is_same = found.has_weights_of(former)
+        self._take(found)
         if self._is_asleep:
             self._adapters.rename([name for name, _ in self.card.adapters])
             return ""
         if not is_same:
             self._let_go_of_model()
             self._forget_weights()
-        model, why = self._tried()
-        if not self._is_so_on_all_ranks(not why):
+        model, why = tried(self._load_model)
+        if not self._is_so_on_all_ranks(not why) or model is None:
             del model
-            self._take(*former)
+            self._take(former)
             if not is_same:
                 self._forget_weights()
                 self._use(self._load_model())
-            return why or "another rank cannot have them"
-        assert model is not None
+            return why or _OTHER_RANK
         if is_same:
             self._let_go_of_model()
             self._give_back_memory()
         self._use(model)
         return ""
-
-    def _tried(self) -> tuple[Model | None, str]:
-        """The model, or why it cannot be loaded."""
-        try:
-            return self._load_model(), ""
-        except Exception as error:  # whatever it is, the model that was there is had again
-            return None, str(error) if isinstance(error, HeadwiseError) else f"{type(error).__name__}: {error}"
 
     def _let_go_of_model(self) -> None:
         runner = self._runner
