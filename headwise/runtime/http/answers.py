@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from headwise.runtime.http.errors import invalid
 from headwise.runtime.http.form import Form
 from headwise.runtime.http.logprobs import AnswerLogprobs
 from headwise.runtime.http.tools.answer import ChatAnswer, MakeAnswer, message_of
@@ -18,6 +21,8 @@ from headwise.runtime.http.tools.select import Tokens
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 
 DONE = b"data: [DONE]\n\n"
+MAX_PROMPT_IDS = 1 << 22
+"""Most tokens of prompts that one request is told, each as often as it has answers: about 30 MB."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class Choices(Form):
         self._logprobs_of: dict[int, AnswerLogprobs] = {}
         self.has_tokens = telling.token_ids
         self._prompts: dict[int, list[int]] = {}  # token ids, by the prompt's number, if they are told
+        self._prompts_told: dict[int, str] = {}  # of streams, as JSON
+        self._prompt_ids_told = 0
         self._untold: dict[int, list[int]] = {}  # those of an answer that no event has told yet
         self._begun: set[int] = set()  # answers of which an event has told something
         self._counts: dict[int, tuple[int, int]] = {}  # tokens of the prompt, and of the answer so far
@@ -73,7 +80,21 @@ class Choices(Form):
         self._counts[index] = len(prompt), 0
         if self.has_tokens:
             self._untold[index] = []
-            self._prompts.setdefault(index // self._telling.n, [int(token) for token in prompt])
+            self._keep_prompt(index // self._telling.n, prompt)
+
+    def _keep_prompt(self, number: int, prompt: Tokens) -> None:
+        """Raises `ApiError` for more than a request is told."""
+        if number not in self._prompts:
+            self._prompts[number] = np.asarray(prompt).tolist()
+        elif not self._has_prompts:
+            return
+        self._prompt_ids_told += len(prompt)
+        if self._prompt_ids_told > MAX_PROMPT_IDS:
+            raise invalid(
+                f"the prompts' tokens, told with each answer, are more than {MAX_PROMPT_IDS}: ask for fewer answers, "
+                "or leave return_token_ids out",
+                "return_token_ids",
+            )
 
     def take(self, index: int, delta: OutputDelta) -> None:
         read, written = self._counts[index]
@@ -143,12 +164,17 @@ class Choices(Form):
         choice = choice | self._also_new(index)
         if self.has_tokens and index not in self._begun:
             self._begun.add(index)
-            prompt = self._prompt_ids(index // self._telling.n)
+            prompt = self._prompt_told(index // self._telling.n)
             if self._has_prompts:
-                choice |= prompt
-            else:
-                tail = f", {json.dumps(prompt)[1:-1]}{tail}"
+                return f'data: {self._head}, "choices": [{json.dumps(choice)[:-1]}, {prompt}}}]{tail}'.encode()
+            tail = f", {prompt}{tail}"
         return f'data: {self._head}, "choices": [{json.dumps(choice)}]{tail}'.encode()
+
+    def _prompt_told(self, prompt: int) -> str:
+        """`_prompt_ids` as a part of a JSON object, made once for all answers: it may be long."""
+        if prompt not in self._prompts_told:
+            self._prompts_told[prompt] = json.dumps(self._prompt_ids(prompt))[1:-1]
+        return self._prompts_told[prompt]
 
 
 class Chat(Choices):

@@ -114,8 +114,10 @@ class Generation:
         return {**self._form.whole(likeliest(results, n, kept), kept, self._echoed), "usage": usage_of(results, n)}
 
     async def _rendered(self, render: Callable[[], T]) -> T:
-        """What ``render`` makes of whole answers. Many log-probabilities take long, for which no other stream waits."""
-        return await asyncio.to_thread(render) if self._form.has_logprobs else render()
+        """What ``render`` makes of whole answers. Many log-probabilities, or tokens of long prompts, take long, for
+        which no other stream waits."""
+        is_long = self._form.has_logprobs or self._form.has_tokens
+        return await asyncio.to_thread(render) if is_long else render()
 
     def _start(self, streams: list[AsyncTokenStream]) -> None:
         """Start all answers. The sampling was checked: what is refused here is the prompt."""

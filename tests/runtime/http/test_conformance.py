@@ -21,6 +21,7 @@ from support.waiting import eventually
 from headwise import __version__
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.runtime.config.model_card import Naming
+from headwise.runtime.http import answers
 from headwise.runtime.http.bodies import MAX_CHOICES
 from headwise.runtime.http.parameters import NEUTRAL, SAMPLING, WITHOUT_EFFECT
 from headwise.runtime.protocol.guided import Guided
@@ -350,6 +351,18 @@ def test_tokens_of_completions_are_told_by_their_ids(served: Served) -> None:
     assert [choice["prompt_token_ids"] for choice in best["choices"]] == [prompts[0], prompts[2]]
     assert "token_ids" not in complete(served, prompt="ab")["choices"][0]
     assert "token_ids" not in events(served, "/v1/completions", prompt="ab", return_token_ids=False)[0]["choices"][0]
+
+
+def test_tokens_of_prompts_are_told_so_many_times_and_no_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request must not take the memory of a server with a long prompt and many answers."""
+    monkeypatch.setattr(answers, "MAX_PROMPT_IDS", 8)
+    body: dict[str, Any] = {"prompt": "abcd", "max_tokens": 2, "return_token_ids": True}
+    assert len(complete(served, n=2, **body)["choices"]) == 2
+    told = error(complete(served, 400, n=3, **body))
+    assert told["param"] == "return_token_ids"
+    assert "more than 8" in told["message"]
+    assert events(served, "/v1/completions", n=3, **body)[-1]["error"] == told, "its other answers have begun"
+    assert len(chat(served, messages=HELLO, n=3, return_token_ids=True)["choices"]) == 3, "they are told once"
 
 
 def test_tokens_of_chats_are_told_by_their_ids(served: Served) -> None:
