@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 """While the scheduler is away: it is told of the engine as soon as it is back."""
+HEAR_S = 0.05
+"""How often it is looked for what the scheduler says: not between all steps."""
 MAX_FAULTS = 16
 """In one status; the first ones."""
 MAX_RECEIVED = 65_536
@@ -62,7 +64,7 @@ class EngineReports:
         self._clock = clock
         self._context = context
         self._socket = self._connected()
-        self._due = clock()
+        self._due = self._hear_at = clock()
         self.directory = Directory("", "", {})
         self.wanted: WantedWeights | None = None
         self._received: list[str] = []
@@ -104,8 +106,10 @@ class EngineReports:
         """Send a status if one is due; ``status`` makes it, of what was received and of the faults."""
         import zmq
 
-        self._hear()
         now = self._clock()
+        if now >= self._hear_at:
+            self._hear_at = now + HEAR_S
+            self._hear()
         if now < self._due:
             return
         message = status(self.reporting, tuple(self._received), tuple(self._faults))
