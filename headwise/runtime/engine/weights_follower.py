@@ -100,6 +100,8 @@ class WeightsFollower:
         if error is None:
             self._new = NewWeights(self._wanted.weights, reading.result(), self._wanted.keeps_running)
             return False
+        if not isinstance(error, HeadwiseError):
+            log.error("reading weights failed", exc_info=error)
         self._refuse(str(error) if isinstance(error, HeadwiseError) else f"{type(error).__name__}: {first_line(error)}")
         return True
 

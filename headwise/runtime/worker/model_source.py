@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from headwise.errors import HeadwiseError, ModelError
+from headwise.errors import HeadwiseError, ModelError, first_line
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.new_weights import digests_of, with_adapters
 from headwise.runtime.protocol.weights import WeightsToLoad
+
+log = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
 
@@ -58,8 +61,11 @@ def source_of(
 
 
 def tried(part: Callable[[], _Found]) -> tuple[_Found | None, str]:
-    """What it gives, or why it fails."""
+    """What it gives, or why it fails: of which the log has all, where it is no error of ours."""
     try:
         return part(), ""
-    except Exception as error:  # whatever it is, what was there is had again
-        return None, str(error) if isinstance(error, HeadwiseError) else f"{type(error).__name__}: {error}"
+    except HeadwiseError as error:
+        return None, str(error)
+    except Exception as error:  # a file that breaks our code must not end the worker: it goes on with what it had
+        log.exception("weights cannot be had")
+        return None, f"{type(error).__name__}: {first_line(error)}"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,8 @@ from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model
 from headwise.runtime.models.shard import Shard
 from headwise.runtime.models.weights import PreparedWeights
-from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
-from headwise.runtime.ops.comm import CollectiveRanks, Communicator
+from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.comm import CollectiveRanks, Collectives, Communicator
 from headwise.runtime.ops.stage_links import HostLink, LinkedStage, StageLinks, StageLostError
 from headwise.runtime.protocol.batch import (
     CHANGE_WEIGHTS,
@@ -66,12 +66,28 @@ _OTHER_RANK = "another rank cannot have them"
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 
 
+class LoadModel(Protocol):
+    """See `load_model`."""
+
+    def __call__(
+        self,
+        card: ModelCard,
+        config: EngineConfig,
+        directory: Path,
+        ops: TensorOps,
+        collectives: Collectives,
+        shard: Shard,
+        *,
+        prepared: PreparedWeights,
+    ) -> Model: ...
+
+
 @dataclass(frozen=True)
 class WorkerParts:
     """The parts of a worker that tests and simulations replace. clock: in seconds, to measure steps"""
 
     read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
-    load_model: Callable[..., Model] = load_model
+    load_model: LoadModel = load_model
     open_copies: Callable[..., KVOffload] = KVOffload
     find_weights: Callable[[str, Path], Path] = resolve_weights
     clock: Callable[[], float] = time.perf_counter
