@@ -134,7 +134,7 @@ class EngineCore:
                 timeout_s=config.load_timeout_s,
             )
         self.weights = weights
-        self._operations = Operations(self.resources, card.identity, self._have_changed)
+        self._operations = Operations(self.resources, lambda: self.card.identity, self._have_changed)
         self._lookup = lookup
         self._depth = config.steps_in_flight
         self._steps: deque[ScheduledStep] = deque()

@@ -85,10 +85,12 @@ class Operations:
     device_resets: how often what the device had cached was forgotten
     """
 
-    def __init__(self, resources: ResourceManager, identity: str, changed: Callable[[NewWeights], None]) -> None:
+    def __init__(
+        self, resources: ResourceManager, identity: Callable[[], str], changed: Callable[[NewWeights], None]
+    ) -> None:
         """
-        identity: of the model's card
-        changed:  called when workers have other weights
+        identity: tells that of the model's card
+        changed:  called when workers have other weights: from then on the card has theirs
         """
         self.state = State.AWAKE
         self._resources = resources
@@ -215,8 +217,7 @@ class Operations:
         operation.is_done = True
 
     def _have_changed(self, new: NewWeights) -> None:
-        if new.card.identity != self._identity:
-            self._identity = new.card.identity
+        if new.card.identity != self._identity():
             self._cache.reset((DEVICE_TIER, HOST_TIER))
             self.device_resets += 1
         self._changed(new)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol.request import as_string
 
-MOST_TEXT = {"version": 4096, "model": 4096, "adapters": 1 << 18}
-"""Characters, by the field of `Weights`: of 64 adapters, each with a path."""
+MOST_TEXT = {"version": 256, "model": 4096, "adapters": 1 << 15}
+"""Characters, by the field of `Weights`, which engines report twice a second: of 64 adapters, each with a path."""
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,16 @@ class World(Deployment):
         self.client.close()
         super().close()
 
+    def asking(self) -> tuple[threading.Thread, list[str]]:
+        """Who asks for weights "one", which nobody may read yet, and what that is told in the end."""
+        for node in self.nodes:
+            node.may_read.clear()
+        told: list[str] = []
+        asking = threading.Thread(target=lambda: told.append(self.client.update_weights("1", version="one")))
+        asking.start()
+        eventually(lambda: self.client.stats()["weights"]["asked"] == "one")
+        return asking, told
+
     def weights(self) -> list[str]:
         """By which engines say that they serve."""
         engines = self.client.stats()["engines"]
@@ -118,12 +128,7 @@ def test_all_have_them_when_the_client_is_told_and_a_stream_goes_on(world: World
 
 
 def test_while_an_engine_reads_it_serves_on_by_what_it_has(world: World) -> None:
-    for node in world.nodes:
-        node.may_read.clear()
-    told: list[str] = []
-    asking = threading.Thread(target=lambda: told.append(world.client.update_weights("1", version="one")))
-    asking.start()
-    eventually(lambda: world.client.stats()["weights"]["asked"] == "one")
+    asking, told = world.asking()
     assert world.client.generate(PROMPT, max_tokens=3).weights == []
     assert not told
     for node in world.nodes:
@@ -175,12 +180,7 @@ def test_weights_that_end_the_workers_are_refused_and_not_tried_again(world: Wor
 
 
 def test_workers_that_are_lost_before_get_them_once_there_are_others(world: World) -> None:
-    for node in world.nodes:
-        node.may_read.clear()
-    told: list[str] = []
-    asking = threading.Thread(target=lambda: told.append(world.client.update_weights("1", version="one")))
-    asking.start()
-    eventually(lambda: world.client.stats()["weights"]["asked"] == "one")
+    asking, told = world.asking()
     world.servers[0].fail(EngineDiedError("lost"))
     eventually(lambda: len(world.died) == 1)
     for node in world.nodes:
