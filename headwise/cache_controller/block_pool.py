@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.eviction import Blocks, EvictionPolicy, RecycledFirst
+from headwise.cache_controller.protection import PROTECTED_SHARE, ProtectedLast
 
 
 class BlockPool:
@@ -24,6 +25,7 @@ class BlockPool:
 
     on_evict: called with cached blocks, in the order they go, right before they are handed out anew
     eviction: makes the policy by which cached blocks go, for so many blocks
+    protected_share: of its blocks, how many may be kept in place of others that are of use later: see `ProtectedLast`
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class BlockPool:
         num_blocks: int,
         on_evict: Callable[[Blocks], None],
         eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
+        protected_share: float = PROTECTED_SHARE,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least one block, got {num_blocks}")
@@ -38,7 +41,7 @@ class BlockPool:
         self.num_free = num_blocks
         self._on_evict = on_evict
         self._stack: Blocks = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # the first `num_free` are free
-        self._cached = eviction(num_blocks)
+        self._cached = ProtectedLast(eviction(num_blocks), num_blocks, protected_share)
         self._references: NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self._registered: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
 
@@ -103,6 +106,26 @@ class BlockPool:
         """Say that a later request may well need those of ``blocks`` that are registered."""
         known = self._registered[blocks]
         self._cached.need(blocks if known.all() else blocks[known])
+
+    @property
+    def num_protected(self) -> int:
+        """Blocks that are to be kept for a time, held ones among them."""
+        return self._cached.num_protected
+
+    def protect(self, blocks: Blocks, until: float | NDArray[np.float64]) -> None:
+        """Keep those of ``blocks`` that are registered until then, or ``until [n]`` each, rather than others."""
+        known = self._registered[blocks]
+        self._cached.protect(blocks[known], until if isinstance(until, float) else until[known])
+
+    def hand_protection(self, blocks: Blocks, to: BlockPool, copies: Blocks) -> None:
+        """Keep the ``copies [n]`` of ``blocks [n]`` in another pool instead."""
+        if self.num_protected:
+            to.protect(copies, self._cached.until(blocks))
+            self._cached.unprotect(blocks)
+
+    def advance(self, now: float) -> None:
+        """It is ``now``, in seconds: what was to be kept until then is not any more."""
+        self._cached.advance(now)
 
     def are_unheld(self, blocks: Blocks) -> NDArray[np.bool_]:
         return np.asarray(self._references[blocks] == 0)

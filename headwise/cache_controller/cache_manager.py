@@ -24,6 +24,7 @@ from headwise.cache_controller.left_behind import LeftBehind
 from headwise.cache_controller.legacy import LeftPaths
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
+from headwise.cache_controller.protection import PROTECTED_SHARE
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
 from headwise.cache_controller.states import CheckpointPlaces, StateColumns, StateStep
 from headwise.cache_controller.tiers import Host, NoHost
@@ -56,6 +57,7 @@ class CacheStats:
     lost_checkpoint_tokens: int
     evicted_blocks: int
     recycled_blocks: int
+    retained_blocks: int
     smallest_reusable_prefix: int
 
 
@@ -81,6 +83,7 @@ class CacheManager:
     registered:  per row, the columns that the tree knows, or `SECLUDED`
     checkpoint_tokens: of a long prompt, between checkpoints of states; 0: only at its end, and where prompts part
     eviction:    makes the policy by which a pool evicts, the device's and the host's
+    protected_share: of each pool's blocks, how many may be kept because somebody asked for it: see `protect`
     costs:       what decides whether blocks are copied from other tiers, or computed
     """
 
@@ -98,6 +101,7 @@ class CacheManager:
         resume_slack: int = RESUME_SLACK,
         checkpoint_tokens: int = 0,
         eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
+        protected_share: float = PROTECTED_SHARE,
     ) -> None:
         self.policies = tuple(policies)
         self.block_size = block_size
@@ -105,7 +109,7 @@ class CacheManager:
         self.step_tokens = step_tokens
         self.prefix_caching = prefix_caching
         groups = len(self.policies)
-        self.pool = BlockPool(num_blocks, self._on_evict, eviction)
+        self.pool = BlockPool(num_blocks, self._on_evict, eviction, protected_share)
         self.windows = GroupWindows(policies, block_size)
         self._resume = ResumePoints(max_rows, self.windows, resume_slack)
         self._places = CheckpointPlaces(max_rows, block_size, checkpoint_tokens)
@@ -126,7 +130,7 @@ class CacheManager:
         self.costs = CopyCosts(groups, block_size)
         self.host: Host = NoHost()
         if host and prefix_caching:
-            self.host = HostTier(self.tree, self.pool, host, self.events, eviction)
+            self.host = HostTier(self.tree, self.pool, host, self.events, eviction, protected_share)
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.registered: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -192,6 +196,7 @@ class CacheManager:
             lost_checkpoint_tokens=self._lost_checkpoint_tokens,
             evicted_blocks=self._evicted_blocks,
             recycled_blocks=self._recycled_blocks,
+            retained_blocks=self.pool.num_protected,
             smallest_reusable_prefix=self.block_size if self.prefix_caching else 0,
         )
 
@@ -222,8 +227,9 @@ class CacheManager:
 
     # ---- the life of a row ----
 
-    def adopt(self, row: int, match: PrefixMatch, prompt_tokens: int) -> None:
-        """Open ``row`` for a sequence whose prefix is ``match`` (maybe empty)."""
+    def adopt(self, row: int, match: PrefixMatch, prompt_tokens: int, kept_tokens: int = 0) -> None:
+        """Open ``row`` for a sequence whose prefix is ``match`` (maybe empty), and of whose prompt the first
+        ``kept_tokens`` will be protected (`protect`)."""
         if self._open[row]:
             raise ValueError(f"row {row} is in use")
         count = match.num_blocks
@@ -232,8 +238,9 @@ class CacheManager:
         self._computed[row] = count * self.block_size
         self._recycled[row] = self._finder.first_live[count]
         self._recycle_at[row] = 0
-        self._resume.open(row, match.reached, prompt_tokens // self.block_size)
-        self._places.open(row, match.reached, prompt_tokens)
+        kept_blocks = kept_tokens // self.block_size
+        self._resume.open(row, match.reached, prompt_tokens // self.block_size, kept_blocks)
+        self._places.open(row, match.reached, prompt_tokens, kept_blocks)
         self._states.open(row, count * self.block_size)
         group, column = (match.blocks != NOWHERE).nonzero()
         blocks = match.blocks[group, column]
@@ -474,6 +481,25 @@ class CacheManager:
         self._open[row] = False
         self.num_blocks[row] = self.registered[row] = self._held[row] = 0
         self.events.closed(row)
+
+    def protect(self, hashes: Sequence[bytes], until: float) -> None:
+        """Keep until then, rather than what nobody has asked to keep, what a request needs that goes on behind these
+        token blocks, or some tokens before their end: on the host, where that has it or can, else on the device.
+        """
+        nodes = self.tree.find(hashes)
+        if not len(nodes):
+            return
+        index, group = self._finder.are_seen_around(len(nodes), self._resume.slack).nonzero()
+        on_host, on_device = self.tree.host.blocks[nodes[index], group], self.tree.device.blocks[nodes[index], group]
+        self.host.protect(on_host[on_host != NOWHERE], until)
+        blocks = on_device[(on_device != NOWHERE) & (on_host == NOWHERE)]
+        self.pool.protect(blocks, until)
+        self.host.store(blocks)
+
+    def advance(self, now: float) -> None:
+        """It is ``now``, in seconds: what was to be kept until then is not any more."""
+        self.pool.advance(now)
+        self.host.advance(now)
 
     def hand_over(self, hashes: Sequence[bytes] | None, most: int | None = None) -> HandOver:
         """Begin to put these token blocks into storage, as the cache is about to end; None: all that there are."""

@@ -48,6 +48,9 @@ class EvictionPolicy(Protocol):
     def pop(self, count: int) -> Blocks:
         """Take out the next ``count`` blocks; there are so many."""
 
+    def put_back(self, blocks: Blocks) -> None:
+        """These, which were popped, stay after all: they go next, the first given first."""
+
     # ---- blocks become cached ----
 
     def released(self, blocks: Blocks) -> None:
@@ -103,6 +106,9 @@ class RecycledFirst:
     def pop(self, count: int) -> Blocks:
         return self._order.pop(count)
 
+    def put_back(self, blocks: Blocks) -> None:
+        self._order.put_back(blocks)
+
     def released(self, blocks: Blocks) -> None:
         self._order.append(blocks)
 
@@ -141,17 +147,18 @@ class ResumePoints:
     """Where another request is likely to resume than where a running row is: in whose windows blocks are needed.
 
     That is where the row was served from the cache, or could have been had a window group not lost its blocks (the tree
-    branches there), where the prompt of one that waits for it parts from its own, and the last ``slack`` tokens of its
-    prompt.
+    branches there), where the prompt of one that waits for it parts from its own, the last ``slack`` tokens of its
+    prompt, and those of what of it is to be kept.
     """
 
     def __init__(self, max_rows: int, windows: GroupWindows, slack: int) -> None:
-        self._windows, self._slack = windows, slack
-        self._depths: NDArray[np.int64] = np.zeros((max_rows, 3), dtype=np.int64)  # blocks
+        self._windows, self.slack = windows, slack
+        self._depths: NDArray[np.int64] = np.zeros((max_rows, 4), dtype=np.int64)  # blocks
 
-    def open(self, row: int, reached: int, prompt_blocks: int) -> None:
-        """A row starts with ``reached`` blocks that the full groups had, and a prompt of ``prompt_blocks``."""
-        self._depths[row] = reached, prompt_blocks, 0
+    def open(self, row: int, reached: int, prompt_blocks: int, kept_blocks: int = 0) -> None:
+        """A row starts with ``reached`` blocks that the full groups had, and a prompt of ``prompt_blocks``, of which
+        the first ``kept_blocks`` are to be kept."""
+        self._depths[row] = reached, prompt_blocks, 0, kept_blocks
 
     def will_part(self, row: int, depth: int) -> None:
         """Another prompt parts from the row's behind ``depth`` blocks."""
@@ -160,7 +167,7 @@ class ResumePoints:
     def are_inside(self, rows: Blocks, groups: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.bool_]:
         """Whether the blocks ``[n]`` of these rows, groups and columns lie in a window of such a point."""
         depths, block_size = self._depths[rows], self._windows.block_size
-        behind = depths * block_size - (0, self._slack, 0) - (self._windows.window[groups] - 1)[:, None]
+        behind = depths * block_size - (0, self.slack, 0, self.slack) - (self._windows.window[groups] - 1)[:, None]
         column = columns[:, None]
         return np.asarray(((column >= behind // block_size) & (column < depths)).any(axis=1))
 
@@ -206,11 +213,23 @@ class EvictionOrder:
 
     def append(self, blocks: NDArray[np.int32], *, first: bool = False) -> None:
         """Queue distinct ``blocks`` that are not in the order, behind those that are in their queue."""
-        if not len(blocks):
-            return
-        self._chunk_of[blocks] = self._next_chunk
-        (self._first if first else self._others).append((self._next_chunk, blocks))
+        if len(blocks):
+            (self._first if first else self._others).append((self._enter(blocks), blocks))
+            self._count_entries(blocks)
+
+    def put_back(self, blocks: NDArray[np.int32]) -> None:
+        """Queue distinct ``blocks`` that are not in the order before all but those that go first."""
+        if len(blocks):
+            self._others.appendleft((self._enter(blocks), blocks))
+            self._count_entries(blocks)
+
+    def _enter(self, blocks: NDArray[np.int32]) -> int:
+        """The number of a new chunk, of these."""
         self._next_chunk += 1
+        self._chunk_of[blocks] = self._next_chunk
+        return self._next_chunk
+
+    def _count_entries(self, blocks: NDArray[np.int32]) -> None:
         self._count += len(blocks)
         self._entries += len(blocks)
         if self._entries > 2 * len(self._chunk_of):

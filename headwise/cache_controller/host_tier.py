@@ -21,6 +21,7 @@ from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.eviction import Blocks, EvictionPolicy, RecycledFirst
 from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.leases import Leases
+from headwise.cache_controller.protection import PROTECTED_SHARE
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
 from headwise.cache_controller.settling import Settling
 from headwise.cache_controller.storage_tier import StorageTier
@@ -71,13 +72,14 @@ class HostTier:
         config: HostConfig,
         events: KVEvents,
         eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
+        protected_share: float = PROTECTED_SHARE,
     ) -> None:
         self.tree = tree
         self.policy = config.policy
         self.threshold = {"write_through": 1, "write_through_selective": config.threshold, "write_back": NEVER}[
             config.policy
         ]
-        self.pool = BlockPool(config.num_blocks, self._on_evict, eviction)
+        self.pool = BlockPool(config.num_blocks, self._on_evict, eviction, protected_share)
         timeout_s = config.storage_timeout_s
         self.arrivals = Arrivals(tree, self.pool, events)
         self.settling = Settling(tree.device)
@@ -130,6 +132,7 @@ class HostTier:
             loaded_blocks=self._loaded,
             evicted_blocks=self._evicted,
             failed_blocks=self._failed,
+            retained_blocks=pool.num_protected,
         )
 
     # ---- device to host ----
@@ -197,6 +200,14 @@ class HostTier:
         copies = self.tree.host.blocks[self.tree.device.owners(blocks)]
         self.pool.touch(copies[copies != NOWHERE])
 
+    def protect(self, blocks: Blocks, until: float) -> None:
+        """See `Host.protect`."""
+        self.pool.protect(blocks, until)
+
+    def advance(self, now: float) -> None:
+        """See `Host.advance`."""
+        self.pool.advance(now)
+
     def take_stores(self) -> NDArray[np.int32]:
         """``int32 [m, 2]`` (device block, host block) to start with the next step."""
         stores, self._stores = self._stores, []
@@ -216,7 +227,9 @@ class HostTier:
             self._stored += len(host_blocks)
             host, device = self._end_stores(host_blocks)
             known = self.tree.device.are_attached(device)  # the rest was forgotten meanwhile
-            self._attach(host[known], *self.tree.device.owners(device[known]))
+            owners = self.tree.device.owners(device[known])
+            self._attach(host[known], *owners)
+            self._device.hand_protection(device[known], self.pool, self.tree.host.blocks[owners])
             self._let_go(host, device)
         if failed:
             self._failed += len(failed)

@@ -200,8 +200,14 @@ class PrefixFinder:
 
     def _are_seen_after(self, count: int) -> NDArray[np.bool_]:
         """``[count, groups]``: which of a path's first ``count`` blocks a query after them sees."""
+        return self.are_seen_around(count, 0)
+
+    def are_seen_around(self, count: int, slack: int) -> NDArray[np.bool_]:
+        """``[count, groups]``: which of a path's first ``count`` blocks a query sees that comes after them, or up to
+        ``slack`` tokens before their end."""
         column = np.arange(count)[:, None]
-        return np.asarray((column < self._windows.sink_blocks) | (column >= self.first_live[count]))
+        first = max(0, count - -(-slack // self._windows.block_size))
+        return np.asarray((column < self._windows.sink_blocks) | (column >= self.first_live[first]))
 
 
 def _deepest(servable: NDArray[np.bool_]) -> int:

@@ -53,8 +53,9 @@ class StateStep:
 class CheckpointPlaces:
     """Depths at which a request is likely to resume, so that a checkpoint is worth its blocks.
 
-    These are where a row's prompt parts from what was cached, or from that of one that waits for it, the end of its
-    prompt, and every so many tokens of it; a prompt that comes a second time resumes before its last token.
+    These are where a row's prompt parts from what was cached, or from that of one that waits for it, the ends of its
+    prompt and of what of it is to be kept, and every so many tokens of it; a prompt that comes a second time resumes
+    before its last token.
 
     interval: tokens between checkpoints of a long prompt; 0: there are none
     """
@@ -62,12 +63,13 @@ class CheckpointPlaces:
     def __init__(self, max_rows: int, block_size: int, interval: int) -> None:
         self._block_size = block_size
         self._interval = -(-interval // block_size)
-        self._ends: NDArray[np.int64] = np.zeros((max_rows, 4), dtype=np.int64)  # depths, in blocks
+        self._ends: NDArray[np.int64] = np.zeros((max_rows, 5), dtype=np.int64)  # depths, in blocks
 
-    def open(self, row: int, reached: int, prompt_tokens: int) -> None:
-        """A row starts with ``reached`` blocks that the full groups had, and a prompt of so many tokens."""
+    def open(self, row: int, reached: int, prompt_tokens: int, kept_blocks: int = 0) -> None:
+        """A row starts with ``reached`` blocks that the full groups had, and a prompt of so many tokens, of whose
+        blocks the first ``kept_blocks`` are to be kept."""
         size = self._block_size
-        self._ends[row] = prompt_tokens // size, (prompt_tokens - 1) // size, reached, 0
+        self._ends[row] = prompt_tokens // size, (prompt_tokens - 1) // size, reached, 0, kept_blocks
 
     def will_part(self, row: int, depth: int, planned: int) -> int:
         """Another prompt parts from a row's behind ``depth`` blocks; behind how many of them a checkpoint will be.

@@ -53,6 +53,7 @@ class HostTierStats:
     loaded_blocks: int
     evicted_blocks: int
     failed_blocks: int
+    retained_blocks: int
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,12 @@ class Host(Protocol):
     def touch(self, blocks: Blocks) -> None:
         """Evict the copies of those device blocks last of all; of these, the first given first."""
 
+    def protect(self, blocks: Blocks, until: float) -> None:
+        """Keep these host blocks, that the tree knows, until then rather than others."""
+
+    def advance(self, now: float) -> None:
+        """It is ``now``, in seconds: what was to be kept until then is not any more."""
+
     def load(self, groups: NDArray[np.int64], host_blocks: Blocks) -> Blocks:
         """Bring ``host_blocks`` of the tree to the device with the next step; the blocks there, held for the caller."""
 
@@ -279,6 +286,12 @@ class NoHost:
         pass
 
     def touch(self, blocks: Blocks) -> None:
+        pass
+
+    def protect(self, blocks: Blocks, until: float) -> None:
+        pass
+
+    def advance(self, now: float) -> None:
         pass
 
     def load(self, groups: NDArray[np.int64], host_blocks: Blocks) -> Blocks:

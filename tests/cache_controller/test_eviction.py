@@ -31,6 +31,9 @@ class LatestFirst:
         self.remove(blocks)
         return blocks
 
+    def put_back(self, blocks: Blocks) -> None:
+        self.released(blocks[::-1])
+
     def released(self, blocks: Blocks) -> None:
         self._cached |= dict.fromkeys(blocks.tolist())
 

@@ -112,8 +112,9 @@ def _encoders(stats: Stats) -> Iterator[Table]:
 
 
 def _tiers(stats: Stats) -> Table:
-    """Per engine and tier: blocks cached, tokens served from it, blocks loaded from it and how fast."""
-    table = _table("tiers", "tier", "blocks", "free", "hits", "loaded", "speed", "waited")
+    """Per engine and tier: blocks cached, those of them that are kept on request, tokens served from it, blocks loaded
+    from it and how fast."""
+    table = _table("tiers", "tier", "blocks", "retained", "free", "hits", "loaded", "speed", "waited")
     for name, engine in sorted(stats["engines"].items()):
         for row in _tier_rows(engine) if "cache" in engine else ():
             table.add_row(name, *row)
@@ -130,13 +131,14 @@ def _tier_rows(engine: Stats) -> Iterator[tuple[str, ...]]:
         yield "host", *_blocks(host), served, str(host["loaded_blocks"]), *_speed(engine, "load")
     if storage:
         served, fetched = str(storage["hit_tokens"]), str(storage["fetched_blocks"])
-        yield "storage", str(storage["put_blocks"]), "-", served, fetched, *_speed(engine, "fetch")
+        yield "storage", str(storage["put_blocks"]), "-", "-", served, fetched, *_speed(engine, "fetch")
     if from_others := engine["transfers"].get("peer"):
-        yield "engines", "-", "-", "-", str(from_others["blocks"]), *_speed(engine, "peer")
+        yield "engines", "-", "-", "-", "-", str(from_others["blocks"]), *_speed(engine, "peer")
 
 
-def _blocks(tier: Stats) -> tuple[str, str]:
-    return str(tier["cached_blocks"] + tier["held_blocks"]), str(tier["free_blocks"])
+def _blocks(tier: Stats) -> tuple[str, str, str]:
+    blocks = tier["cached_blocks"] + tier["held_blocks"]
+    return str(blocks), str(tier["retained_blocks"]), str(tier["free_blocks"])
 
 
 def _speed(engine: Stats, direction: str) -> tuple[str, str]:

@@ -25,7 +25,14 @@ from headwise.runtime.loader.chat_images import ImageFile, take_images
 from headwise.runtime.protocol.images import IMAGE_LIMITS, PromptImage
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale, UpdateWeights
 from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
-from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
+from headwise.runtime.protocol.request import (
+    GenerationResult,
+    SamplingParams,
+    as_priority,
+    as_retention,
+    as_string,
+    as_token_ids,
+)
 from headwise.runtime.protocol.request_checks import check_one_sample
 from headwise.runtime.protocol.weights import new_weights
 from headwise.sockets.curve import ClientKeys
@@ -46,11 +53,11 @@ class Client:
 
     Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
     keywords of that name, ``priority`` and ``cache_salt`` (see `GenerateRequest`), ``adapter``: the name of the LoRA
-    adapter that it is computed with, and ``session``: requests of
-    one session go to the same engine while that costs little. A prompt of token ids may have ``items``: images or
-    audio, as `PromptItem`. A request whose engine is lost continues on another
-    engine, and its stream goes on. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing answers
-    at the address.
+    adapter that it is computed with, ``session``: requests of one session go to the same engine while that costs
+    little, and ``retain_s``: for so many seconds from its end on the cache keeps the prompt, or the first
+    ``retain_tokens`` of it, rather than what nobody has asked to keep. A prompt of token ids may have ``items``: images
+    or audio, as `PromptItem`. A request whose engine is lost continues on another engine, and its stream goes on.
+    Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing answers at the address.
 
     relay: ``auto``: engines that cannot be reached from here are reached through the scheduler's port; ``always``: all
            engines are; ``never``: none is, and a request whose engine cannot be reached fails
@@ -358,6 +365,7 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
     """The message for a call, its embeddings and images; raises `InvalidRequestError` for what nobody accepts."""
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
+    retention = as_retention(options.pop("retain_s", 0), options.pop("retain_tokens", 0))
     session, adapter = (as_string(name, options.pop(name, "")) for name in ("session", "adapter"))
     if messages is not None:
         messages = chat_of(messages, **{name: options.pop(name, None) for name in CHAT_OPTIONS})
@@ -367,7 +375,8 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
     chosen = SamplingParams.of(sampling, options)
     check_one_sample(chosen)
     wire = chosen.to_wire()
-    route = Route(0, text, token_ids, plain, wire, priority, cache_salt, session, items.extra_keys, adapter)
+    identity = cache_salt, session, items.extra_keys, adapter
+    route = Route(0, text, token_ids, plain, wire, priority, *identity, retention=retention)
     return route, items.embeds, files
 
 

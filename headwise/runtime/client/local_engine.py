@@ -110,8 +110,9 @@ class LocalEngine:
         **kwargs: Any,
     ) -> list[GenerationResult]:
         """Run prompts (texts or token ids) as one batch; ``sampling`` is one for all, or one each. With ``n`` above 1
-        the result has the samples of the first prompt, then those of the next. ``priority``, ``cache_salt`` and
-        ``items`` are those of all prompts: see `Client`. Prompts that begin alike are computed one after the other.
+        the result has the samples of the first prompt, then those of the next. ``priority``, ``cache_salt``,
+        ``retain_s``, ``retain_tokens`` and ``items`` are those of all prompts: see `Client`. Prompts that begin alike
+        are computed one after the other.
         """
         if isinstance(prompts, str):
             raise InvalidRequestError("prompts must be a list of texts or of token ids; for one prompt, a list of one")

@@ -61,6 +61,13 @@ class CacheOptions(ComputeOptions):
     sparsity: float = option(0.5, "Share of heads that head_pattern limits to sink and window.", 0.0, 1.0)
     sink: int = option(64, "First tokens that heads limited by head_pattern always see.", 0)
     window: int = option(256, "Most recent tokens that heads limited by head_pattern see.", 1)
+    retained_share: float = option(
+        0.5,
+        "Share of each tier's blocks, in device and host memory, that requests may have kept in place of others "
+        "(retain_s, and cache_control and prompt_cache_retention over HTTP); 0: they ask for it in vain.",
+        0.0,
+        1.0,
+    )
     host_cache: str = option(
         "auto",
         "Host memory of each worker for blocks that left the device, and for other engines to fetch, such as 8GiB; 0: "

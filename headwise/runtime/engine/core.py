@@ -101,6 +101,7 @@ class EngineCore:
             step_tokens=config.tokens_in_flight,
             prefix_caching=config.prefix_caching,
             checkpoint_tokens=config.checkpoint_tokens,
+            protected_share=config.retained_share,
             host=host_config_of(config, card),
         )
         self._peer_loads = peer_loads_of(config, self.cache, executor, peers, partial(exchange, config, card))

@@ -17,6 +17,7 @@ from headwise.runtime.engine.introduction import introduction
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.pipeline_shares import NO_PIPELINE, PipelineShares
 from headwise.runtime.engine.prefetcher import Prefetcher
+from headwise.runtime.engine.retained_prompts import RetainedPrompts
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
 from headwise.runtime.engine.speculation.asked import asked_of_model
@@ -104,6 +105,7 @@ class ResourceManager:
         self.waiting = WaitingQueue(Followers(cache, prefill_chunk), prefetcher, peer_loads)
         self.copies = TierCopies(cache, peer_loads)
         self.joint_reads = JointReads(cache)
+        self._retained = RetainedPrompts(cache)
         self.step_times = StepTimes()
         self._keeps_states = any(policy.is_state for policy in cache.policies)
         lag = speculator.most if speculator is not None and self._keeps_states else 0
@@ -182,6 +184,7 @@ class ResourceManager:
         return self._send(_no_rows(), command, weights)
 
     def _advance_copies(self, now: float) -> None:
+        self._retained.advance(now)
         self.copies.advance(now, self._blocks_of_a_step)
         self.waiting.advance(now)
 
@@ -380,7 +383,8 @@ class ResourceManager:
         if sequence.is_prompt_asked:
             chunk = min(chunk, ASKED_CHUNK)
         row = self.table.open(sequence, computed, chunk)
-        self.cache.adopt(row, match, sequence.num_tokens)
+        self.cache.adopt(row, match, sequence.num_tokens, sequence.kept_tokens)
+        self._retained.started(sequence)
         sequence.phase = Phase.RUNNING
         sequence.computed_from = min(sequence.computed_from, computed)
         if sequence.first_scheduled is None:
@@ -463,6 +467,7 @@ class ResourceManager:
             self._take_drafts(step, wanted, accepted, ends)
         computed = ends[wanted]
         self._register(rows, computed)
+        self._retained.computed()
         self.cache.recycle(rows, computed)
         sampled = (wanted & batch.sample).nonzero()[0]
         columns.pending[batch.rows[sampled]] -= 1
@@ -589,6 +594,7 @@ class ResourceManager:
         if self.table.last_step[row] > self._last_done:
             return
         self._draining.discard(sequence)
+        self._retained.leaves(sequence)
         self.cache.release(row, will_return=not sequence.finished)
         self.table.close(sequence)
         self._new = [new for new in self._new if new.row != row]

@@ -67,6 +67,17 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def kept_tokens(self) -> int:
+        """Of its prompt, what the cache is to keep when it has ended; 0: as it comes."""
+        retention = self.request.retention
+        return 0 if retention is None else min(retention.tokens or self.num_prompt, self.num_prompt)
+
+    @property
+    def kept_s(self) -> float:
+        """Seconds for which that is kept."""
+        return 0.0 if self.request.retention is None else self.request.retention.seconds
+
+    @property
     def num_sampled_here(self) -> int:
         return len(self.output) - len(self.request.output_token_ids)
 

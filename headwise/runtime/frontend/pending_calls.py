@@ -41,7 +41,7 @@ from headwise.runtime.protocol.messages import (
     failure,
 )
 from headwise.runtime.protocol.prompt_items import PromptItem
-from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.request import GenerateRequest, Retention
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.storage.index.messages import TIERS
 
@@ -112,7 +112,7 @@ class PendingCalls:
         """A client asks which engine to go to."""
         call = self._new_call(identity, route.key, (route.priority, 1))
         call.session = route.session
-        self._prepare_prompt(call, route, route.sampling, route.priority)
+        self._prepare_prompt(call, route, route.sampling, route.priority, route.retention)
 
     def reroute(self, identity: bytes, reroute: Reroute) -> None:
         """The request was accepted before, so it goes before new ones, even where new ones are refused."""
@@ -146,7 +146,12 @@ class PendingCalls:
             self._router.release(ticket[0])
 
     def _prepare_prompt(
-        self, call: PendingCall, asked: Route | FindPrefix, sampling: dict[str, Any], priority: int
+        self,
+        call: PendingCall,
+        asked: Route | FindPrefix,
+        sampling: dict[str, Any],
+        priority: int,
+        retention: Retention | None = None,
     ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
         chat, salt, adapter = asked.chat, asked.cache_salt, asked.adapter
@@ -166,6 +171,8 @@ class PendingCalls:
                     items=items,
                     adapter=adapter,
                     images=asked.images,
+                    retain_s=retention.seconds if retention else 0.0,
+                    retain_tokens=retention.tokens if retention else 0,
                 )
             )
 

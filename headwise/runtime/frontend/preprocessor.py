@@ -25,7 +25,14 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.images import ImagePlaces, PromptImage, with_images
 from headwise.runtime.protocol.prompt_items import PromptItem, check_items, placed
-from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
+from headwise.runtime.protocol.request import (
+    GenerateRequest,
+    SamplingParams,
+    as_priority,
+    as_retention,
+    as_string,
+    as_token_ids,
+)
 from headwise.runtime.protocol.request_checks import check_one_sample
 
 if TYPE_CHECKING:
@@ -111,6 +118,8 @@ class Preprocessor:
         items: Sequence[PromptItem] = (),
         adapter: str = "",
         images: Sequence[PromptImage] = (),
+        retain_s: float = 0.0,
+        retain_tokens: int = 0,
     ) -> GenerateRequest:
         """A request for one prompt (text or token ids) or one chat; raises `InvalidRequestError`.
 
@@ -119,11 +128,13 @@ class Preprocessor:
         items: the prompt's multimodal items; the prompt must be token ids, for by these they are placed
         adapter: name of the one that it is computed with; empty: none
         images: of the chat, in their order: they become items, whose embeddings the caller has
+        retain_s, retain_tokens: see `Retention`; 0 seconds: none
         """
         if (prompt is None) == (messages is None):
             raise InvalidRequestError("give either a prompt or messages")
         sampling, priority = SamplingParams.of(sampling), as_priority(priority)
         cache_salt, adapter = as_string("cache_salt", cache_salt), as_string("adapter", adapter)
+        retention = as_retention(retain_s, retain_tokens)
         self.naming.check_adapter(adapter)
         self._check_sampling(sampling)
         check_items(items, prompt)
@@ -152,6 +163,7 @@ class Preprocessor:
             adapter,
             extra_keys=of_items.extra_keys,
             embeds=of_items.embeds,
+            retention=retention,
         )
 
     def _with_images(

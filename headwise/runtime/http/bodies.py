@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from headwise.errors import InvalidRequestError
 from headwise.runtime.http.errors import ApiError, invalid
 from headwise.runtime.http.parameters import effort_variables, sampling_of
+from headwise.runtime.http.retention import retention_options
 from headwise.runtime.http.tools.choice import ToolChoice
 from headwise.runtime.http.tools.select import Parsers
 from headwise.runtime.loader.chat import chat_of, plain_variables
@@ -42,12 +43,16 @@ class Body(BaseModel):
     priority: int | None = Field(None, gt=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1)
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    retain_s: float | None = None
+    retain_tokens: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of each call of the client, as far as they are given."""
+        """Of each call of the client, as far as they are given. Raises `ApiError`."""
         options = {"priority": self.priority, "cache_salt": self.cache_salt, "session": self.prompt_cache_key}
-        return {name: value for name, value in options.items() if value is not None}
+        retention = retention_options(self.retain_s, self.retain_tokens, self.prompt_cache_retention)
+        return {**{name: value for name, value in options.items() if value is not None}, **retention}
 
 
 class StreamOptions(BaseModel):
@@ -129,7 +134,7 @@ class DetokenizeBody(BaseModel):
 class Wanted:
     """What is to be generated: ``n`` answers to each prompt, or to one chat.
 
-    options: of each call of the client: priority, cache_salt, session, items
+    options: of each call of the client: priority, cache_salt, session, retain_s, retain_tokens, items
     counts:  whether each event of a stream tells the usage so far
     source:  the field that has the prompts or the chat
     kept:    how many of the ``n`` are told, the likeliest ones; 0: all

@@ -145,6 +145,10 @@ class DeploymentMetrics(Collector):
         yield _counter("prefix_cache_lost_checkpoint_tokens", "Not served for want of a checkpoint.", "engine", lost)
         evicted = {tier: _each(engines, where, "evicted_blocks") for tier, where in _POOLS.items()}
         yield _counters("kv_cache_evicted_blocks", "Blocks whose content was forgotten for the space.", "tier", evicted)
+        retained = {tier: _each(engines, where, "retained_blocks") for tier, where in _POOLS.items()}
+        text = "Blocks that requests have asked to keep for a time, and that are there."
+        kept = GaugeMetricFamily("headwise_kv_cache_retained_blocks", text, labels=("engine", "tier"))
+        yield _filled_by(kept, retained)
         recycled = _each(engines, "cache", "recycled_blocks")
         yield _counter("kv_cache_recycled_blocks", "Blocks that windows left while requests ran.", "engine", recycled)
 

@@ -12,6 +12,7 @@ from headwise.errors import InvalidRequestError
 from headwise.runtime.http.bodies import Body, Wanted
 from headwise.runtime.http.errors import invalid
 from headwise.runtime.http.parameters import effort_variables, sampling_of
+from headwise.runtime.http.retention import marked_seconds
 from headwise.runtime.http.tools.choice import ToolChoice
 from headwise.runtime.http.tools.select import Parsers
 from headwise.runtime.loader.chat import chat_of
@@ -32,7 +33,15 @@ class CountBody(Body):
     tools: list[Any] | None = None
     tool_choice: Any = None
     thinking: Any = None
+    cache_control: Any = None
     output_config: dict[str, Any] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Likewise; what is marked with ``cache_control`` is kept as long as the longest of the marks says, and with it
+        all of the prompt."""
+        marked = marked_seconds({"cache_control": self.cache_control}, self.tools, self.system, self.messages)
+        return {**({"retain_s": marked} if marked else {}), **super().options}
 
 
 class MessagesBody(CountBody):

@@ -34,7 +34,7 @@ from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.images import PromptImage
 from headwise.runtime.protocol.prompt_items import EmbedsPlace
-from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
+from headwise.runtime.protocol.request import GenerateRequest, OutputDelta, Retention
 from headwise.runtime.protocol.weights import FIRST, Weights
 from headwise.runtime.protocol.wire import register
 
@@ -64,6 +64,7 @@ class Route:
     extra_keys: of the prompt's multimodal items. Their embeddings go to the engine, with `Submit`
     adapter: its name; empty: none
     images: of a chat, in their order, as an encoder says them. Their embeddings go to the engine, too
+    retention: see `GenerateRequest`
     """
 
     key: int
@@ -77,6 +78,7 @@ class Route:
     extra_keys: tuple[ExtraKey, ...] = ()
     adapter: str = ""
     images: tuple[PromptImage, ...] = ()
+    retention: Retention | None = None
 
 
 @register

@@ -32,6 +32,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_SAMPLES = 128
 MAX_SHOWN_TOKENS = 32
+MAX_RETAIN_S = 7 * 86400.0
 
 
 class FinishReason(str, Enum):
@@ -217,6 +218,33 @@ class PeerHint:
 
 
 @dataclass(frozen=True)
+class Retention:
+    """That what is cached of a request's prompt is to be kept, rather than what nobody has asked to keep.
+
+    seconds: for so long, from the end of the request on
+    tokens:  of the prompt, the first ones; 0: all
+    """
+
+    seconds: float
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequestError`."""
+        as_number("retain_s", self.seconds, 0, MAX_RETAIN_S, open_low=True)
+        as_integer("retain_tokens", self.tokens, 0, 2**31 - 1)
+
+
+def as_retention(seconds: Any, tokens: Any = 0) -> Retention | None:
+    """What a caller asks for by ``retain_s`` and ``retain_tokens``; None: by 0 seconds for nothing. Raises
+    `InvalidRequestError`."""
+    seconds = as_number("retain_s", seconds, 0, MAX_RETAIN_S)
+    tokens = as_integer("retain_tokens", tokens, 0, 2**31 - 1)
+    if tokens and not seconds:
+        raise InvalidRequestError(f"retain_tokens {tokens} says how much is kept: say for how long, too, by retain_s")
+    return Retention(seconds, tokens) if seconds else None
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """One request, as an engine accepts it.
 
@@ -229,6 +257,7 @@ class GenerateRequest:
     output_token_ids: tokens that a lost engine had already produced: generation continues behind them
     prompt_told: tokens of the prompt of which a lost engine had already told the log-probabilities
     peer:       who has more of the prefix, if that is worth asking for
+    retention:  of its prompt in the cache; None: none was asked for
     """
 
     request_id: str
@@ -242,6 +271,7 @@ class GenerateRequest:
     prompt_told: int = 0
     peer: PeerHint | None = None
     embeds: tuple[PromptEmbeds, ...] = ()
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True)

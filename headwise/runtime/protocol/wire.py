@@ -37,6 +37,7 @@ from headwise.runtime.protocol.request import (
     GenerateRequest,
     OutputDelta,
     PeerHint,
+    Retention,
     SamplingParams,
     Timings,
     TokenLogprobs,
@@ -45,7 +46,7 @@ from headwise.runtime.protocol.request import (
 from headwise.runtime.protocol.weights import Weights, WeightsToLoad
 from headwise.transfer.stats import TransferStats
 
-VERSION = 10
+VERSION = 11
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
@@ -302,6 +303,7 @@ for _cls in (
     PeerHint,
     PromptEmbeds,
     EmbedsPlace,
+    Retention,
     GenerateRequest,
     PromptImage,
     OutputDelta,

@@ -22,7 +22,7 @@ def text_of(shown: RenderableType) -> str:
 
 
 def engine(**changes: Any) -> dict[str, Any]:
-    cache = {"held_blocks": 25, "cached_blocks": 50, "free_blocks": 25, "total_blocks": 100}
+    cache = {"held_blocks": 25, "cached_blocks": 50, "free_blocks": 25, "total_blocks": 100, "retained_blocks": 9}
     return {
         "state": "awake",
         "silent_s": 0.1,
@@ -100,7 +100,7 @@ def test_an_engine_that_says_nothing_is_shown_as_silent() -> None:
 
 def test_tokens_are_counted_for_the_tier_that_served_them() -> None:
     cache = {**engine()["cache"], "hit_tokens": 900, "host_hit_tokens": 500}
-    host = {"cached_blocks": 7, "held_blocks": 1, "free_blocks": 2, "loaded_blocks": 11}
+    host = {"cached_blocks": 7, "held_blocks": 1, "retained_blocks": 3, "free_blocks": 2, "loaded_blocks": 11}
     storage = {"put_blocks": 21, "fetched_blocks": 22, "hit_tokens": 200}
     load = {"bytes_per_s": 3 * 2**30, "waited_s": 0.25}
     tiered = engine(cache=cache, host=host, storage=storage, transfers={"load": load})

@@ -77,6 +77,8 @@ class ScriptedPreprocessor:
         items: Any,
         adapter: str,
         images: Any,
+        retain_s: float,
+        retain_tokens: int,
     ) -> GenerateRequest:
         if not prompt:
             raise InvalidRequestError("the prompt is empty")

@@ -26,7 +26,7 @@ from headwise.runtime.http.bodies import MAX_CHOICES
 from headwise.runtime.http.parameters import NEUTRAL, SAMPLING, WITHOUT_EFFECT
 from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.prompt_items import digest
-from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
+from headwise.runtime.protocol.request import GenerateRequest, Retention, SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -68,7 +68,7 @@ def at_the_engine(served: Served, core: ScriptedCore, **body: Any) -> list[Gener
     with ThreadPoolExecutor(1) as asking:
         answer = asking.submit(complete, served, **body)
         try:
-            eventually(lambda: len(core.live) == body.get("n", 1))
+            eventually(lambda: len(core.live) == body.get("n", 1) or answer.done())
             requests = [request for request, _ in core.live.values()]
         finally:
             core.gate.set()
@@ -170,6 +170,27 @@ def test_what_a_request_says_reaches_the_engine(served: Served, core: ScriptedCo
     assert (request.sampling.stop, request.sampling.stop_token_ids) == (("x",), (9,))
     assert (request.priority, request.cache_salt) == (-2, "tenant")
     assert request.sampling.logit_bias == {7: -2.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "retention"),
+    [
+        ({}, None),
+        ({"prompt_cache_retention": "in_memory"}, None),
+        ({"prompt_cache_retention": "24h"}, Retention(86400.0)),
+        ({"retain_s": 90}, Retention(90.0)),
+        ({"retain_s": 0.5, "retain_tokens": 64}, Retention(0.5, 64)),
+        ({"retain_s": 90, "prompt_cache_retention": "24h"}, Retention(90.0)),
+        ({"retain_s": 0, "prompt_cache_retention": "24h"}, None),
+        ({"retain_tokens": 64, "prompt_cache_retention": "24h"}, Retention(86400.0, 64)),
+    ],
+    ids=repr,
+)
+def test_how_long_a_prompt_is_to_be_kept_reaches_the_engine(
+    served: Served, core: ScriptedCore, said: dict[str, Any], retention: Retention | None
+) -> None:
+    (request,) = at_the_engine(served, core, **said)
+    assert request.retention == retention
 
 
 def test_items_of_a_prompt_reach_the_engine_with_their_embeddings(served: Served, core: ScriptedCore) -> None:
@@ -438,6 +459,13 @@ def test_an_unknown_parameter_is_refused_by_name(served: Served) -> None:
         ("ignore_eos", 1),
         ("priority", 2**31),
         ("cache_salt", 5),
+        ("prompt_cache_retention", "1h"),
+        ("prompt_cache_retention", 5),
+        ("retain_s", -1),
+        ("retain_s", "1h"),
+        ("retain_s", 1e9),
+        ("retain_tokens", 64),
+        ("retain_tokens", 1.5),
         ("min_p", 2),
         ("stop_token_ids", [-1]),
     ],

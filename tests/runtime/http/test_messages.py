@@ -13,7 +13,7 @@ from support.later import anthropic
 from support.scripted_http import MODEL, Served, serving, serving_repeated
 
 from headwise.runtime.http.guard import ApiKeys
-from headwise.runtime.protocol.request import FinishReason
+from headwise.runtime.protocol.request import FinishReason, Retention
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [
@@ -76,6 +76,35 @@ def test_blocks_of_texts_and_a_system_are_the_prompt(client: Any, core: Repeatin
     assert core.seen is not None
     sampling = core.seen.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.5, 4, 0.9, 999)
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "others", "seconds"),
+    [
+        ("x", {}, None),
+        ("x", {"system": [{"type": "text", "text": "Be kind.", **MARK}]}, 300.0),
+        ([{"type": "text", "text": "x", **HOUR}], {}, 3600.0),
+        ([{"type": "text", "text": "x", **MARK}], {"tools": [{**TOOLS[0], **HOUR}]}, 3600.0),
+        (
+            [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x", **MARK}]}],
+            {},
+            300.0,
+        ),
+        ("x", {"extra_body": HOUR}, 3600.0),
+        ([{"type": "text", "text": "x", **HOUR}], {"extra_body": {"retain_s": 7}}, 7.0),
+        ([{"type": "text", "text": "x", "cache_control": None}], {}, None),
+    ],
+)
+def test_what_is_marked_is_kept_as_long_as_the_longest_mark_says(
+    client: Any, core: RepeatingCore, content: Any, others: dict[str, Any], seconds: float | None
+) -> None:
+    client.messages.create(**asked(content, **others))
+    assert core.seen is not None
+    assert core.seen.retention == (None if seconds is None else Retention(seconds))
 
 
 def test_a_stop_sequence_is_told(client: Any) -> None:
@@ -254,6 +283,13 @@ def test_tokens_are_counted(client: Any) -> None:
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format must be a json_schema"),
         ({"presence_penalty": 1}, "'presence_penalty' is no parameter of this endpoint"),
         ({"mcp_servers": []}, "'mcp_servers' is no parameter of this endpoint"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control must be of type ephemeral, with a ttl"),
+        ({"cache_control": {"type": "ephemeral", "ttl": ["5m"]}}, "cache_control must be of type ephemeral"),
+        ({"cache_control": "ephemeral"}, "cache_control must be of type ephemeral"),
+        (
+            {"system": [{"type": "text", "text": "x", "cache_control": {"type": "persistent"}}]},
+            "cache_control must be of type ephemeral",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_told(served: Served, body: dict[str, Any], says: str) -> None:

@@ -16,7 +16,7 @@ from support.scripted_http import MODEL, Served, serving
 from support.waiting import eventually
 
 from headwise.runtime.protocol.guided import Guided
-from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.request import GenerateRequest, Retention
 
 HELLO = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -53,7 +53,7 @@ def at_the_engine(served: Served, core: ScriptedCore, **body: Any) -> GenerateRe
     with ThreadPoolExecutor(1) as asking:
         answer = asking.submit(respond, served, **body)
         try:
-            eventually(lambda: len(core.live) == 1)
+            eventually(lambda: len(core.live) == 1 or answer.done())
             ((request, _),) = core.live.values()
         finally:
             core.gate.set()
@@ -117,11 +117,13 @@ def test_what_is_no_input_is_told(served: Served, given: Any) -> None:
 def test_what_a_response_says_of_sampling_reaches_the_engine(served: Served, core: ScriptedCore) -> None:
     said = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 3}
     text = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}, "verbosity": "medium"}
-    request = at_the_engine(served, core, **said, text=text, cache_salt="tenant", priority=2)
+    request = at_the_engine(
+        served, core, **said, text=text, cache_salt="tenant", priority=2, prompt_cache_retention="24h"
+    )
     assert {name: getattr(request.sampling, name) for name in said} == said
     assert request.sampling.max_tokens == 2
     assert request.sampling.guided == Guided(json_schema=SCHEMA)
-    assert (request.priority, request.cache_salt) == (2, "tenant")
+    assert (request.priority, request.cache_salt, request.retention) == (2, "tenant", Retention(86400.0))
     answer = respond(served, **said, text=text)
     assert (answer["temperature"], answer["top_p"], answer["text"]["format"]) == (0.5, 0.9, text["format"])
 

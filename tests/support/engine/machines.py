@@ -30,7 +30,7 @@ from headwise.errors import EngineDiedError
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.protocol.batch import LAST_SAMPLED
-from headwise.runtime.protocol.request import FinishReason, GenerateRequest
+from headwise.runtime.protocol.request import FinishReason, GenerateRequest, Retention
 from headwise.runtime.protocol.weights import Weights
 
 BROKEN_FAMILY, BREAKS_AT = 3, 12
@@ -92,15 +92,18 @@ class EngineMachine(RuleBasedStateMachine):
         length=st.integers(1, 30),
         count=st.integers(1, 12),
         priority=st.integers(0, 1),
+        retention=st.sampled_from([None, Retention(2.0), Retention(3600.0, 9)]),
     )
-    def arrive(self, family: int, length: int, count: int, priority: int) -> None:
-        self._arrive(family, length, count, priority)
+    def arrive(self, family: int, length: int, count: int, priority: int, retention: Retention | None = None) -> None:
+        self._arrive(family, length, count, priority, retention)
 
-    def _arrive(self, family: int, length: int, count: int, priority: int = 0) -> None:
+    def _arrive(
+        self, family: int, length: int, count: int, priority: int = 0, retention: Retention | None = None
+    ) -> None:
         name = f"r{len(self.expected)}"
         count = min(count, self.engine.card.max_model_len - length)
         prompt = [family * 10 + i % 7 for i in range(length)]
-        self.requests[name] = self._request(name, prompt, count, priority)
+        self.requests[name] = replace(self._request(name, prompt, count, priority), retention=retention)
         self.engine.add(self.requests[name])
         if self._is_broken(family, length + count):
             self.broken.add(name)

@@ -19,7 +19,7 @@ from headwise.runtime.frontend.scaling import Exchange
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol.images import ImagePlaces, with_images
 from headwise.runtime.protocol.prompt_items import placed
-from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_retention, as_token_ids
 
 SECRET = "of-this-deployment"
 
@@ -40,6 +40,8 @@ class ScriptedPreprocessor:
         items: Any,
         adapter: str,
         images: Any,
+        retain_s: float,
+        retain_tokens: int,
     ) -> GenerateRequest:
         if images:
             places = ImagePlaces(0, 2)
@@ -51,7 +53,8 @@ class ScriptedPreprocessor:
             raise InvalidRequestError("the prompt is empty")
         params = SamplingParams.from_wire(sampling)
         name, keys = f"r-{time.monotonic_ns()}-{threading.get_ident()}", placed(items, len(tokens)).extra_keys
-        return GenerateRequest(name, tokens, params, priority, cache_salt, adapter, extra_keys=keys)
+        kept = as_retention(retain_s, retain_tokens)
+        return GenerateRequest(name, tokens, params, priority, cache_salt, adapter, extra_keys=keys, retention=kept)
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
         return []

@@ -1,0 +1,48 @@
+"""What requests have asked to keep of their prompts, beyond their end."""
+
+from __future__ import annotations
+
+import math
+
+from headwise.cache_controller.cache_manager import SECLUDED, CacheManager
+from headwise.runtime.engine.sequence import Sequence
+
+
+class RetainedPrompts:
+    """Has the cache protect prompts once they are computed, and anew when their requests leave the batch: the time for
+    which they are kept counts from there."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._now = -math.inf
+        self._running: dict[Sequence, bool] = {}  # of those that ask for it: whether the prompt is computed
+
+    def advance(self, now: float) -> None:
+        """It is ``now``."""
+        self._now = now
+        self._cache.advance(now)
+
+    def started(self, sequence: Sequence) -> None:
+        """A sequence has a row."""
+        if sequence.kept_tokens:
+            self._running[sequence] = False
+
+    def computed(self) -> None:
+        """Rows have computed more tokens, of which the cache was told."""
+        for sequence, is_kept in self._running.items():
+            if not is_kept and self._is_computed(sequence):
+                self._running[sequence] = True
+                self._keep(sequence)
+
+    def leaves(self, sequence: Sequence) -> None:
+        """A sequence is about to give its row back."""
+        if self._running.pop(sequence, False) and self._is_computed(sequence):
+            self._keep(sequence)
+
+    def _is_computed(self, sequence: Sequence) -> bool:
+        registered = int(self._cache.registered[sequence.row])
+        return sequence.kept_tokens // self._cache.block_size <= registered < SECLUDED
+
+    def _keep(self, sequence: Sequence) -> None:
+        hashes = sequence.block_hashes(sequence.kept_tokens, self._cache.block_size)
+        self._cache.protect(hashes, self._now + sequence.kept_s)
