@@ -227,6 +227,17 @@ ROWS: dict[str, tuple[Row, ...]] = {
             _shared,
         ),
     ),
+    "retention": (
+        Row(
+            "Documents that are asked about now and then, while more tokens of others come between than the cache "
+            "holds: where they are kept (`retain_s`), TTFT and the time of all requests over those where they are not",
+            lambda f: (
+                f"{f['ttft_ratio']:.3f} ({f['ttft_s']['kept']:.2f} s, {f['ttft_s']['by recency']:.2f} s); "
+                f"{f['time_ratio']:.2f} ({f['documents']} documents of {f['document_tokens']:,} tokens in a cache of "
+                f"{f['cache_tokens']:,}, {f['between_tokens']:,} between two questions)"
+            ),
+        ),
+    ),
     "new_weights": (
         Row(
             "Seconds that requests pause while a model gets other weights: with what was computed of them kept; "
@@ -427,6 +438,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "prefix_cache",
         "joint_reads",
         "peers_shared",
+        "retention",
         "new_weights",
         "batch",
         "tiers",

@@ -92,6 +92,13 @@ def test_a_cached_prefix_is_measured(capsys: pytest.CaptureFixture[str]) -> None
     assert found["cached_tokens"] == found["prefix_tokens"]
 
 
+def test_what_it_brings_to_keep_documents_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("retention", capsys)
+    assert found["cached"]["kept"] == {"documents": 1.0, "visitors": 1.0}
+    assert found["cached"]["by recency"]["documents"] == 0.0, "as much comes between as the cache holds"
+    assert found["ttft_ratio"] > 0 < found["time_ratio"]
+
+
 def test_decodes_that_read_a_prefix_together_are_compared_with_those_that_do_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
