@@ -119,8 +119,9 @@ class BlockPool:
 
     def hand_protection(self, blocks: Blocks, to: BlockPool, copies: Blocks) -> None:
         """Keep the ``copies [n]`` of ``blocks [n]`` in another pool instead."""
-        if self.num_protected:
-            to.protect(copies, self._cached.until(blocks))
+        until = self._cached.until(blocks)
+        if np.isfinite(until).any():
+            to.protect(copies, until)
             self._cached.unprotect(blocks)
 
     def advance(self, now: float) -> None:

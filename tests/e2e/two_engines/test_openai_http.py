@@ -78,6 +78,21 @@ def test_a_chat_is_what_our_client_gets_whole_and_streamed(client: openai.OpenAI
     assert chunks[-1].usage.completion_tokens == 24
 
 
+def test_a_prompt_is_kept_where_it_was_computed(client: openai.OpenAI, ours: Client) -> None:
+    def retained() -> int:
+        engines = ours.stats()["engines"].values()
+        pools = [engine[tier] for engine in engines for tier in ("cache", "host") if engine[tier]]
+        return sum(pool["retained_blocks"] for pool in pools)
+
+    assert retained() == 0
+    retention = {"prompt_cache_retention": "24h"}
+    answer = client.completions.create(model=MODEL, prompt=f"Kept. {FAMILIES}" * 3, max_tokens=1, extra_body=retention)
+    assert answer.usage is not None
+    size = ours.stats()["engines"][ENGINES[0]]["cache"]["smallest_reusable_prefix"]
+    blocks = answer.usage.prompt_tokens // int(size)
+    eventually(lambda: retained() == blocks > 0)
+
+
 def test_the_asynchronous_client_has_many_streams_at_once(base_url: str, ours: Client) -> None:
     prompts = ["One, two, three,", "The sky is", "Water boils at", "Once upon a time"]
     expected = [ours.generate(prompt, temperature=0.0, max_tokens=12).text for prompt in prompts]
