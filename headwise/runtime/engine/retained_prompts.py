@@ -15,7 +15,8 @@ class RetainedPrompts:
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
         self._now = -math.inf
-        self._running: dict[Sequence, bool] = {}  # of those that ask for it: whether the prompt is computed
+        self._computing: set[Sequence] = set()
+        self._kept: set[Sequence] = set()
 
     def advance(self, now: float) -> None:
         """It is ``now``."""
@@ -25,18 +26,20 @@ class RetainedPrompts:
     def started(self, sequence: Sequence) -> None:
         """A sequence has a row."""
         if sequence.kept_tokens:
-            self._running[sequence] = False
+            self._computing.add(sequence)
 
     def computed(self) -> None:
         """Rows have computed more tokens, of which the cache was told."""
-        for sequence, is_kept in self._running.items():
-            if not is_kept and self._is_computed(sequence):
-                self._running[sequence] = True
-                self._keep(sequence)
+        for sequence in [sequence for sequence in self._computing if self._is_computed(sequence)]:
+            self._computing.discard(sequence)
+            self._kept.add(sequence)
+            self._keep(sequence)
 
     def leaves(self, sequence: Sequence) -> None:
         """A sequence is about to give its row back."""
-        if self._running.pop(sequence, False) and self._is_computed(sequence):
+        self._computing.discard(sequence)
+        if sequence in self._kept:
+            self._kept.discard(sequence)
             self._keep(sequence)
 
     def _is_computed(self, sequence: Sequence) -> bool:

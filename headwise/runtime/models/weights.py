@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -65,6 +65,11 @@ class PreparedWeights:
             return self._made[name]
 
         return prepared
+
+    @property
+    def weights(self) -> Iterable[Weight]:
+        """Those that are there."""
+        return self._made.values()
 
     def clear(self) -> None:
         """That model is to go."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,6 +47,7 @@ from headwise.runtime.worker.device import Device, open_device
 from headwise.runtime.worker.drafts import SampledRows
 from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
+from headwise.runtime.worker.let_go import LetGo
 from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.model_drafts import ModelDrafts
 from headwise.runtime.worker.model_loading import load_model
@@ -141,6 +141,7 @@ class ModelWorker:
         self._device = device or open_device(config, threads_per_worker(config))
         self._ops = self._device.ops
         self._prepared = PreparedWeights()
+        self._gone = LetGo()
         if weights is not None:
             self._take(self._source_of(weights))
         self._device.check(self.card, self._model_dir)
@@ -399,6 +400,7 @@ class ModelWorker:
         if self._copies is not None:
             self._copies.attach_device(None)
         self._is_asleep = True
+        self._gone.note(self._prefill, self._runner, self._model)
         self._prefill = None
         self._let_go_of_cache()
         del self._model
@@ -406,14 +408,16 @@ class ModelWorker:
 
     def _forget_weights(self) -> None:
         """Of a model that is no more."""
+        self._gone.note(*self._prepared.weights)
         self._prepared.clear()
         self._give_back_memory()
 
     def _give_back_memory(self) -> None:
-        gc.collect()  # of graphs and models that hold each other
+        self._gone.see_them_gone()
         self._ops.give_back_memory()
 
     def _let_go_of_cache(self) -> None:
+        self._gone.note(self._runner.graphs, self._runner.cache.arena)
         self._runner.graphs = None  # which hold the runner
         del self._runner, self._drafts, self._tokens
 
@@ -471,6 +475,7 @@ class ModelWorker:
 
     def _let_go_of_model(self) -> None:
         runner = self._runner
+        self._gone.note(self._prefill, runner.graphs, self._model)
         self._prefill = runner.prefill = runner.graphs = None  # which hold it
         del self._model, runner.model
 

@@ -20,7 +20,7 @@ from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.lease_messages import AskLease, Leased, LeaseEmbeds
 from headwise.runtime.protocol.messages import Submit
 from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest, embed_places
-from headwise.runtime.protocol.request import GenerateRequest, PeerHint
+from headwise.runtime.protocol.request import GenerateRequest, PeerHint, Retention
 from headwise.transfer.peer_reads import MAX_OWNERS
 
 PROMPT = list(range(1, 30))
@@ -247,6 +247,16 @@ def test_another_engine_computes_a_prompt_and_this_one_what_is_behind_its_full_b
     assert len(news) > 2, "blocks are leased while the rest is computed"
     if policies == POLICIES[1]:
         assert peers(network, "d")["fetched_blocks"] == 14 + 1 + 1, "of the window its sink and its end"
+
+
+def test_a_prompt_that_is_to_be_kept_is_kept_where_it_is_computed_and_where_it_came() -> None:
+    network = Network("pd", (FULL,))
+    asked = to_prefill(network, "r", [1 + i % 50 for i in range(58)], 5, "p")
+    serve(network, "d", replace(asked, retention=Retention(3600.0)))
+    settle(network)
+    for name in "pd":
+        stats = network.nodes[name].core.stats()
+        assert stats["cache"]["retained_blocks"] + stats["host"]["retained_blocks"] == 14
 
 
 def test_a_prompt_that_nobody_waits_for_any_more_is_not_computed_further() -> None:
