@@ -93,7 +93,15 @@ def numpy_computes_on_one_thread_again() -> Iterator[None]:
 
 TOGETHER = ("tests/e2e/two_engines",)
 """Directories whose files share what takes long to start: one worker runs them all."""
-LONGEST = ("two_engines", "test_tokens", "test_engine_benchmarks", "test_storage_tier", "test_cluster", "test_commands")
+LONGEST = (
+    "two_engines",
+    "test_tokens",
+    "test_engine_benchmarks",
+    "test_storage_tier",
+    "test_cluster",
+    "test_commands",
+    "test_engine",
+)
 """Of the parts, by the time that they take: whoever comes to one of them last keeps the other workers waiting."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from headwise import heap
 from headwise.actors.addresses import engine_host, listen_at_free_port, ports_in_turn, scheduler_host
 from headwise.actors.ending import Ending, die_when_told_to
 from headwise.actors.front import About, Front, Keys
@@ -60,6 +61,7 @@ class ImageEncoderActor:
             ports_in_turn(parse_ports(config.engine_ports), self._name),
             lambda endpoint: EncoderServer(encoder, endpoint, reporting=reporting, keys=keys.outer),
         )
+        heap.settle()
         server.start()
         return server
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from headwise import heap
 from headwise.actors.addresses import (
     check_reachable,
     engine_host,
@@ -244,6 +245,7 @@ class Engine:
         )
         if self._start:
             self._server.fault("the engine's process was started again")
+        heap.settle()
         self._server.start()
         server = self._server
         self._watchdog = Watchdog(lambda: server.loop_count, self._config.engine_timeout_s, self._exit_stuck)

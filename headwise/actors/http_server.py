@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from headwise import heap
 from headwise.actors.addresses import check_free, endpoint_to
 from headwise.actors.ending import Ending, die_when_told_to, leave_in_time
 from headwise.actors.front import About, Front
@@ -100,6 +101,7 @@ class HttpServerActor:
         )
         tls = (config.http_cert, config.http_key) if config.http_cert else None
         self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)
+        heap.settle()
         self._server.start()
         self._closing.append(RayMetrics(config.name, counts.registry.collect).close)
         return config.http

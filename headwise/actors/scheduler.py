@@ -7,6 +7,7 @@ import math
 import threading
 import time
 
+from headwise import heap
 from headwise.actors.addresses import client_host, endpoint_here
 from headwise.actors.ending import Ending, leave_in_time
 from headwise.actors.front import About, Front, Keys
@@ -125,6 +126,7 @@ class GlobalScheduler:
         except DeploymentError:
             store.close()
             raise
+        heap.settle()
         self._server.start()
         # A successor at another node is the scheduler, and called, when all of the front serves there.
         self._owner_watch = OwnerWatch(config.name, config.owner_timeout_s, config.drain_timeout_s)

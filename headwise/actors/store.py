@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from headwise import heap
 from headwise.actors.ending import Ending
 from headwise.actors.front import About, Front
 from headwise.actors.remote import remote
@@ -32,6 +33,7 @@ class AttentionStore:
         self._front = front
         self._ending = Ending()
         self._server = _bind(front.store_endpoint, front.namespace, options)
+        heap.settle()
         self._server.start()
 
     def ready(self) -> str:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headwise import heap
 from headwise.actors.addresses import engine_host, interface_of
 from headwise.actors.front import Keys
 from headwise.actors.placement import node_address
@@ -123,6 +124,7 @@ class Worker:
             comm = self._comm(around, hub)
             stack.callback(comm.close)
             where = config, self._model_dir, self._rank
+            heap.settle()
             worker = ModelWorker(*where, comm, peers=self._peers(), link=self._link, weights=self._weights)
             worker.initialize_cache()
             log.info(worker.describe())

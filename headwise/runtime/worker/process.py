@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from headwise import heap
 from headwise.errors import HeadwiseError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
@@ -88,6 +89,7 @@ def main(descriptor: int) -> None:
 
 def _serve(job: Job, outbox: _Outbox, should_stop: Callable[[], bool]) -> None:
     device = job.open_device(job.config, threads_per_worker(job.config))
+    heap.settle()
     worker = ModelWorker(job.config, job.model_dir, 0, SingleRank(), device)
     worker.initialize_cache()
     outbox.put(Ready(worker.describe()))
