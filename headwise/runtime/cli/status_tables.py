@@ -114,7 +114,7 @@ def _encoders(stats: Stats) -> Iterator[Table]:
 def _tiers(stats: Stats) -> Table:
     """Per engine and tier: blocks cached, those of them that are kept on request, tokens served from it, blocks loaded
     from it and how fast."""
-    table = _table("tiers", "tier", "blocks", "retained", "free", "hits", "loaded", "speed", "waited")
+    table = _table("tiers", "tier", "blocks", "kept", "free", "hits", "loaded", "speed", "waited")
     for name, engine in sorted(stats["engines"].items()):
         for row in _tier_rows(engine) if "cache" in engine else ():
             table.add_row(name, *row)
@@ -177,7 +177,7 @@ def _table(title: str, *columns: str) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
     table.add_column("", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
