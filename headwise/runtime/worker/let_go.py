@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ class LetGo:
     collect: has it look
     """
 
-    def __init__(self, collect: Callable[[], Any] = gc.collect) -> None:
+    def __init__(self, collect: Callable[[], Any]) -> None:
         self._collect = collect
         self._objects: list[weakref.ref[Any]] = []
         self._is_unknown = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -84,13 +85,18 @@ class LoadModel(Protocol):
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """The parts of a worker that tests and simulations replace. clock: in seconds, to measure steps"""
+    """The parts of a worker that tests and simulations replace.
+
+    clock:   in seconds, to measure steps
+    collect: has the garbage collector look for what is gone but for what holds each other
+    """
 
     read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
     load_model: LoadModel = load_model
     open_copies: Callable[..., KVOffload] = KVOffload
     find_weights: Callable[[str, Path], Path] = resolve_weights
     clock: Callable[[], float] = time.perf_counter
+    collect: Callable[[], Any] = gc.collect
 
 
 class ModelWorker:
@@ -141,7 +147,7 @@ class ModelWorker:
         self._device = device or open_device(config, threads_per_worker(config))
         self._ops = self._device.ops
         self._prepared = PreparedWeights()
-        self._gone = LetGo()
+        self._gone = LetGo(self._parts.collect)
         if weights is not None:
             self._take(self._source_of(weights))
         self._device.check(self.card, self._model_dir)
