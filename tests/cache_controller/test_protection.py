@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headwise.cache_controller.block_pool import BlockPool
-from headwise.cache_controller.eviction import Blocks, RecycledFirst
+from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.eviction import Blocks, EvictionPolicy, RecycledFirst
+from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.protection import LOOK_S, ProtectedLast
 
 BLOCKS = 12
@@ -130,9 +132,11 @@ TestProtection = Protection.TestCase
 TestProtection.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def pool_of(num_blocks: int, share: float = 0.5) -> tuple[BlockPool, Blocks]:
+def pool_of(
+    num_blocks: int, share: float = 0.5, eviction: type[EvictionPolicy] = RecycledFirst
+) -> tuple[BlockPool, Blocks]:
     """A pool of which all blocks are cached, in their order."""
-    pool = BlockPool(num_blocks, lambda blocks: None, protected_share=share)
+    pool = BlockPool(num_blocks, lambda blocks: None, eviction, share)
     blocks = np.sort(pool.allocate(num_blocks))
     pool.register(blocks)
     pool.release(blocks)
@@ -185,15 +189,41 @@ def test_blocks_that_hold_nothing_worth_keeping_are_not_protected() -> None:
     assert pool.num_protected == 0
 
 
+class Counted(RecycledFirst):
+    """Counts how often it is asked which blocks go."""
+
+    asked = 0
+
+    def pop(self, count: int) -> Blocks:
+        type(self).asked += 1
+        return super().pop(count)
+
+
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_many_protected_blocks_cost_few_looks(share: float) -> None:
-    pool, blocks = pool_of(100_000, share=share)
+    pool, blocks = pool_of(100_000, share, Counted)
     pool.protect(blocks[: len(blocks) // 2], 10.0)
-    asked: list[int] = []
-    policy = pool._cached._policy
-    pop = policy.pop
-    policy.pop = lambda count: asked.append(count) or pop(count)  # type: ignore[method-assign,func-returns-value]
+    before = Counted.asked
     for _ in range(100):
         pool.allocate(1)
-    assert len(asked) < 2 * 100 + len(blocks) // 256
+    assert Counted.asked - before < 2 * 100 + len(blocks) // 256
     assert pool.num_cached == len(blocks) - 100
+
+
+def test_of_a_path_is_protected_what_a_query_behind_it_sees() -> None:
+    """All that full heads have, and of a window its sink and end, though the blocks between are still cached."""
+    policies = (FULL, HeadPolicy(window=5, sink=1))
+    cache = CacheManager(policies, block_size=4, num_blocks=40, max_rows=1, max_blocks=9, step_tokens=4, resume_slack=0)
+    path, row = [bytes([depth]) * 16 for depth in range(8)], np.zeros(1, dtype=np.int32)
+    cache.adopt(0, cache.match([], 0), 33)
+    for depth in range(1, 9):
+        assert cache.extend(row, np.array([4 * depth]))
+        cache.register([0], [path[:depth]])
+        cache.recycle(row, np.array([4 * depth]))
+    cache.advance(0.0)
+    cache.protect(path, 10.0)
+    cache.release(0)
+    assert cache.pool.num_cached == 16
+    assert cache.pool.num_protected == 8 + 1 + 1
+    cache.protect(path[:4], 10.0)
+    assert cache.pool.num_protected == 8 + 1 + 1 + 1, "and the window's end there"
