@@ -30,11 +30,15 @@ PATIENCE_S = 15.0
 
 @dataclass(frozen=True)
 class ThreadRanks:
-    """`TokenRanks` of one of the threads; ``told`` is where all of them leave what they give."""
+    """`TokenRanks` of one of the threads; ``told`` is where all of them leave what they give.
+
+    turn: held by the thread that works, and by none that waits for others: a rig's cuBLAS is for one thread at a time
+    """
 
     share: TokenShare
     told: list[Array]
     barrier: threading.Barrier
+    turn: threading.Lock
 
     def all_gather(self, x: Array) -> Array:
         return np.stack(self._tell(x))
@@ -44,10 +48,17 @@ class ThreadRanks:
 
     def _tell(self, x: Array) -> list[Array]:
         self.told[self.share.part] = x
-        self.barrier.wait(PATIENCE_S)
+        self._meet()
         found = list(self.told)
-        self.barrier.wait(PATIENCE_S)
+        self._meet()
         return found
+
+    def _meet(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait(PATIENCE_S)
+        finally:
+            self.turn.acquire()
 
 
 @dataclass(frozen=True)
@@ -138,12 +149,12 @@ def error_of(rig: Rig, step: LatentStep, parts: int) -> float:
     where = arena, step.layout, step.batch, step.heads
     reference.attend_latent(step.query, step.up, *where, scale=SCALE, out=wanted)
     ranks = [RankOnDevice(rig, step, TokenShare(part, parts)) for part in range(parts)]
-    told, barrier = [None] * parts, threading.Barrier(parts)
+    told, barrier, turn = [None] * parts, threading.Barrier(parts), threading.Lock()
 
     def attend(part: int) -> NDArray[np.float32]:
-        with rig.current():
+        with turn, rig.current():
             try:
-                return rig.download(ranks[part].attend(ThreadRanks(TokenShare(part, parts), told, barrier)))
+                return rig.download(ranks[part].attend(ThreadRanks(TokenShare(part, parts), told, barrier, turn)))
             except BaseException:
                 barrier.abort()
                 raise

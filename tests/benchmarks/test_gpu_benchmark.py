@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from gpu.bench import MOST_FLUSHES, Bench
 from gpu.cases import decode_step, half_windowed, prefill_step
 from gpu.checkpoint import write_checkpoint
 from gpu.emulated import EmulatedRig
+from gpu.latent_ranks import error_of, step_of
 from gpu.model import check_file, compare_tokens, sha256_of
 from gpu.random_bytes import RANDOM_BYTES, fill
 from gpu.report import (
@@ -766,6 +769,20 @@ def test_a_step_that_computes_something_else_is_not_timed(wrong: str, rig: Emula
         step.batch.cu_seqlens_q[...] = 0
     with pytest.raises(WrongError):
         check_step(rig, step)
+
+
+def test_ranks_that_are_threads_use_a_rig_in_turns(rig: EmulatedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, in_use = rig.parts, threading.Lock()
+
+    def multiply_heads(*arrays: Any) -> None:
+        assert in_use.acquire(blocking=False), "a rig's cuBLAS is for one thread at a time"
+        time.sleep(0.02)
+        parts.multiply_heads(*arrays)
+        in_use.release()
+
+    monkeypatch.setattr(rig, "parts", replace(parts, multiply_heads=multiply_heads))
+    step = step_of(TINY.latents, 4, ((1, 21), (1, 3)), TINY.block_size, np.random.default_rng(3))
+    assert error_of(rig, step, 4) < 0.02
 
 
 def test_random_memory_repeats_nothing(rig: EmulatedRig) -> None:
