@@ -1,8 +1,7 @@
-"""Converts a GGUF file, once, into a Hugging Face model directory in the cache."""
+"""Converts a GGUF file into a Hugging Face model directory."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from math import prod
@@ -15,41 +14,13 @@ from numpy.typing import NDArray
 from headwise.errors import ConfigError, HeadwiseError, ModelError
 from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, write_blocks
 from headwise.runtime.loader.checkpoint import SINGLE
-from headwise.runtime.loader.files import building
 from headwise.runtime.loader.gguf_config import architecture_of, build_config, parts_of
-from headwise.runtime.loader.gguf_file import GgufFile, paths_of
+from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_part import Part
 from headwise.runtime.loader.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 from headwise.runtime.models.registry import model_config
-
-CONVERTER_VERSION = 4
-"""Goes up whenever the same file would be converted differently: older results are then converted again."""
-
-
-def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Path:
-    """The Hugging Face directory of a GGUF file, converted now if it is not in ``cache_dir`` yet.
-
-    A file counts as the same while its path, size and modification time are, and those of its other parts. Several
-    processes may call this at once: one of them converts.
-
-    Raises as `convert_gguf`, and `ModelError` if ``cache_dir`` cannot be written.
-    """
-    identity = f"{CONVERTER_VERSION}\0{source.resolve()}"
-    for path in paths_of(source):
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror}") from None
-        identity += f"\0{status.st_size}\0{status.st_mtime_ns}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    target = cache_dir / "models" / f"{source.stem}-{key}"
-    if not target.is_dir():
-        with building(target, progress) as directory:
-            if directory is not None:
-                convert_gguf(source, directory, progress)
-    return target
 
 
 def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from headwise.errors import ModelError, first_line
 from headwise.runtime.loader.aliases import ALIASES, fetch_alias
 from headwise.runtime.loader.checkpoint import INDEX, SINGLE, has_weights, read_config
-from headwise.runtime.loader.gguf_convert import converted_directory
+from headwise.runtime.loader.gguf_cache import converted_directory
 from headwise.runtime.loader.progress import Progress, SilentProgress
 from headwise.runtime.loader.quantisation import without_scheme
 from headwise.runtime.loader.tiktoken_file import RANKS

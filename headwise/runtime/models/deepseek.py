@@ -29,7 +29,6 @@ from headwise.runtime.ops.base import Tensor
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_floats
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
-KIMI_K25 = "KimiK25ForConditionalGeneration"
 
 MOST_RANK = 1 << 16
 """No model has larger ranks or heads: a config that claims more would cost gigabytes."""

@@ -31,8 +31,6 @@ from headwise.runtime.models.weights import Weights
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 ARCHITECTURE = "Ernie4_5_VLMoeForConditionalGeneration"
-FORMERLY = "Ernie4_5_VL_MoeForConditionalGeneration"
-"""What transformers called it at first."""
 
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "compression_ratio": (None, 1),

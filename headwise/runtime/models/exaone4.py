@@ -19,7 +19,6 @@ from headwise.runtime.models.qwen import Qwen3
 from headwise.runtime.models.windows import FULL, full_every, rotated_in_windows
 
 DENSE, MOE = "Exaone4ForCausalLM", "ExaoneMoeForCausalLM"
-ARCHITECTURES_MOE = (MOE, "ExaoneMoEForCausalLM")
 """The second before transformers had the model."""
 
 _MOE_DEFAULTS = {

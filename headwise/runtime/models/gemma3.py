@@ -20,7 +20,6 @@ from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.position_config import RopeConfig
 
 _WITH_IMAGES = "Gemma3ForConditionalGeneration"
-ARCHITECTURES = ("Gemma3ForCausalLM", _WITH_IMAGES)
 
 _DEFAULTS = {
     "vocab_size": 262208,

@@ -7,8 +7,6 @@ from headwise.runtime.models.hf_config import HfConfig, text_of
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.mrope import with_axes
 
-DENSE, MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
-
 _PAIRS = (8, 12, 12)
 """Turned by time, row and column, where a config does not say it: Hugging Face's default."""
 _DENSE_DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": None, "partial_rotary_factor": 1.0}

@@ -6,8 +6,6 @@ from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config
 from headwise.runtime.models.model_config import ModelConfig
 
-ARCHITECTURES = ("LlamaForCausalLM",)
-
 
 def parse(config: HfConfig) -> ModelConfig:
     return decoder_config(config, "LlamaForCausalLM")

@@ -13,7 +13,6 @@ from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.models.tempered import TemperedDecoder, temper_of_scaling
 from headwise.runtime.models.values import shown
 
-ARCHITECTURES = ("MistralForCausalLM",)
 MINISTRAL3, MULTIMODAL = "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"
 
 _MINISTRAL3_DEFAULTS = {

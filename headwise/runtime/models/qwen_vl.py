@@ -19,8 +19,7 @@ from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import InputsFirstExperts
 from headwise.runtime.models.weights import Weights
 
-QWEN2 = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-QWEN3, QWEN3_MOE = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
+QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
 
 _PAIRS2, _PAIRS3 = (16, 24, 24), (24, 20, 20)
 """Turned by time, row and column, where a config does not say it: Hugging Face's defaults."""

@@ -21,7 +21,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import chosen, describe
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.loader.gguf_convert import converted_directory
+from headwise.runtime.loader.gguf_cache import converted_directory
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.ops.numba_ops import NumbaOps
 

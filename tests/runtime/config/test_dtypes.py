@@ -20,7 +20,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import chosen
 from headwise.runtime.config.model_card import check_unchanged, read_model_card
 from headwise.runtime.loader.block_file import BLOCKS
-from headwise.runtime.loader.gguf_convert import converted_directory
+from headwise.runtime.loader.gguf_cache import converted_directory
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.ops.select import resolve_ops_name
 

@@ -15,7 +15,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.gguf_blocks import FORMATS
-from headwise.runtime.loader.gguf_convert import converted_directory
+from headwise.runtime.loader.gguf_cache import converted_directory
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.loader.resolve import resolve_model
 

@@ -14,7 +14,7 @@ from support.tiny_models import BYTE_MERGES, BYTE_TOKENS, CONTROL
 from tokenizers import Tokenizer
 
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.loader.gguf_convert import converted_directory
+from headwise.runtime.loader.gguf_cache import converted_directory
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import served_up_to

@@ -37,8 +37,8 @@ from support.tiny_ggufs import (
 from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader.block_file import BLOCKS, EXPERTS, BlockFile
 from headwise.runtime.loader.checkpoint import SINGLE, Checkpoint, weight_files
+from headwise.runtime.loader.gguf_cache import converted_directory
 from headwise.runtime.loader.gguf_config import build_config
-from headwise.runtime.loader.gguf_convert import converted_directory
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile

@@ -28,7 +28,7 @@ from support.tiny_models import (
 from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader import gguf_convert
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.loader.gguf_convert import converted_directory
+from headwise.runtime.loader.gguf_cache import converted_directory
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.loader.tokenizer import Tokenizer

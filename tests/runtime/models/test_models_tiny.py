@@ -101,4 +101,4 @@ def test_ranks_together_compute_the_same(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_a_config_says_that_mlps_have_a_gate_where_their_activation_is_of_one(name: str) -> None:
     config = parsed(name)
-    assert config.mlp_gate == is_gated(_MODELS[config.architecture].model.activation)
+    assert config.mlp_gate == is_gated(_MODELS[config.architecture].model_class().activation)
