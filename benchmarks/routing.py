@@ -111,6 +111,7 @@ class Routed:
                 max_num_seqs=hardware.max_num_seqs,
                 step_tokens=hardware.step_tokens,
                 peer_loads=peer_loads,
+                fair_prompts=True,
             ),
             random.Random(0),
         )

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-Order = tuple[int, ...]
+Order = tuple[float, ...]
 """Lower is served first; no two are equal."""
 
 

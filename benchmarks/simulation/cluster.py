@@ -1,6 +1,6 @@
 """Engines that serve a trace behind a scheduler, as discrete events: an hour of eight GPUs in some twenty seconds.
 
-An engine computes prompts in the order in which they came, chunk by chunk, in steps that also decode all that runs.
+An engine computes prompts by their turns (`PromptTurns`), chunk by chunk, in steps that also decode all that runs.
 Whose tokens are in a step is said by the real code (`headwise.runtime.engine.step_budget`), and how long it takes by a
 roofline of the GPU (`simulation/gpu.py`). Between prompts it decodes; many equal steps are one event. Its cache: block
 lists: device (what runs is held, the rest is least recently used), host (what the device evicts), and storage,
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from simulation.gpu import BYTES, Gpu, weights_of
 
 from headwise.priority_queue import PriorityQueue
+from headwise.runtime.engine.prompt_turns import PromptTurns
 from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineLoad, EngineStatus
@@ -66,7 +67,8 @@ class Request:
     peer: number of the engine that is asked for what the chosen one lacks; -1: none
     is_apart: that engine is to compute the prompt
     target: the request and the engine for which this one's prompt is computed
-    order:  in which requests came to the engine that serves it
+    number: in which requests came to the engine that serves it
+    since, turn: see `Sequence` of an engine
     began:  when its prompt was begun to be computed
     """
 
@@ -79,7 +81,9 @@ class Request:
     peer: int = -1
     is_apart: bool = False
     target: tuple[Request, Engine] | None = None
-    order: tuple[int, ...] = ()
+    number: int = 0
+    since: float = 0.0
+    turn: float = 0.0
     began: float = 0.0
     device: int = 0
     loaded_host: int = 0
@@ -91,6 +95,10 @@ class Request:
     reserved: int = 0
     first_token: float = -1.0
     ended: float = -1.0
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return self.turn, self.number
 
     @property
     def blocks(self) -> int:
@@ -313,7 +321,8 @@ class Engine:
         self.fetching: list[tuple[float, int, Request, list[bytes]]] = []
         self.copied_at = 0.0  # when copies to and from other engines will be over
         self.gaps: Counter[float] = Counter()  # seconds between two tokens of a sequence, to a tenth of a millisecond
-        self.computing: list[Request] = []  # in the order in which they came
+        self.turns = PromptTurns()
+        self.computing: list[Request] = []  # by their order
         self.decoding: list[tuple[int, int, Request]] = []  # heap by the step of the last token
         self.context = 0
         self.steps = 0
@@ -332,8 +341,14 @@ class Engine:
 
     def receive(self, request: Request) -> None:
         """A request has come, whatever it has to wait for."""
-        request.engine, request.order = self.number, (next(self._tie),)
+        request.engine, request.number, request.since = self.number, next(self._tie), self.turns.now
         self.received.append(request.name)
+
+    def _queue(self, request: Request) -> None:
+        """It waits for its turn alone."""
+        cached = BLOCK * self.cache.match(request.path, _most(request))[1]
+        request.turn = self.turns.turn(request.since, request.num_tokens - cached)
+        self.waiting.push(request.order, request)
 
     def submit(self, request: Request, now: float, peer: Engine | None = None) -> None:
         self.receive(request)
@@ -353,7 +368,7 @@ class Engine:
         if reach > with_host:
             heapq.heappush(self.fetching, (ready, next(self._tie), request, request.path[with_host:reach]))
         else:
-            self.waiting.push(request.order, request)
+            self._queue(request)
         self._interrupt(now)
 
     def prefill(self, request: Request, target: Engine, now: float) -> None:
@@ -394,7 +409,7 @@ class Engine:
         while self.fetching and self.fetching[0][0] <= now:
             _, _, request, blocks = heapq.heappop(self.fetching)
             self.cache.fetch(blocks)
-            self.waiting.push(request.order, request)
+            self._queue(request)
             fetched = True
         if self._span and self.now + self._span * self._step_s <= now + 1e-12:
             self._finish_span()
@@ -490,7 +505,8 @@ class Engine:
             request.computed = with_host * BLOCK
             request.left = request.num_tokens - request.computed
             request.began = self.now
-            self.computing.insert(place, request)
+            request.turn = self.turns.turn(request.since, request.left)
+            bisect.insort(self.computing, request, key=lambda other: other.order)
 
     @property
     def _step_tokens(self) -> int:
@@ -508,6 +524,7 @@ class Engine:
         self.context += self._span * len(self.decoding)
         while self.decoding and self.decoding[0][0] <= self.steps:
             self._end(heapq.heappop(self.decoding)[2])
+        self.turns.computed(sum(count for _, count in self._chunks), len(self.waiting) + len(self.computing))
         for request, count in self._chunks:
             request.left -= count
             if not request.left:

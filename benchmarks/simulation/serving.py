@@ -182,7 +182,7 @@ class SimulatedEngine:
             Sequence(
                 GenerateRequest(str(index), request.prompt, sampling),
                 SEED,
-                order=(0, index),
+                arrival=(0, index),
                 max_length=len(request.prompt) + request.output_tokens,
                 arrived=arrived,
             )

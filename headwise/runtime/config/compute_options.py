@@ -102,6 +102,12 @@ class ComputeOptions:
         "on a GPU, 512 on a CPU, with `image_encoders` 576: one image of Gemma 4 is 280 tokens.",
         0,
     )
+    prompt_order: Literal["fair", "arrival"] = option(
+        "fair",
+        "Which prompts an engine computes first, within a priority. fair: in the order in which they would be through "
+        "if all were computed at once: short ones, and those of which most is cached, do not wait for long ones, nor "
+        "these for ever more short ones. arrival: who came first.",
+    )
     async_scheduling: bool = option(True, "Schedule step n+1 while step n runs.")
     speculation: int = option(
         0,

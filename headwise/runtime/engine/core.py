@@ -33,6 +33,7 @@ from headwise.runtime.engine.parts import (
 from headwise.runtime.engine.peers.base import Ask, Peers, Takers
 from headwise.runtime.engine.peers.prefills import Prefills
 from headwise.runtime.engine.prefetcher import Lookup
+from headwise.runtime.engine.prompt_turns import PromptTurns
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.engine.whole_items import check_whole_items
@@ -120,6 +121,7 @@ class EngineCore:
             peer_loads=self._peer_loads,
             whole_items=any(card.config.both_ways),
             buffers=self._buffers,
+            turns=PromptTurns() if config.prompt_order == "fair" else None,
         )
         self.arriving = ArrivingEmbeds() if self._buffers is None else ArrivingEmbeds(self._buffers.allocate)
         self._prefills: Prefills | None = None
@@ -182,7 +184,7 @@ class EngineCore:
         sequence = Sequence(
             request,
             self.card.hash_seed(request.cache_salt, request.lora_id),
-            order=(request.priority, self._arrivals),
+            arrival=(request.priority, self._arrivals),
             max_length=length,
             arrived=self._clock(),
             output=list(request.output_token_ids),

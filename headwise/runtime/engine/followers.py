@@ -2,8 +2,9 @@
 
 Requests that come together often begin alike: questions about one document, several answers to one prompt. Started at
 once, each would compute that beginning, at the cost of the others; so the first one does, and the others start behind
-it. Whoever they wait for comes before them in every step, so they are through a step or two later than by themselves at
-most, which are on their way when it is computed. So they wait only where that spares a whole chunk of a prompt.
+it. Whoever they wait for comes before them in every step, from then on where its turn was later, so they are through a
+step or two later than by themselves at most, which are on their way when it is computed. So they wait only where that
+spares a whole chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.runtime.engine.sequence import Phase, Sequence
 
-_Place = tuple[int, tuple[int, int], Sequence]
+_Place = tuple[int, tuple[int, float, int], Sequence]
 """Of a follower behind its leader: the depth at which it starts, and its order, which no other one has."""
 
 
@@ -65,7 +66,7 @@ class Followers:
         hashes = sequence.block_hashes(sequence.servable, self._cache.block_size)
         most: Shared | None = None
         for leader in prompts:
-            if leader.order > sequence.order or leader.is_prompt_asked:  # it would be slower
+            if leader.arrival[0] > sequence.arrival[0] or leader.is_prompt_asked:  # it would be slower
                 continue
             depth, computed = common_blocks(hashes, leader.hashes), int(self._cache.registered[leader.row])
             if depth > computed and depth >= (self._least_blocks if most is None else most.depth + 1):

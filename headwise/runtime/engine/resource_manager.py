@@ -17,6 +17,7 @@ from headwise.runtime.engine.introduction import introduction
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.pipeline_shares import NO_PIPELINE, PipelineShares
 from headwise.runtime.engine.prefetcher import Prefetcher
+from headwise.runtime.engine.prompt_turns import PromptTurns
 from headwise.runtime.engine.retained_prompts import RetainedPrompts
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
@@ -72,11 +73,11 @@ def _no_rows() -> _Plan:
 
 
 class ResourceManager:
-    """First come, first served within a priority; the oldest sequence always gets on, so nothing can deadlock.
+    """Serves sequences by `Sequence.order`; the oldest one is never preempted, so nothing can deadlock.
 
-    Out of blocks, the latest sequence is preempted: its blocks go back (they stay as cache while nobody needs
-    them) and it is computed again from what the cache still has. Blocks and rows of a sequence that leaves the
-    batch come back once no step in flight may touch them.
+    Out of blocks, the one of the lowest priority that came last is preempted: its blocks go back (they stay as cache
+    while nobody needs them) and it is computed again from what the cache still has. Blocks and rows of a sequence that
+    leaves the batch come back once no step in flight may touch them.
 
     max_batched_tokens: token budget of a step
     prefill_chunk:      most tokens of one sequence in a step
@@ -84,6 +85,7 @@ class ResourceManager:
     speculator:         whether sequences have drafts; None: they have not
     prefetcher, peer_loads: see `WaitingQueue`
     whole_items:        whether steps compute items whole: see `whole_items`. None has more tokens than a chunk
+    turns:              of prompts; None: they have them in the order in which they came
     buffers:            in which embeddings of requests are, and which workers read; None: they read none
     """
 
@@ -99,10 +101,11 @@ class ResourceManager:
         prefetcher: Prefetcher | None = None,
         peer_loads: PeerLoads | None = None,
         whole_items: bool = False,
+        turns: PromptTurns | None = None,
         buffers: SharedBuffers | None = None,
     ) -> None:
-        self.cache, self._buffers = cache, buffers
-        self.waiting = WaitingQueue(Followers(cache, prefill_chunk), prefetcher, peer_loads)
+        self.cache, self._buffers, self._turns = cache, buffers, turns
+        self.waiting = WaitingQueue(Followers(cache, prefill_chunk), self._take_turn, prefetcher, peer_loads)
         self.copies = TierCopies(cache, peer_loads)
         self.joint_reads = JointReads(cache)
         self._retained = RetainedPrompts(cache)
@@ -114,7 +117,7 @@ class ResourceManager:
         self.prefill_chunk = prefill_chunk
         self._pipeline = pipeline
         self.speculator = speculator
-        self.running: list[Sequence] = []  # oldest first
+        self.running: list[Sequence] = []  # by their order
         self.num_preemptions = 0
         self._running_rows: Index | None = None  # of `running`, until that changes
         self._new: list[NewSequence] = []
@@ -144,7 +147,15 @@ class ResourceManager:
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a sequence, once what other engines and storage have of it is there."""
+        if self._turns is not None:
+            sequence.since = self._turns.now
         self.waiting.add(sequence, now)
+
+    def _take_turn(self, sequence: Sequence, computed: int | None = None) -> None:
+        """As `WaitingQueue` asks it to; and of one that starts, by how many of its tokens it has then."""
+        if self._turns is not None:
+            computed = self.cached_tokens(sequence) if computed is None else computed
+            sequence.turn = self._turns.turn(sequence.since, sequence.num_tokens - computed)
 
     # ---- planning a step ----
 
@@ -281,7 +292,7 @@ class ResourceManager:
             self.waiting.add(sequence, now)
 
     def _preempt_latest(self) -> None:
-        victim = self.running[-1]
+        victim = max(self.running, key=lambda sequence: sequence.arrival)
         victim.preemptions += 1
         self.num_preemptions += 1
         self.leave(victim)
@@ -293,11 +304,12 @@ class ResourceManager:
         urgent = self.waiting.first
         if urgent is None or not self.running or self._draining:  # what is on its way back may do
             return
-        if self.running[-1].order[0] > urgent.order[0] and not self._can_start(urgent, self._match(urgent)):
+        if self.running[-1].arrival[0] > urgent.arrival[0] and not self._can_start(urgent, self._match(urgent)):
             self._preempt_latest()
 
     def _admit_before_prompts(self, now: float) -> None:
-        """Start sequences that come before prompts which run: what they waited for came only after those had started.
+        """Start sequences that come before prompts which run: they have less to compute, or what they waited for came
+        only after those had started.
 
         Others are admitted to what running sequences leave of a step. These would wait until those prompts are through.
         """
@@ -330,7 +342,19 @@ class ResourceManager:
         are set aside."""
         while (first := self.waiting.first) is not None and (shared := self._to_share(first)) is not None:
             self.waiting.follow(shared)
+            self._bring_forward(shared.leader, first)
         return first
+
+    def _bring_forward(self, leader: Sequence, follower: Sequence) -> None:
+        """Have a running sequence come no later than one that waits for it."""
+        if leader.arrival[0] == follower.arrival[0] and leader.turn > follower.turn:
+            self.running.remove(leader)
+            leader.turn = follower.turn
+            self._run(leader)
+
+    def _run(self, sequence: Sequence) -> None:
+        bisect.insort(self.running, sequence, key=lambda other: other.order)
+        self._running_rows = None
 
     def _to_share(self, sequence: Sequence) -> Shared | None:
         """What a waiting sequence had better have a running one compute."""
@@ -388,10 +412,10 @@ class ResourceManager:
         sequence.phase = Phase.RUNNING
         sequence.computed_from = min(sequence.computed_from, computed)
         if sequence.first_scheduled is None:
+            self._take_turn(sequence, computed)
             sequence.cached_tokens = computed
             sequence.first_scheduled = now
-        bisect.insort(self.running, sequence, key=lambda other: other.order)
-        self._running_rows = None
+        self._run(sequence)
         self.joint_reads.forget(row)
         self._new.append(introduction(sequence))
 
@@ -442,6 +466,9 @@ class ResourceManager:
         rows, counts, columns = plan.rows, plan.counts, self.table
         starts, prompt = columns.scheduled[rows], columns.num_prompt[rows] - 1
         is_one = (counts <= 1 + columns.offered[rows]) & (starts >= prompt) & (starts + 1 >= columns.length[rows])
+        if self._turns is not None and not is_one.all():
+            prompts = len(self.waiting) - self.waiting.num_held + int(np.count_nonzero(~self._wanted()[1]))
+            self._turns.computed(int(counts[~is_one].sum()), prompts)
         order, shared = self.joint_reads.arranged(rows, np.where(is_one, prompt, 0))
         self.joint_reads.count(starts[is_one], shared)
         return rows[order], counts[order], shared if shared.any() else NOTHING_SHARED

@@ -26,7 +26,9 @@ class Phase(Enum):
 class Sequence:
     """A request's known tokens: the prompt's, and those sampled so far.
 
-    order:         what comes first is served first: (priority, arrival)
+    arrival:       its priority, of which lower ones are served first, and a number: who came first
+    turn:          whose is lower is served first within a priority, see `PromptTurns`; of equal ones, who came first
+    since:         `PromptTurns.now` when it came
     row:           the engine's and the workers' row, while the sequence runs
     cached_tokens: tokens that the cache had when the sequence ran for the first time
     computed_from: the first token that it has computed itself, in any of its runs
@@ -40,7 +42,7 @@ class Sequence:
 
     request: GenerateRequest
     hash_seed: bytes
-    order: tuple[int, int]
+    arrival: tuple[int, int]
     max_length: int
     arrived: float
     phase: Phase = Phase.WAITING
@@ -57,6 +59,13 @@ class Sequence:
     prompt_told: int = 0
     lacks: int = 0
     weights: str = ""
+    turn: float = 0.0
+    since: float = 0.0
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """What is lower is served first; no two are equal."""
+        return self.arrival[0], self.turn, self.arrival[1]
 
     @property
     def id(self) -> str:

@@ -4,6 +4,8 @@ for a running one to compute what they share with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headwise.priority_queue import PriorityQueue
 from headwise.runtime.engine.followers import Followers, Shared
 from headwise.runtime.engine.peers.loads import PeerLoads
@@ -12,17 +14,22 @@ from headwise.runtime.engine.sequence import Sequence
 
 
 class WaitingQueue:
-    """First come, first served within a priority. A sequence that comes back has its old place.
+    """By `Sequence.order`. A sequence that comes back has its old place.
 
     followers:  those that wait for running ones
+    take_turn:  gives a sequence that has not run yet its turn, once what it waited for is there
     peer_loads: brings what other engines have of waiting sequences, where they come with a hint; None: nothing does
     prefetcher: brings what storage has of them; None: there is no storage
     """
 
     def __init__(
-        self, followers: Followers, prefetcher: Prefetcher | None = None, peer_loads: PeerLoads | None = None
+        self,
+        followers: Followers,
+        take_turn: Callable[[Sequence], None],
+        prefetcher: Prefetcher | None = None,
+        peer_loads: PeerLoads | None = None,
     ) -> None:
-        self.followers = followers
+        self.followers, self._take_turn = followers, take_turn
         self.prefetcher, self.peer_loads = prefetcher, peer_loads
         self._queue: PriorityQueue[Sequence] = PriorityQueue()
 
@@ -63,6 +70,8 @@ class WaitingQueue:
 
     def put_back(self, sequence: Sequence) -> None:
         """Queue a sequence that need not wait for anything to come."""
+        if sequence.first_scheduled is None:
+            self._take_turn(sequence)
         self._queue.push(sequence.order, sequence)
 
     def discard(self, sequence: Sequence) -> None:

@@ -65,7 +65,7 @@ def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
     gpu = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
     steps = steps_in_pieces(gpu)
     assert answers(gpu) == expected
-    assert steps[0] == (64, [32, 9, 23]), "a chunk of the longest prompt, and two others"
+    assert steps[0] == (64, [9, 32, 23]), "a chunk of the longest prompt between two others"
     assert any(tokens > sum(queries) and min(queries) == 1 < max(queries) for tokens, queries in steps), "mixed, padded"
     assert gpu._worker._prefill.sizes == [16, 24, 32, 48, 64]
     assert "graphs=11 of decode steps" in gpu._worker.describe()
@@ -344,10 +344,11 @@ def test_a_row_without_numbers_fails_its_request_alone(
 ) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, seed=1, logprobs=None)
     if device == "cpu":
-        engine = LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference"))
+        plain = {"device": "cpu", "tensor_ops": "numpy", "kernels": "reference"}
+        engine = LocalEngine(configuration(model, **plain, prompt_order="arrival"))
     else:
         gpu = EmulatedGpu(libraries, "float32")
-        engine = LocalEngine(configuration(model, **ON_A_GPU), gpu)
+        engine = LocalEngine(configuration(model, **ON_A_GPU, prompt_order="arrival"), gpu)
     with engine:
         expected = engine.generate(SHORT_PROMPTS, params)
         lose_numbers(engine._worker)

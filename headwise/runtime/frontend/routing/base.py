@@ -86,6 +86,7 @@ class RouterOptions:
     engine_timeout_s: an engine that is silent for so long is replaced
     forget_s:         an engine that is silent for so long is not expected back
     peer_loads:       engines fetch from each other what they lack of a prefix
+    fair_prompts:     engines compute prompts in the order of `prompt_order` fair
     local_tokens:     an engine that is to decode computes so many tokens of a prompt itself
     """
 
@@ -98,4 +99,5 @@ class RouterOptions:
     engine_timeout_s: float = 20.0
     forget_s: float = 600.0
     peer_loads: bool = False
+    fair_prompts: bool = False
     local_tokens: int = 256

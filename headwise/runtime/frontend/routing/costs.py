@@ -3,7 +3,8 @@
     cost = wait + own + pace + admission + answer + WORK_WEIGHT * own
 
 - wait: the engine's backlog: tokens of prompts not computed yet (its status, and reservations since), times its
-  measured seconds per token, less the time that has passed since.
+  measured seconds per token, less the time that has passed since. Where prompts go in the fair order (`PromptTurns`),
+  of each of those before it no more than it has to compute itself.
 - own: the prompt's tokens that no tier serves, times seconds per token, and the loads. Device blocks are free. Another
   tier is used only where loading from it, at its measured throughput, is faster than computing. So is what another
   engine has on device or host (`peers`).
@@ -103,10 +104,12 @@ def estimate(
         with_peer = np.minimum(with_peer, with_rest)
         own = np.minimum(least, with_peer)
         work = np.minimum(least, with_peer + DUPLICATE_WEIGHT * fetched * prefill)
-    wait = table.backlog(now)
+    wait = backlog = table.backlog(now)
+    if options.fair_prompts:
+        wait = np.minimum(backlog, own * (table.waiting + table.reserved + 1.0))  # one more is being computed
     start = wait + own
     start += start * table.pace
-    tokens = wait / prefill + (request.num_tokens + min(request.max_tokens, TYPICAL_OUTPUT))
+    tokens = backlog / prefill + (request.num_tokens + min(request.max_tokens, TYPICAL_OUTPUT))
     decoding = _decoding(table, tokens, options)
     return Estimate(start + WORK_WEIGHT * work + decoding, served, wait, least, decoding, lent, by_others)
 

@@ -102,6 +102,7 @@ class EngineTable:
     reserved: requests routed there that no status has named yet
     room:     how many more requests may wait there, reserved ones included; 0 if it accepts none
     requests: running and waiting
+    waiting:  of these, those that wait
     prefill_token_s: see `SLOW`
     host_gain_s, storage_gain_s, peer_gain_s: seconds by which loading a token from the host, from storage, or from
               another engine is faster than computing it, as measured; the median of the others where an engine has
@@ -119,6 +120,7 @@ class EngineTable:
     reserved: Column
     room: Column
     requests: Column
+    waiting: Column
     prefill_token_s: Column
     host_gain_s: Column
     storage_gain_s: Column
@@ -132,8 +134,18 @@ class EngineTable:
     used_per_token: Column
 
     _COLUMNS = (
-        *("heard", "ready_at", "reserved", "room", "requests", "prefill_token_s", "host_gain_s", "storage_gain_s"),
-        *("peer_gain_s", "lends", "pace", "turnover_s", "prefills", "decodes", "used", "used_per_token"),
+        *("heard", "ready_at", "reserved", "room", "requests", "waiting", "prefill_token_s", "host_gain_s"),
+        *(
+            "storage_gain_s",
+            "peer_gain_s",
+            "lends",
+            "pace",
+            "turnover_s",
+            "prefills",
+            "decodes",
+            "used",
+            "used_per_token",
+        ),
     )
 
     def __init__(self, options: RouterOptions) -> None:
@@ -200,6 +212,7 @@ class EngineTable:
         self.room[row] = options.engine_queue - work.waiting if takes else 0
         self.lends[row] = takes
         self.requests[row] = max(work.running + work.waiting, engine.status.load)
+        self.waiting[row] = work.waiting
         self.used[row] = work.used_blocks / work.total_blocks if work.total_blocks else 0.0
         self.used_per_token[row] = options.blocks_per_token / work.total_blocks if work.total_blocks else 0.0
         slowness = np.array([_outlying(engine.slowness) for engine in self.engines])

@@ -1,0 +1,191 @@
+"""Whose prompt is computed first: arithmetic against equal parts that are counted out, and engines that keep to it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.simulated_engine import make_engine, request, run
+from support.engine.simulation import continuation
+
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.prompt_turns import PromptTurns
+from headwise.runtime.engine.sequence import Sequence
+
+# ---- the arithmetic ----
+
+
+@dataclass
+class Prompt:
+    """tokens: to be computed; turn: its own; before: tokens of others that came later, computed before it was through;
+    most: prompts that were there at a time until then"""
+
+    number: int
+    came: int
+    tokens: int
+    turn: float = 0.0
+    left: int = 0
+    before: int = 0
+    most: int = 0
+
+
+def serve(prompts: list[Prompt]) -> list[Prompt]:
+    """Who is through, in this order: a token at a time, of whose turn it is."""
+    turns, there, through = PromptTurns(), list[Prompt](), list[Prompt]()
+    coming = deque(sorted(prompts, key=lambda prompt: prompt.came))
+    for now in count():
+        while coming and coming[0].came <= now:
+            prompt = coming.popleft()
+            prompt.turn, prompt.left = turns.turn(turns.now, prompt.tokens), prompt.tokens
+            there.append(prompt)
+        if not there:
+            if not coming:
+                return through
+            continue
+        first = min(there, key=lambda prompt: (prompt.turn, prompt.number))
+        turns.computed(1, len(there))
+        first.left -= 1
+        for prompt in there:
+            prompt.before += (first.came, first.number) > (prompt.came, prompt.number)
+            prompt.most = max(prompt.most, len(there))
+        if not first.left:
+            there.remove(first)
+            through.append(first)
+    raise AssertionError
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=12))
+def test_who_comes_later_puts_nobody_off_by_more_than_twice_its_length_for_each_that_is_there(
+    arrivals: list[tuple[int, int]],
+) -> None:
+    prompts = [Prompt(number, came, tokens) for number, (came, tokens) in enumerate(arrivals)]
+    assert len(serve(prompts)) == len(prompts)
+    for prompt in prompts:
+        assert prompt.before < 2 * prompt.tokens * prompt.most, prompt
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_of_those_that_come_at_once_the_shortest_goes_first(lengths: list[int]) -> None:
+    served = serve([Prompt(number, 0, tokens) for number, tokens in enumerate(lengths)])
+    assert [prompt.tokens for prompt in served] == sorted(lengths)
+
+
+def test_who_lacks_less_than_is_left_of_others_goes_before_them() -> None:
+    turns = PromptTurns()
+    book = turns.turn(turns.now, 1000)
+    turns.computed(600, 1)
+    assert turns.turn(turns.now, 399) < book < turns.turn(turns.now, 401)
+
+
+def test_four_short_ones_that_are_always_there_have_what_five_have_of_equal_parts() -> None:
+    turns, done = PromptTurns(), 0
+    book = turns.turn(turns.now, 1000)
+    waiting = [turns.turn(turns.now, 10)] * 4
+    while min(waiting) < book:
+        waiting.remove(min(waiting))
+        turns.computed(10, 5)
+        done += 10
+        waiting.append(turns.turn(turns.now, 10))
+    assert done == pytest.approx(5 * 1000, rel=0.02)
+
+
+# ---- engines ----
+
+
+def book(length: int, first: int = 1) -> list[int]:
+    return [first + index % 7 for index in range(length)]
+
+
+def ended(engine: EngineCore, steps: int = 1000) -> list[str]:
+    """Who has ended, in this order."""
+    found: list[str] = []
+    for _ in range(steps):
+        found += [delta.request_id for delta in engine.step(None) if delta.finish_reason is not None]
+        if not engine.has_work():
+            return found
+    raise AssertionError(found)
+
+
+def waiting_for_their_turn(**config: str) -> EngineCore:
+    """Three steps into a prompt of 200 tokens, of which one computes 16, comes one of 10."""
+    engine, _ = make_engine(num_blocks=256, max_rows=8, async_scheduling=False, **config)
+    engine.add(request("book", book(200), 2))
+    for _ in range(3):
+        engine.step(None)
+    engine.add(request("words", [20] * 10, 2))
+    return engine
+
+
+def test_a_few_words_do_not_wait_for_a_book() -> None:
+    assert ended(waiting_for_their_turn()) == ["words", "book"]
+    assert ended(waiting_for_their_turn(prompt_order="arrival")) == ["book", "words"]
+
+
+def test_words_that_come_one_after_the_other_do_not_put_off_a_book_for_ever() -> None:
+    engine, _ = make_engine(num_blocks=512, max_rows=4, async_scheduling=False)
+    engine.add(request("book", book(160), 2))
+    count, found = 0, list[str]()
+    while "book" not in found:
+        while engine.load().waiting < 2:
+            count += 1
+            engine.add(request(f"words {count}", [20 + count % 50] * 16, 2))
+        found += [delta.request_id for delta in engine.step(None) if delta.finish_reason is not None]
+        assert count < 50
+    assert found.index("book") > 3
+
+
+def test_a_prompt_that_is_cached_goes_before_others_of_its_length() -> None:
+    engine, _ = make_engine(num_blocks=512, max_rows=8, async_scheduling=False)
+    engine.add(request("first", book(100), 2))
+    run(engine)
+    engine.add(request("another", book(90, first=30), 2))
+    engine.step(None)
+    engine.add(request("again", [*book(100), 5, 5], 2))
+    assert ended(engine) == ["again", "another"]
+
+
+def test_a_priority_goes_before_any_turn() -> None:
+    engine = waiting_for_their_turn()
+    engine.add(request("later", [21] * 3, 2, priority=1))
+    engine.add(request("sooner", book(60, first=40), 2, priority=-1))
+    assert ended(engine) == ["sooner", "words", "book", "later"]
+
+
+def test_who_computes_what_others_wait_for_goes_when_they_would() -> None:
+    """Of a book 112 tokens of 200 are computed. A question about its first 160 lacks 50, and so would be through before
+    a prompt of 70, and that before the book: which goes on at once, for the question waits for it."""
+    engine, _ = make_engine(num_blocks=512, max_rows=8, async_scheduling=False)
+    engine.add(request("book", book(200), 2))
+    for _ in range(7):
+        engine.step(None)
+    engine.add(request("question", [*book(160), 9, 9], 2))
+    engine.add(request("between", book(70, first=40), 2))
+    engine.step(None)
+    assert engine.load().held_back == 1
+    assert ended(engine)[-1] == "between"
+
+
+def test_the_oldest_is_not_preempted_whoever_has_the_next_turn() -> None:
+    """The pool has room for the book and two more blocks."""
+    engine, _ = make_engine(num_blocks=16, max_rows=4, async_scheduling=False)
+    engine.add(request("book", book(40), 16))
+    engine.step(None)
+    victims: list[Sequence] = []
+    real = engine.resources.leave
+
+    def leave(sequence: Sequence) -> None:
+        if not sequence.finished:
+            victims.append(sequence)
+        real(sequence)
+
+    engine.resources.leave = leave  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        engine.add(request(name, [20] * 3, 16))
+    results = run(engine)
+    assert victims
+    assert "book" not in {sequence.id for sequence in victims}
+    assert results["book"].token_ids == continuation(book(40), 16)
