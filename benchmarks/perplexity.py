@@ -39,7 +39,8 @@ from headwise.runtime.ops.base import KernelArray, Tensor
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.worker.model_loading import load_model
-from headwise.runtime.worker.worker import ModelWorker, WorkerParts
+from headwise.runtime.worker.worker import ModelWorker
+from headwise.runtime.worker.worker_parts import WorkerParts
 
 TEXT = Path(__file__).parent / "data" / "perplexity.txt"
 MODELS = ("smollm2-135m", "gemma3-270m")

@@ -234,7 +234,7 @@ def second_manager(worker: ModelWorker) -> TransferManager:
     return TransferManager(
         card.layout,
         layer_ranges(card.plan, card.layouts, 0),
-        worker._runner.cache.arena,
+        worker.served.runner.cache.arena,
         copies._arena.array,
         copy=make_block_copy("auto", COPY_THREADS),
         input_stream=CpuStream("load"),

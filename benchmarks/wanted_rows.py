@@ -86,7 +86,7 @@ def measured(model: str, where: str, prompts: Sequence[int], rounds: int) -> Ite
 
 def time_of(engine: LocalEngine, ids: list[int], is_all: bool) -> float:
     """Seconds until the prompt's first token."""
-    prompts = engine._worker._prompts
+    prompts = engine._worker.served.steps._prompts
     with patch.object(prompts, "wants", lambda batch: True) if is_all else nullcontext():
         began = time.perf_counter()
         engine.generate([ids], ONE)

@@ -51,7 +51,7 @@ class Serving:
     @property
     def captured_graphs(self) -> int:
         """CUDA graphs that steps were recorded as; without any, where they are wanted, steps run as without them."""
-        graphs = self.engine._worker._runner.graphs
+        graphs = self.engine._worker.served.runner.graphs
         return 0 if graphs is None else graphs.captured
 
     def submit(
@@ -108,7 +108,8 @@ class Serving:
         engines on a GPU have for it, no other thread takes the interpreter.
         """
         worker, spent = self.engine._worker, defaultdict[str, list[float]](list)
-        graphs, tokens, data = worker._runner.graphs, worker._tokens, wire.encode(self._plain_step(batch))
+        graphs, tokens = worker.served.runner.graphs, worker.served.steps._tokens
+        data = wire.encode(self._plain_step(batch))
 
         def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:

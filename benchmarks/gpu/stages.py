@@ -60,7 +60,7 @@ def stages(bench: Bench) -> None:
             expected = opened.tokens[request]
         with _stages(rig, replace(whole, pipeline_parallel_size=STAGES), directory) as workers:
             found = _tokens(workers, prompt)
-            graphs = [each._runner.graphs.captured if each._runner.graphs else 0 for each in workers.each]
+            graphs = [each.served.runner.graphs.captured if each.served.runner.graphs else 0 for each in workers.each]
         bench.rows.check("recorded", all(graphs), f"{graphs} graphs")
         bench.rows.check("same_tokens", found == expected, f"{found} by stages, {expected} by one rank")
     with bench.rows.case("crossing") as begin:
@@ -133,7 +133,7 @@ def _stages(rig: Rig, config: EngineConfig, directory: Path) -> Iterator[_Worker
 
 def _tokens(workers: _Workers, prompt: list[int]) -> list[int]:
     """What is said behind a prompt, greedily."""
-    config = workers.each[0]._config
+    config = workers.each[0].served.config
     preprocessor, executor = Preprocessor.open(config), LocalExecutor(workers)
     engine, said = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor), list[int]()
     engine.add(preprocessor.prepare(prompt=prompt, sampling=greedy(TOKENS)))

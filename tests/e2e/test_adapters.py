@@ -247,11 +247,11 @@ def test_adapters_come_and_go_while_an_engine_serves(
             return engine.generate(PROMPTS, replace(FEW, logprobs=2), adapter=adapter)
 
         assert_as(bare, saying(""))
-        weights = dict(engine._worker._prepared._made)
+        weights = dict(engine._worker.served._prepared._made)
         with pytest.raises(InvalidRequestError, match="there is no adapter 'one'; none is served"):
             saying("one")
         engine.update_weights(adapters={"one": one}, version="with one")
-        again = engine._worker._prepared._made
+        again = engine._worker.served._prepared._made
         assert weights
         assert all(again[name] is weight for name, weight in weights.items()), "they were not loaded again"
         assert_as(first, saying("one"))

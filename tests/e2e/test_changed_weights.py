@@ -68,7 +68,7 @@ def test_tokens_are_those_of_an_engine_that_was_started_with_them(name: str, tmp
     assert first != second
     with LocalEngine(config(name, 0, tmp_path)) as engine:
         assert said(engine) == first
-        before = weakref.ref(engine._worker._model)
+        before = weakref.ref(engine._worker.served.model)
         assert engine.update_weights(str(checkpoint(name, 1)), version="second") == "second"
         assert before() is None, "there is no room for both"
         (result,) = engine.generate([PROMPT], GREEDY)

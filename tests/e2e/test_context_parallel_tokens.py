@@ -113,10 +113,10 @@ def test_a_rank_has_its_part_of_each_block_and_as_many_times_the_blocks_fit() ->
 
     whole, shared = served(1), served(2)
     assert shared.num_blocks == 2 * whole.num_blocks
-    written = [~np.isnan(worker._runner.cache.arena.view(np.float32)) for worker in shared.workers]
-    of_whole = ~np.isnan(whole.workers[0]._runner.cache.arena.view(np.float32))
+    written = [~np.isnan(worker.served.runner.cache.arena.view(np.float32)) for worker in shared.workers]
+    of_whole = ~np.isnan(whole.workers[0].served.runner.cache.arena.view(np.float32))
     assert sum(each.sum() for each in written) == of_whole.sum()
-    first, second = (worker._runner.cache.arena.view(np.float32) for worker in shared.workers)
+    first, second = (worker.served.runner.cache.arena.view(np.float32) for worker in shared.workers)
     assert not np.allclose(first, second, equal_nan=True, atol=1e-2)
 
 

@@ -82,7 +82,7 @@ def test_so_are_they_of_a_prompt_that_is_given_as_embeddings(name: str) -> None:
     """The layer is given those of the tokens that come next, too."""
     answer, sampling = the_answer(name, 20), replace(GREEDY, max_tokens=20)
     with engine_of(config_of(name, tensor_ops="numpy")) as (engine, executor, preprocessor):
-        model, ids = executor.worker._model, np.array(answer.prompt_ids, np.int32)
+        model, ids = executor.worker.served.model, np.array(answer.prompt_ids, np.int32)
         own = model.ops.numpy(model.embedded(model.ops.upload(ids), None)).copy()
         cut = len(ids) // 3
         items = [PromptItem(cut, cut, embeds=own[cut : 2 * cut])]
@@ -110,7 +110,7 @@ def test_so_are_they_on_a_gpu(name: str, tp_size: int) -> None:
     with engine_of(config, device=lambda: EmulatedGpu(LIBRARIES, "float32")) as (engine, executor, preprocessor):
         found = serve(engine, preprocessor, [answer], {answer.name: replace(GREEDY, max_tokens=8)})
         if isinstance(executor.worker, ModelWorker):
-            graphs = executor.worker._runner.graphs
+            graphs = executor.worker.served.runner.graphs
             assert graphs is not None
             assert graphs.captured > 0, "they give hidden states, too"
     assert_same(answer, found[answer.name].token_ids)

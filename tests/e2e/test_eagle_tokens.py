@@ -81,7 +81,7 @@ def test_so_are_they_on_a_gpu(name: str, changes: dict[str, Any]) -> None:
     with engine_of(config, device=lambda: EmulatedGpu(LIBRARIES, "float32")) as (engine, executor, preprocessor):
         found = serve(engine, preprocessor, [answer], {answer.name: replace(GREEDY, max_tokens=8)})
         if isinstance(executor.worker, ModelWorker):
-            runner = executor.worker._runner
+            runner = executor.worker.served.runner
             assert runner.graphs is not None
             assert runner.graphs.captured > 0, "they give what drafts are made of, too"
             assert (runner.prefill is None) == ("prefill_graphs" in changes)

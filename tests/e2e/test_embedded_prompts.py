@@ -83,7 +83,7 @@ def test_own_embeddings_give_the_reference_tokens_whole_chunked_batched_and_cach
     loaded: LoadedModel, max_batched_tokens: int
 ) -> None:
     engine, executor = loaded.engine(max_batched_tokens=max_batched_tokens)
-    model = loaded.worker._model
+    model = loaded.worker.served.model
     asked = {answer.name: with_items(model, answer.prompt_ids, *cuts_of(answer)) for answer in wanted(loaded.name)}
     first, again = (serve(engine, loaded.preprocessor, asked) for _ in range(2))
     for answer in wanted(loaded.name):
@@ -101,7 +101,7 @@ def test_own_embeddings_give_the_reference_tokens_whole_chunked_batched_and_cach
 
 def test_other_embeddings_are_never_served_from_the_cache_and_change_the_answer(loaded: LoadedModel) -> None:
     engine, executor = loaded.engine(max_batched_tokens=1024)
-    (answer, *_), model = wanted(loaded.name), loaded.worker._model
+    (answer, *_), model = wanted(loaded.name), loaded.worker.served.model
     size = len(answer.prompt_ids)
     ids, (item,) = with_items(model, answer.prompt_ids, 64, size - 1)
     other = PromptItem(item.offset, item.length, embeds=item.embeds[::-1])
@@ -122,7 +122,7 @@ def test_other_embeddings_are_never_served_from_the_cache_and_change_the_answer(
 )
 def test_preempted_requests_are_computed_again_with_their_embeddings(loaded: LoadedModel) -> None:
     engine, executor = loaded.engine(max_batched_tokens=128, prefix_caching=False)
-    model, computed = loaded.worker._model, 0
+    model, computed = loaded.worker.served.model, 0
     asked = {answer.name: with_items(model, answer.prompt_ids, *cuts_of(answer)) for answer in wanted(loaded.name)}
 
     def step() -> list[OutputDelta]:
@@ -153,7 +153,7 @@ def test_ranks_compute_with_the_same_embeddings(name: str, changes: dict[str, An
     ranks, preprocessor = Ranks(config, directory), Preprocessor.open(config)
     executor = LocalExecutor(ranks)
     engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
-    model = ranks.workers[config.tp_size - 1]._model
+    model = ranks.workers[config.tp_size - 1].served.model
     asked = {answer.name: with_items(model, answer.prompt_ids, *cuts_of(answer)) for answer in wanted(name)}
     results = serve(engine, preprocessor, asked)
     for answer in wanted(name):

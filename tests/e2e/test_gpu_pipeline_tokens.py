@@ -64,7 +64,7 @@ def replayed(workers: list[ModelWorker]) -> list[dict[str, int]]:
         setattr(owner, name, watched)
 
     for worker, count in zip(workers, counts, strict=True):
-        graphs, prefill = worker._runner.graphs, worker._prefill
+        graphs, prefill = worker.served.runner.graphs, worker.served.prefill
         assert graphs is not None
         assert prefill is not None
         assert graphs.captured > 1

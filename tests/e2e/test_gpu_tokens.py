@@ -77,7 +77,7 @@ def test_greedy_tokens_of_several_prompts_at_once(
     config = EngineConfig(model=directory, device="cuda", dtype="float32", **given)
     with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
         results = engine.generate([answer.prompt_ids for answer in wanted], replace(GREEDY, max_tokens=tokens))
-        layer = engine._worker._model._layers[0]
+        layer = engine._worker.served.model._layers[0]
         weights = layer.attention
         adds = model.startswith("gpt-oss")
         assert not adds or (
@@ -172,11 +172,11 @@ def test_steps_over_entries_of_several_tokens_are_graphs() -> None:
     given = {"kv_cache": "64MiB", "max_model_len": 256, "max_num_seqs": 4, "max_batched_tokens": 48}
     config = EngineConfig(model=str(checkpoint("deepseek-v4")), device="cuda", dtype="float32", **given)
     with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
-        worker = engine._worker
-        assert worker._prefill is not None
-        assert worker._prefill.captured > 0
-        by_graphs, decode = list[int](), worker._runner.decode
-        worker._runner.decode = lambda graphs, batch: by_graphs.append(batch.num_tokens) or decode(graphs, batch)
+        served = engine._worker.served
+        assert served.prefill is not None
+        assert served.prefill.captured > 0
+        by_graphs, decode = list[int](), served.runner.decode
+        served.runner.decode = lambda graphs, batch: by_graphs.append(batch.num_tokens) or decode(graphs, batch)
         results = engine.generate([answer.prompt_ids for answer in wanted], FEW)
     for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(9), result.token_ids)
@@ -257,15 +257,15 @@ def test_guesses_change_no_token(model: str) -> None:
     with LocalEngine(replace(config, speculation=3), EmulatedGpu(LIBRARIES, "float32")) as engine:
         guesses = GivenGuesses({name: result.token_ids for name, result in expected.items()}, 3)
         engine.core.resources.speculator = guesses
-        worker, by_graphs = engine._worker, list[int]()
-        decode = worker._runner.decode
-        worker._runner.decode = lambda graphs, batch: by_graphs.append(int(batch.drafts.sum())) or decode(graphs, batch)
+        runner, by_graphs = engine._worker.served.runner, list[int]()
+        decode = runner.decode
+        runner.decode = lambda graphs, batch: by_graphs.append(int(batch.drafts.sum())) or decode(graphs, batch)
         results = serve(engine.core, engine.preprocessor, wanted, sampling)
         assert 0 < sum(by_graphs) < guesses.drafted, (
             "as decodes of more sequences, and where there are too many by pieces"
         )
-        assert engine._worker._prefill is not None
-        assert {graphs.wanted for graphs in engine._worker._prefill._recorded} == {0, 32}, "4 rows of each of 8"
+        assert engine._worker.served.prefill is not None
+        assert {graphs.wanted for graphs in engine._worker.served.prefill._recorded} == {0, 32}, "4 rows of each of 8"
     assert {name: result.token_ids for name, result in results.items()} == {
         name: result.token_ids for name, result in expected.items()
     }

@@ -152,7 +152,7 @@ def test_a_gpu_says_the_reference_tokens(name: str) -> None:
         some = dict(list(requests_of(name, config, engine.preprocessor).items())[:4])
         some = {key: replace(each, sampling=replace(each.sampling, max_tokens=4)) for key, each in some.items()}
         found = serve(engine.core, some)
-        graphs = engine._worker._runner.graphs
+        graphs = engine._worker.served.runner.graphs
         assert graphs is not None
         assert graphs.captured, "of tokens with three positions"
     for prompt in references(name)["prompts"][:4]:

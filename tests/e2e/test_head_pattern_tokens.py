@@ -18,6 +18,7 @@ from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams
+from headwise.runtime.worker.model_source import ModelSource
 from headwise.runtime.worker.worker import ModelWorker
 
 pytestmark = pytest.mark.model
@@ -40,7 +41,7 @@ class MaskedAttention:
         self.worker, self.positions, self.kv, self.is_masked = worker, positions, kv, is_masked
 
     def __call__(self, layer, query, key, value, rotation, sink_logits=None, wanted=None):
-        ops, config = self.worker._ops, self.worker.card.config
+        ops, config = self.worker._device.ops, self.worker.card.config
         query, key = (ops.rope(x, *rotation) for x in (query, key))
         q, k, v = (ops.kernel_array(x).astype(np.float64) for x in (query, key, value))
         if layer in self.kv:
@@ -68,8 +69,8 @@ def oracle(worker: ModelWorker, name: str, prompt: list[int], is_masked: bool = 
     tokens, gaps, step = list(prompt), [], np.array(prompt, dtype=np.int32)
     for _ in range(OUTPUT):
         positions = np.arange(len(tokens) - len(step), len(tokens), dtype=np.int32)
-        hidden = worker._model.forward(step, positions, MaskedAttention(worker, positions, kv, is_masked))
-        logits = worker._model.logits(worker._ops.take_rows(hidden, np.array([len(step) - 1])))[0]
+        hidden = worker.served.model.forward(step, positions, MaskedAttention(worker, positions, kv, is_masked))
+        logits = worker.served.model.logits(worker._device.ops.take_rows(hidden, np.array([len(step) - 1])))[0]
         second, best = np.sort(logits)[-2:]
         gaps.append(float(best - second))
         step = np.array([logits.argmax()], dtype=np.int32)
@@ -100,9 +101,10 @@ class LoadedModel:
         With a host cache the device forgets all between the rounds.
         """
         config = replace(self.config, **changes)
-        self.worker.card, self.worker._config = read_model_card(config, self.directory), config
+        card = read_model_card(config, self.directory)
+        self.worker.served.source = ModelSource(config, self.directory, card)
         self.worker.initialize_cache()
-        self.worker._runner.cache.arena.view(np.float32)[:] = np.nan
+        self.worker.served.runner.cache.arena.view(np.float32)[:] = np.nan
         executor = LocalExecutor(self.worker)
         engine = EngineCore(config, self.worker.card, self.preprocessor.tokenizer, executor)
         try:

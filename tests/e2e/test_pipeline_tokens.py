@@ -152,7 +152,7 @@ def test_parts_of_blocks_come_back_from_the_host_of_each_stage(name: str, write_
                 while not operation.is_done:
                     engine.step(None)
             for worker in ranks.workers:
-                worker._runner.cache.arena.view(np.float32)[:] = np.nan
+                worker.served.runner.cache.arena.view(np.float32)[:] = np.nan
         assert engine.stats()["cache"]["hit_tokens"] > 500
         assert engine.stats()["host"]["loaded_blocks"] > 0
         assert engine.stats()["host"]["failed_blocks"] == 0
@@ -358,7 +358,7 @@ def test_each_stage_has_its_layers_part_of_the_weights(name: str, is_tied: bool)
     for stages in (1, 2, 4):
         config = config_of(name, pipeline_parallel_size=stages, tensor_ops="numpy", kernels="reference")
         with engine_of(config) as (_, _, ranks):
-            models[stages] = [worker._model for worker in ranks.workers]
+            models[stages] = [worker.served.model for worker in ranks.workers]
     (whole,) = (weights_of(model) for model in models[1])
     assert min(whole) > 1000
     for stages in (2, 4):
@@ -380,7 +380,7 @@ def test_each_stage_has_its_layers_part_of_every_block_and_writes_nothing_else()
         with engine_of(config_of(name, pipeline_parallel_size=stages, block_size=16)) as (engine, preprocessor, ranks):
             assert_serves(engine, preprocessor, [answer])
             card = engine.card
-            arenas = [worker._runner.cache.arena for worker in ranks.workers]
+            arenas = [worker.served.runner.cache.arena for worker in ranks.workers]
             assert {arena.nbytes for arena in arenas} == {card.spec.num_blocks * card.layout.block_bytes}
             assert [card.layout.block_bytes, card.layout.slots] == [
                 [6 * card.layout.slot_bytes, 6],

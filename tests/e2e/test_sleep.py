@@ -68,7 +68,8 @@ class Serving:
 
 def memory(worker: ModelWorker) -> list[weakref.ref[Any]]:
     """The worker's weights and arena."""
-    return [weakref.ref(worker._model), weakref.ref(worker._model._layers[0]), weakref.ref(worker._runner.cache.arena)]
+    served = worker.served
+    return [weakref.ref(served.model), weakref.ref(served.model._layers[0]), weakref.ref(served.runner.cache.arena)]
 
 
 @pytest.mark.model
@@ -113,7 +114,7 @@ def test_tokens_are_the_same_with_sleep_in_the_middle(loaded: LoadedModel, host:
         assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
         serving.operate("wake")
         # What is read there before it is written or loaded makes every logit NaN.
-        loaded.worker._runner.cache.arena.view(np.float32)[:] = np.nan
+        loaded.worker.served.runner.cache.arena.view(np.float32)[:] = np.nan
     while engine.has_work():
         serving.step()
     executor.close()

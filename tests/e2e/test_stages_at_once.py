@@ -93,7 +93,7 @@ def test_stages_are_within_different_steps_at_once() -> None:
     name, seen, went_on = "qwen3", list[int](), threading.Event()
 
     def prepare(ranks: Ranks) -> None:
-        first, last = (worker._runner for worker in ranks.workers)
+        first, last = (worker.served.runner for worker in ranks.workers)
         first_forward, last_forward = first.forward, last.forward
 
         def on_first(*arguments: Any) -> Any:
@@ -188,10 +188,10 @@ def test_an_engine_sleeps_and_wakes_while_chunks_are_on_their_way() -> None:
                 operation = engine.core.operate(action)
                 while not operation.is_done:
                     turn(engine, results, 0.05)
-                asleep = [worker._is_asleep for worker in engine.ranks.workers]
+                asleep = [worker.served.is_asleep for worker in engine.ranks.workers]
                 assert asleep == [action == "sleep"] * 2
             for worker in engine.ranks.workers:
-                worker._runner.cache.arena.view(np.float32)[:] = np.nan
+                worker.served.runner.cache.arena.view(np.float32)[:] = np.nan
         finish(engine, results)
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
@@ -201,7 +201,7 @@ def test_an_engine_sleeps_and_wakes_while_chunks_are_on_their_way() -> None:
 
 
 def fails_in_step(ranks: Ranks, rank: int, step: int, error: Exception) -> None:
-    runner: ModelRunner = ranks.workers[rank]._runner
+    runner: ModelRunner = ranks.workers[rank].served.runner
     forward, begun = runner.forward, [0]
 
     def failing(*arguments: Any) -> Any:
@@ -265,7 +265,7 @@ def test_a_stage_that_gives_nothing_is_named_by_the_next_one(rank: int, waiting:
 
     def prepare(ranks: Ranks) -> None:
         EndsWaits(ranks, is_over)
-        ranks.workers[rank]._links.next.send = lambda stream: None
+        ranks.workers[rank]._own.links.next.send = lambda stream: None
         ranks._links[waiting]._timeout_s, ranks._links[waiting]._clock = 0.3, time.monotonic
 
     wanted = wanted_of("gemma2")
@@ -279,20 +279,20 @@ def test_a_stage_that_gives_nothing_is_named_by_the_next_one(rank: int, waiting:
             finish(engine, results)
         is_over.set()
         for worker in engine.ranks.workers:
-            worker._comm._barrier.abort()
+            worker._own.comm._barrier.abort()
 
 
 def test_a_stage_that_stalls_is_named_by_the_engine_once_its_time_is_over() -> None:
     release = threading.Event()
 
     def prepare(ranks: Ranks) -> None:
-        forward = ranks.workers[0]._runner.forward
+        forward = ranks.workers[0].served.runner.forward
 
         def stalls(*arguments: Any) -> Any:
             release.wait(PATIENCE_S)
             return forward(*arguments)
 
-        ranks.workers[0]._runner.forward = stalls
+        ranks.workers[0].served.runner.forward = stalls
 
     wanted = wanted_of("qwen3")
     with staged_engine(config_of("qwen3"), step_timeout_s=0.3, prepare=prepare) as engine:
@@ -311,7 +311,7 @@ def test_a_stage_in_another_step_than_the_next_one_is_told() -> None:
 
     def prepare(ranks: Ranks) -> None:
         EndsWaits(ranks, is_over)
-        outgoing = ranks.workers[0]._links.next
+        outgoing = ranks.workers[0]._own.links.next
         assert outgoing is not None
         send, sent = outgoing.send, [0]
 
@@ -338,7 +338,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
     unused = next(token for token in range(3, 263) if token not in used)
 
     def prepare(ranks: Ranks) -> None:
-        model: Model = ranks.workers[0]._model
+        model: Model = ranks.workers[0].served.model
         forward = model.forward
 
         def breaks(token_ids: Any, *arguments: Any) -> Any:

@@ -47,8 +47,8 @@ def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
             assert_same(answer, results[answer.name].token_ids)
     assert engine.stats()["cache"]["hit_tokens"] > 1000
     executor.close()
-    assert [worker._model._fused is not None for worker in ranks.workers] == [name not in WHOLE] * size
-    return [worker._runner.cache.arena.view(np.float32) for worker in ranks.workers]
+    assert [worker.served.model._fused is not None for worker in ranks.workers] == [name not in WHOLE] * size
+    return [worker.served.runner.cache.arena.view(np.float32) for worker in ranks.workers]
 
 
 @pytest.mark.parametrize(

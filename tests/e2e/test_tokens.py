@@ -79,9 +79,9 @@ def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
         sample=np.ones(1, np.bool_),
         table_updates=np.array(updates, np.int32),
     )
-    worker._runner.cache.tables.apply(batch.table_updates)
-    hidden = worker._runner.forward(batch)
-    logits = worker._model.logits(worker._ops.take_rows(hidden, np.array([count - 1])))
+    worker.served.runner.cache.tables.apply(batch.table_updates)
+    hidden = worker.served.runner.forward(batch)
+    logits = worker.served.model.logits(worker._device.ops.take_rows(hidden, np.array([count - 1])))
     assert logits is not None
     return logits[0]
 
@@ -245,7 +245,7 @@ def test_plain_greedy_requests_pay_nothing_for_what_others_may_ask_for(
     wanted = [answer.first(4) for answer in reference(loaded, longest=60)[:3]]
     results, _ = loaded.run(wanted, greedy(wanted, 4))
     assert all(len(results[answer.name].token_ids) == 4 for answer in wanted)
-    assert not loaded.worker._tokens._editor._rows
+    assert not loaded.worker.served.steps._tokens._editor._rows
 
 
 @kinds_but(*MODELS)

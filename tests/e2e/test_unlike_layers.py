@@ -100,7 +100,7 @@ def test_what_an_arena_holds_of_a_layer_is_there_and_nothing_else() -> None:
     answer = next(answer for answer in answers("gemma4-shared") if answer.name == "few").first(1)
     engine, executor = loaded.engine(prefix_caching=False)
     serve(engine, loaded.preprocessor, [answer], {answer.name: replace(GREEDY, max_tokens=1)})
-    arena, heads = loaded.worker._runner.cache.arena.view(np.float32), loaded.worker.card.config.layer_heads
+    arena, heads = loaded.worker.served.runner.cache.arena.view(np.float32), loaded.worker.card.config.layer_heads
     kept = sum(2 * each.kv_heads * each.head_dim for layer, each in enumerate(heads) if each.cache_layer == layer)
     assert int(np.isfinite(arena).sum()) == kept * len(answer.prompt_ids)
     executor.close()

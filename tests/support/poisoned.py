@@ -35,7 +35,7 @@ class PoisonedExecutor(LocalExecutor):
         super().__init__(worker)
         layout = worker.card.layout
         self._block_size = layout.block_size
-        self._blocks = worker._runner.cache.arena.view(np.float32).reshape(-1, layout.block_bytes // 4)
+        self._blocks = worker.served.runner.cache.arena.view(np.float32).reshape(-1, layout.block_bytes // 4)
         self._blocks[:] = np.nan
         self._was_free = np.ones(len(self._blocks), dtype=np.bool_)
         self.most_held: NDArray[np.int64] = np.zeros(len(worker.card.plan.groups), dtype=np.int64)

@@ -160,9 +160,9 @@ def test_of_a_prompt_nobody_asks_about_the_one_row_is_computed_that_is_sampled_f
 ) -> None:
     """Chunk by chunk of at most 10 tokens, and then of a decode; of who asks, all rows are."""
     with LocalEngine(configuration(model, **PLAIN, max_batched_tokens=10, prefix_caching=False)) as engine:
-        real, rows = engine._worker._model.forward, list[int]()
+        real, rows = engine._worker.served.model.forward, list[int]()
         monkeypatch.setattr(
-            engine._worker._model, "forward", lambda *step: rows.append(len(hidden := real(*step))) or hidden
+            engine._worker.served.model, "forward", lambda *step: rows.append(len(hidden := real(*step))) or hidden
         )
         engine.generate([PROMPT[:25]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
         assert rows == [*[0] * (len(rows) - 2), 1, 1]
@@ -180,8 +180,9 @@ def test_our_own_kernels_give_the_same_of_prompts(model: Path) -> None:
 def test_never_more_than_some_rows_of_logits_are_there_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     with LocalEngine(configuration(model, **PLAIN, max_num_seqs=4)) as engine:
-        real = engine._worker._model.scores
-        monkeypatch.setattr(engine._worker._model, "scores", lambda hidden: rows.append(len(hidden)) or real(hidden))
+        served = engine._worker.served
+        real = served.model.scores
+        monkeypatch.setattr(served.model, "scores", lambda hidden: rows.append(len(hidden)) or real(hidden))
         assert_prompt_right(engine.generate([PROMPT], ASKED)[0], PROMPT, 3)
     assert max(rows) == 4
 
@@ -225,9 +226,9 @@ def deltas_of(engine: LocalEngine, request: GenerateRequest) -> list[OutputDelta
 
 def test_a_prompt_without_usable_logits_fails_its_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LocalEngine(configuration(model, **PLAIN, max_batched_tokens=16)) as engine:
-        capped = engine._worker._model.capped
+        capped = engine._worker.served.model.capped
         monkeypatch.setattr(
-            engine._worker._model, "capped", lambda scores: capped(scores) * (np.nan if len(scores) == 7 else 1)
+            engine._worker.served.model, "capped", lambda scores: capped(scores) * (np.nan if len(scores) == 7 else 1)
         )
         asked = engine.preprocessor.prepare(prompt=PROMPT[:8], sampling=ASKED)
         other = engine.preprocessor.prepare(prompt=PROMPT[:6], sampling=ASKED)

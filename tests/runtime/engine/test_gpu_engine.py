@@ -39,8 +39,8 @@ from headwise.runtime.worker.decode_graphs import LEAST_CHANGES
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.prefill_graphs import ENQUEUED_S, SHARE, StepGraphs
+from headwise.runtime.worker.rank_graphs import told_graphs
 from headwise.runtime.worker.sampler import NOT_FINITE, Draws
-from headwise.runtime.worker.which_graphs import told_graphs
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -67,7 +67,7 @@ def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
     assert answers(gpu) == expected
     assert steps[0] == (64, [9, 32, 23]), "a chunk of the longest prompt between two others"
     assert any(tokens > sum(queries) and min(queries) == 1 < max(queries) for tokens, queries in steps), "mixed, padded"
-    assert gpu._worker._prefill.sizes == [16, 24, 32, 48, 64]
+    assert gpu._worker.served.prefill.sizes == [16, 24, 32, 48, 64]
     assert "graphs=11 of decode steps" in gpu._worker.describe()
     assert "15 of 5 sizes of prefill, from 16 to 64 tokens" in gpu._worker.describe()
     card = gpu._worker.card
@@ -86,8 +86,8 @@ def test_prefills_sizes_are_those_for_which_the_host_would_be_slower_than_the_ca
         of_token = layer_elements(card.config) / card.config.num_layers / SHARE
         gpu.products_per_s = 330 * of_token / ENQUEUED_S
         with LocalEngine(configuration(model, **given, prefill_graphs=asked), gpu) as engine:
-            assert engine._worker._prefill is not None
-            sizes.append(engine._worker._prefill.sizes[-1])
+            assert engine._worker.served.prefill is not None
+            sizes.append(engine._worker.served.prefill.sizes[-1])
     assert sizes == [320, 24]
 
 
@@ -103,8 +103,8 @@ def test_experts_are_chosen_on_the_device_and_steps_with_them_are_graphs(tmp_pat
 def steps_in_pieces(engine: LocalEngine) -> list[tuple[int, list[int]]]:
     """Of the steps that run by prefill's graphs from now on: padded tokens, and tokens of each sequence."""
     found: list[tuple[int, list[int]]] = []
-    assert engine._worker._prefill is not None
-    for graphs in engine._worker._prefill._recorded:
+    assert engine._worker.served.prefill is not None
+    for graphs in engine._worker.served.prefill._recorded:
         watch(graphs, found)
     return found
 
@@ -137,7 +137,7 @@ def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
         expected = cpu.generate([PROMPT], params)[0]
     given = {**ON_A_GPU, "weights_dtype": weights_dtype, "max_batched_tokens": 128}
     with LocalEngine(configuration(quantised, **given), EmulatedGpu(libraries, "float32", weights_dtype)) as gpu:
-        layer = gpu._worker._model._layers[1]
+        layer = gpu._worker.served.model._layers[1]
         mixed = getattr(layer.mlp, "experts", None)
         experts = mixed and mixed.stacked
         into = getattr(layer.attention, "into", layer.attention.out)  # which latent attention puts together of two
@@ -158,7 +158,7 @@ def test_weights_rounded_to_8_bits_say_nearly_the_same(tmp_path: Path, libraries
     model = write_model(tmp_path / "dense")
     given = {**ON_A_GPU, "weights_dtype": "int8"}
     with LocalEngine(configuration(model, **given), EmulatedGpu(libraries, "float32", "int8")) as gpu:
-        weight = gpu._worker._model._layers[0].mlp.down.weight
+        weight = gpu._worker.served.model._layers[0].mlp.down.weight
         assert isinstance(weight, PackedMatrix)
         assert (weight.form.bits, weight.form.group, weight.minimum) == (8, 32, None)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
@@ -266,11 +266,11 @@ def test_other_weights_have_graphs_of_their_own_and_leave_blocks_as_they_are(
             return [got, engine.generate([PROMPT], greedy)[0].token_ids]
 
     gpu = LocalEngine(configuration(model, **ON_A_GPU, cuda_graphs=True), EmulatedGpu(libraries, "float32"))
-    graphs = told_graphs(gpu._worker._runner.graphs, gpu._worker._prefill)
-    before = weakref.ref(gpu._worker._model), weakref.ref(gpu._worker._prefill)
+    graphs = told_graphs(gpu._worker.served.runner.graphs, gpu._worker.served.prefill)
+    before = weakref.ref(gpu._worker.served.model), weakref.ref(gpu._worker.served.prefill)
     on_gpu = said(gpu)
     assert [each() for each in before] == [None, None]
-    assert told_graphs(gpu._worker._runner.graphs, gpu._worker._prefill) == graphs
+    assert told_graphs(gpu._worker.served.runner.graphs, gpu._worker.served.prefill) == graphs
     on_cpu = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference", kv_cache="1MiB")
     assert on_gpu == said(LocalEngine(on_cpu))
 

@@ -37,7 +37,7 @@ from headwise.runtime.ops.one_shot import connect_one_shot
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.protocol.running_step import RunningStep
-from headwise.runtime.worker import worker as worker_module
+from headwise.runtime.worker import rank_graphs
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
 from headwise.runtime.worker.worker import ModelWorker
@@ -344,7 +344,7 @@ class RanksAsThreads:
     @property
     def captured(self) -> list[int]:
         """Graphs of each rank."""
-        return [worker._runner.graphs.captured if worker._runner.graphs else 0 for worker in self.workers]
+        return [worker.served.runner.graphs.captured if worker.served.runner.graphs else 0 for worker in self.workers]
 
 
 @pytest.fixture(scope="module")
@@ -456,10 +456,10 @@ def test_ranks_on_unlike_cards_record_prefill_of_the_same_sizes(
     nccl: HostNccl, model: Path, libraries: Path, expected: Callable[[str], list[list[int]]], monkeypatch: Any
 ) -> None:
     wanted, of_cards = expected("float32"), iter([48, 24])
-    monkeypatch.setattr(worker_module, "worthwhile_tokens", lambda *asked: next(of_cards))
+    monkeypatch.setattr(rank_graphs, "worthwhile_tokens", lambda *asked: next(of_cards))
     given = {**FEW_GRAPHS, "prefill_graphs": -1, "max_num_seqs": 2}
     engine, _, worker = two_ranks(nccl, libraries, configuration(model, device="cuda", dtype="float32", **given))
-    assert [each._prefill.sizes for each in worker.workers if each._prefill] == [[16, 24]] * 2
+    assert [each.served.prefill.sizes for each in worker.workers if each.served.prefill] == [[16, 24]] * 2
     assert answers(engine) == wanted
 
 
@@ -577,7 +577,7 @@ def test_two_ranks_forbid_and_punish_the_same_tokens_as_one(nccl: HostNccl, tmp_
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     assert re.fullmatch("[a-f]{3}-[0-9]{2,4}", found[0].text)
     assert found[2].usage.completion_tokens == 10, "its end token is likeliest from the first on"
-    assert [len(worker.workers[rank]._tokens._editor._rows) for rank in range(2)] == [3, 0]
+    assert [len(worker.workers[rank].served.steps._tokens._editor._rows) for rank in range(2)] == [3, 0]
 
 
 def test_a_rank_that_fails_within_a_step_ends_the_engine_for_its_peers_are_still_in_it(
@@ -589,7 +589,7 @@ def test_a_rank_that_fails_within_a_step_ends_the_engine_for_its_peers_are_still
     engine, worker = two_on_a_cpu
     with engine:
         for each in worker.workers:
-            each._model.forward = fails
+            each.served.model.forward = fails
         with pytest.raises(EngineDiedError, match="failed in step 1: ValueError: boom"):
             engine.generate([PROMPT[:9]], GREEDY)
 

@@ -45,7 +45,8 @@ from headwise.runtime.ops.base import PackingOps
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.worker.model_loading import load_model, packed_key
-from headwise.runtime.worker.worker import ModelWorker, WorkerParts
+from headwise.runtime.worker.worker import ModelWorker
+from headwise.runtime.worker.worker_parts import WorkerParts
 
 
 @pytest.fixture

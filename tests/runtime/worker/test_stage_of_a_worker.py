@@ -83,6 +83,6 @@ def test_what_fails_in_it_ends_the_engine_for_the_next_one_waits_for_its_stream(
         raise ValueError("boom")
 
     with first_stage() as (worker, _):
-        worker._model.forward = fails
+        worker.served.model.forward = fails
         with pytest.raises(EngineDiedError, match="rank 0 failed in step 7: ValueError: boom"):
             worker.begin(step_of(3, 0))

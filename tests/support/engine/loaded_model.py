@@ -21,6 +21,7 @@ from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams
+from headwise.runtime.worker.model_source import ModelSource
 from headwise.runtime.worker.worker import ModelWorker
 
 MODELS = ("smollm2-135m", "gemma3-270m")
@@ -92,9 +93,9 @@ class LoadedModel:
         config = replace(self.config, **changes)
         directory = resolve_model(config.model, config.cache_path)
         card = read_model_card(config, directory)
-        self.worker.card, self.worker._config = card, config
+        self.worker.served.source = ModelSource(config, directory, card)
         self.worker.initialize_cache()
-        self.worker._runner.cache.arena.view(np.float32)[:] = np.nan
+        self.worker.served.runner.cache.arena.view(np.float32)[:] = np.nan
         executor = LocalExecutor(self.worker)
         lookup = open_lookup(config, card)
         return EngineCore(config, card, self.preprocessor.tokenizer, executor, lookup=lookup), executor

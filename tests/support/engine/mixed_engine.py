@@ -14,7 +14,8 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.running_step import RunningStep
-from headwise.runtime.worker.worker import ModelWorker, WorkerParts
+from headwise.runtime.worker.worker import ModelWorker
+from headwise.runtime.worker.worker_parts import WorkerParts
 
 
 class MixedExecutor(SimulatedExecutor):
@@ -30,7 +31,7 @@ class MixedExecutor(SimulatedExecutor):
 
     def _make_worker(self, parts: WorkerParts) -> ModelWorker:
         worker = super()._make_worker(parts)
-        worker._attention = self._attention
+        worker.served.attention = self._attention
         return worker
 
     def _begin(self, batch: BatchRequest) -> RunningStep:
@@ -39,7 +40,7 @@ class MixedExecutor(SimulatedExecutor):
         if not self.is_asleep:
             self._fill(loads[:, 2], NEVER_CAME)
             for group, _, block in loads.tolist():  # a load brings what layers keep, and no padding
-                self._attention.fill_padding(self.worker._runner.cache.arena, group, np.array([block]))
+                self._attention.fill_padding(self.worker.served.runner.cache.arena, group, np.array([block]))
         return super()._begin(batch)
 
 

@@ -56,7 +56,7 @@ class Ranks:
         self._reports = MergedReports(size)
         self._on_all(ModelWorker.initialize_cache)
         for worker in self.workers:
-            worker._runner.cache.arena.view(np.float32)[:] = np.nan
+            worker.served.runner.cache.arena.view(np.float32)[:] = np.nan
 
     @property
     def num_blocks(self) -> int:

@@ -202,8 +202,7 @@ def host_arena(rank: SimulatedExecutor) -> np.ndarray:
 
 def device_arena(rank: SimulatedExecutor) -> np.ndarray | None:
     """None while it is asleep."""
-    runner = getattr(rank.worker, "_runner", None)
-    return None if runner is None else runner.cache.arena.view(np.uint8).reshape(-1)
+    return None if rank.is_asleep else rank.worker.served.runner.cache.arena.view(np.uint8).reshape(-1)
 
 
 class Node:

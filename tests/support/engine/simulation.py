@@ -39,7 +39,8 @@ from headwise.runtime.protocol.shared_rows import SharedRowReader
 from headwise.runtime.protocol.step_channel import WorkerFailed, failure_of
 from headwise.runtime.worker.drafts import spread
 from headwise.runtime.worker.kv_offload import KVOffload
-from headwise.runtime.worker.worker import ModelWorker, WorkerParts
+from headwise.runtime.worker.worker import ModelWorker
+from headwise.runtime.worker.worker_parts import WorkerParts
 from headwise.storage.backends.base import BlockStorage
 from headwise.transfer.cpu_stream import CpuStream
 
@@ -240,14 +241,14 @@ class SimulatedExecutor:
     @property
     def is_asleep(self) -> bool:
         """It has given up its device memory, as it was told to."""
-        return self.worker._is_asleep
+        return self.worker.served.is_asleep
 
     def poison(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
         if not self.is_asleep:
             self._fill(blocks, DEVICE_POISON)
 
     def _fill(self, blocks: Sequence[int] | NDArray[np.int32], word: int) -> None:
-        arena = self.worker._runner.cache.arena
+        arena = self.worker.served.runner.cache.arena
         arena.reshape(self.card.spec.num_blocks, -1).view(np.int32)[list(blocks)] = word
 
     def poison_host(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:

@@ -58,7 +58,7 @@ def worker_of(config: EngineConfig, device: Callable[[], Device] | None) -> Mode
         return Ranks(config, Path(config.model), device=device)
     worker = ModelWorker(config, Path(config.model), 0, SingleRank(), device() if device else None)
     worker.initialize_cache()
-    worker._runner.cache.arena.view(np.float32)[:] = np.nan
+    worker.served.runner.cache.arena.view(np.float32)[:] = np.nan
     return worker
 
 

@@ -200,7 +200,7 @@ class StagesByNccl:
         self.workers = self.ranks.each(open_worker)
         self.ranks.each(lambda rank: self.workers[rank].initialize_cache())
         for worker in self.workers:
-            worker._runner.cache.arena.view(np.float32)[:] = np.nan
+            worker.served.runner.cache.arena.view(np.float32)[:] = np.nan
 
     @property
     def num_blocks(self) -> int:

@@ -79,7 +79,7 @@ SHORT_PROMPTS = [PROMPT[:9], PROMPT[20:31], PROMPT[40:45]]
 
 def lose_numbers(worker: ModelWorker) -> None:
     """Let the second of the three sequences that decode together have no logits, once: they came in this order."""
-    model, lost = worker._model, list[bool]()
+    model, lost = worker.served.model, list[bool]()
 
     def losing(real: Callable[[np.ndarray], np.ndarray | None], hidden: np.ndarray) -> np.ndarray | None:
         found = real(hidden)

@@ -143,7 +143,7 @@ def test_a_token_has_a_latent_and_a_key_in_each_layer_and_nothing_else_is_touche
     answer = next(answer for answer in answers(NAME) if answer.name == "few").first(1)
     engine, executor = loaded.engine(prefix_caching=False)
     serve(engine, loaded.preprocessor, [answer], {answer.name: replace(GREEDY, max_tokens=1)})
-    arena, card = loaded.worker._runner.cache.arena, loaded.worker.card
+    arena, card = loaded.worker.served.runner.cache.arena, loaded.worker.card
     assert [role.name for role in card.layout.roles] == ["latent", "indexer"]
     for view, width in ((latent_view, 48 + 16), (index_view, 32)):
         assert int(np.isfinite(view(arena, card.layout)).sum()) == 3 * width * len(answer.prompt_ids)

@@ -39,7 +39,7 @@ def test_only_layers_with_an_indexer_keep_keys_of_a_token_and_nothing_else_is_to
     loaded, answer = LoadedModel(NAME), one_answer(1)
     engine, executor = loaded.engine(prefix_caching=False)
     serve(engine, loaded.preprocessor, [answer], {answer.name: replace(GREEDY, max_tokens=1)})
-    arena, card, tokens = loaded.worker._runner.cache.arena, loaded.worker.card, len(answer.prompt_ids)
+    arena, card, tokens = loaded.worker.served.runner.cache.arena, loaded.worker.card, len(answer.prompt_ids)
     assert [role.name for layout in card.layouts for role in layout.roles] == ["latent"] * 4 + ["indexer"] * 2
     assert int(np.isfinite(latent_view(arena, card.layouts[3])).sum()) == 4 * (48 + 16) * tokens
     assert int(np.isfinite(index_view(arena, card.layouts[5])).sum()) == 2 * 32 * tokens
@@ -71,7 +71,7 @@ def test_in_each_step_an_indexer_chooses_once_for_all_layers_that_see_it(
     assert_same(answer, found[answer.name].token_ids)
     assert calls["choose"] >= 2 * 8
     assert calls["attend_chosen"] == 2 * calls["choose"]
-    assert loaded.worker._attention._chosen is None, "nothing is held behind the last layer that sees it"
+    assert loaded.worker.served.attention._chosen is None, "nothing is held behind the last layer that sees it"
     executor.close()
 
 
