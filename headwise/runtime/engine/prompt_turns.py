@@ -8,8 +8,8 @@ cached, goes before the rest of a long one.
 How far all would have got is one number, in tokens: a prompt that comes at `PromptTurns.now`, and of which ``n``
 tokens are to be computed, would be through at ``now + n``. With each token that is computed, of whichever prompt, it
 grows by one over the number of prompts that are there. So a long prompt is not put off for ever: what comes once `now`
-has passed its end goes behind it. Of later prompts fewer than ``2 n`` tokens are computed before it for each prompt that
-is there at a time.
+has passed its end goes behind it. Of later prompts fewer than ``2 n`` tokens are computed before it for each prompt
+that is there at a time.
 
 After fair queueing (Demers, Keshav and Shenker, "Analysis and simulation of a fair queueing algorithm", 1989), whose
 flows are single prompts here, and Friedman and Henderson, "Fairness and efficiency in web server protocols", 2003.
