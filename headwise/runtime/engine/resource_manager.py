@@ -121,7 +121,7 @@ class ResourceManager:
         self.num_preemptions = 0
         self._running_rows: Index | None = None  # of `running`, until that changes
         self._new: list[NewSequence] = []
-        self._draining: set[Sequence] = set()
+        self._draining: dict[Sequence, None] = {}  # in the order in which they left: whose blocks come back first
         self._lacking: set[str] = set()
         self._step_id = 0  # the latest step sent
         self._last_done = 0  # and the latest that came back
@@ -613,14 +613,14 @@ class ResourceManager:
             self.running.remove(sequence)
             self._running_rows = None
             sequence.phase = Phase.DRAINING
-            self._draining.add(sequence)
+            self._draining[sequence] = None
             self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
         row = sequence.row
         if self.table.last_step[row] > self._last_done:
             return
-        self._draining.discard(sequence)
+        self._draining.pop(sequence, None)
         self._retained.leaves(sequence)
         self.cache.release(row, will_return=not sequence.finished)
         self.table.close(sequence)

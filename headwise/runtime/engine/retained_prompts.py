@@ -15,8 +15,8 @@ class RetainedPrompts:
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
         self._now = -math.inf
-        self._computing: set[Sequence] = set()
-        self._kept: set[Sequence] = set()
+        self._computing: dict[Sequence, None] = {}  # as they came: who is kept first goes first
+        self._kept: dict[Sequence, None] = {}
 
     def advance(self, now: float) -> None:
         """It is ``now``."""
@@ -26,20 +26,20 @@ class RetainedPrompts:
     def started(self, sequence: Sequence) -> None:
         """A sequence has a row."""
         if sequence.kept_tokens:
-            self._computing.add(sequence)
+            self._computing[sequence] = None
 
     def computed(self) -> None:
         """Rows have computed more tokens, of which the cache was told."""
         for sequence in [sequence for sequence in self._computing if self._is_computed(sequence)]:
-            self._computing.discard(sequence)
-            self._kept.add(sequence)
+            self._computing.pop(sequence, None)
+            self._kept[sequence] = None
             self._keep(sequence)
 
     def leaves(self, sequence: Sequence) -> None:
         """A sequence is about to give its row back."""
-        self._computing.discard(sequence)
+        self._computing.pop(sequence, None)
         if sequence in self._kept:
-            self._kept.discard(sequence)
+            del self._kept[sequence]
             self._keep(sequence)
 
     def _is_computed(self, sequence: Sequence) -> bool:
