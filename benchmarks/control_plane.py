@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.runtime.engine.prompt_turns import PromptTurns
 from headwise.runtime.engine.resource_manager import ResourceManager
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
@@ -98,7 +99,9 @@ def decode_step(requests: int, groups: int, context: int, rounds: int) -> float:
     """Median microseconds to plan a decode step and to commit it, as the engine does, text aside."""
     cache = manager(groups, requests * groups * (context // BLOCK + 4), requests, context + rounds + 2 * BLOCK)
     budget = requests * (context + BLOCK)
-    resources = ResourceManager(cache, max_rows=requests, max_batched_tokens=budget, prefill_chunk=budget)
+    resources = ResourceManager(
+        cache, max_rows=requests, max_batched_tokens=budget, prefill_chunk=budget, turns=PromptTurns()
+    )
     for index in range(requests):
         request = GenerateRequest(str(index), tokens(context + index % BLOCK), SamplingParams(seed=1))
         resources.add(Sequence(request, SEED, (0, index), context + rounds + 2 * BLOCK, 0.0), 0.0)

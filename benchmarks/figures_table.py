@@ -119,6 +119,14 @@ def _shared(f: Figures) -> str:
     return f"{told['decode']:.2f}; {told['questions']:.2f} ({what}; {shown})"
 
 
+def _prompt_order(f: Figures) -> str:
+    others = [f[key] for key in ("over_arrival", "over_vllm") if key in f]  # what was measured
+    told = (", ".join(f"{ratio:.2f}" for ratio in over[kind]) for kind in ("questions", "books") for over in others)
+    load, seconds = f["load"], f["ttft_s"]
+    shown = ", ".join(f"{seconds[name]['questions'][0]:.2f} s" for name in seconds)
+    return f"{'; '.join(told)} ({shown}; {load['question']} tokens and {load['book']:,})"
+
+
 def _pipeline(f: Figures) -> str:
     over_others = [f[key] for key in ("over_tensors", "over_vllm", "vllm_over_one") if key in f]  # what was measured
     return "; ".join(
@@ -225,6 +233,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "Answers to questions that come at once about one document, SmolLM2 in bfloat16, over vLLM's: while all "
             "are given, of a cached document; all output, of a new one",
             _shared,
+        ),
+    ),
+    "prompt_order": (
+        Row(
+            "Short prompts that come while long ones are computed: median and 90th percentile of TTFT over those in "
+            "the order of arrival, and over vLLM's; those of the long ones",
+            _prompt_order,
         ),
     ),
     "retention": (
@@ -438,6 +453,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "prefix_cache",
         "joint_reads",
         "peers_shared",
+        "prompt_order",
         "retention",
         "new_weights",
         "batch",

@@ -85,8 +85,10 @@ class Process:
                 raise SystemExit(f"{self.name} gave {one.count} of {scenario.output_tokens} tokens of a request")
         return scenario.rate(served, scenario.input_tokens), [one.first for one in served]
 
-    def serve(self, prompts: Prompts, output_tokens: int) -> list[Served]:
-        answer = self._ask({"prompts": prompts, "output_tokens": output_tokens})
+    def serve(self, prompts: Prompts, output_tokens: int, at: Sequence[float] | None = None) -> list[Served]:
+        """See `Runtime.serve`; at: see `Gradual.serve`."""
+        gradually = {} if at is None else {"at": list(at)}
+        answer = self._ask({"prompts": prompts, "output_tokens": output_tokens, **gradually})
         return [Served([(at, count) for at, count in one["marks"]], one["first"]) for one in answer["requests"]]
 
     def read(self, text: Sequence[int]) -> tuple[list[float], list[int]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import headwise
 from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.protocol.request import FinishReason, SamplingParams
-from runtimes.process import Served, answer
+from runtimes.process import Served, answer, serve_when_due
 
 
 class Headwise:
@@ -26,23 +26,24 @@ class Headwise:
             "chosen": self._engine._worker.describe(),
         }
 
-    def serve(self, prompts: list[list[int]], output_tokens: int) -> list[Served]:
+    def serve(self, prompts: list[list[int]], output_tokens: int, at: list[float] | None = None) -> list[Served]:
         sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
-        core, served = self._engine.core, dict[str, Served]()
-        began = time.perf_counter()
-        for prompt in prompts:
+
+        def send(prompt: list[int]) -> str:
             request = self._engine.preprocessor.prepare(prompt=prompt, sampling=sampling)
-            served[request.request_id] = Served([], -1)
-            core.add(request)
-        while core.has_work():
-            deltas = core.step(None)
-            now = time.perf_counter() - began
-            for delta in deltas:
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise SystemExit(f"a request failed: {delta.error}")
-                if delta.token_ids:
-                    served[delta.request_id].add(now, delta.token_ids)
-        return list(served.values())
+            self._engine.core.add(request)
+            return request.request_id
+
+        return serve_when_due(prompts, at, send, self._step)
+
+    def _step(self) -> list[tuple[str, Sequence[int]]] | None:
+        if not self._engine.core.has_work():
+            return None
+        deltas = self._engine.core.step(None)
+        for delta in deltas:
+            if delta.finish_reason is FinishReason.ERROR:
+                raise SystemExit(f"a request failed: {delta.error}")
+        return [(delta.request_id, delta.token_ids) for delta in deltas if delta.token_ids]
 
 
 if __name__ == "__main__":

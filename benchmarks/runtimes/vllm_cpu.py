@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
 
-from runtimes.process import Served, answer
+from runtimes.process import Served, answer, serve_when_due
 
 
 class Vllm:
@@ -37,22 +37,29 @@ class Vllm:
             "threads": torch.get_num_threads(),
         }
 
-    def serve(self, prompts: list[list[int]], output_tokens: int) -> list[Served]:
+    def serve(self, prompts: list[list[int]], output_tokens: int, at: list[float] | None = None) -> list[Served]:
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
-        served: dict[str, Served] = {}
-        began = time.perf_counter()
-        for prompt in prompts:
+        told: dict[str, int] = {}
+
+        def send(prompt: list[int]) -> str:
             self._sent += 1
             name = str(self._sent)
             self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-            served[name] = Served([], -1)
-        while self._engine.has_unfinished_requests():
-            outputs = self._engine.step()
-            now = time.perf_counter() - began
-            for output in outputs:
-                one = served[output.request_id]
-                one.add(now, output.outputs[0].token_ids[one.count :])
-        return list(served.values())
+            told[name] = 0
+            return name
+
+        def step() -> list[tuple[str, Sequence[int]]] | None:
+            if not self._engine.has_unfinished_requests():
+                return None
+            found = []
+            for output in self._engine.step():
+                tokens = output.outputs[0].token_ids[told[output.request_id] :]
+                told[output.request_id] += len(tokens)
+                if tokens:
+                    found.append((output.request_id, tokens))
+            return found
+
+        return serve_when_due(prompts, at, send, step)
 
 
 def _drafting(drafts: int) -> dict[str, Any]:

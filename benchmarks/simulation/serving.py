@@ -22,6 +22,7 @@ from headwise.runtime.cli.bench_workload import BenchRequest, Workload, arrival_
 from headwise.runtime.config.block_size import resolve_block_size
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import kept_policies
+from headwise.runtime.engine.parts import turns_of
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.models.model_config import ModelConfig
@@ -153,6 +154,7 @@ class SimulatedEngine:
             max_rows=engine.most_seqs,
             max_batched_tokens=engine.most_batched_tokens,
             prefill_chunk=engine.prefill_chunk,
+            turns=turns_of(engine),
         )
         self.now = 0.0
         self._gpu = gpu

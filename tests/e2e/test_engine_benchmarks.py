@@ -99,6 +99,14 @@ def test_what_it_brings_to_keep_documents_is_measured(capsys: pytest.CaptureFixt
     assert found["ttft_ratio"] > 0 < found["time_ratio"]
 
 
+def test_prompts_in_both_orders_are_compared_without_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("prompt_order", capsys)
+    assert list(found["ttft_s"]) == ["fair", "arrival"]
+    for times in found["ttft_s"].values():
+        assert all(0 < median <= high for median, high in times.values())
+    assert "over_vllm" not in found
+
+
 def test_decodes_that_read_a_prefix_together_are_compared_with_those_that_do_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -29,11 +29,11 @@ from headwise.runtime.engine.parts import (
     prefetcher_of,
     speculator_of,
     taking_of,
+    turns_of,
 )
 from headwise.runtime.engine.peers.base import Ask, Peers, Takers
 from headwise.runtime.engine.peers.prefills import Prefills
 from headwise.runtime.engine.prefetcher import Lookup
-from headwise.runtime.engine.prompt_turns import PromptTurns
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.engine.whole_items import check_whole_items
@@ -121,7 +121,7 @@ class EngineCore:
             peer_loads=self._peer_loads,
             whole_items=any(card.config.both_ways),
             buffers=self._buffers,
-            turns=PromptTurns() if config.prompt_order == "fair" else None,
+            turns=turns_of(config),
         )
         self.arriving = ArrivingEmbeds() if self._buffers is None else ArrivingEmbeds(self._buffers.allocate)
         self._prefills: Prefills | None = None

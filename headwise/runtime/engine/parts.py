@@ -16,6 +16,7 @@ from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.peers.taking import Taking
 from headwise.runtime.engine.pipeline_shares import PipelineShares
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
+from headwise.runtime.engine.prompt_turns import PromptTurns
 from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.protocol.executor import Executor
 from headwise.transfer.connectors.base import ways_to_devices
@@ -86,6 +87,10 @@ def speculator_of(config: EngineConfig, card: ModelCard) -> Speculator | None:
         computes_again=card.has_states,
         by_model=card.config.draft_layers > 0,
     )
+
+
+def turns_of(config: EngineConfig) -> PromptTurns | None:
+    return PromptTurns() if config.prompt_order == "fair" else None
 
 
 def pipeline_of(config: EngineConfig) -> PipelineShares:
