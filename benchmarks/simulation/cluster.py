@@ -347,7 +347,7 @@ class Engine:
     def _queue(self, request: Request) -> None:
         """It waits for its turn alone."""
         cached = BLOCK * self.cache.match(request.path, _most(request))[1]
-        request.turn = self.turns.turn(request.since, request.num_tokens - cached)
+        request.turn = self.turns.turn(request.since, request.num_tokens - cached, 1)
         self.waiting.push(request.order, request)
 
     def submit(self, request: Request, now: float, peer: Engine | None = None) -> None:
@@ -505,7 +505,7 @@ class Engine:
             request.computed = with_host * BLOCK
             request.left = request.num_tokens - request.computed
             request.began = self.now
-            request.turn = self.turns.turn(request.since, request.left)
+            request.turn = self.turns.turn(request.since, request.left, 1)
             bisect.insort(self.computing, request, key=lambda other: other.order)
 
     @property
@@ -524,7 +524,8 @@ class Engine:
         self.context += self._span * len(self.decoding)
         while self.decoding and self.decoding[0][0] <= self.steps:
             self._end(heapq.heappop(self.decoding)[2])
-        self.turns.computed(sum(count for _, count in self._chunks), len(self.waiting) + len(self.computing))
+        there = Counter({"": len(self.waiting) + len(self.computing)})
+        self.turns.computed(sum(count for _, count in self._chunks), there)
         for request, count in self._chunks:
             request.left -= count
             if not request.left:

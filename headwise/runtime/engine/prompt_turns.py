@@ -7,15 +7,20 @@ cached, goes before the rest of a long one.
 
 How far all would have got is one number, in tokens: a prompt that comes at `PromptTurns.now`, and of which ``n``
 tokens are to be computed, would be through at ``now + n``. With each token that is computed, of whichever prompt, it
-grows by one over the number of prompts that are there. So a long prompt is not put off for ever: what comes once `now`
-has passed its end goes behind it. Of later prompts fewer than ``2 n`` tokens are computed before it for each prompt
-that is there at a time.
+grows by one over the number of parts. So a long prompt is not put off for ever: what comes once `now` has passed its
+end goes behind it. Of later prompts fewer than ``2 n`` tokens are computed before it for each prompt that is there at a
+time.
+
+All prompts of one tenant, told by a `cache_salt`, have one part together: the ``k``-th of them would be through at
+``now + k n``. So whoever sends a thousand of them waits for their like, and others go between.
 
 After fair queueing (Demers, Keshav and Shenker, "Analysis and simulation of a fair queueing algorithm", 1989), whose
 flows are single prompts here, and Friedman and Henderson, "Fairness and efficiency in web server protocols", 2003.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 
 class PromptTurns:
@@ -27,10 +32,14 @@ class PromptTurns:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def turn(self, since: float, lacking: int) -> float:
-        """Where a prompt is through that came when `now` was ``since`` and lacks so many tokens: the lowest is next."""
-        return since + lacking
+    def turn(self, since: float, lacking: int, own: int) -> float:
+        """Where a prompt is through that came when `now` was ``since`` and lacks so many tokens: the lowest is next.
 
-    def computed(self, tokens: int, prompts: int) -> None:
-        """So many tokens of so many prompts, each of which lacked some, are computed."""
-        self.now += tokens / max(1, prompts)
+        own: prompts of its tenant that were there then, with this one; 1 where it is nobody's
+        """
+        return since + lacking * own
+
+    def computed(self, tokens: int, there: Counter[str]) -> None:
+        """So many tokens are computed while so many prompts of each tenant are there, by whose salt, which is empty of
+        those that are nobody's."""
+        self.now += tokens / max(1, there[""] + len(there) - ("" in there))

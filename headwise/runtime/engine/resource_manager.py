@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,9 +154,17 @@ class ResourceManager:
 
     def _take_turn(self, sequence: Sequence, computed: int | None = None) -> None:
         """As `WaitingQueue` asks it to; and of one that starts, by how many of its tokens it has then."""
-        if self._turns is not None:
-            computed = self.cached_tokens(sequence) if computed is None else computed
-            sequence.turn = self._turns.turn(sequence.since, sequence.num_tokens - computed)
+        if self._turns is None:
+            return
+        if computed is None:
+            computed = self.cached_tokens(sequence)
+            sequence.own = 1 + self._there()[sequence.tenant] if sequence.tenant else 1
+        sequence.turn = self._turns.turn(sequence.since, sequence.num_tokens - computed, sequence.own)
+
+    def _there(self) -> Counter[str]:
+        """Prompts that are computed, or wait for that alone, by tenant."""
+        prompts = self._rows_in_order()[~self._wanted()[1]]
+        return self.waiting.tenants + Counter(sequence.tenant for sequence in self.table.of(prompts))
 
     # ---- planning a step ----
 
@@ -467,8 +476,7 @@ class ResourceManager:
         starts, prompt = columns.scheduled[rows], columns.num_prompt[rows] - 1
         is_one = (counts <= 1 + columns.offered[rows]) & (starts >= prompt) & (starts + 1 >= columns.length[rows])
         if self._turns is not None and not is_one.all():
-            prompts = len(self.waiting) - self.waiting.num_held + int(np.count_nonzero(~self._wanted()[1]))
-            self._turns.computed(int(counts[~is_one].sum()), prompts)
+            self._turns.computed(int(counts[~is_one].sum()), self._there())
         order, shared = self.joint_reads.arranged(rows, np.where(is_one, prompt, 0))
         self.joint_reads.count(starts[is_one], shared)
         return rows[order], counts[order], shared if shared.any() else NOTHING_SHARED

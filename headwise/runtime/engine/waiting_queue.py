@@ -4,6 +4,7 @@ for a running one to compute what they share with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from headwise.priority_queue import PriorityQueue
@@ -31,6 +32,8 @@ class WaitingQueue:
     ) -> None:
         self.followers, self._take_turn = followers, take_turn
         self.prefetcher, self.peer_loads = prefetcher, peer_loads
+        self.tenants: Counter[str] = Counter()
+        """How many of each wait for their turn alone."""
         self._queue: PriorityQueue[Sequence] = PriorityQueue()
 
     def __len__(self) -> int:
@@ -53,7 +56,14 @@ class WaitingQueue:
 
     def pop(self) -> Sequence:
         """Take out the sequence whose turn it is."""
-        return self._queue.pop()
+        sequence = self._queue.pop()
+        self._is_out(sequence)
+        return sequence
+
+    def _is_out(self, sequence: Sequence) -> None:
+        self.tenants[sequence.tenant] -= 1
+        if not self.tenants[sequence.tenant]:
+            del self.tenants[sequence.tenant]
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a new sequence, once what another engine and then what storage has of it is there."""
@@ -66,20 +76,24 @@ class WaitingQueue:
 
     def follow(self, shared: Shared) -> None:
         """Set the sequence whose turn it is aside, until what it shares with a running one is computed."""
-        self.followers.begin(self._queue.pop(), shared)
+        self.followers.begin(self.pop(), shared)
 
     def put_back(self, sequence: Sequence) -> None:
         """Queue a sequence that need not wait for anything to come."""
         if sequence.first_scheduled is None:
             self._take_turn(sequence)
         self._queue.push(sequence.order, sequence)
+        self.tenants[sequence.tenant] += 1
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out before its turn, wherever it is."""
         for source in (self.peer_loads, self.prefetcher, self.followers):
             if source is not None:
                 source.forget(sequence)
+        before = len(self._queue)
         self._queue.discard(sequence.order)
+        if len(self._queue) < before:
+            self._is_out(sequence)
 
     # ---- what comes from elsewhere ----
 

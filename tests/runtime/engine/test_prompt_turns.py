@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import count
 
@@ -40,14 +40,14 @@ def serve(prompts: list[Prompt]) -> list[Prompt]:
     for now in count():
         while coming and coming[0].came <= now:
             prompt = coming.popleft()
-            prompt.turn, prompt.left = turns.turn(turns.now, prompt.tokens), prompt.tokens
+            prompt.turn, prompt.left = turns.turn(turns.now, prompt.tokens, 1), prompt.tokens
             there.append(prompt)
         if not there:
             if not coming:
                 return through
             continue
         first = min(there, key=lambda prompt: (prompt.turn, prompt.number))
-        turns.computed(1, len(there))
+        turns.computed(1, Counter({"": len(there)}))
         first.left -= 1
         for prompt in there:
             prompt.before += (first.came, first.number) > (prompt.came, prompt.number)
@@ -76,21 +76,30 @@ def test_of_those_that_come_at_once_the_shortest_goes_first(lengths: list[int]) 
 
 def test_who_lacks_less_than_is_left_of_others_goes_before_them() -> None:
     turns = PromptTurns()
-    book = turns.turn(turns.now, 1000)
-    turns.computed(600, 1)
-    assert turns.turn(turns.now, 399) < book < turns.turn(turns.now, 401)
+    book = turns.turn(turns.now, 1000, 1)
+    turns.computed(600, Counter([""]))
+    assert turns.turn(turns.now, 399, 1) < book < turns.turn(turns.now, 401, 1)
 
 
 def test_four_short_ones_that_are_always_there_have_what_five_have_of_equal_parts() -> None:
     turns, done = PromptTurns(), 0
-    book = turns.turn(turns.now, 1000)
-    waiting = [turns.turn(turns.now, 10)] * 4
+    book = turns.turn(turns.now, 1000, 1)
+    waiting = [turns.turn(turns.now, 10, 1)] * 4
     while min(waiting) < book:
         waiting.remove(min(waiting))
-        turns.computed(10, 5)
+        turns.computed(10, Counter({"": 5}))
         done += 10
-        waiting.append(turns.turn(turns.now, 10))
+        waiting.append(turns.turn(turns.now, 10, 1))
     assert done == pytest.approx(5 * 1000, rel=0.02)
+
+
+def test_tenants_have_equal_parts_however_many_prompts_each_has() -> None:
+    turns, there = PromptTurns(), Counter({"a": 30, "b": 1, "": 2})
+    turns.computed(40, there)
+    assert turns.now == 10
+    assert turns.turn(turns.now, 5, 31) == 165
+    turns.computed(40, Counter({"a": 1}))
+    assert turns.now == 50
 
 
 # ---- engines ----
@@ -167,6 +176,35 @@ def test_who_computes_what_others_wait_for_goes_when_they_would() -> None:
     engine.step(None)
     assert engine.load().held_back == 1
     assert ended(engine)[-1] == "between"
+
+
+def test_who_sends_many_prompts_has_no_more_of_an_engine_than_who_sends_one_after_the_other() -> None:
+    engine, _ = make_engine(num_blocks=1024, max_rows=4, async_scheduling=False)
+    for number in range(30):
+        engine.add(request(f"a{number}", [10 + number] * 16, 2, salt="a"))
+    found, count = list[str](), 0
+    while len(found) < 20:
+        if f"b{count}" not in engine._live:
+            count += 1
+            engine.add(request(f"b{count}", [50 + count] * 16, 2, salt="b"))
+        found += [delta.request_id for delta in engine.step(None) if delta.finish_reason is not None]
+    assert 6 <= sum(name.startswith("b") for name in found) <= 12, found
+    rest = [name for name in ended(engine) if name.startswith("a")]
+    assert rest == sorted(rest, key=lambda name: int(name[1:])), "of one tenant who came first"
+    assert not engine.resources.waiting.tenants
+
+
+def test_what_is_given_up_while_it_waits_is_not_there_any_more() -> None:
+    engine = waiting_for_their_turn()
+    for number in range(5):
+        engine.add(request(f"{number}", book(50, first=number), 2, salt="a"))
+    engine.step(None)
+    assert engine.resources.waiting.tenants["a"] > 1
+    for number in range(5):
+        engine.abort(f"{number}")
+    engine.abort("0")
+    assert "a" not in engine.resources.waiting.tenants
+    assert ended(engine)[-2:] == ["words", "book"]
 
 
 def test_the_oldest_is_not_preempted_whoever_has_the_next_turn() -> None:
