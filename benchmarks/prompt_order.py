@@ -1,11 +1,11 @@
 """Short questions beside long prompts, in one engine on this CPU: how long each waits for its first token.
 
-Books come now and then, and short questions all the time; nothing is cached. The books alone take half of the time of
-the slowest of those compared. Compared are headwise's two orders of prompts (`prompt_order`), which differ in nothing
+Books come several at once now and then, and short questions all the time; nothing is cached. The books alone take half
+of the time of the slowest of those compared. Compared are headwise's two orders of prompts (`prompt_order`), which differ in nothing
 else, and vLLM, which has them in the order in which they come; it comes with `make peers`, and is left out where it is
 missing. All serve the same tokens at the same times, in turns; SmolLM2 in bfloat16.
 
-    python benchmarks/prompt_order.py [--quick] [--rounds 3] [--books 4] [--engine KEY=VALUE]
+    python benchmarks/prompt_order.py [--quick] [--rounds 3] [--books 6] [--engine KEY=VALUE]
 
 The last line is JSON: `ttft_s`, by runtime and kind of prompt (`questions`, `books`) median and 90th percentile of the
 seconds to a first token, medians over the rounds; `over_arrival` and `over_vllm`, those of the fair order over the
@@ -44,11 +44,12 @@ Times = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Load:
-    """books:    in a round, of ``book`` tokens; ``questions`` of ``question`` tokens come to each
+    """books:    in a round, of ``book`` tokens, ``together`` at once; ``questions`` of ``question`` tokens come to each
     answer:   tokens of each output
     """
 
-    books: int = 4
+    books: int = 6
+    together: int = 3
     book: int = 6000
     questions: int = 12
     question: int = 96
@@ -58,7 +59,8 @@ class Load:
         """In the order in which they come, when, and of which kind each is. book_s: of one alone, in the slowest"""
         rng = np.random.default_rng([5, round_])
         span = 2 * book_s * self.books
-        books = [(2 * book_s * number, KINDS[1], tokens(rng, self.book)) for number in range(self.books)]
+        comes = [2 * book_s * (number - number % self.together) for number in range(self.books)]
+        books = [(at, KINDS[1], tokens(rng, self.book)) for at in comes]
         times = np.sort(rng.uniform(0, span, self.questions * self.books)).tolist()
         questions = [(at, KINDS[0], tokens(rng, self.question)) for at in times]
         times, kinds, prompts = zip(*sorted(books + questions), strict=True)
@@ -66,7 +68,7 @@ class Load:
 
 
 FULL = Load()
-QUICK = Load(books=1, book=400, questions=3, question=16, answer=2)
+QUICK = Load(books=2, together=2, book=300, questions=3, question=16, answer=2)
 
 
 def seconds_of_a_book(running: Mapping[str, Process], load: Load) -> float:
@@ -118,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--books", type=int, default=FULL.books, help="of a round")
     add_engine_options(parser)
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, help="of the environment with vLLM")
-    parser.add_argument("--quick", action="store_true", help="one short book, headwise alone: seconds")
+    parser.add_argument("--quick", action="store_true", help="two short books, headwise alone: seconds")
     args = parser.parse_args(arguments)
     rounds, load = (1, QUICK) if args.quick else (args.rounds, replace(FULL, books=args.books))
     most, cache = (1024, "64MiB") if args.quick else (MAX_TOKENS, "1GiB")

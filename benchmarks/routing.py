@@ -4,8 +4,9 @@
 
 Eight engines serve the trace (`simulation/cluster.py`). The router is the scheduler's, over statuses up to half a
 second old, and the index is the attention store's, told of blocks when requests end and when blocks are evicted.
-Compared are the router's policies; a router that guesses from the prompts it has sent where, as Ray Serve's
-prefix-aware one does; and an oracle: one cache that all engines share at no cost, and the engine with the least work.
+Compared are the router's policies, of which by_arrival is cache_aware over engines whose prompts are not in the fair
+order (`prompt_order`); a router that guesses from the prompts it has sent where, as Ray Serve's prefix-aware one does;
+and an oracle: one cache that all engines share at no cost, and the engine with the least work.
 The last line is JSON.
 """
 
@@ -19,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -104,14 +105,14 @@ class Routed:
     ) -> None:
         self.router = Router(
             RouterOptions(
-                policy=policy,
+                policy="cache_aware" if policy == BY_ARRIVAL else policy,
                 block_size=BLOCK,
                 blocks_per_token=1 / BLOCK,
                 engine_queue=ENGINE_QUEUE,
                 max_num_seqs=hardware.max_num_seqs,
                 step_tokens=hardware.step_tokens,
                 peer_loads=peer_loads,
-                fair_prompts=True,
+                fair_prompts=hardware.serving.prompt_order == "fair",
             ),
             random.Random(0),
         )
@@ -196,7 +197,9 @@ class LeastWork:
 
 # ---- runs ----
 
-POLICIES = ("cache_aware", "least_loaded", "round_robin", "guessed_prefixes", "oracle")
+BY_ARRIVAL = "by_arrival"
+"""cache_aware, where engines have prompts in the order in which they came."""
+POLICIES = ("cache_aware", BY_ARRIVAL, "least_loaded", "round_robin", "guessed_prefixes", "oracle")
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,8 @@ def run(
 ) -> Outcome:
     """Serve the trace's first ``count`` requests; ``machine``: None: `hardware`."""
     machine = machine or hardware()
+    if policy == BY_ARRIVAL:
+        machine = replace(machine, serving=replace(machine.serving, prompt_order="arrival"))
     index = PrefixIndex()
     for number in range(ENGINES if machine.storage > 0 else 0):
         index.set_volume(f"engine-{number}", "shared")
@@ -390,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if not args.trace.exists():
         print(f"{args.trace} is not there: nothing was served; give a trace with --trace")
-        print(json.dumps({"hit_rate": {}, "ttft_p90_s": {}}))
+        print(json.dumps({"hit_rate": {}, "ttft_p50_s": {}, "ttft_p90_s": {}}))
         return
     count = 60 if args.quick else 1 << 30
     outcomes = simulate(POLICIES, args.trace, count, args.load, 1 if args.quick else args.jobs)
@@ -405,7 +410,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             {
                 "requests": len(outcomes[0].ttft_s),
                 "hit_rate": {one.policy: round(one.hit_rate, 4) for one in outcomes},
-                "ttft_p90_s": {one.policy: round(float(np.percentile(one.ttft_s, 90)), 3) for one in outcomes},
+                **{
+                    f"ttft_p{percent}_s": {
+                        one.policy: round(float(np.percentile(one.ttft_s, percent)), 3) for one in outcomes
+                    }
+                    for percent in (50, 90)
+                },
             }
         )
     )

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from simulation.gpu import BYTES, Gpu, weights_of
 
 from headwise.priority_queue import PriorityQueue
-from headwise.runtime.engine.prompt_turns import PromptTurns
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.engine.parts import turns_of
 from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineLoad, EngineStatus
@@ -39,12 +40,16 @@ SMOOTHING = 0.2
 """Of the speeds that engines measure."""
 
 
+SERVING = EngineConfig(max_batched_tokens=2048, max_num_seqs=128)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """What an engine has. Sizes are in blocks, speeds in seconds per token.
 
     device, host: blocks of an engine; storage: of all engines together
     host_token_s, storage_token_s, peer_token_s: from host to device, from storage to host, from host to host
+    serving: an engine's configuration, as far as it decides what is computed in which step
     """
 
     gpu: Gpu
@@ -55,8 +60,15 @@ class Hardware:
     host_token_s: float
     storage_token_s: float
     peer_token_s: float = 0.0
-    step_tokens: int = 2048
-    max_num_seqs: int = 128
+    serving: EngineConfig = SERVING
+
+    @property
+    def step_tokens(self) -> int:
+        return self.serving.most_batched_tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.serving.most_seqs
 
 
 @dataclass(eq=False)
@@ -321,7 +333,7 @@ class Engine:
         self.fetching: list[tuple[float, int, Request, list[bytes]]] = []
         self.copied_at = 0.0  # when copies to and from other engines will be over
         self.gaps: Counter[float] = Counter()  # seconds between two tokens of a sequence, to a tenth of a millisecond
-        self.turns = PromptTurns()
+        self.turns = turns_of(hardware.serving)
         self.computing: list[Request] = []  # by their order
         self.decoding: list[tuple[int, int, Request]] = []  # heap by the step of the last token
         self.context = 0
@@ -341,14 +353,18 @@ class Engine:
 
     def receive(self, request: Request) -> None:
         """A request has come, whatever it has to wait for."""
-        request.engine, request.number, request.since = self.number, next(self._tie), self.turns.now
+        request.engine, request.number = self.number, next(self._tie)
+        request.since = 0.0 if self.turns is None else self.turns.now
         self.received.append(request.name)
 
     def _queue(self, request: Request) -> None:
         """It waits for its turn alone."""
-        cached = BLOCK * self.cache.match(request.path, _most(request))[1]
-        request.turn = self.turns.turn(request.since, request.num_tokens - cached, 1)
+        self._take_turn(request, request.num_tokens - BLOCK * self.cache.match(request.path, _most(request))[1])
         self.waiting.push(request.order, request)
+
+    def _take_turn(self, request: Request, lacking: int) -> None:
+        if self.turns is not None:
+            request.turn = self.turns.turn(request.since, lacking, 1)
 
     def submit(self, request: Request, now: float, peer: Engine | None = None) -> None:
         self.receive(request)
@@ -505,7 +521,7 @@ class Engine:
             request.computed = with_host * BLOCK
             request.left = request.num_tokens - request.computed
             request.began = self.now
-            request.turn = self.turns.turn(request.since, request.left, 1)
+            self._take_turn(request, request.left)
             bisect.insort(self.computing, request, key=lambda other: other.order)
 
     @property
@@ -515,7 +531,8 @@ class Engine:
 
     def _wanted(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """As `left_for` and `shares` take it, of the prompts that are computed."""
-        return np.array([each.left for each in self.computing], dtype=np.int64), np.zeros(len(self.computing), np.bool_)
+        left = np.array([each.left for each in self.computing], dtype=np.int64)
+        return np.minimum(left, self.hardware.serving.prefill_chunk), np.zeros(len(self.computing), np.bool_)
 
     def _finish_span(self) -> None:
         self.now += self._span * self._step_s
@@ -524,8 +541,9 @@ class Engine:
         self.context += self._span * len(self.decoding)
         while self.decoding and self.decoding[0][0] <= self.steps:
             self._end(heapq.heappop(self.decoding)[2])
-        there = Counter({"": len(self.waiting) + len(self.computing)})
-        self.turns.computed(sum(count for _, count in self._chunks), there)
+        if self.turns is not None:
+            there = Counter({"": len(self.waiting) + len(self.computing)})
+            self.turns.computed(sum(count for _, count in self._chunks), there)
         for request, count in self._chunks:
             request.left -= count
             if not request.left:

@@ -6,6 +6,7 @@ index is told the truth.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -93,17 +94,27 @@ class EngineMachine(RuleBasedStateMachine):
         count=st.integers(1, 12),
         priority=st.integers(0, 1),
         retention=st.sampled_from([None, Retention(2.0), Retention(3600.0, 9)]),
+        salt=st.sampled_from(["", "a tenant's"]),
     )
-    def arrive(self, family: int, length: int, count: int, priority: int, retention: Retention | None = None) -> None:
-        self._arrive(family, length, count, priority, retention)
+    def arrive(
+        self, family: int, length: int, count: int, priority: int, retention: Retention | None, salt: str
+    ) -> None:
+        self._arrive(family, length, count, priority, retention, salt)
 
     def _arrive(
-        self, family: int, length: int, count: int, priority: int = 0, retention: Retention | None = None
+        self,
+        family: int,
+        length: int,
+        count: int,
+        priority: int = 0,
+        retention: Retention | None = None,
+        salt: str = "",
     ) -> None:
         name = f"r{len(self.expected)}"
         count = min(count, self.engine.card.max_model_len - length)
         prompt = [family * 10 + i % 7 for i in range(length)]
-        self.requests[name] = replace(self._request(name, prompt, count, priority), retention=retention)
+        plain = self._request(name, prompt, count, priority)
+        self.requests[name] = replace(plain, retention=retention, cache_salt=salt)
         self.engine.add(self.requests[name])
         if self._is_broken(family, length + count):
             self.broken.add(name)
@@ -112,7 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.paths[name] = []
         tokens = np.array([*prompt, *self.expected[name]], dtype=np.int32)
         tokens[: len(prompt)] = self.requests[name].prompt_token_ids
-        seed, items = hash_seed(self.engine.card.identity, "", ""), self.requests[name].extra_keys
+        seed, items = hash_seed(self.engine.card.identity, salt, ""), self.requests[name].extra_keys
         extend_hashes(self.paths[name], seed, tokens, BLOCK, items)
 
     def _request(self, name: str, prompt: list[int], count: int, priority: int) -> GenerateRequest:
@@ -213,6 +224,11 @@ class EngineMachine(RuleBasedStateMachine):
             device = [can_go_on for (tier, _), can_go_on in self.heard.said.items() if tier == "device"]
             assert not any(has_full or can_go_on for can_go_on in device)
             assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks
+
+    @invariant()
+    def tenants_are_those_of_what_waits_for_its_turn(self) -> None:
+        waiting = self.engine.resources.waiting
+        assert waiting.tenants == Counter(sequence.tenant for sequence in waiting._queue.items())
 
     @invariant()
     def tokens_are_right_so_far(self) -> None:
