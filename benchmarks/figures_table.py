@@ -333,8 +333,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "routing": (
         Row(
-            "Simulated: a trace of conversations on 8 engines, p50 and p90 TTFT by prefix; likewise, with prompts in the "
-            "order of arrival; by load; in turn; one shared cache",
+            "Simulated: a trace of conversations on 8 engines, p50 and p90 TTFT by prefix; likewise, with prompts in "
+            "the order of arrival; by load; in turn; one shared cache",
             _routing,
         ),
     ),

@@ -1,9 +1,9 @@
 """Short questions beside long prompts, in one engine on this CPU: how long each waits for its first token.
 
 Books come several at once now and then, and short questions all the time; nothing is cached. The books alone take half
-of the time of the slowest of those compared. Compared are headwise's two orders of prompts (`prompt_order`), which differ in nothing
-else, and vLLM, which has them in the order in which they come; it comes with `make peers`, and is left out where it is
-missing. All serve the same tokens at the same times, in turns; SmolLM2 in bfloat16.
+of the time of the slowest of those compared. Compared are headwise's two orders of prompts (`prompt_order`), which
+differ in nothing else, and vLLM, which has them in the order in which they come; it comes with `make peers`, and is
+left out where it is missing. All serve the same tokens at the same times, in turns; SmolLM2 in bfloat16.
 
     python benchmarks/prompt_order.py [--quick] [--rounds 3] [--books 6] [--engine KEY=VALUE]
 

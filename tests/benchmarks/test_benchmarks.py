@@ -63,7 +63,7 @@ def test_routing_is_compared_over_a_trace(tmp_path: Path, capsys: pytest.Capture
     found = quick_figures("routing", capsys, "--trace", str(trace))
     hits = found["hit_rate"]
     assert found["requests"] == 60
-    assert set(hits) == {"cache_aware", "least_loaded", "round_robin", "guessed_prefixes", "oracle"}
+    assert set(hits) == {"cache_aware", "by_arrival", "least_loaded", "round_robin", "guessed_prefixes", "oracle"}
     assert hits["oracle"] >= hits["cache_aware"] > hits["round_robin"]
     served = quick_figures("capacity", capsys, "--trace", str(trace))
     assert 0 < served["trace_hit_rate_on"] <= 1
