@@ -156,9 +156,9 @@ class ResourceManager:
         """As `WaitingQueue` asks it to; and of one that starts, by how many of its tokens it has then."""
         if self._turns is None:
             return
-        if computed is None:
-            computed = self.cached_tokens(sequence)
+        if not sequence.own:
             sequence.own = 1 + self._there()[sequence.tenant] if sequence.tenant else 1
+        computed = self.cached_tokens(sequence) if computed is None else computed
         sequence.turn = self._turns.turn(sequence.since, sequence.num_tokens - computed, sequence.own)
 
     def _there(self) -> Counter[str]:

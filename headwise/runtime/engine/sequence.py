@@ -29,7 +29,7 @@ class Sequence:
     arrival:       its priority, of which lower ones are served first, and a number: who came first
     turn:          whose is lower is served first within a priority, see `PromptTurns`; of equal ones, who came first
     since:         `PromptTurns.now` when it came
-    own:           prompts of its tenant that were there when it was queued first, with this one
+    own:           prompts of its tenant that were there when it was queued first, with this one; 0: it was not yet
     row:           the engine's and the workers' row, while the sequence runs
     cached_tokens: tokens that the cache had when the sequence ran for the first time
     computed_from: the first token that it has computed itself, in any of its runs
@@ -62,7 +62,7 @@ class Sequence:
     weights: str = ""
     turn: float = 0.0
     since: float = 0.0
-    own: int = 1
+    own: int = 0
 
     @property
     def order(self) -> tuple[int, float, int]:
