@@ -1,9 +1,9 @@
 """In which order prompts are computed: that in which they would be through if all were computed at once.
 
-Prompts are computed one at a time, for of two at once both would be through only when the second one is. In the order
-in which they came, whoever sends a few words behind a book waits until all of it is computed. So the order is that in
-which they would be through if each had an equal part of every step: a short prompt, or one of which little is not
-cached, goes before the rest of a long one.
+Prompts are computed one behind the other, as far as a step's tokens go, for of two at once both would be through only
+when the second one is. In the order in which they came, whoever sends a few words behind books waits until all of those
+are computed. So the order is that in which they would be through if each had an equal part of every step: a short
+prompt, or one of which little is not cached, goes before the rest of a long one.
 
 How far all would have got is one number, in tokens: a prompt that comes at `PromptTurns.now`, and of which ``n``
 tokens are to be computed, would be through at ``now + n``. With each token that is computed, of whichever prompt, it
