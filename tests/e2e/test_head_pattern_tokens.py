@@ -86,7 +86,8 @@ class LoadedModel:
         path.write_text(format_pattern(HeadPattern(scores, str(path), "smollm2-135m")))
         self.config = EngineConfig(
             model="smollm2-135m", head_pattern=str(path), sparsity=0.5, sink=16, window=64, block_size=16,
-            kv_cache="64MiB", max_model_len=512, max_batched_tokens=128, cpu_threads=1, weights_dtype="gguf",
+            kv_cache="64MiB", max_model_len=512, max_batched_tokens=128, cpu_threads=1, dtype="float32",
+            weights_dtype="float32",  # of a file's blocks rows are rounded: logits of a prompt cut otherwise differ
         )  # fmt: skip
         self.directory = resolve_model(self.config.model, self.config.cache_path)
         self.preprocessor = Preprocessor.open(self.config)

@@ -146,7 +146,8 @@ def test_a_pool_so_small_that_requests_are_preempted(loaded: LoadedModel, tokens
     tokens = loaded.tokens(tokens, of_tiny=64)  # some grow while others come
     wanted = [answer.first(tokens) for answer in reference(loaded, longest=800)]
     wanted.sort(key=lambda answer: longest_first and -len(answer.prompt_ids))
-    results, engine = loaded.run(wanted, greedy(wanted, tokens), **scarce(loaded, wanted, tokens))
+    settings = scarce(loaded, wanted, tokens) | ({"prompt_order": "arrival"} if longest_first else {})
+    results, engine = loaded.run(wanted, greedy(wanted, tokens), **settings)
     kinds = [group.policy.is_full for group in loaded.preprocessor.card.plan.groups]
     grows = 3 * sum(kinds) >= len(kinds)  # windows take few blocks, and what their chunks need at first is free later
     if grows and (longest_first or loaded.name in MODELS):  # the short ones of a tiny model are over soon

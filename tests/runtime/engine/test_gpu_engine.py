@@ -344,11 +344,10 @@ def test_a_row_without_numbers_fails_its_request_alone(
 ) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, seed=1, logprobs=None)
     if device == "cpu":
-        plain = {"device": "cpu", "tensor_ops": "numpy", "kernels": "reference"}
-        engine = LocalEngine(configuration(model, **plain, prompt_order="arrival"))
+        engine = LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference"))
     else:
         gpu = EmulatedGpu(libraries, "float32")
-        engine = LocalEngine(configuration(model, **ON_A_GPU, prompt_order="arrival"), gpu)
+        engine = LocalEngine(configuration(model, **ON_A_GPU), gpu)
     with engine:
         expected = engine.generate(SHORT_PROMPTS, params)
         lose_numbers(engine._worker)

@@ -97,7 +97,13 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "a tenant's"]),
     )
     def arrive(
-        self, family: int, length: int, count: int, priority: int, retention: Retention | None, salt: str
+        self,
+        family: int,
+        length: int,
+        count: int,
+        priority: int,
+        retention: Retention | None = None,
+        salt: str = "",
     ) -> None:
         self._arrive(family, length, count, priority, retention, salt)
 

@@ -74,7 +74,8 @@ def answers(engine: LocalEngine) -> list[tuple[list[int], int]]:
     return [(list(result.token_ids), result.usage.cached_tokens if result.usage else -1) for result in results]
 
 
-SHORT_PROMPTS = [PROMPT[:9], PROMPT[20:31], PROMPT[40:45]]
+SHORT_PROMPTS = [PROMPT[40:45], PROMPT[:9], PROMPT[20:31]]
+"""In the order in which they are computed, whichever `prompt_order` is."""
 
 
 def lose_numbers(worker: ModelWorker) -> None:
