@@ -141,7 +141,7 @@ def scarce(loaded: LoadedModel, wanted: list[Answer], max_tokens: int) -> dict[s
 
 
 @tiny_cache_kinds()
-@pytest.mark.parametrize(("tokens", "longest_first"), [(20, True), pytest.param(64, False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("tokens", "longest_first"), [(32, True), pytest.param(64, False, marks=pytest.mark.soak)])
 def test_a_pool_so_small_that_requests_are_preempted(loaded: LoadedModel, tokens: int, longest_first: bool) -> None:
     tokens = loaded.tokens(tokens, of_tiny=64)  # some grow while others come
     wanted = [answer.first(tokens) for answer in reference(loaded, longest=800)]
