@@ -112,7 +112,7 @@ class Routed:
                 max_num_seqs=hardware.max_num_seqs,
                 step_tokens=hardware.step_tokens,
                 peer_loads=peer_loads,
-                fair_prompts=hardware.serving.prompt_order == "fair",
+                fair_prompts=hardware.serving.fair_prompts,
             ),
             random.Random(0),
         )

@@ -73,7 +73,7 @@ def cluster(
         max_num_seqs=machine.max_num_seqs,
         step_tokens=machine.step_tokens,
         peer_loads=setting.peer_loads,
-        fair_prompts=True,
+        fair_prompts=machine.serving.fair_prompts,
     )
     policy = ScalingPolicy(
         min_replicas=1,

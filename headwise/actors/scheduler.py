@@ -238,6 +238,6 @@ def _router_options(config: EngineConfig, preprocessor: Preprocessor) -> RouterO
         engine_timeout_s=config.engine_timeout_s,
         forget_s=max(config.start_timeout_s, config.engine_timeout_s),
         peer_loads=not config.without_peer_loads,
-        fair_prompts=config.prompt_order == "fair",
+        fair_prompts=config.fair_prompts,
         local_tokens=config.decode_prompt_tokens,
     )

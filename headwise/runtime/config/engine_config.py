@@ -120,6 +120,11 @@ class EngineConfig(FrontOptions, FleetOptions, CacheOptions):
         return self.max_batched_tokens or (8192 if self.on_gpu else 576 if self.image_encoders else 512)
 
     @property
+    def fair_prompts(self) -> bool:
+        """Whether prompts have turns, and do not go in the order in which they came."""
+        return self.prompt_order == "fair"
+
+    @property
     def prefill_chunk(self) -> int:
         """Most tokens of one sequence in a step: a prompt's chunks in a stage, and on their way to it, are no more than
         a step's budget."""

@@ -90,7 +90,7 @@ def speculator_of(config: EngineConfig, card: ModelCard) -> Speculator | None:
 
 
 def turns_of(config: EngineConfig) -> PromptTurns | None:
-    return PromptTurns() if config.prompt_order == "fair" else None
+    return PromptTurns() if config.fair_prompts else None
 
 
 def pipeline_of(config: EngineConfig) -> PipelineShares:

@@ -42,6 +42,17 @@ def test_a_holder_that_is_too_busy_is_passed_over() -> None:
     assert (choice.engine, choice.reason) == ("b", "spread")
 
 
+def test_where_prompts_have_turns_a_holder_that_is_busy_with_long_ones_is_not_passed_over() -> None:
+    """One token of the prompt is left to compute, and six long prompts are there. A request without a prefix there
+    waits for as much of each as it has itself."""
+    for fair, engine in ((False, "b"), (True, "a")):
+        r = router(fair_prompts=fair)
+        report(r, "a", queued_tokens=40_000, waiting=5)
+        report(r, "b")
+        assert choose_with(r, {"a": (16, 16, 16)}).engine == engine
+        assert choose_with(r, {}, name="another").engine == "b"
+
+
 def test_a_holder_that_is_a_little_busy_is_waited_for() -> None:
     r = router()
     report(r, "a", queued_tokens=500)
@@ -163,8 +174,9 @@ def test_a_burst_with_one_new_prefix_stays_together() -> None:
     assert [choice.device for choice in choices if choice] == [0] + [16 * BLOCK] * 5
 
 
-def test_a_hot_prefix_spreads_once_its_holder_is_busy() -> None:
-    r = router(engine_queue=10_000)
+@pytest.mark.parametrize("fair", [False, True])
+def test_a_hot_prefix_spreads_once_its_holder_is_busy(fair: bool) -> None:
+    r = router(engine_queue=10_000, fair_prompts=fair)
     report(r, *"abcd")
     went = Counter(choose(r, hashes=path(17, f"p{n}", shared=16), num_tokens=17 * BLOCK + 1).engine for n in range(400))
     assert set(went) == set("abcd")
