@@ -53,10 +53,10 @@ import numpy as np
 from capacity import TRACE
 from routing import read_requests
 from simulation.choosers import CHOOSERS
-from simulation.cluster import Request
 from simulation.elastic import Served
 from simulation.scale_down import CASES, MOMENTS, Compared, compare, keep, show
 from simulation.scaling import Setting, cluster, hit_rate, requests_of
+from simulation.traced import Request
 
 TAKE_LOAD = 0.6
 """Of the load of the other parts, where engines are taken away: those that are left can serve it."""

@@ -21,7 +21,10 @@ from functools import partial
 
 import numpy as np
 from routing import ENGINES, Routed, hardware, print_assumptions
-from simulation.cluster import BLOCK, Cache, Engine, Hardware, Request, Storage, serve
+from simulation.caches import Cache, Storage
+from simulation.cluster import Engine, serve
+from simulation.machine import BLOCK, Hardware
+from simulation.traced import Request
 
 from headwise.runtime.frontend.scaling import Replica, ReplicaState, RoleBalance, RolePolicy, Split, deal, observe
 from headwise.storage.index.messages import HASH_BYTES

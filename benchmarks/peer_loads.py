@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from capacity import TRACE
 from routing import ENGINES, hardware, print_assumptions, run
-from simulation.cluster import StepTime
+from simulation.machine import StepTime
 
 from headwise.runtime.frontend.routing.base import EngineRole
 

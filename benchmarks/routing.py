@@ -27,8 +27,11 @@ from pathlib import Path
 import numpy as np
 from capacity import LLAMA, TRACE
 from numpy.typing import NDArray
-from simulation.cluster import BLOCK, Cache, Dispatcher, Engine, Hardware, OneCache, Request, StepTime, Storage, serve
+from simulation.caches import Cache, OneCache, Storage
+from simulation.cluster import Dispatcher, Engine, serve
 from simulation.gpu import A800, SimulatedGpu
+from simulation.machine import BLOCK, Hardware, StepTime
+from simulation.traced import Request
 
 from headwise.runtime.frontend.routing import RoutedRequest, Router, RouterOptions
 from headwise.runtime.frontend.routing.base import EngineRole

@@ -20,7 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from simulation.cluster import BLOCK, Cache, Engine, Hardware, Request, Storage
+from simulation.caches import Cache, Storage
+from simulation.cluster import Engine
+from simulation.machine import BLOCK, Hardware
+from simulation.traced import Request
 
 from headwise.cache_controller.legacy import Dealer, LeftPaths
 from headwise.runtime.frontend.routing import RoutedRequest, Router

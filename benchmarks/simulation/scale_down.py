@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from routing import hardware
-from simulation.cluster import BLOCK, Request
 from simulation.elastic import View
+from simulation.machine import BLOCK
 from simulation.scaling import Setting, cluster, requests_of
+from simulation.traced import Request
 
 WINDOW_S = 600.0
 MOMENTS = (1 / 3, 2 / 3)

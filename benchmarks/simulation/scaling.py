@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 from routing import ENGINE_QUEUE, hardware, read_requests
-from simulation.cluster import BLOCK, Request
 from simulation.elastic import Chooser, ElasticCluster
+from simulation.machine import BLOCK
+from simulation.traced import Request
 
 from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.frontend.scaling import ReplicaSet, ScalingPolicy

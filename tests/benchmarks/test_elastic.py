@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 from routing import hardware
-from simulation.cluster import BLOCK, Cache, Engine, Request, Storage, serve
+from simulation.caches import Cache, Storage
+from simulation.cluster import Engine, serve
 from simulation.elastic import ElasticCluster, Served, View
+from simulation.machine import BLOCK
 from simulation.scale_down import FEW, OURS, UNDISTURBED, Compared, Hits, Kept, compare
+from simulation.traced import Request
 
 from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.frontend.scaling import ReplicaSet, ScalingPolicy

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from simulation.cluster import StepTime
 from simulation.gpu import A800, SimulatedGpu
+from simulation.machine import StepTime
 from support.routers import BLOCK, choose, choose_with, path, report, request, router
 
 from headwise.errors import OverloadedError
