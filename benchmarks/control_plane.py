@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.policy import FULL, HeadPolicy
-from headwise.runtime.engine.prompt_turns import PromptTurns
+from headwise.prompt_turns import PromptTurns
 from headwise.runtime.engine.resource_manager import ResourceManager
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams

@@ -78,7 +78,7 @@ class Engine:
 
     def _take_turn(self, request: Request, lacking: int) -> None:
         if self.turns is not None:
-            request.turn = self.turns.turn(request.since, lacking, 1)
+            request.turn = self.turns.turn(request.since, lacking)
 
     def submit(self, request: Request, now: float, peer: Engine | None = None) -> None:
         self.receive(request)
@@ -256,8 +256,8 @@ class Engine:
         while self.decoding and self.decoding[0][0] <= self.steps:
             self._end(heapq.heappop(self.decoding)[2])
         if self.turns is not None:
-            there = Counter({"": len(self.waiting) + len(self.computing)})
-            self.turns.computed(sum(count for _, count in self._chunks), there)
+            parts = len(self.waiting) + len(self.computing)
+            self.turns.computed(sum(count for _, count in self._chunks), parts)
         for request, count in self._chunks:
             request.left -= count
             if not request.left:

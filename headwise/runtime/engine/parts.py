@@ -8,6 +8,7 @@ from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.storage_tier import StorageTier
+from headwise.prompt_turns import PromptTurns
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.peers.base import Peers
@@ -16,7 +17,6 @@ from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.peers.taking import Taking
 from headwise.runtime.engine.pipeline_shares import PipelineShares
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
-from headwise.runtime.engine.prompt_turns import PromptTurns
 from headwise.runtime.engine.speculation.speculator import Speculator
 from headwise.runtime.protocol.executor import Executor
 from headwise.transfer.connectors.base import ways_to_devices

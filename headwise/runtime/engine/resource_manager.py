@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +12,12 @@ from numpy.typing import NDArray
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.joint_reads import JointReads
 from headwise.cache_controller.prefix_match import PrefixMatch
+from headwise.prompt_turns import NONE_BESIDE, Present, PromptTurns
 from headwise.runtime.engine.followers import Followers, Shared
 from headwise.runtime.engine.introduction import introduction
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.pipeline_shares import NO_PIPELINE, PipelineShares
 from headwise.runtime.engine.prefetcher import Prefetcher
-from headwise.runtime.engine.prompt_turns import PromptTurns
 from headwise.runtime.engine.retained_prompts import RetainedPrompts
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
@@ -156,15 +155,17 @@ class ResourceManager:
         """As `WaitingQueue` asks it to; and of one that starts, by how many of its tokens it has then."""
         if self._turns is None:
             return
-        if not sequence.own:
-            sequence.own = 1 + self._there()[sequence.tenant] if sequence.tenant else 1
-        computed = self.cached_tokens(sequence) if computed is None else computed
-        sequence.turn = self._turns.turn(sequence.since, sequence.num_tokens - computed, sequence.own)
+        if sequence.beside is None:
+            sequence.beside = self._present().beside(sequence.tenant) if sequence.tenant else NONE_BESIDE
+        sequence.lacking = sequence.num_tokens - (self.cached_tokens(sequence) if computed is None else computed)
+        sequence.turn = self._turns.turn(sequence.since, sequence.lacking, sequence.beside)
 
-    def _there(self) -> Counter[str]:
-        """Prompts that are computed, or wait for that alone, by tenant."""
-        prompts = self._rows_in_order()[~self._wanted()[1]]
-        return self.waiting.tenants + Counter(sequence.tenant for sequence in self.table.of(prompts))
+    def _present(self) -> Present:
+        """Prompts that are computed, or wait for that alone."""
+        rows = self._rows_in_order()
+        left, decoding = self.table.to_schedule(rows)
+        tenants = (sequence.tenant for sequence in self.table.of(rows[~decoding]))
+        return self.waiting.present.with_more(zip(tenants, left[~decoding].tolist(), strict=True))
 
     # ---- planning a step ----
 
@@ -476,7 +477,7 @@ class ResourceManager:
         starts, prompt = columns.scheduled[rows], columns.num_prompt[rows] - 1
         is_one = (counts <= 1 + columns.offered[rows]) & (starts >= prompt) & (starts + 1 >= columns.length[rows])
         if self._turns is not None and not is_one.all():
-            self._turns.computed(int(counts[~is_one].sum()), self._there())
+            self._turns.computed(int(counts[~is_one].sum()), self._present().parts)
         order, shared = self.joint_reads.arranged(rows, np.where(is_one, prompt, 0))
         self.joint_reads.count(starts[is_one], shared)
         return rows[order], counts[order], shared if shared.any() else NOTHING_SHARED

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_hash import extend_hashes
+from headwise.prompt_turns import Beside
 from headwise.runtime.protocol.request import GenerateRequest
 
 NOTHING_COMPUTED = 1 << 62
@@ -29,7 +30,8 @@ class Sequence:
     arrival:       its priority, of which lower ones are served first, and a number: who came first
     turn:          whose is lower is served first within a priority, see `PromptTurns`; of equal ones, who came first
     since:         `PromptTurns.now` when it came
-    own:           prompts of its tenant that were there when it was queued first, with this one; 0: it was not yet
+    beside:        prompts of its tenant that were there when it was queued first; None: it was not yet
+    lacking:       of its tokens, those that the cache lacked when it was given its turn
     row:           the engine's and the workers' row, while the sequence runs
     cached_tokens: tokens that the cache had when the sequence ran for the first time
     computed_from: the first token that it has computed itself, in any of its runs
@@ -62,7 +64,8 @@ class Sequence:
     weights: str = ""
     turn: float = 0.0
     since: float = 0.0
-    own: int = 0
+    beside: Beside | None = None
+    lacking: int = 0
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -75,8 +78,8 @@ class Sequence:
 
     @property
     def tenant(self) -> str:
-        """By whose salt only its own requests share blocks, and have one part of the engine's time; empty: nobody's."""
-        return self.request.cache_salt
+        """Whose requests have one part of the engine's time together; empty: nobody's."""
+        return self.request.owner
 
     @property
     def num_prompt(self) -> int:

@@ -4,10 +4,10 @@ for a running one to compute what they share with it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from headwise.priority_queue import PriorityQueue
+from headwise.prompt_turns import Present
 from headwise.runtime.engine.followers import Followers, Shared
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
@@ -32,8 +32,8 @@ class WaitingQueue:
     ) -> None:
         self.followers, self._take_turn = followers, take_turn
         self.prefetcher, self.peer_loads = prefetcher, peer_loads
-        self.tenants: Counter[str] = Counter()
-        """How many of each wait for their turn alone."""
+        self.present = Present()
+        """Those that wait for their turn alone."""
         self._queue: PriorityQueue[Sequence] = PriorityQueue()
 
     def __len__(self) -> int:
@@ -57,13 +57,8 @@ class WaitingQueue:
     def pop(self) -> Sequence:
         """Take out the sequence whose turn it is."""
         sequence = self._queue.pop()
-        self._is_out(sequence)
+        self.present.remove(sequence.tenant, sequence.lacking)
         return sequence
-
-    def _is_out(self, sequence: Sequence) -> None:
-        self.tenants[sequence.tenant] -= 1
-        if not self.tenants[sequence.tenant]:
-            del self.tenants[sequence.tenant]
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a new sequence, once what another engine and then what storage has of it is there."""
@@ -83,7 +78,7 @@ class WaitingQueue:
         if sequence.first_scheduled is None:
             self._take_turn(sequence)
         self._queue.push(sequence.order, sequence)
-        self.tenants[sequence.tenant] += 1
+        self.present.add(sequence.tenant, sequence.lacking)
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out before its turn, wherever it is."""
@@ -93,7 +88,7 @@ class WaitingQueue:
         before = len(self._queue)
         self._queue.discard(sequence.order)
         if len(self._queue) < before:
-            self._is_out(sequence)
+            self.present.remove(sequence.tenant, sequence.lacking)
 
     # ---- what comes from elsewhere ----
 

@@ -258,6 +258,7 @@ class GenerateRequest:
     prompt_told: tokens of the prompt of which a lost engine had already told the log-probabilities
     peer:       who has more of the prefix, if that is worth asking for
     retention:  of its prompt in the cache; None: none was asked for
+    tenant:     whose it is, as the key says by which it came; empty: the key says nothing
     """
 
     request_id: str
@@ -272,6 +273,13 @@ class GenerateRequest:
     peer: PeerHint | None = None
     embeds: tuple[PromptEmbeds, ...] = ()
     retention: Retention | None = None
+    tenant: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Whose requests have one part together wherever some wait for others: its tenant's, or else those with its
+        salt; empty: nobody's."""
+        return self.tenant or self.cache_salt
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from itertools import count
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.engine.simulated_engine import make_engine, request, run
 from support.engine.simulation import continuation
 
+from headwise.prompt_turns import Beside, Present, PromptTurns
 from headwise.runtime.engine.core import EngineCore
-from headwise.runtime.engine.prompt_turns import PromptTurns
 
 # ---- the arithmetic ----
 
@@ -39,14 +39,14 @@ def serve(prompts: list[Prompt]) -> list[Prompt]:
     for now in count():
         while coming and coming[0].came <= now:
             prompt = coming.popleft()
-            prompt.turn, prompt.left = turns.turn(turns.now, prompt.tokens, 1), prompt.tokens
+            prompt.turn, prompt.left = turns.turn(turns.now, prompt.tokens), prompt.tokens
             there.append(prompt)
         if not there:
             if not coming:
                 return through
             continue
         first = min(there, key=lambda prompt: (prompt.turn, prompt.number))
-        turns.computed(1, Counter({"": len(there)}))
+        turns.computed(1, len(there))
         first.left -= 1
         for prompt in there:
             prompt.before += (first.came, first.number) > (prompt.came, prompt.number)
@@ -75,30 +75,53 @@ def test_of_those_that_come_at_once_the_shortest_goes_first(lengths: list[int]) 
 
 def test_who_lacks_less_than_is_left_of_others_goes_before_them() -> None:
     turns = PromptTurns()
-    book = turns.turn(turns.now, 1000, 1)
-    turns.computed(600, Counter([""]))
-    assert turns.turn(turns.now, 399, 1) < book < turns.turn(turns.now, 401, 1)
+    book = turns.turn(turns.now, 1000)
+    turns.computed(600, 1)
+    assert turns.turn(turns.now, 399) < book < turns.turn(turns.now, 401)
 
 
 def test_four_short_ones_that_are_always_there_have_what_five_have_of_equal_parts() -> None:
     turns, done = PromptTurns(), 0
-    book = turns.turn(turns.now, 1000, 1)
-    waiting = [turns.turn(turns.now, 10, 1)] * 4
+    book = turns.turn(turns.now, 1000)
+    waiting = [turns.turn(turns.now, 10)] * 4
     while min(waiting) < book:
         waiting.remove(min(waiting))
-        turns.computed(10, Counter({"": 5}))
+        turns.computed(10, 5)
         done += 10
-        waiting.append(turns.turn(turns.now, 10, 1))
+        waiting.append(turns.turn(turns.now, 10))
     assert done == pytest.approx(5 * 1000, rel=0.02)
 
 
 def test_tenants_have_equal_parts_however_many_prompts_each_has() -> None:
-    turns, there = PromptTurns(), Counter({"a": 30, "b": 1, "": 2})
-    turns.computed(40, there)
+    turns, there = PromptTurns(), Present()
+    for tenant in ["a"] * 30 + ["b", "", ""]:
+        there.add(tenant, 5)
+    turns.computed(40, there.parts)
     assert turns.now == 10
-    assert turns.turn(turns.now, 5, 31) == 165
-    turns.computed(40, Counter({"a": 1}))
-    assert turns.now == 50
+    assert turns.turn(turns.now, 5, there.beside("a")) == 10 + 31 * 5
+    assert turns.turn(turns.now, 5, there.beside("")) == 15
+    for _ in range(30):
+        there.remove("a", 5)
+    turns.computed(40, there.parts)
+    assert turns.now == 10 + 40 / 3
+
+
+def test_a_long_prompt_waits_for_what_others_of_its_tenant_lack_and_a_short_one_for_its_own_length_of_each() -> None:
+    turns = PromptTurns()
+    assert turns.turn(0, 1000, Beside(100, 100 * 8)) == 1800
+    assert turns.turn(0, 8, Beside(3, 3 * 1000)) == 32
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 50))))
+def test_who_is_there_is_what_came_and_did_not_go(prompts: list[tuple[str, int]]) -> None:
+    there = Present()
+    for number, (tenant, tokens) in enumerate(prompts):
+        there.add(tenant, tokens)
+        if number % 3 == 0:
+            there.remove(tenant, tokens)
+    left = [prompt for number, prompt in enumerate(prompts) if number % 3]
+    assert there.tenants == Present().with_more(left).tenants
+    assert there.parts == sum(not tenant for tenant, _ in left) + len({tenant for tenant, _ in left if tenant})
 
 
 # ---- engines ----
@@ -190,7 +213,7 @@ def test_who_sends_many_prompts_has_no_more_of_an_engine_than_who_sends_one_afte
     assert 6 <= sum(name.startswith("b") for name in found) <= 12, found
     rest = [name for name in ended(engine) if name.startswith("a")]
     assert rest == sorted(rest, key=lambda name: int(name[1:])), "of one tenant who came first"
-    assert not engine.resources.waiting.tenants
+    assert not engine.resources.waiting.present.tenants
 
 
 def test_what_is_given_up_while_it_waits_is_not_there_any_more() -> None:
@@ -198,11 +221,11 @@ def test_what_is_given_up_while_it_waits_is_not_there_any_more() -> None:
     for number in range(5):
         engine.add(request(f"{number}", book(50, first=number), 2, salt="a"))
     engine.step(None)
-    assert engine.resources.waiting.tenants["a"] > 1
+    assert engine.resources.waiting.present.beside("a").prompts > 1
     for number in range(5):
         engine.abort(f"{number}")
     engine.abort("0")
-    assert "a" not in engine.resources.waiting.tenants
+    assert "a" not in engine.resources.waiting.present.tenants
     assert ended(engine)[-2:] == ["words", "book"]
 
 

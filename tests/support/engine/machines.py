@@ -6,7 +6,6 @@ index is told the truth.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -28,6 +27,7 @@ from headwise.cache_controller.memories import HOST
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.cache_controller.stored_blocks import AUDIT_S
 from headwise.errors import EngineDiedError
+from headwise.prompt_turns import Present
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.protocol.batch import LAST_SAMPLED
@@ -234,7 +234,8 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def tenants_are_those_of_what_waits_for_its_turn(self) -> None:
         waiting = self.engine.resources.waiting
-        assert waiting.tenants == Counter(sequence.tenant for sequence in waiting._queue.items())
+        present = Present().with_more((each.tenant, each.lacking) for each in waiting._queue.items())
+        assert waiting.present.tenants == present.tenants
 
     @invariant()
     def tokens_are_right_so_far(self) -> None:
