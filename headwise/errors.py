@@ -24,6 +24,10 @@ class InvalidRequestError(HeadwiseError):
     """A request can never be served as it stands; nothing was started for it."""
 
 
+class NotAllowedError(HeadwiseError):
+    """The API key by which a call came is a tenant's, and the call an operator's."""
+
+
 class RequestAbortedError(HeadwiseError):
     """The request was cancelled before it finished."""
 

@@ -44,7 +44,9 @@ class PriorityQueue(Generic[T]):
             if order in self._waiting:
                 return self._waiting.pop(order)
 
-    def discard(self, order: Order) -> None:
-        """Remove an item; unknown ones are ignored."""
-        if self._waiting.pop(order, None) is not None and len(self._heap) > 2 * len(self._waiting) + 16:
+    def discard(self, order: Order) -> bool:
+        """Remove an item; whether there was one."""
+        is_there = self._waiting.pop(order, None) is not None
+        if is_there and len(self._heap) > 2 * len(self._waiting) + 16:
             self._heap = sorted(self._waiting)  # a sorted list is a heap
+        return is_there

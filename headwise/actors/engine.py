@@ -239,6 +239,7 @@ class Engine:
                 flusher=flusher,
                 epoch=epoch,
                 keys=keys.outer,
+                tenants=keys.tenants,
                 follower=self._follower,
                 on_died=self._on_died,
             ),

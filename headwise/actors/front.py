@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.keys import read_keys, server_secret
+from headwise.runtime.config.keys import ApiKey, read_keys, server_secret
+from headwise.runtime.protocol.tenants import ANY_PRIORITY, Tenant
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, public_key
 
 if TYPE_CHECKING:
@@ -66,11 +68,13 @@ class Keys:
     secret: engines report with it, and it is the token of the deployment's own clients
     curve:  secret key of all its servers; empty: nothing is encrypted
     users:  public keys of those who have its API keys
+    tenants: which of these are tenants'
     """
 
     secret: str = field(repr=False)
     curve: str = field(default="", repr=False)
     users: frozenset[str] = frozenset()
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
 
     @classmethod
     def generate(cls, config: EngineConfig) -> Keys:
@@ -78,8 +82,10 @@ class Keys:
         secret = secrets.token_hex(16)
         if not config.is_encrypted:
             return cls(secret)
-        tokens = read_keys(config.api_key, config.api_key_file)
-        return cls(secret, server_secret(config.server_key_file), frozenset(map(client_key, tokens)))
+        keys = read_keys(config.api_key, config.api_key_file)
+        tenants = {client_key(key): tenant for key, tenant in tenants_of(keys).items()}
+        users = frozenset(client_key(each.key) for each in keys)
+        return cls(secret, server_secret(config.server_key_file), users, tenants)
 
     @property
     def own(self) -> ClientKeys | None:
@@ -95,3 +101,12 @@ class Keys:
     def outer(self) -> ServerKeys | None:
         """Of a server for users, too."""
         return ServerKeys(self.curve, self.users | {client_key(self.secret)}) if self.curve else None
+
+
+def tenants_of(keys: Iterable[ApiKey]) -> dict[str, Tenant]:
+    """The tenants by those of these keys that are theirs; the others are operators'."""
+    return {
+        each.key: Tenant(each.tenant, ANY_PRIORITY if each.priority is None else each.priority)
+        for each in keys
+        if each.tenant
+    }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headwise import heap
 from headwise.actors.addresses import check_free, endpoint_to
 from headwise.actors.ending import Ending, die_when_told_to, leave_in_time
-from headwise.actors.front import About, Front
+from headwise.actors.front import About, Front, tenants_of
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.log_lines import show_log_lines
@@ -85,7 +85,8 @@ class HttpServerActor:
         client = self._client = Client(self._scheduler, keys=self._keys)
         self._closing.append(client.close)
         counts = RequestMetrics(self._name)
-        api_keys = ApiKeys(read_keys(config.api_key, config.api_key_file))
+        keys = read_keys(config.api_key, config.api_key_file)
+        api_keys = ApiKeys((each.key for each in keys), tenants_of(keys))
         options = AppOptions(
             config.model,
             api_keys,

@@ -112,6 +112,7 @@ class GlobalScheduler:
                 secret=self._keys.secret,
                 model=config.model,
                 keys=self._keys.outer,
+                tenants=self._keys.tenants,
                 replicas=config.first_replicas,
                 routing=_router_options(config, preprocessor),
                 max_queued=config.max_queued,

@@ -147,4 +147,5 @@ class Authenticator:
             and request[_CREDENTIALS] in self._clients
         )
         status = [b"200", b"OK"] if is_allowed else [b"400", b"not a client of this deployment"]
-        self._socket.send_multipart([_ZAP_VERSION, request[1], *status, b"", b""])
+        user = request[_CREDENTIALS].hex().encode() if is_allowed else b""  # goes with each message of the connection
+        self._socket.send_multipart([_ZAP_VERSION, request[1], *status, user, b""])

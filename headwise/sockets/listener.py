@@ -130,6 +130,7 @@ class Listener:
         self._clock = clock
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._peers: dict[Identity, _Connection] = {}
+        self._keys: dict[Identity, str] = {}
         self._ended: list[Identity] = []
         self._is_skipping = False
         self._count_at = clock()
@@ -230,10 +231,12 @@ class Listener:
             connection.was_read = True
 
     def _identify(self, identity: Identity, frame: zmq.Frame) -> _Connection | None:
-        """Find the connection over which a peer's first message came."""
+        """Find the connection over which a peer's first message came, and the key that it was made with."""
         import zmq
 
         self._take_events()
+        if self._authenticator is not None:
+            self._keys[identity] = str(frame.get("User-Id"))
         try:
             connection = self._connections.get(int(frame.get(zmq.SRCFD)))
         except (zmq.ZMQError, KeyError):  # within this process there are no descriptors
@@ -288,6 +291,10 @@ class Listener:
         """Whether this peer's connection is still open."""
         return identity in self._peers
 
+    def key_of(self, identity: Identity) -> str:
+        """The public key of a peer that has sent a message and is still connected; empty: it is in the clear."""
+        return self._keys.get(identity, "")
+
     def ended(self) -> list[Identity]:
         """The peers whose connections have ended since the last call."""
         ended, self._ended = self._ended, []
@@ -306,6 +313,7 @@ class Listener:
             known = self._connections.pop(fd, None)
             if known is not None and known.identity:
                 del self._peers[known.identity]
+                self._keys.pop(known.identity, None)
                 self._joiner.forget(known.identity)
                 self._ended.append(known.identity)
             if kind == zmq.EVENT_ACCEPTED:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headwise.runtime.batch.requests import RequestFile, RequestIndex
     from headwise.runtime.batch.run import BatchOptions, Summary
     from headwise.runtime.batch.server import Server
+    from headwise.runtime.config.keys import ApiKey
     from headwise.runtime.loader.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def _server(options: EngineOptions, url: str, key_file: str, address: str | None
     from headwise.runtime.config.keys import read_keys
 
     if url:
-        yield url, (read_keys("", key_file) or [""])[0]
+        yield url, _first(read_keys("", key_file))
         return
     from headwise.actors.addresses import free_ports
     from headwise.actors.deployment import cluster_of_this_job
@@ -124,7 +125,11 @@ def _server(options: EngineOptions, url: str, key_file: str, address: str | None
     http = config.http or free_ports(config.http_host)[0]
     config = replace(config, http=http, http_cert="", http_key="", standby=False)
     with start_deployment(config, address or cluster_of_this_job()) as deployment:
-        yield deployment.http_address, (read_keys(config.api_key, config.api_key_file) or [""])[0]
+        yield deployment.http_address, _first(read_keys(config.api_key, config.api_key_file))
+
+
+def _first(keys: list[ApiKey]) -> str:
+    return keys[0].key if keys else ""
 
 
 async def _run(

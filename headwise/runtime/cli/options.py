@@ -98,7 +98,7 @@ class Access:
             return None
         if not (self.server_key and self.client_key_file):
             raise ConfigError("--server-key and --client-key-file go together: give both, or none")
-        return ClientKeys(self.server_key, read_keys("", self.client_key_file)[0])
+        return ClientKeys(self.server_key, read_keys("", self.client_key_file)[0].key)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:

@@ -366,7 +366,7 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     retention = as_retention(options.pop("retain_s", 0), options.pop("retain_tokens", 0))
-    session, adapter = (as_string(name, options.pop(name, "")) for name in ("session", "adapter"))
+    session, adapter, tenant = (as_string(name, options.pop(name, "")) for name in ("session", "adapter", "tenant"))
     if messages is not None:
         messages = chat_of(messages, **{name: options.pop(name, None) for name in CHAT_OPTIONS})
     messages, files = take_images(messages, IMAGE_LIMITS)
@@ -376,7 +376,7 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
     check_one_sample(chosen)
     wire = chosen.to_wire()
     identity = cache_salt, session, items.extra_keys, adapter
-    route = Route(0, text, token_ids, plain, wire, priority, *identity, retention=retention)
+    route = Route(0, text, token_ids, plain, wire, priority, *identity, retention=retention, tenant=tenant)
     return route, items.embeds, files
 
 

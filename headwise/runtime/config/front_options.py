@@ -40,7 +40,11 @@ class FrontOptions:
         "A key that clients must have, over HTTP and ZeroMQ; others on the machine can read it in the command line.",
         is_secret=True,
     )
-    api_key_file: str = option("", "File of such keys, one a line; empty lines and those that begin with # are none.")
+    api_key_file: str = option(
+        "",
+        "File of such keys, one a line, and behind a key tenant=NAME and priority=N, where it is a tenant's; empty "
+        "lines and those that begin with # are none.",
+    )
     server_key_file: str = option(
         "",
         "File of the secret key by which clients over ZeroMQ know the deployment, made if it is not there; empty: a "

@@ -1,10 +1,11 @@
-"""Files of keys: those that users have, and the one by which they know the deployment."""
+"""Files of keys: those that users have, with what each may, and the one by which they know the deployment."""
 
 from __future__ import annotations
 
 import os
 import re
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headwise.errors import ConfigError
@@ -13,17 +14,54 @@ from headwise.sockets.curve import check_key, new_secret
 MAX_KEY_FILE_BYTES = 1 << 20
 _KEY = re.compile(r"[!-~]{8,512}")
 """Printable ASCII without spaces, as a header can bear."""
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PRIORITY = re.compile(r"-?[0-9]{1,9}")
 
 
-def read_keys(key: str, file: str) -> list[str]:
+@dataclass(frozen=True)
+class ApiKey:
+    """key:   itself
+    tenant:   who has it: its requests are this tenant's, and it may ask for nothing else; empty: an operator, who may
+              do anything
+    priority: the most urgent one that its requests have, of which lower ones go first; None: any
+    """
+
+    key: str = field(repr=False)
+    tenant: str = ""
+    priority: int | None = None
+
+
+def read_keys(key: str, file: str) -> list[ApiKey]:
     """The API keys: this one, and those of a file; either may be empty. Raises `ConfigError`, which names no key."""
-    keys = [key] if key else []
+    lines = [key] if key else []
     if file:
-        keys += _read_file(Path(file).expanduser())
-    for number, each in enumerate(keys, 1):
-        if not _KEY.fullmatch(each):
-            raise ConfigError(f"API key {number} must have 8 to 512 characters: letters, digits and signs, no spaces")
+        lines += _read_file(Path(file).expanduser())
+    keys = [_parse(number, line.split()) for number, line in enumerate(lines, 1)]
+    if len({each.key for each in keys}) < len(set(keys)):
+        raise ConfigError("an API key is given twice, and once as another tenant's or with another priority")
     return keys
+
+
+def _parse(number: int, line: list[str]) -> ApiKey:
+    """The key of one line, by its words, and what those behind it say."""
+    key, *words = line or [""]
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"API key {number} must have 8 to 512 characters: letters, digits and signs, no spaces")
+    tenant, priority = "", None
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == "tenant" and not tenant and _TENANT.fullmatch(value):
+            tenant = value
+        elif name == "priority" and priority is None and _PRIORITY.fullmatch(value):
+            priority = int(value)
+        else:
+            raise ConfigError(
+                f"API key {number}: behind a key come tenant=NAME (1 to 64 letters, digits, '.', '_' and '-') and "
+                "priority=N, each once"
+            )
+    if priority is not None and not tenant:
+        raise ConfigError(f"API key {number} has a priority and no tenant: an operator's requests may have any")
+    return ApiKey(key, tenant, priority)
 
 
 def _read_file(path: Path) -> list[str]:

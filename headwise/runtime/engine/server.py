@@ -47,6 +47,7 @@ from headwise.runtime.protocol.messages import (
     EmbedsWanted,
     EngineLoad,
     EngineStatus,
+    Failed,
     GetStats,
     Operate,
     Operated,
@@ -59,6 +60,7 @@ from headwise.runtime.protocol.messages import (
 )
 from headwise.runtime.protocol.request import FinishReason, OutputDelta
 from headwise.runtime.protocol.request_checks import check_request
+from headwise.runtime.protocol.tenants import NO_TENANTS, Tenants, as_sent
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys, secure_client
 from headwise.sockets.listener import Listener
@@ -111,6 +113,7 @@ class EngineServer:
     epoch:      of the cache that the first core starts with, and that the flusher has; higher with every new core
     send_queue: messages a client may leave unread before it is dropped
     keys:       only clients with these keys may connect, encrypted; None: all may
+    tenants:    whose keys are no operators', by their public keys
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
     loop_count: counts up for as long as the server's thread gets on
     peers:      other engines, for a core that has blocks to fetch from them; None: nobody tells of them
@@ -128,6 +131,7 @@ class EngineServer:
         epoch: int = 0,
         send_queue: int = 1000,
         keys: ServerKeys | None = None,
+        tenants: Tenants = NO_TENANTS,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
         follower: WeightsFollower | None = None,
         on_died: Callable[[EngineDiedError], None] = lambda error: None,
@@ -154,6 +158,7 @@ class EngineServer:
         self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
         self.peers = None if self._reports is None else self._open_peers(self._reports)
         self._flusher = flusher
+        self._tenants = tenants
         self._follower = follower
         self._epoch = epoch
         self._client_timeout_s = client_timeout_s
@@ -393,7 +398,8 @@ class EngineServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                self._take(identity, wire.decode(frames[0], *_MESSAGES))
+                message = wire.decode(frames[0], *_MESSAGES)
+                self._take(identity, as_sent(message, self._tenants.get(self._listener.key_of(identity))))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
@@ -416,6 +422,8 @@ class EngineServer:
             self._operate(identity, message)
         elif isinstance(message, (AskLease, LeaseEmbeds, RenewLease, EndLease, Offer)):
             self._lease(identity, message)
+        elif isinstance(message, Failed):
+            self._send(identity, message)
         else:
             if len(message.request_ids) > MAX_PING_REQUESTS:
                 raise wire.WireError(

@@ -85,9 +85,7 @@ class WaitingQueue:
         for source in (self.peer_loads, self.prefetcher, self.followers):
             if source is not None:
                 source.forget(sequence)
-        before = len(self._queue)
-        self._queue.discard(sequence.order)
-        if len(self._queue) < before:
+        if self._queue.discard(sequence.order):
             self.present.remove(sequence.tenant, sequence.lacking)
 
     # ---- what comes from elsewhere ----

@@ -1,4 +1,4 @@
-"""Sends waiting calls to engines, in order of priority, after asking the index who has their prefix."""
+"""Sends waiting calls to engines, by priority and by their turns, after asking the index who has their prefix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headwise.priority_queue import Order, PriorityQueue
+from headwise.prompt_turns import NONE_BESIDE, Beside, Present, PromptTurns
 from headwise.runtime.frontend.index_view import LOOKUP_TIMEOUT_S, IndexView
 from headwise.runtime.frontend.preprocessing_pool import PreparedRequest
 from headwise.runtime.frontend.routing import Matches, RoutedRequest, Router
@@ -16,25 +17,48 @@ from headwise.runtime.frontend.routing.base import TYPICAL_OUTPUT, Choice
 class PendingCall:
     """A client's request or prefix lookup that the scheduler has not answered yet.
 
-    order:       its place in the queue
+    rank:        what is lower is served first: its priority, and whether it is new
+    number:      who came first
+    owner:       whose it is (`GenerateRequest.owner`)
+    sender:      who has sent it: a tenant, or a connection
+    num_bytes:   of its text
     lost:        endpoint of the engine that lost the request; empty: it is new
     is_lookup:   the client only asks who holds the prefix; no engine is chosen
     prepared_at: when it was tokenised and hashed
     asked_at:    when the index was asked for its prefix
+    waits:       whether it is one of those that wait for an engine
+    came:        `PromptTurns.now` when it was queued
+    beside:      calls of its owner that waited then
+    lacking:     of its tokens, those that no engine has, as far as that is known
+    turn:        within its rank, see `PromptTurns`
     """
 
     identity: bytes
     key: int
     since: float
-    order: Order
+    rank: tuple[int, int]
+    number: int
+    owner: str = ""
+    sender: str = ""
+    num_bytes: int = 0
     session: str = ""
     lost: str = ""
     is_lookup: bool = False
     prepared: PreparedRequest | None = None
     prepared_at: float = 0.0
     asked_at: float = 0.0
+    waits: bool = False
+    came: float = 0.0
+    beside: Beside = NONE_BESIDE
+    lacking: int = 0
+    turn: float = 0.0
     is_told: bool = False
     is_over: bool = False
+
+    @property
+    def order(self) -> Order:
+        """Its place in the queue."""
+        return (*self.rank, self.turn, self.number)
 
 
 @dataclass(frozen=True)
@@ -59,10 +83,17 @@ class Dispatcher:
     The index is asked only when it is a call's turn, so that the answer is fresh. If the answer is late, a request is
     dispatched without it. A lookup waits for it, and the index is asked again when it comes back after a silence.
     Calls that are over are skipped. Does no I/O except through the index.
+
+    Where engines compute prompts by their turns, calls have them, too: what they lack is what no engine has of them. Of
+    those that have to wait the index is asked for that, once; until it answers, they lack everything.
     """
 
     def __init__(self, router: Router, index: IndexView, clock: Callable[[], float]) -> None:
         self._router, self._index, self._clock = router, index, clock
+        self._turns = PromptTurns() if router.options.fair_prompts else None
+        self._present = Present()  # those that wait for an engine, the index being asked about them or not
+        self._unknown: list[PendingCall] = []  # of which was not asked yet what they lack
+        self._estimating: dict[int, PendingCall] = {}  # of which it was, by the index's key, oldest first
         self._queue: PriorityQueue[PendingCall] = PriorityQueue()
         self._asking: dict[int, PendingCall] = {}  # requests that the index is asked about, by its key, oldest first
         self._looking_up: dict[int, PendingCall] = {}  # lookups that the index is asked about
@@ -91,22 +122,46 @@ class Dispatcher:
         """Queue a prepared call."""
         if call.is_lookup:
             self._to_look_up.append(call)
-        else:
-            self._queue.push(call.order, call)
+            return
+        assert call.prepared is not None
+        call.waits = True
+        if self._turns is not None:
+            call.came, call.beside = self._turns.now, self._present.beside(call.owner)
+            self._unknown.append(call)
+        self._push(call, call.prepared.num_tokens)
+
+    def _push(self, call: PendingCall, lacking: int) -> None:
+        """Queue a call that lacks so many tokens."""
+        call.lacking = lacking
+        if self._turns is not None:
+            call.turn = self._turns.turn(call.came, lacking, call.beside)
+        self._present.add(call.owner, lacking)
+        self._queue.push(call.order, call)
 
     def drop(self, call: PendingCall) -> None:
         """Remove a call that is over."""
         self._queue.discard(call.order)
+        self._is_through(call)
 
     def clear(self) -> list[PendingCall]:
         """Remove the waiting requests and return them."""
-        return [self._queue.pop() for _ in range(len(self._queue))]
+        calls = [self._queue.pop() for _ in range(len(self._queue))]
+        for call in calls:
+            self._is_through(call)
+        return calls
+
+    def _is_through(self, call: PendingCall) -> None:
+        """It does not wait for an engine any more."""
+        if call.waits:
+            call.waits = False
+            self._present.remove(call.owner, call.lacking)
 
     def dispatch(self) -> list[Dispatched | LookedUp]:
         """Take in the index's answers, and dispatch as many calls as engines have room for. Call it in every loop."""
         self._take_matches()
         self._serve_lookups()
         self._serve_queue()
+        self._ask_what_they_lack()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -125,6 +180,9 @@ class Dispatcher:
     def _take_matches(self) -> None:
         answers, is_back = self._index.poll()
         for answer in answers:
+            if (waiting := self._estimating.pop(answer.key, None)) is not None:
+                self._learn_what_it_lacks(waiting, answer.depths)
+                continue
             call = self._asking.pop(answer.key, None) or self._looking_up.pop(answer.key, None)
             if call is not None and not call.is_over:
                 self._resolve(call, answer.depths)
@@ -178,6 +236,27 @@ class Dispatcher:
         for call in passed_over:
             self._queue.push(call.order, call)
 
+    def _ask_what_they_lack(self) -> None:
+        """Ask the index of those that are new in the queue, for engines have no room for them now. An answer that comes
+        too late to be of use is none."""
+        since, calls, self._unknown = self._clock() - self._index.timeout_s, self._unknown, []
+        for key in [key for key, call in self._estimating.items() if call.prepared_at < since]:
+            del self._estimating[key]
+        if not self._router.uses_index or not self._router.num_engines:
+            return
+        for call in calls:
+            hashes = call.prepared.hashes if call.prepared is not None and call.waits and not call.asked_at else ()
+            if hashes and (asked := self._index.query(hashes)) is not None:
+                self._estimating[asked] = call
+
+    def _learn_what_it_lacks(self, call: PendingCall, matches: Matches) -> None:
+        """Give a call that waits the turn that it has by what the engine has of it that has most."""
+        assert call.prepared is not None
+        held = max((max(depths) for depths in matches.values()), default=0) * self._router.options.block_size
+        if held and self._queue.discard(call.order):
+            self._present.remove(call.owner, call.lacking)
+            self._push(call, max(1, call.prepared.num_tokens - held))
+
     def _reserve(self, call: PendingCall, matches: Matches | None) -> bool:
         """Reserve a place at an engine for a request; False if no engine can take it now."""
         assert call.prepared is not None
@@ -195,5 +274,8 @@ class Dispatcher:
         choice = self._router.select_and_reserve(routed, matches, self._clock())
         if choice is None:
             return False
+        if self._turns is not None:
+            self._turns.computed(call.lacking, self._present.parts)
+        self._is_through(call)
         self._outcomes.append(Dispatched(call, choice))
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,8 @@ class PendingCalls:
         self._dispatcher = Dispatcher(router, index, clock)
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[bytes, int], PendingCall] = {}
+        self._sent: Counter[str] = Counter()  # calls, by sender
+        self._text: Counter[str] = Counter()  # bytes of theirs that are not tokenised yet
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._counts = dict.fromkeys(("routed", "rerouted", "delayed", "refused", "withdrawn"), 0)
         self._started, self._alive_at = clock(), -math.inf
@@ -110,16 +113,17 @@ class PendingCalls:
 
     def route(self, identity: bytes, route: Route) -> None:
         """A client asks which engine to go to."""
-        call = self._new_call(identity, route.key, (route.priority, 1))
+        call = self._new_call(identity, route.key, (route.priority, 1), route.tenant, route.cache_salt)
         call.session = route.session
-        self._prepare_prompt(call, route, route.sampling, route.priority, route.retention)
+        self._prepare_prompt(call, route, route.sampling, route.priority, route.retention, route.tenant)
 
     def reroute(self, identity: bytes, reroute: Reroute) -> None:
         """The request was accepted before, so it goes before new ones, even where new ones are refused."""
-        call = self._new_call(identity, reroute.key, (reroute.request.priority, 0))
+        request = reroute.request
+        call = self._new_call(identity, reroute.key, (request.priority, 0), request.tenant, request.cache_salt)
         try:
-            check_request(reroute.request)
-            if reroute.request.embeds:
+            check_request(request)
+            if request.embeds:
                 raise InvalidRequestError("embeddings go to engines, with Submit, and not to the scheduler")
         except InvalidRequestError as error:
             self._fail(call, error)
@@ -127,7 +131,7 @@ class PendingCalls:
         if reroute.lost:
             self._router.suspect(reroute.lost, self._clock())
         call.lost = reroute.lost
-        self._prepare(call, lambda: self._prepared(reroute.request), 2 * self._max_queued)
+        self._prepare(call, lambda: self._prepared(request), 2 * self._max_queued)
 
     def find_prefix(self, identity: bytes, find: FindPrefix) -> None:
         """A client asks who has how much of a prompt."""
@@ -152,6 +156,7 @@ class PendingCalls:
         sampling: dict[str, Any],
         priority: int,
         retention: Retention | None = None,
+        tenant: str = "",
     ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
         chat, salt, adapter = asked.chat, asked.cache_salt, asked.adapter
@@ -161,44 +166,70 @@ class PendingCalls:
         ]
 
         def prepare() -> PreparedRequest:
-            return self._prepared(
-                self._preprocessor.prepare(
-                    prompt=prompt,
-                    messages=chat,
-                    sampling=sampling,
-                    priority=priority,
-                    cache_salt=salt,
-                    items=items,
-                    adapter=adapter,
-                    images=asked.images,
-                    retain_s=retention.seconds if retention else 0.0,
-                    retain_tokens=retention.tokens if retention else 0,
-                )
+            request = self._preprocessor.prepare(
+                prompt=prompt,
+                messages=chat,
+                sampling=sampling,
+                priority=priority,
+                cache_salt=salt,
+                items=items,
+                adapter=adapter,
+                images=asked.images,
             )
+            return self._prepared(replace(request, retention=retention, tenant=tenant))
 
         self._prepare(call, prepare, self._max_queued, prompt, chat)
 
     def _prepared(self, request: GenerateRequest) -> PreparedRequest:
         return PreparedRequest(request, self._preprocessor.hashes(request))
 
-    def _new_call(self, identity: bytes, key: int, rank: tuple[int, int]) -> PendingCall:
-        return PendingCall(identity, key, self._clock(), (*rank, next(self._numbers)))
+    def _new_call(
+        self, identity: bytes, key: int, rank: tuple[int, int], tenant: str = "", salt: str = ""
+    ) -> PendingCall:
+        sender = tenant or identity.hex()
+        return PendingCall(identity, key, self._clock(), rank, next(self._numbers), tenant or salt, sender)
 
     def _prepare(self, call: PendingCall, work: Work, limit: int, prompt: Any = None, messages: Any = None) -> None:
         if (call.identity, call.key) in self._calls:
             return  # the client did not know whether its first message arrived
-        if len(self._calls) >= limit:
-            self._fail(call, self._overloaded())
-            return
         try:
-            num_bytes = self._size(prompt, messages)
+            call.num_bytes = self._size(prompt, messages)
         except HeadwiseError as error:
             self._fail(call, error)
             return
-        if self._pool.submit(Job(call, work, num_bytes, lambda: not call.is_over)):
-            self._calls[call.identity, call.key] = call
-        else:
-            self._fail(call, OverloadedError("too much text waits to be tokenised already; try again later"))
+        if len(self._calls) >= limit and not self._make_room(call, self._sent, 1):
+            self._fail(call, self._overloaded())
+            return
+        job = Job(call, work, call.num_bytes, lambda: not call.is_over)
+        while not self._pool.submit(job):
+            if not self._make_room(call, self._text, call.num_bytes):
+                self._fail(call, OverloadedError("too much text waits to be tokenised already; try again later"))
+                return
+        self._calls[call.identity, call.key] = call
+        self._sent[call.sender] += 1
+        self._text[call.sender] += call.num_bytes
+
+    def _make_room(self, call: PendingCall, held: Counter[str], more: int) -> bool:
+        """Refuse the latest new call of the sender that has most here, if that is more than this call's sender would
+        have then; False: it is not. So nobody is refused because another one has filled the queue.
+
+        held: what is scarce, by sender; more: that this call needs of it
+        """
+        sender = max(held, key=lambda each: held[each], default="")
+        if held[sender] <= held[call.sender] + more:
+            return False
+        is_text = held is self._text
+        its = (each for each in self._calls.values() if each.sender == sender and each.rank[1])
+        latest = max((each for each in its if not (is_text and each.prepared)), key=_number, default=None)
+        if latest is None:
+            return False
+        self._close(latest)
+        self._fail(latest, self._overloaded())
+        return True
+
+    def _is_tokenised(self, call: PendingCall) -> None:
+        """It is, or it need not be any more."""
+        _take_from(self._text, call.sender, call.num_bytes)
 
     def _take_prepared(self, call: PendingCall, outcome: Outcome) -> None:
         if call.is_over:
@@ -207,6 +238,7 @@ class PendingCalls:
             self._close(call)
             self._fail(call, outcome)
             return
+        self._is_tokenised(call)
         call.prepared, call.prepared_at = outcome, self._clock()
         self._dispatcher.add(call)
 
@@ -265,7 +297,10 @@ class PendingCalls:
     def _close(self, call: PendingCall) -> None:
         """Forget a call, which needs no answer any more or gets it now."""
         call.is_over = True
-        self._calls.pop((call.identity, call.key), None)
+        if self._calls.pop((call.identity, call.key), None) is not None:
+            _take_from(self._sent, call.sender, 1)
+            if call.prepared is None:
+                self._is_tokenised(call)
         self._dispatcher.drop(call)
 
     def _fail(self, call: PendingCall, error: HeadwiseError) -> None:
@@ -328,3 +363,13 @@ class PendingCalls:
         for call in list(self._calls.values()):
             self._close(call)
             self._fail(call, error)
+
+
+def _number(call: PendingCall) -> int:
+    return call.number
+
+
+def _take_from(counts: Counter[str], name: str, count: int) -> None:
+    counts[name] -= count
+    if not counts[name]:
+        del counts[name]

@@ -47,8 +47,6 @@ class RequestPreprocessor(Protocol):
         items: Sequence[PromptItem],
         adapter: str,
         images: Sequence[PromptImage],
-        retain_s: float,
-        retain_tokens: int,
     ) -> GenerateRequest: ...
 
     def hashes(self, request: GenerateRequest) -> list[bytes]: ...

@@ -32,6 +32,7 @@ from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
     Engines,
     EngineStatus,
+    Failed,
     FindPrefix,
     GetEngines,
     GetStats,
@@ -46,6 +47,7 @@ from headwise.runtime.protocol.messages import (
     Withdraw,
     failure,
 )
+from headwise.runtime.protocol.tenants import NO_TENANTS, Tenants, as_sent
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys
 
@@ -62,6 +64,7 @@ class SchedulerServer:
 
     secret:     of the deployment; engines report with it
     keys:       only clients and engines with these keys may connect, encrypted; None: all may
+    tenants:    whose keys are no operators', by their public keys
     replicas:   engines of the deployment, until its owner tells by ``exchange``
     routing:    see `RouterOptions`
     max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
@@ -87,6 +90,7 @@ class SchedulerServer:
         secret: str,
         model: str,
         keys: ServerKeys | None = None,
+        tenants: Tenants = NO_TENANTS,
         replicas: int = 1,
         routing: RouterOptions | None = None,
         max_queued: int = 4096,
@@ -100,7 +104,7 @@ class SchedulerServer:
         instance: str = "",
         without_images: str = "images are not enabled here",
     ) -> None:
-        self._model = model
+        self._model, self._tenants = model, tenants
         self._router = Router(routing or RouterOptions())
         self._index = IndexView(store, index_timeout_s)
         self._clock = LivenessClock(clock)
@@ -214,7 +218,8 @@ class SchedulerServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                self._take(identity, wire.decode(frames[0], *self._handlers))
+                message = wire.decode(frames[0], *self._handlers)
+                self._take(identity, as_sent(message, self._tenants.get(self._listener.key_of(identity))))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
@@ -233,7 +238,10 @@ class SchedulerServer:
     # ---- messages ----
 
     def _take(self, identity: bytes, message: Any) -> None:
-        self._handlers[type(message)](identity, message)
+        if isinstance(message, Failed):
+            self._send(identity, message)
+        else:
+            self._handlers[type(message)](identity, message)
 
     def _take_ping(self, identity: bytes, ping: Ping) -> None:
         self._send(identity, Pong(self.instance))

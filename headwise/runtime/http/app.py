@@ -38,7 +38,7 @@ from headwise.runtime.http.deployment_metrics import DeploymentMetrics, Deployme
 from headwise.runtime.http.errors import MESSAGES, ApiError, invalid
 from headwise.runtime.http.form import Form
 from headwise.runtime.http.generation import Generation
-from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
+from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard, tenant_of
 from headwise.runtime.http.logprobs import AnswerLogprobs, HeldLogprobs, LogprobForms
 from headwise.runtime.http.message_bodies import (
     CountBody,
@@ -163,14 +163,18 @@ class _Api:
         return JSONResponse(self._model_card(name))
 
     async def _generation(
-        self, model: str | None, wanted: Wanted, form: Form, echoed: Sequence[str] = ()
+        self, request: Request, model: str | None, wanted: Wanted, form: Form, echoed: Sequence[str] = ()
     ) -> Generation:
         """What a request is answered by. model: that it asks for, which may be an adapter"""
-        adapter = {} if model in (None, self._model) else {"adapter": model}
+        options = dict(wanted.options)
+        if model not in (None, self._model):
+            options["adapter"] = model
+        if (tenant := tenant_of(request)) is not None:
+            options.update(tenant=tenant.name, priority=tenant.at_most(options.get("priority", 0)))
         messages = wanted.messages
         if has_files(messages):  # which are large: others' tokens need not wait for them
             messages = await asyncio.to_thread(_with_files, wanted)
-        wanted = replace(wanted, options={**wanted.options, **adapter}, messages=messages)
+        wanted = replace(wanted, options=options, messages=messages)
         return Generation(self._client, wanted, form, echoed, self.counts, self._held)
 
     async def chat(self, request: Request) -> Generation:
@@ -181,7 +185,7 @@ class _Api:
         logprobs = self._logprobs.chat if wanted.has_logprobs else None
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
         form = Chat(self._telling(body, wanted, logprobs), answers)
-        return await self._generation(body.model, wanted, form)
+        return await self._generation(request, body.model, wanted, form)
 
     def _telling(
         self, body: ChatBody | CompletionBody, wanted: Wanted, logprobs: Callable[[str], AnswerLogprobs] | None
@@ -198,7 +202,7 @@ class _Api:
         echoed = await self._echoed(wanted) if wanted.echo else ()
         form_of = self._logprobs.echoing_completion if wanted.echo else self._logprobs.completion
         form = Completion(self._telling(body, wanted, form_of if wanted.has_logprobs else None))
-        return await self._generation(body.model, wanted, form, echoed)
+        return await self._generation(request, body.model, wanted, form, echoed)
 
     async def responses(self, request: Request) -> Generation:
         body = parse(ResponseBody, await self._bodies.read(request))
@@ -208,7 +212,7 @@ class _Api:
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
         logprobs = self._logprobs.chat() if wanted.has_logprobs else None
         form = ResponseForm(body.model or self._model, body, answers, logprobs)
-        return await self._generation(body.model, wanted, form)
+        return await self._generation(request, body.model, wanted, form)
 
     async def messages(self, request: Request) -> Generation:
         body = parse(MessagesBody, await self._bodies.read(request))
@@ -217,7 +221,7 @@ class _Api:
         wanted = wanted_message(body, choice, self._parsers)
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
         form = MessageForm(body.model or self._model, body.max_tokens, answers)
-        return await self._generation(body.model, wanted, form)
+        return await self._generation(request, body.model, wanted, form)
 
     async def count_tokens(self, request: Request) -> Response:
         body = parse(CountBody, await self._bodies.read(request))

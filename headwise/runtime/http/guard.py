@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headwise.runtime.http.errors import ApiError
 from headwise.runtime.http.metrics import RequestMetrics
 from headwise.runtime.http.page import PATHS as PAGE_PATHS
+from headwise.runtime.protocol.tenants import NO_TENANTS, Tenant, Tenants
 
 log = logging.getLogger(__name__)
 
@@ -26,27 +27,44 @@ BODY_S = 60.0
 MAX_BODIES_BYTES = 256 << 20
 """Most bytes of bodies that a server holds at once."""
 
+_TENANT = "headwise.tenant"
+"""Where a request's scope has whose key it bears."""
 _OPEN = frozenset(("/health", "/ready", *PAGE_PATHS))
 """Paths that need no key: who probes has none, and the page asks for it."""
 
 
 class ApiKeys:
-    """The keys of which every request must bear one; none: anybody may ask. Keeps digests only."""
+    """The keys of which every request must bear one; none: anybody may ask. Keeps digests only.
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+    tenants: whose some of them are; the others are operators'
+    """
+
+    def __init__(self, keys: Iterable[str] = (), tenants: Tenants = NO_TENANTS) -> None:
+        self._digests = [(_digest(key.encode()), tenants.get(key)) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def accept(self, authorization: bytes | None) -> bool:
-        """Whether this header bears a key. Takes as long for any wrong one."""
-        if not self._digests:
-            return True
+    def bearer(self, authorization: bytes | None) -> Tenant | None:
+        """Whose key this header bears; None: an operator's, or none is wanted. Takes as long for any wrong one. Raises
+        `ApiError` for those."""
         scheme, _, key = (authorization or b"").partition(b" ")
         given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        matches = [hmac.compare_digest(given, digest) for digest, _ in self._digests]
+        if self._digests and not (scheme.lower() == b"bearer" and any(matches)):
+            raise ApiError(
+                401,
+                "this server wants an API key: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return next((who for (_, who), is_its in zip(self._digests, matches, strict=True) if is_its), None)
+
+
+def tenant_of(request: Request) -> Tenant | None:
+    """Whose key a request bears; None: no tenant's. It has passed the `Guard`."""
+    tenant: Tenant | None = request.scope[_TENANT]
+    return tenant
 
 
 class Guard:
@@ -103,13 +121,8 @@ class Guard:
                 "serve it with keys, or as insecure",
                 code="host_not_allowed",
             )
-        if scope["path"] not in _OPEN and not self._keys.accept(_bearing(dict(headers))):
-            raise ApiError(
-                401,
-                "this server wants an API key: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+        if scope["path"] not in _OPEN:
+            scope[_TENANT] = self._keys.bearer(_bearing(dict(headers)))
 
 
 class BodyReader:

@@ -64,7 +64,7 @@ class Route:
     extra_keys: of the prompt's multimodal items. Their embeddings go to the engine, with `Submit`
     adapter: its name; empty: none
     images: of a chat, in their order, as an encoder says them. Their embeddings go to the engine, too
-    retention: see `GenerateRequest`
+    retention, tenant: see `GenerateRequest`
     """
 
     key: int
@@ -79,6 +79,7 @@ class Route:
     adapter: str = ""
     images: tuple[PromptImage, ...] = ()
     retention: Retention | None = None
+    tenant: str = ""
 
 
 @register

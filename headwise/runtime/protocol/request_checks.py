@@ -8,6 +8,7 @@ from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 1024
+MAX_TENANT_CHARACTERS = 64
 
 
 def check_request(request: GenerateRequest) -> None:
@@ -41,6 +42,10 @@ def _check_identity(request: GenerateRequest) -> None:
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         raise InvalidRequestError(
             f"a cache_salt has {len(request.cache_salt)} characters; at most {MAX_SALT_CHARACTERS} are allowed"
+        )
+    if len(request.tenant) > MAX_TENANT_CHARACTERS:
+        raise InvalidRequestError(
+            f"a tenant's name has {len(request.tenant)} characters; at most {MAX_TENANT_CHARACTERS} are allowed"
         )
     if len(request.lora_id) > MAX_SALT_CHARACTERS:
         raise InvalidRequestError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -12,8 +12,11 @@ from support.engine.scripted_deployment import SECRET, Deployment
 from support.waiting import eventually
 
 from headwise.actors.front import Keys
-from headwise.errors import ConfigError, DeploymentError, EngineDiedError
+from headwise.errors import ConfigError, DeploymentError, EngineDiedError, NotAllowedError
 from headwise.runtime.client.client import Client
+from headwise.runtime.frontend.scaling import FleetState
+from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.tenants import Tenant
 from headwise.sockets.curve import ClientKeys, client_key, new_secret, public_key
 
 TOKENS = ("sk-alice-0001", "sk-bob-00002")
@@ -80,3 +83,101 @@ def test_the_deployment_s_own_clients_need_no_api_key(deployment: Deployment) ->
     with Client(deployment.address, keys=KEYS.own) as client:
         eventually(lambda: client.stats()["engines"])
         assert client.generate("abc", max_tokens=1).text == "0 "
+
+
+# ---- tenants ----
+
+TENANTS = {client_key("sk-carol-0003"): Tenant("carol"), client_key("sk-dave-00004"): Tenant("dave", 5)}
+OF_TENANTS = replace(KEYS, users=KEYS.users | set(TENANTS), tenants=TENANTS)
+
+
+@pytest.fixture(scope="module")
+def shared_core() -> ScriptedCore:
+    return ScriptedCore()
+
+
+@pytest.fixture(scope="module")
+def shared(shared_core: ScriptedCore) -> Iterator[Deployment]:
+    deployment = Deployment(keys=OF_TENANTS)
+    deployment.add_engine(shared_core)
+    yield deployment
+    deployment.close()
+
+
+def seen(shared: Deployment, core: ScriptedCore, keys: ClientKeys | None, **said: object) -> GenerateRequest:
+    """A request of who has these keys, as the engine has it."""
+    core.gate.clear()
+    with Client(shared.address, keys=keys) as client:
+        stream = client.stream("abc", max_tokens=2, **said)
+        eventually(lambda: core.live)
+        ((request, _),) = core.live.values()
+        core.gate.set()
+        assert "".join(delta.text for delta in stream) == "0 1 "
+    return request
+
+
+@pytest.mark.parametrize(
+    ("token", "said", "tenant", "priority"),
+    [
+        ("sk-carol-0003", {}, "carol", 0),
+        ("sk-carol-0003", {"priority": -7}, "carol", -7),
+        ("sk-carol-0003", {"tenant": "dave"}, "carol", 0),
+        ("sk-dave-00004", {}, "dave", 5),
+        ("sk-dave-00004", {"priority": -7}, "dave", 5),
+        ("sk-dave-00004", {"priority": 9}, "dave", 9),
+        (TOKENS[0], {"priority": -7}, "", -7),
+        (TOKENS[0], {"tenant": "dave"}, "dave", 0),
+    ],
+)
+def test_a_request_is_that_tenant_s_whose_key_it_comes_by(
+    shared: Deployment, shared_core: ScriptedCore, token: str, said: dict[str, object], tenant: str, priority: int
+) -> None:
+    request = seen(shared, shared_core, ClientKeys(SERVER, token), **said)
+    assert (request.tenant, request.priority) == (tenant, priority)
+
+
+def test_who_goes_straight_to_an_engine_is_the_tenant_there_too(shared: Deployment, shared_core: ScriptedCore) -> None:
+    """A client that changes its ticket: the engine looks at the key, not at what the request says."""
+    import zmq
+
+    from headwise.runtime.protocol import wire
+    from headwise.runtime.protocol.messages import Outputs, Submit
+    from headwise.runtime.protocol.request import SamplingParams, as_token_ids
+    from headwise.sockets.context import close_context, open_context
+    from headwise.sockets.curve import secure_client
+
+    context = open_context()
+    socket = context.socket(zmq.DEALER)
+    secure_client(socket, ClientKeys(SERVER, "sk-dave-00004"))
+    socket.connect(shared.servers[0].endpoint)
+    request = GenerateRequest("forged", as_token_ids([1]), SamplingParams(max_tokens=1), priority=-9, tenant="carol")
+    shared_core.gate.clear()
+    socket.send(wire.encode(Submit(1, request)))
+    eventually(lambda: shared_core.live)
+    ((came, _),) = shared_core.live.values()
+    shared_core.gate.set()
+    assert socket.poll(10_000)
+    assert isinstance(wire.decode(socket.recv()), Outputs)
+    close_context(context)
+    assert (came.tenant, came.priority) == ("dave", 5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.sleep(),
+        lambda client: client.reset_cache(),
+        lambda client: client.scale(0),
+        lambda client: client.update_weights("/nowhere"),
+    ],
+    ids=["sleep", "reset_cache", "scale", "update_weights"],
+)
+def test_tenants_do_not_operate_the_deployment(
+    shared: Deployment, shared_core: ScriptedCore, call: Callable[[Client], object]
+) -> None:
+    with Client(shared.address, keys=ClientKeys(SERVER, "sk-carol-0003")) as client:
+        with pytest.raises(NotAllowedError, match=r"this API key is tenant carol's, and .* is for those of operators"):
+            call(client)
+        assert client.generate("abc", max_tokens=1).text == "0 "
+    assert not shared_core.operations
+    assert shared.exchange.swap(FleetState(1, "")).wish is None

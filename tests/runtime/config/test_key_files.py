@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import ConfigError
-from headwise.runtime.config.keys import read_keys, server_secret
+from headwise.runtime.config.keys import ApiKey, read_keys, server_secret
 
 KEY = "sk-0123456789"
 
@@ -15,13 +15,39 @@ KEY = "sk-0123456789"
 def test_keys_come_from_the_flag_and_from_lines_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# whose this is\nsk-first-0001\n\n  sk-second-002  \r\n")
-    assert read_keys(KEY, str(file)) == [KEY, "sk-first-0001", "sk-second-002"]
+    assert read_keys(KEY, str(file)) == [ApiKey(KEY), ApiKey("sk-first-0001"), ApiKey("sk-second-002")]
     assert read_keys("", "") == []
+
+
+def test_behind_a_key_stands_whose_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-first-0001 tenant=a\nsk-second-002\tpriority=5  tenant=team_b.2\nsk-first-0001 tenant=a\n")
+    first, second, again = read_keys("", str(file))
+    assert (first, second) == (ApiKey("sk-first-0001", "a"), ApiKey("sk-second-002", "team_b.2", 5))
+    assert again == first
+    assert "sk-first" not in repr(first)
+
+
+BEHIND = "API key 1: behind a key come tenant=NAME .* and priority=N, each once"
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("", "has no key"), ("# only a comment\n", "has no key"), ("short\n", "API key 1"), ("two words\n", "API key 1")],
+    [
+        ("", "has no key"),
+        ("# only a comment\n", "has no key"),
+        ("short\n", "API key 1"),
+        ("two words\n", "API key 1"),
+        ("sk-first-0001 words", BEHIND),
+        ("sk-first-0001 tenant=", BEHIND),
+        ("sk-first-0001 tenant=a/b", BEHIND),
+        ("sk-first-0001 tenant=a tenant=b", BEHIND),
+        ("sk-first-0001 tenant=a priority=high", BEHIND),
+        (f"sk-first-0001 tenant={'a' * 65}", BEHIND),
+        ("sk-first-0001 priority=1", "API key 1 has a priority and no tenant"),
+        ("sk-first-0001 tenant=a\nsk-first-0001 tenant=b", "given twice, and once as another tenant's"),
+        ("sk-first-0001 tenant=a\nsk-first-0001", "given twice, and once as another tenant's"),
+    ],
 )
 def test_files_without_usable_keys_are_told_and_their_text_is_not(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "keys"
@@ -29,6 +55,11 @@ def test_files_without_usable_keys_are_told_and_their_text_is_not(tmp_path: Path
     with pytest.raises(ConfigError, match=told) as error:
         read_keys("", str(file))
     assert not text.strip() or text.strip() not in str(error.value)
+
+
+def test_a_flag_of_spaces_is_no_key() -> None:
+    with pytest.raises(ConfigError, match="API key 1 must have 8 to 512 characters"):
+        read_keys("  ", "")
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:

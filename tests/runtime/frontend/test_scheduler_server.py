@@ -77,8 +77,6 @@ class ScriptedPreprocessor:
         items: Any,
         adapter: str,
         images: Any,
-        retain_s: float,
-        retain_tokens: int,
     ) -> GenerateRequest:
         if not prompt:
             raise InvalidRequestError("the prompt is empty")
@@ -438,6 +436,123 @@ def test_what_no_engine_can_take_waits_and_goes_by_priority_then_arrival(make: M
     assert order == [3, 1, 2, 4]
 
 
+def in_the_order_in_which_they_go(
+    deployment: Deployment, client: Peer, texts: dict[int, str], **said: Any
+) -> list[int]:
+    """The keys of these calls, which wait until an engine has room for one of them after the other."""
+    deployment.report("a", waiting=1)
+    for count, (key, text) in enumerate(texts.items(), 1):
+        client.send(route(key, text, **{name: value.get(key, "") for name, value in said.items()}))
+        eventually(lambda count=count: client.stats()["scheduler"]["queued"] == count)
+    order: list[int] = []
+    while len(order) < len(texts):
+        deployment.report("a", waiting=0, received=tuple(texts[key] for key in order))
+        order.append(client.receive().key)
+        assert client.hears_nothing()
+    return order
+
+
+@pytest.mark.parametrize("is_fair", [True, False])
+def test_what_waits_has_its_turn_where_prompts_have(make: Make, is_fair: bool) -> None:
+    deployment = make(routing={"engine_queue": 1, "fair_prompts": is_fair})
+    texts = {1: "1" * 40, 2: "2" * 30, 3: "3" * 10, 4: "4" * 35}
+    order = in_the_order_in_which_they_go(deployment, deployment.peer(), texts)
+    assert order == ([3, 2, 4, 1] if is_fair else [1, 2, 3, 4])
+
+
+def test_who_sends_many_requests_has_others_go_between_while_they_wait(make: Make) -> None:
+    deployment = make(routing={"engine_queue": 1, "fair_prompts": True})
+    texts = {key: f"{key:<8}" for key in range(1, 13)}
+    salts = {**dict.fromkeys(range(1, 11), "many"), 11: "few", 12: "few"}
+    order = in_the_order_in_which_they_go(deployment, deployment.peer(), texts, cache_salt=salts)
+    assert [key for key in order if key < 11] == list(range(1, 11))
+    assert order.index(11) <= 2
+    assert order.index(12) <= 4
+
+
+def test_who_is_on_behalf_of_a_tenant_is_the_tenant_whatever_salts_it_has(make: Make) -> None:
+    deployment = make(routing={"engine_queue": 1, "fair_prompts": True})
+    texts = {key: f"{key:<8}" for key in range(1, 13)}
+    salts = {key: f"salt {key}" for key in texts}
+    tenants = {**dict.fromkeys(range(1, 12), "many"), 12: "one"}
+    order = in_the_order_in_which_they_go(deployment, deployment.peer(), texts, cache_salt=salts, tenant=tenants)
+    assert order.index(12) <= 1
+
+
+def test_what_an_engine_has_of_a_prompt_that_waits_does_not_count(make: Make) -> None:
+    deployment = make(store=StoreStandIn(), routing={"engine_queue": 1, "fair_prompts": True})
+    client = deployment.peer()
+    index_answers(client)
+    store = deployment.store
+    deployment.report("a", waiting=1)
+    client.send(route(1, "1" * 24))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 1)
+    store.depths = {"b": (0, 0, 0), "a": (2, 9, 9)}
+    client.send(route(2, "2" * 40))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 2)
+    eventually(lambda: not store.answers)
+    assert len(store.queries) == 2
+    assert client.hears_nothing()
+    deployment.report("a", waiting=0)
+    assert client.receive().key == 2
+    deployment.report("a", waiting=0, received=("2" * 40,))
+    assert client.receive().key == 1
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_s_place(make: Make) -> None:
+    deployment = make(store=StoreStandIn(), routing={"engine_queue": 1, "fair_prompts": True})
+    client = deployment.peer()
+    index_answers(client)
+    deployment.store.is_late = True
+    assert in_the_order_in_which_they_go(deployment, client, {1: "1" * 40, 2: "2" * 8}) == [2, 1]
+    assert client.stats()["scheduler"]["pending"] == 0
+
+
+def test_a_full_queue_refuses_who_has_most_in_it(make: Make) -> None:
+    deployment = make(max_queued=4)
+    deployment.report("a", waiting=2)
+    many, few = deployment.peer(), deployment.peer()
+    for key in range(1, 5):
+        many.send(route(key, f"prompt {key}"))
+    eventually(lambda: few.stats()["scheduler"]["queued"] == 4)
+    few.send(route(5, "mine"))
+    refused = many.receive()
+    assert (refused.key, refused.error) == (4, "OverloadedError")
+    assert few.hears_nothing()
+    refused = many.ask(route(6, "one too many"))
+    assert (refused.key, refused.error) == (6, "OverloadedError")
+    few.send(route(7, "mine, too"))  # then each has two
+    assert many.receive().key == 3
+    assert few.ask(route(8, "one too many")).key == 8
+    stats = few.stats()["scheduler"]
+    assert (stats["pending"], stats["refused"]) == (4, 4)
+
+
+def test_a_full_queue_counts_a_tenant_s_requests_by_whatever_connection_they_come(make: Make) -> None:
+    deployment = make(max_queued=3)
+    deployment.report("a", waiting=2)
+    server, other = deployment.peer(), deployment.peer()
+    for key, tenant in enumerate(("a", "b", "a"), 1):
+        server.send(route(key, f"prompt {key}", tenant=tenant))
+    eventually(lambda: server.stats()["scheduler"]["queued"] == 3)
+    assert other.ask(route(4, "one too many", tenant="a")).error == "OverloadedError"
+    other.send(route(5, "for another one", tenant="c"))
+    assert server.receive().key == 3
+    assert other.hears_nothing()
+
+
+def test_what_was_accepted_before_is_not_refused_for_others(make: Make) -> None:
+    deployment = make(max_queued=2)
+    deployment.report("a", waiting=2)
+    many, few = deployment.peer(), deployment.peer()
+    for key in (1, 2):
+        request = GenerateRequest(f"r{key}", as_token_ids([1, 2, 3]), SamplingParams(max_tokens=9))
+        many.send(Reroute(key, request, ""))
+    eventually(lambda: few.stats()["scheduler"]["queued"] == 2)
+    assert few.ask(route(3, "new")).error == "OverloadedError"
+    assert many.hears_nothing()
+
+
 def test_a_full_queue_refuses_with_numbers(make: Make) -> None:
     deployment = make(max_queued=2)
     deployment.report("a", "b", waiting=2)
@@ -579,6 +694,25 @@ def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(make: Make)
     assert isinstance(client.ask(route(3, "1" * 30)), Ticket)
     assert preprocessor.prepared == ["1" * 8]
     assert client.stats()["scheduler"]["pending"] == 0
+
+
+def test_too_much_text_of_one_client_keeps_nobody_else_s_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "MAX_WAITING_BYTES", 20)
+    preprocessor = BusyPreprocessor()
+    deployment = make(preprocessor=preprocessor, tokenizers=1, routing={"engine_queue": 9})
+    deployment.report("a")
+    hog, client = deployment.peer(), deployment.peer()
+    hog.send(route(1, "long one"))
+    eventually(lambda: preprocessor.prepared == ["long one"])
+    for key in (2, 3):
+        hog.send(route(key, f"{key} waits 10"))
+    assert hog.hears_nothing()
+    client.send(route(4, "another's"))
+    refused = hog.receive()
+    assert (refused.key, refused.error) == (3, "OverloadedError")
+    preprocessor.may_go_on.set()
+    assert client.receive().key == 4
+    assert sorted(hog.receive().key for _ in range(2)) == [1, 2]
 
 
 def test_too_much_text_at_once_is_refused_until_some_is_tokenised(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

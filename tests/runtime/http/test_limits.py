@@ -23,6 +23,7 @@ from support.waiting import eventually
 from headwise.runtime.http import connections, generation, guard
 from headwise.runtime.http.bodies import ChatBody, DetokenizeBody, TokenizeBody
 from headwise.runtime.http.guard import MAX_HEAD_BYTES, ApiKeys
+from headwise.runtime.protocol.tenants import Tenant
 from headwise.sockets import connection_limit
 
 KEY, OTHER = "sk-of-one-user", "sk-of-another"
@@ -116,6 +117,33 @@ def test_without_a_key_nothing_is_told_but_that_it_is_wanted(
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert KEY not in response.text
     assert KEY not in caplog.text
+
+
+def test_a_request_is_that_tenant_s_whose_key_it_bears(deployment: Deployment, core: ScriptedCore) -> None:
+    keys = ApiKeys([KEY, OTHER], {OTHER: Tenant("team-b", 3)})
+    with serving(deployment, keys=keys) as served:
+        for key, said, expected in (
+            (OTHER, {}, ("team-b", 3)),
+            (OTHER, {"priority": -5}, ("team-b", 3)),
+            (OTHER, {"priority": 9, "cache_salt": "x"}, ("team-b", 9)),
+            (KEY, {"priority": -5}, ("", -5)),
+        ):
+            core.gate.clear()
+            bearer = {"authorization": f"Bearer {key}"}
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(served.http.post, "/v1/completions", json={"prompt": "a", **said}, headers=bearer)
+                eventually(lambda: core.live)
+                ((request, _),) = core.live.values()
+                core.gate.set()
+                assert answer.result().status_code == 200
+            assert (request.tenant, request.priority) == expected
+
+
+def test_nobody_may_say_whose_a_request_is(locked: Served) -> None:
+    bearer = {"authorization": f"Bearer {KEY}"}
+    response = locked.http.post("/v1/completions", json={"prompt": "a", "tenant": "another"}, headers=bearer)
+    assert response.status_code == 400
+    assert "tenant" in response.json()["error"]["message"]
 
 
 def test_probes_need_no_key(locked: Served) -> None:

@@ -19,7 +19,7 @@ from headwise.runtime.frontend.scaling import Exchange
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol.images import ImagePlaces, with_images
 from headwise.runtime.protocol.prompt_items import placed
-from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_retention, as_token_ids
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
 
 SECRET = "of-this-deployment"
 
@@ -40,8 +40,6 @@ class ScriptedPreprocessor:
         items: Any,
         adapter: str,
         images: Any,
-        retain_s: float,
-        retain_tokens: int,
     ) -> GenerateRequest:
         if images:
             places = ImagePlaces(0, 2)
@@ -53,8 +51,7 @@ class ScriptedPreprocessor:
             raise InvalidRequestError("the prompt is empty")
         params = SamplingParams.from_wire(sampling)
         name, keys = f"r-{time.monotonic_ns()}-{threading.get_ident()}", placed(items, len(tokens)).extra_keys
-        kept = as_retention(retain_s, retain_tokens)
-        return GenerateRequest(name, tokens, params, priority, cache_salt, adapter, extra_keys=keys, retention=kept)
+        return GenerateRequest(name, tokens, params, priority, cache_salt, adapter, extra_keys=keys)
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
         return []
@@ -79,6 +76,7 @@ class Deployment:
             secret=self.keys.secret,
             model="scripted",
             keys=self.keys.outer,
+            tenants=self.keys.tenants,
             replicas=replicas,
             exchange=self.exchange,
             without_images=without_images,
@@ -92,7 +90,7 @@ class Deployment:
         reporting = Reporting(
             f"tcp://{self.address}", self.keys.secret, f"engine-{len(self.servers)}", keys=self.keys.own
         )
-        options = {"keys": self.keys.outer, **options}
+        options = {"keys": self.keys.outer, "tenants": self.keys.tenants, **options}
         server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, on_died=self.died.append, **options)
         if core is not None:
             server.attach(core)
