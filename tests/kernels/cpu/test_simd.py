@@ -35,9 +35,13 @@ def test_pairs_of_bfloat16_are_multiplied_as_they_are_where_that_is_not_the_slow
     assert _compiled_for(cpu, features) == Isa(avx2=True, avx512f=True, avx512bw=True, avx512bf16=pairs, f16c=True)
 
 
+@pytest.mark.parametrize("cpu", ["emeraldrapids", "graniterapids", "rocketlake"])
 @pytest.mark.parametrize("granted", [True, False])
-def test_tiles_are_taken_where_this_process_may(granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_taken_where_this_process_may_and_pairs_then_not_whatever_the_cpu_is_called(
+    cpu: str, granted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(amx, "is_granted", lambda: granted)
     features = dict.fromkeys(("avx512f", "avx512bf16", "amx-tile", "amx-bf16"), True)
-    assert _compiled_for("emeraldrapids", features).amx is granted
+    assert _compiled_for(cpu, features).amx is granted
+    assert not _compiled_for(cpu, features).avx512bf16
     assert not _compiled_for("cooperlake", {**features, "amx-bf16": False}).amx
