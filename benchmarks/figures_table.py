@@ -129,6 +129,14 @@ def _prompt_order(f: Figures) -> str:
     return f"{'; '.join(told)} (90th percentiles of the short ones {shown}; {sizes})"
 
 
+def _tenants(f: Figures) -> str:
+    others = [f[key] for key in ("over_together", "over_vllm") if key in f]  # what was measured
+    told = [f"{', '.join(f'{ratio:.2f}' for ratio in over['ttft'])}" for over in others]
+    crowd = ", ".join(f"{over['crowd']:.2f}" for over in others)
+    load, seconds = f["load"], ", ".join(f"{times[0]:.1f} s" for times in f["ttft_s"].values())
+    return f"{'; '.join(told)}; {crowd} (medians {seconds}; {load['crowd']} of {load['length']} tokens at once)"
+
+
 def _pipeline(f: Figures) -> str:
     over_others = [f[key] for key in ("over_tensors", "over_vllm", "vllm_over_one") if key in f]  # what was measured
     return "; ".join(
@@ -242,6 +250,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "Short prompts that come while long ones are computed: median and 90th percentile of TTFT over those in "
             "the order of arrival, and over vLLM's; those of the long ones",
             _prompt_order,
+        ),
+    ),
+    "tenants": (
+        Row(
+            "A prompt now and then beside a crowd of another tenant's: median and 90th percentile of TTFT over those "
+            "where tenants are not told apart, and over vLLM's; until the crowd is answered",
+            _tenants,
         ),
     ),
     "retention": (
@@ -457,6 +472,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "joint_reads",
         "peers_shared",
         "prompt_order",
+        "tenants",
         "retention",
         "new_weights",
         "batch",

@@ -1,15 +1,15 @@
 """One tenant sends a crowd of prompts at once, and another one asks now and then: how long the second one waits.
 
-All prompts are as long, and none is cached. A deployment of one engine, on this CPU, whose clients have API keys:
-once keys of two tenants (`apart`), once one of an operator's for all of them (`together`), in turns. The crowd is more
-than an engine takes (`engine_queue`), so that most of it waits in the scheduler. vLLM, which knows of no tenants, gets
-the same tokens at the same times; it comes with `make peers`, and is left out where it is missing. SmolLM2 in bfloat16.
+All prompts are as long, and none is cached. A deployment of one engine, on this CPU, is told whose requests are whose
+(`apart`), as an HTTP server tells it by API keys, or is not (`together`), in turns. The crowd is more than an engine
+takes (`engine_queue`), so that most of it waits in the scheduler. vLLM, which knows of no tenants, gets the same tokens
+at the same times; it comes with `make peers`, and is left out where it is missing. SmolLM2 in bfloat16.
 
     python benchmarks/tenants.py [--quick] [--rounds 3]
 
 The last line is JSON: `ttft_s`, median and 90th percentile of the seconds to a first token of those who ask now and
 then, medians over the rounds; `crowd_s`, seconds until all of the crowd is answered; `over_together` and `over_vllm`,
-those where tenants have keys of their own over the others' (`ttft`, `crowd`), medians of the rounds' ratios.
+those where tenants are told apart over the others' (`ttft`, `crowd`), medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,11 +35,10 @@ from smoke import deployed, lightly
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
 from headwise.runtime.cli.terminal import progress
-from headwise.sockets.curve import ClientKeys
 
 MODEL = "smollm2-135m"
 APART, TOGETHER, VLLM = "apart", "together", "vllm_bf16"
-CROWD, GUEST, OPERATOR = "sk-of-the-crowd", "sk-of-the-guest", "sk-of-an-operator"
+TENANTS = {APART: ("crowd", "guest"), TOGETHER: ("", "")}
 PERCENTS = (50, 90)
 
 
@@ -87,33 +85,21 @@ class Round:
 # ---- who is asked ----
 
 
-@contextmanager
-def clients(deployment: Deployment) -> Iterator[dict[str, tuple[Client, Client]]]:
-    """The crowd's client and the guests', by how they ask."""
-    keys = deployment.client_keys
-    assert keys is not None
-    with ExitStack() as stack:
-
-        def client(token: str) -> Client:
-            return stack.enter_context(Client(deployment.client_address, keys=ClientKeys(keys.server, token)))
-
-        yield {APART: (client(CROWD), client(GUEST)), TOGETHER: (client(OPERATOR), client(OPERATOR))}
-
-
-def ask_clients(of_crowd: Client, of_guests: Client, load: Load, round_: int, which: int) -> Round:
+def ask_deployment(client: Client, tenants: tuple[str, str], load: Load, round_: int, which: int) -> Round:
+    """tenants: the crowd's name, and the guests'"""
     crowd, guests = load.prompts(round_, which)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=load.answer)
     began, ended = time.perf_counter(), list[float]()
 
     def answer_all() -> None:
-        of_crowd.generate(crowd, sampling)
+        client.generate(crowd, sampling, tenant=tenants[0])
         ended.append(time.perf_counter() - began)
 
     firsts: list[float] = [0.0] * len(guests)
 
     def answer(number: int) -> None:
         sent = time.perf_counter()
-        of_guests.generate(guests[number], replace(sampling, max_tokens=1))
+        client.generate(guests[number], replace(sampling, max_tokens=1), tenant=tenants[1])
         firsts[number] = time.perf_counter() - sent
 
     asking = [threading.Thread(target=answer_all)]
@@ -151,8 +137,8 @@ def show(ttft_s: Mapping[str, list[float]], crowd_s: Mapping[str, float]) -> Non
         print(f"{name:>12}" + "".join(f"{each:>20.3f}" for each in times) + f"{crowd_s[name]:>10.1f}")
 
 
-def main(arguments: Sequence[str] | None = None, ray: str | None = None) -> None:
-    """ray: address of the Ray cluster to use; None: a local one is started"""
+def main(arguments: Sequence[str] | None = None, running: Deployment | None = None) -> None:
+    """running: what is asked in place of a deployment of its own"""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, help="of the environment with vLLM")
@@ -162,26 +148,22 @@ def main(arguments: Sequence[str] | None = None, ray: str | None = None) -> None
     with progress() as bar:
         files = find_model(MODEL, bar)
     specs = specs_of_peers(args.peers_python, () if args.quick else (VLLM,), files, 1024, slots=16)
-    found: dict[str, list[Round]] = {name: [] for name in (APART, TOGETHER, *specs)}
+    found: dict[str, list[Round]] = {name: [] for name in (*TENANTS, *specs)}
+    config = EngineConfig(model=MODEL, port=0, dtype="bfloat16", max_model_len=1024, kv_cache="1GiB")
+    if args.quick:
+        config = replace(lightly(config), kv_cache="64MiB", engine_queue=2)
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (directory / "keys").write_text(f"{OPERATOR}\n{CROWD} tenant=crowd\n{GUEST} tenant=guest\n")
-        keys = str(directory / "keys")
-        config = EngineConfig(
-            model=MODEL, port=0, dtype="bfloat16", max_model_len=1024, kv_cache="1GiB", api_key_file=keys
-        )
-        if args.quick:
-            config = replace(lightly(config), kv_cache="64MiB", engine_queue=2)
-        running = stack.enter_context(started(specs))
-        asked = stack.enter_context(clients(stack.enter_context(deployed(config, ray))))
-        for round_ in range(-1, rounds):  # the first one is not counted: kernels and memory are not there yet
+        peers = stack.enter_context(started(specs))
+        deployment = stack.enter_context(deployed(config, None, running))
+        client = stack.enter_context(Client(deployment.client_address))
+        for round_ in range(rounds + 1):  # the first one is not counted: kernels and memory are not there yet
             for which, name in enumerate(found):
-                if name in asked:
-                    its = ask_clients(*asked[name], load, round_, which)
+                if name in TENANTS:
+                    its = ask_deployment(client, TENANTS[name], load, round_, which)
                 else:
-                    its = ask_runtime(running[name], load, round_, which)
-                tell(f"round {round_ + 1} of {rounds}: {name}")
-                if round_ >= 0:
+                    its = ask_runtime(peers[name], load, round_, which)
+                tell(f"round {round_} of {rounds}: {name}")
+                if round_:
                     found[name].append(its)
     ttft_s = {name: np.median([its.ttft for its in all_], axis=0).tolist() for name, all_ in found.items()}
     crowd_s = {name: statistics.median(its.crowd for its in all_) for name, all_ in found.items()}

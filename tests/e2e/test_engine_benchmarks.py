@@ -251,6 +251,14 @@ def test_what_the_order_of_a_file_saves_is_measured(running: Deployment, capsys:
 
 
 @pytest.mark.ray
+def test_a_tenant_beside_a_crowd_is_measured(running: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("tenants", capsys, running=running)
+    assert list(found["ttft_s"]) == ["apart", "together"]
+    assert min(found["over_together"]["ttft"]) > 0 < found["over_together"]["crowd"]
+    assert "over_vllm" not in found
+
+
+@pytest.mark.ray
 def test_prefill_and_decode_apart_are_measured(running: Deployment, capsys: pytest.CaptureFixture[str]) -> None:
     """Behind the others: its engines keep the roles that they got."""
     found = figures_of("pd", capsys, "--smoke", running=running)

@@ -55,7 +55,8 @@ class Client:
     keywords of that name, ``priority`` and ``cache_salt`` (see `GenerateRequest`), ``adapter``: the name of the LoRA
     adapter that it is computed with, ``session``: requests of one session go to the same engine while that costs
     little, and ``retain_s``: for so many seconds from its end on the cache keeps the prompt, or the first
-    ``retain_tokens`` of it, rather than what nobody has asked to keep. A prompt of token ids may have ``items``: images
+    ``retain_tokens`` of it, rather than what nobody has asked to keep; ``tenant``: whose it is, where the client's key
+    does not say so. A prompt of token ids may have ``items``: images
     or audio, as `PromptItem`. A request whose engine is lost continues on another engine, and its stream goes on.
     Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing answers at the address.
 
