@@ -48,7 +48,7 @@ class Load:
     length, answer: tokens of all prompts, and of their outputs
     """
 
-    crowd: int = 160
+    crowd: int = 220
     guests: int = 12
     every_s: float = 2.0
     length: int = 600
