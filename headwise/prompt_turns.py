@@ -23,7 +23,7 @@ flows are single prompts here, and Friedman and Henderson, "Fairness and efficie
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -55,7 +55,7 @@ class PromptTurns:
         return since + lacking + min(beside.prompts * lacking, beside.tokens)
 
     def computed(self, tokens: int, parts: int) -> None:
-        """So many tokens are computed, while prompts have so many parts (`Present.parts`)."""
+        """So many tokens are computed, while prompts have so many parts: see `Present`."""
         self.now += tokens / max(1, parts)
 
 
@@ -89,12 +89,15 @@ class Present:
         """What there is of each; not to be changed."""
         return self._tenants
 
-    @property
-    def parts(self) -> int:
-        """Each tenant has one, and so has each prompt of nobody's."""
-        of_nobody = self._tenants.get("", NONE_BESIDE).prompts
-        return len(self._tenants) + of_nobody - ("" in self._tenants)
+    def parts(self, tenants: Collection[str] = ()) -> int:
+        """Each tenant has one, and so has each prompt of nobody's. tenants: of prompts that are there besides"""
+        of_nobody = self.of("").prompts + sum(not each for each in tenants)
+        return of_nobody + len({*self._tenants, *tenants} - {""})
+
+    def of(self, tenant: str) -> Beside:
+        """This tenant's."""
+        return self._tenants.get(tenant, NONE_BESIDE)
 
     def beside(self, tenant: str) -> Beside:
         """What is beside one more prompt of this tenant in its part; nobody's have parts of their own."""
-        return self._tenants.get(tenant, NONE_BESIDE) if tenant else NONE_BESIDE
+        return self.of(tenant) if tenant else NONE_BESIDE

@@ -130,7 +130,7 @@ class Listener:
         self._clock = clock
         self._connections: dict[int, _Connection] = {}  # by descriptor
         self._peers: dict[Identity, _Connection] = {}
-        self._keys: dict[Identity, str] = {}
+        self._sender_key = ""
         self._ended: list[Identity] = []
         self._is_skipping = False
         self._count_at = clock()
@@ -208,6 +208,11 @@ class Listener:
             if self._is_skipping:
                 return
 
+    @property
+    def sender_key(self) -> str:
+        """The public key of who has sent the message that `receive` returned last; empty: it came in the clear."""
+        return self._sender_key
+
     def _join(self, identity: Identity, piece: bytes) -> bytes | None:
         """The message that ends with this piece, if one does. A peer whose message is too long is dropped."""
         try:
@@ -224,6 +229,8 @@ class Listener:
 
     def _note_read(self, identity: Identity, frame: zmq.Frame) -> None:
         self._num_read += 1
+        if self._authenticator is not None:
+            self._sender_key = str(frame.get("User-Id"))
         connection = self._peers.get(identity)
         if connection is None:
             connection = self._identify(identity, frame)
@@ -231,12 +238,10 @@ class Listener:
             connection.was_read = True
 
     def _identify(self, identity: Identity, frame: zmq.Frame) -> _Connection | None:
-        """Find the connection over which a peer's first message came, and the key that it was made with."""
+        """Find the connection over which a peer's first message came."""
         import zmq
 
         self._take_events()
-        if self._authenticator is not None:
-            self._keys[identity] = str(frame.get("User-Id"))
         try:
             connection = self._connections.get(int(frame.get(zmq.SRCFD)))
         except (zmq.ZMQError, KeyError):  # within this process there are no descriptors
@@ -291,10 +296,6 @@ class Listener:
         """Whether this peer's connection is still open."""
         return identity in self._peers
 
-    def key_of(self, identity: Identity) -> str:
-        """The public key of a peer that has sent a message and is still connected; empty: it is in the clear."""
-        return self._keys.get(identity, "")
-
     def ended(self) -> list[Identity]:
         """The peers whose connections have ended since the last call."""
         ended, self._ended = self._ended, []
@@ -313,7 +314,6 @@ class Listener:
             known = self._connections.pop(fd, None)
             if known is not None and known.identity:
                 del self._peers[known.identity]
-                self._keys.pop(known.identity, None)
                 self._joiner.forget(known.identity)
                 self._ended.append(known.identity)
             if kind == zmq.EVENT_ACCEPTED:

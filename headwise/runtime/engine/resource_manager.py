@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.joint_reads import JointReads
 from headwise.cache_controller.prefix_match import PrefixMatch
-from headwise.prompt_turns import NONE_BESIDE, Present, PromptTurns
+from headwise.prompt_turns import NONE_BESIDE, Beside, PromptTurns
 from headwise.runtime.engine.followers import Followers, Shared
 from headwise.runtime.engine.introduction import introduction
 from headwise.runtime.engine.peers.loads import PeerLoads
@@ -156,16 +156,24 @@ class ResourceManager:
         if self._turns is None:
             return
         if sequence.beside is None:
-            sequence.beside = self._present().beside(sequence.tenant) if sequence.tenant else NONE_BESIDE
+            sequence.beside = self._beside(sequence)
         sequence.lacking = sequence.num_tokens - (self.cached_tokens(sequence) if computed is None else computed)
         sequence.turn = self._turns.turn(sequence.since, sequence.lacking, sequence.beside)
 
-    def _present(self) -> Present:
-        """Prompts that are computed, or wait for that alone."""
+    def _beside(self, sequence: Sequence) -> Beside:
+        """Prompts of its tenant that are computed, or wait for that alone."""
+        if not sequence.tenant:
+            return NONE_BESIDE
         rows = self._rows_in_order()
         left, decoding = self.table.to_schedule(rows)
-        tenants = (sequence.tenant for sequence in self.table.of(rows[~decoding]))
-        return self.waiting.present.with_more(zip(tenants, left[~decoding].tolist(), strict=True))
+        running = zip(self.table.of(rows[~decoding]), left[~decoding].tolist(), strict=True)
+        return self.waiting.present.with_more((each.tenant, tokens) for each, tokens in running).beside(sequence.tenant)
+
+    def _parts(self) -> int:
+        """Of prompts that are computed, or wait for that alone."""
+        rows = self._rows_in_order()
+        prompts = self.table.of(rows[~self.table.to_schedule(rows)[1]])
+        return self.waiting.present.parts([sequence.tenant for sequence in prompts])
 
     # ---- planning a step ----
 
@@ -477,7 +485,7 @@ class ResourceManager:
         starts, prompt = columns.scheduled[rows], columns.num_prompt[rows] - 1
         is_one = (counts <= 1 + columns.offered[rows]) & (starts >= prompt) & (starts + 1 >= columns.length[rows])
         if self._turns is not None and not is_one.all():
-            self._turns.computed(int(counts[~is_one].sum()), self._present().parts)
+            self._turns.computed(int(counts[~is_one].sum()), self._parts())
         order, shared = self.joint_reads.arranged(rows, np.where(is_one, prompt, 0))
         self.joint_reads.count(starts[is_one], shared)
         return rows[order], counts[order], shared if shared.any() else NOTHING_SHARED

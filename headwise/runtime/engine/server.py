@@ -399,7 +399,7 @@ class EngineServer:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
                 message = wire.decode(frames[0], *_MESSAGES)
-                self._take(identity, as_sent(message, self._tenants.get(self._listener.key_of(identity))))
+                self._take(identity, as_sent(message, self._tenants.get(self._listener.sender_key)))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))

@@ -275,7 +275,7 @@ class Dispatcher:
         if choice is None:
             return False
         if self._turns is not None:
-            self._turns.computed(call.lacking, self._present.parts)
+            self._turns.computed(call.lacking, self._present.parts())
         self._is_through(call)
         self._outcomes.append(Dispatched(call, choice))
         return True

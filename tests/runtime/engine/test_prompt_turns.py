@@ -96,13 +96,13 @@ def test_tenants_have_equal_parts_however_many_prompts_each_has() -> None:
     turns, there = PromptTurns(), Present()
     for tenant in ["a"] * 30 + ["b", "", ""]:
         there.add(tenant, 5)
-    turns.computed(40, there.parts)
+    turns.computed(40, there.parts())
     assert turns.now == 10
     assert turns.turn(turns.now, 5, there.beside("a")) == 10 + 31 * 5
     assert turns.turn(turns.now, 5, there.beside("")) == 15
     for _ in range(30):
         there.remove("a", 5)
-    turns.computed(40, there.parts)
+    turns.computed(40, there.parts())
     assert turns.now == 10 + 40 / 3
 
 
@@ -120,8 +120,9 @@ def test_who_is_there_is_what_came_and_did_not_go(prompts: list[tuple[str, int]]
         if number % 3 == 0:
             there.remove(tenant, tokens)
     left = [prompt for number, prompt in enumerate(prompts) if number % 3]
+    assert there.parts([tenant for tenant, _ in prompts]) == there.with_more(prompts).parts()
     assert there.tenants == Present().with_more(left).tenants
-    assert there.parts == sum(not tenant for tenant, _ in left) + len({tenant for tenant, _ in left if tenant})
+    assert there.parts() == sum(not tenant for tenant, _ in left) + len({tenant for tenant, _ in left if tenant})
 
 
 # ---- engines ----
