@@ -74,7 +74,7 @@ def measured(engine: LocalEngine, kv_dtype: str, prefix: int, requests: int, rou
     for _ in range(rounds):
         pair = list[float]()
         for reads in (JointReads(resources.cache, NEVER), JointReads(resources.cache)):
-            resources.joint_reads = reads
+            resources.steps.joint_reads = reads
             pair.append(decode_rate(engine, prompts, tokens))
         rates.append((pair[0], pair[1]))
     alone, joint = (statistics.median(column) for column in zip(*rates, strict=True))

@@ -23,8 +23,9 @@ from headwise.runtime.config.block_size import resolve_block_size
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import kept_policies
 from headwise.runtime.engine.parts import turns_of
-from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
+from headwise.runtime.engine.resource_manager import ResourceManager
 from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.engine.steps_in_flight import ScheduledStep
 from headwise.runtime.models.model_config import ModelConfig
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 

@@ -34,8 +34,9 @@ from headwise.runtime.engine.parts import (
 from headwise.runtime.engine.peers.base import Ask, Peers, Takers
 from headwise.runtime.engine.peers.prefills import Prefills
 from headwise.runtime.engine.prefetcher import Lookup
-from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
+from headwise.runtime.engine.resource_manager import ResourceManager
 from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.engine.steps_in_flight import ScheduledStep
 from headwise.runtime.engine.whole_items import check_whole_items
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import SLEEP, StepResult
@@ -559,8 +560,8 @@ class EngineCore:
             "storage": None if storage is None else asdict(storage),
             "peers": self._peer_stats(),
             "decode_reads": {
-                "tokens": self.resources.joint_reads.read_tokens,
-                "spared": self.resources.joint_reads.spared_tokens,
+                "tokens": self.resources.steps.joint_reads.read_tokens,
+                "spared": self.resources.steps.joint_reads.spared_tokens,
             },
             "speculation": self._speculation_stats(),
             "transfers": {name: _speed(transfer) for name, transfer in self.resources.copies.transfers.items()},

@@ -11,7 +11,8 @@ from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, STORAGE
 from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.new_weights import digests_of
-from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
+from headwise.runtime.engine.resource_manager import ResourceManager
+from headwise.runtime.engine.steps_in_flight import ScheduledStep
 from headwise.runtime.protocol.batch import CHANGE_WEIGHTS, RESET_STORAGE, SLEEP, WAKE, StepResult
 from headwise.runtime.protocol.weights import Weights, WeightsToLoad
 

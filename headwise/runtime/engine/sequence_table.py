@@ -105,6 +105,11 @@ class SequenceTable:
         self._free.append(sequence.row)
         sequence.row = -1
 
+    def is_one(self, rows: Index, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Of so many next tokens of each row, whether these are one behind all of its prompt, and drafts."""
+        starts, prompt = self.scheduled[rows], self.num_prompt[rows] - 1
+        return (counts <= 1 + self.offered[rows]) & (starts >= prompt) & (starts + 1 >= self.length[rows])
+
     def to_schedule(self, rows: Index) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Tokens of each row that no step has taken yet, with the drafts offered; and whether it decodes: but for those
         there is one, sampled last, and before it ``lag`` at most.

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(engine: LocalEngine, least_tokens: int) -> list[tuple[list[int], list[float]]]:
     """Tokens of `PROMPTS`, which decode together, beside one that shares nothing; and their log-probabilities, where
     none have drafts."""
-    engine.core.resources.joint_reads = JointReads(engine.core.cache, least_tokens)
+    engine.core.resources.steps.joint_reads = JointReads(engine.core.cache, least_tokens)
     logprobs = None if engine.config.speculation else 0
     if engine.config.speculation:  # whatever it costs
         engine.core.resources.speculator = GivenGuesses(defaultdict(lambda: [99] * 20), engine.config.speculation)

@@ -91,7 +91,7 @@ def engine_over(
 ) -> EngineCore:
     """An engine with a clock of its own, whose requests read together what they share, however little."""
     engine = EngineCore(config, executor.card, LetterTokenizer(), executor, clock=Ticks(), lookup=lookup)
-    engine.resources.joint_reads = JointReads(engine.cache, 1)
+    engine.resources.steps.joint_reads = JointReads(engine.cache, 1)
     return engine
 
 
