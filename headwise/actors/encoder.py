@@ -59,7 +59,7 @@ class ImageEncoderActor:
             engine_host(config.host, node_address()),
             node_address(),
             ports_in_turn(parse_ports(config.engine_ports), self._name),
-            lambda endpoint: EncoderServer(encoder, endpoint, reporting=reporting, keys=keys.outer),
+            lambda endpoint: EncoderServer(encoder, endpoint, reporting=reporting, keys=keys.inner, users=keys.users),
         )
         heap.settle()
         server.start()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.keys import ApiKey, read_keys, server_secret
-from headwise.runtime.protocol.tenants import ANY_PRIORITY, Tenant
+from headwise.runtime.config.keys import ApiKey, KeyFile, read_keys, server_secret
+from headwise.runtime.protocol.users import ANY_PRIORITY, NO_USERS, Tenant, Users
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, public_key
 
 if TYPE_CHECKING:
@@ -67,14 +67,12 @@ class Keys:
 
     secret: engines report with it, and it is the token of the deployment's own clients
     curve:  secret key of all its servers; empty: nothing is encrypted
-    users:  public keys of those who have its API keys
-    tenants: which of these are tenants'
+    users:  those who have its API keys
     """
 
     secret: str = field(repr=False)
     curve: str = field(default="", repr=False)
-    users: frozenset[str] = frozenset()
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    users: Users = NO_USERS
 
     @classmethod
     def generate(cls, config: EngineConfig) -> Keys:
@@ -82,10 +80,8 @@ class Keys:
         secret = secrets.token_hex(16)
         if not config.is_encrypted:
             return cls(secret)
-        keys = read_keys(config.api_key, config.api_key_file)
-        tenants = {client_key(key): tenant for key, tenant in tenants_of(keys).items()}
-        users = frozenset(client_key(each.key) for each in keys)
-        return cls(secret, server_secret(config.server_key_file), users, tenants)
+        users = users_with(read_keys(config.api_key, config.api_key_file), client_key)
+        return cls(secret, server_secret(config.server_key_file), users)
 
     @property
     def own(self) -> ClientKeys | None:
@@ -94,19 +90,26 @@ class Keys:
 
     @property
     def inner(self) -> ServerKeys | None:
-        """Of a server for the deployment's own processes."""
+        """Of a server for the deployment's own processes, and for ``users``, where it has these, too."""
         return ServerKeys(self.curve, frozenset((client_key(self.secret),))) if self.curve else None
 
-    @property
-    def outer(self) -> ServerKeys | None:
-        """Of a server for users, too."""
-        return ServerKeys(self.curve, self.users | {client_key(self.secret)}) if self.curve else None
+
+def users_with(keys: Iterable[ApiKey], known_by: Callable[[str], str]) -> Users:
+    """Who has these keys. known_by: what an API key is known by: `client_key` of connections, or over HTTP itself"""
+    return Users({known_by(each.key): _tenant_of(each) for each in keys})
 
 
-def tenants_of(keys: Iterable[ApiKey]) -> dict[str, Tenant]:
-    """The tenants by those of these keys that are theirs; the others are operators'."""
-    return {
-        each.key: Tenant(each.tenant, ANY_PRIORITY if each.priority is None else each.priority)
-        for each in keys
-        if each.tenant
-    }
+def _tenant_of(key: ApiKey) -> Tenant | None:
+    """Whose a key is; None: an operator's."""
+    return Tenant(key.tenant, ANY_PRIORITY if key.priority is None else key.priority) if key.tenant else None
+
+
+def users_of_file(config: EngineConfig, known_by: Callable[[str], str]) -> Callable[[], Users | None]:
+    """Tells of those who have the keys of ``api_key_file``, when these have changed: see `KeyFile`."""
+    file = KeyFile(config.api_key, config.api_key_file)
+
+    def changed() -> Users | None:
+        keys = file.changed() if config.api_key_file else None
+        return None if keys is None else users_with(keys, known_by)
+
+    return changed

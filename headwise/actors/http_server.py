@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headwise import heap
 from headwise.actors.addresses import check_free, endpoint_to
 from headwise.actors.ending import Ending, die_when_told_to, leave_in_time
-from headwise.actors.front import About, Front, tenants_of
+from headwise.actors.front import About, Front, users_of_file, users_with
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.log_lines import show_log_lines
@@ -86,7 +86,7 @@ class HttpServerActor:
         self._closing.append(client.close)
         counts = RequestMetrics(self._name)
         keys = read_keys(config.api_key, config.api_key_file)
-        api_keys = ApiKeys((each.key for each in keys), tenants_of(keys))
+        api_keys = ApiKeys(users_with(keys, str), users_of_file(config, str))
         options = AppOptions(
             config.model,
             api_keys,

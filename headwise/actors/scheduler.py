@@ -10,7 +10,7 @@ import time
 from headwise import heap
 from headwise.actors.addresses import client_host, endpoint_here
 from headwise.actors.ending import Ending, leave_in_time
-from headwise.actors.front import About, Front, Keys
+from headwise.actors.front import About, Front, Keys, users_of_file
 from headwise.actors.owner_watch import OwnerWatch
 from headwise.actors.placement import node_address
 from headwise.actors.ray_metrics import RayMetrics
@@ -26,7 +26,7 @@ from headwise.runtime.frontend.scaling import Exchange, FleetState, SchedulerNew
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
 from headwise.runtime.http.deployment_metrics import DeploymentMetrics
-from headwise.sockets.curve import ClientKeys
+from headwise.sockets.curve import ClientKeys, client_key
 from headwise.storage.index.store_client import StoreClient
 
 log = logging.getLogger(__name__)
@@ -111,8 +111,9 @@ class GlobalScheduler:
                 self._port,
                 secret=self._keys.secret,
                 model=config.model,
-                keys=self._keys.outer,
-                tenants=self._keys.tenants,
+                keys=self._keys.inner,
+                users=self._keys.users,
+                users_source=users_of_file(config, client_key) if config.is_encrypted else None,
                 replicas=config.first_replicas,
                 routing=_router_options(config, preprocessor),
                 max_queued=config.max_queued,

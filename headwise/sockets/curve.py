@@ -46,7 +46,7 @@ class ClientKeys:
 @dataclass(frozen=True)
 class ServerKeys:
     """secret:  of the server's pair
-    clients: public keys of the clients that may connect (`client_key` of their tokens)
+    clients: public keys of the clients that may always connect (`client_key` of their tokens)
     """
 
     secret: str = field(repr=False)
@@ -107,16 +107,17 @@ def secure_server(socket: zmq.Socket[bytes], keys: ServerKeys) -> None:
 
 
 class Authenticator:
-    """Decides for libzmq which clients may connect (ZAP, ZeroMQ RFC 27): those whose public key is in ``clients``.
+    """Decides for libzmq which clients may connect (ZAP, ZeroMQ RFC 27): those whose public key is in `allowed`, which
+    may be changed on any thread.
 
     CURVE alone accepts every client that knows the server's public key. Create this before the context's server
     sockets are bound, and close it before the context. It has a thread of its own, for handshakes wait for it.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: frozenset[str]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: frozenset[str]) -> None:
         import zmq
 
-        self._clients = {bytes.fromhex(key) for key in clients}
+        self.allowed = allowed
         self._socket = context.socket(zmq.REP)
         self._socket.bind(_ZAP_ENDPOINT)
         self._wake_read, self._wake_write = os.pipe()
@@ -141,11 +142,9 @@ class Authenticator:
         self._socket.close(linger=0)
 
     def _answer(self, request: list[bytes]) -> None:
-        is_allowed = (
-            len(request) == _CREDENTIALS + 1
-            and request[_MECHANISM] == b"CURVE"
-            and request[_CREDENTIALS] in self._clients
-        )
+        is_curve = len(request) == _CREDENTIALS + 1 and request[_MECHANISM] == b"CURVE"
+        key = request[_CREDENTIALS].hex() if is_curve else ""
+        is_allowed = key in self.allowed
         status = [b"200", b"OK"] if is_allowed else [b"400", b"not a client of this deployment"]
-        user = request[_CREDENTIALS].hex().encode() if is_allowed else b""  # goes with each message of the connection
+        user = key.encode() if is_allowed else b""  # goes with each message of the connection
         self._socket.send_multipart([_ZAP_VERSION, request[1], *status, user, b""])

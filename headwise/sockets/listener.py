@@ -16,7 +16,7 @@ import socket as sockets
 import struct
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -99,6 +99,7 @@ class Listener:
     max_unread_bytes:  bytes that it may leave unread, besides one message of the largest size; 0: `MAX_UNREAD_BYTES`
     max_joined_bytes:  most bytes of pieces whose messages are not complete, of all peers; 0: `MAX_JOINED_BYTES`
     keys:              only clients with these keys may connect, encrypted; None: all may
+    users:             public keys of other clients that may, too, until there are others: see `allow`
     prepare:           sets further options of the socket before it is bound
     failed_handshakes: connections of peers that spoke another protocol, or lacked the keys
 
@@ -117,6 +118,7 @@ class Listener:
         max_unread_bytes: int = 0,
         max_joined_bytes: int = 0,
         keys: ServerKeys | None = None,
+        users: Iterable[str] = (),
         prepare: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -142,7 +144,8 @@ class Listener:
         self.socket.setsockopt(zmq.SNDHWM, send_queue)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         prepare(self.socket)
-        self._authenticator = None if keys is None else Authenticator(context, keys.clients)
+        self._always = frozenset[str]() if keys is None else keys.clients
+        self._authenticator = None if keys is None else Authenticator(context, self._always.union(users))
         if keys is not None:
             secure_server(self.socket, keys)
         failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -191,7 +194,7 @@ class Listener:
                 return
             # As `recv_multipart`, in half its time: asking a frame whether it is the last is faster than the socket.
             frame = receive(no_wait, copy=False)
-            self._note_read(identity, frame)
+            is_allowed = self._note_read(identity, frame)
             frames = [frame.bytes]
             while frame.more and len(frames) <= self._max_frames:
                 frame = receive(no_wait, copy=False)
@@ -199,6 +202,11 @@ class Listener:
             if frame.more:  # the rest is thrown away, beginning with the next round
                 self._is_skipping = True
                 self.drop(identity, f"sent a message of more than {self._max_frames} frames")
+            if not is_allowed:
+                self.drop(identity, "has an API key that is none any more")
+                if self._is_skipping:
+                    return
+                continue
             if len(frames) == 1 and is_piece(frames[0]):
                 whole = self._join(identity, frames[0])
                 if whole is None:
@@ -207,6 +215,12 @@ class Listener:
             yield identity, frames
             if self._is_skipping:
                 return
+
+    def allow(self, users: Iterable[str]) -> None:
+        """Clients with these public keys may connect from now on, besides those that always may. Others' connections
+        are closed when they send something. In the clear it changes nothing."""
+        if self._authenticator is not None:
+            self._authenticator.allowed = self._always.union(users)
 
     @property
     def sender_key(self) -> str:
@@ -227,7 +241,8 @@ class Listener:
             self.drop(largest, f"sent most of {most} bytes of messages that are not complete")
         return whole
 
-    def _note_read(self, identity: Identity, frame: zmq.Frame) -> None:
+    def _note_read(self, identity: Identity, frame: zmq.Frame) -> bool:
+        """Whether its sender may be heard."""
         self._num_read += 1
         if self._authenticator is not None:
             self._sender_key = str(frame.get("User-Id"))
@@ -236,6 +251,7 @@ class Listener:
             connection = self._identify(identity, frame)
         if connection is not None:
             connection.was_read = True
+        return self._authenticator is None or self._sender_key in self._authenticator.allowed
 
     def _identify(self, identity: Identity, frame: zmq.Frame) -> _Connection | None:
         """Find the connection over which a peer's first message came."""

@@ -45,6 +45,42 @@ def test_a_client_needs_a_token(token: Any) -> None:
         ClientKeys("a" * 64, token)
 
 
+def test_whose_key_is_none_any_more_is_heard_no_more_and_whose_is_new_is() -> None:
+    context, secret = open_context(), new_secret()
+    keys = ServerKeys(secret, frozenset((client_key(TOKEN),)))
+    names = {client_key(token): token for token in (TOKEN, "sk-old-000001", "sk-new-000001")}
+    heard: list[tuple[str, bytes]] = []
+    with closing(
+        Listener(
+            context, "tcp://127.0.0.1:*", max_message_bytes=1 << 20, keys=keys, users=[client_key("sk-old-000001")]
+        )
+    ) as listener:
+
+        def connected(token: str) -> zmq.Socket[bytes]:
+            client = context.socket(zmq.DEALER)
+            secure_client(client, ClientKeys(public_key(secret), token))
+            client.connect(listener.endpoint)
+            client.send(b"here")
+            return client
+
+        def look(count: int) -> bool:
+            heard.extend((names[listener.sender_key], frames[0]) for _, frames in listener.receive(10))
+            return len(heard) >= count
+
+        clients = {token: connected(token) for token in names.values()}
+        eventually(lambda: look(2))
+        assert sorted(heard) == [("sk-old-000001", b"here"), (TOKEN, b"here")]
+        listener.allow([client_key("sk-new-000001")])
+        clients["sk-old-000001"].send(b"still here")
+        eventually(lambda: look(2) and len(listener.peers()) == 1)
+        clients[TOKEN].send(b"and here")
+        clients["sk-new-000001"].close(linger=0)
+        connected("sk-new-000001")
+        eventually(lambda: look(4))
+        assert sorted(heard[2:]) == [("sk-new-000001", b"here"), (TOKEN, b"and here")]
+    close_context(context)
+
+
 def test_the_longest_frame_passes_encrypted_as_in_the_clear() -> None:
     context, secret = open_context(), new_secret()
     keys = ServerKeys(secret, frozenset((client_key(TOKEN),)))

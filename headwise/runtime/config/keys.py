@@ -12,6 +12,7 @@ from headwise.errors import ConfigError
 from headwise.sockets.curve import check_key, new_secret
 
 MAX_KEY_FILE_BYTES = 1 << 20
+MAX_KEYS = 4096
 _KEY = re.compile(r"[!-~]{8,512}")
 """Printable ASCII without spaces, as a header can bear."""
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -36,10 +37,49 @@ def read_keys(key: str, file: str) -> list[ApiKey]:
     lines = [key] if key else []
     if file:
         lines += _read_file(Path(file).expanduser())
+    if len(lines) > MAX_KEYS:
+        raise ConfigError(f"{len(lines)} API keys are given; at most {MAX_KEYS} are allowed")
     keys = [_parse(number, line.split()) for number, line in enumerate(lines, 1)]
     if len({each.key for each in keys}) < len(set(keys)):
         raise ConfigError("an API key is given twice, and once as another tenant's or with another priority")
     return keys
+
+
+class KeyFile:
+    """The API keys, read again when their file has changed.
+
+    key, path: see `read_keys`
+    """
+
+    def __init__(self, key: str, path: str) -> None:
+        self._key, self._path = key, path
+        self._read: _Stamp | None = None
+        self._seen: _Stamp | None = None
+
+    def changed(self) -> list[ApiKey] | None:
+        """The keys, if there are others than when it was asked last, or it was not yet; None: there are not. A file
+        that is just being written counts once it has stayed the same from one call to the next.
+
+        Raises `ConfigError`, once for each state of a file that has no keys.
+        """
+        now = _stamp(self._path)
+        is_settled, self._seen = self._read is None or now == self._seen, now
+        if now == self._read or not is_settled:
+            return None
+        self._read = now
+        return read_keys(self._key, self._path)
+
+
+_Stamp = tuple[int, ...]
+
+
+def _stamp(path: str) -> _Stamp:
+    """Of a file's state: it differs where its text does."""
+    try:
+        found = Path(path).expanduser().stat()
+    except OSError as error:
+        return (-1, error.errno or 0)
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _parse(number: int, line: list[str]) -> ApiKey:

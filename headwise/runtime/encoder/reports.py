@@ -1,15 +1,17 @@
-"""What an encoder tells the scheduler of itself, twice a second: that it is there, and where."""
+"""What an encoder tells the scheduler of itself, twice a second: that it is there, and where; and what it hears."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.encoder_messages import EncoderStatus
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S
+from headwise.runtime.protocol.users import KnownUsers, Users
 from headwise.sockets.curve import ClientKeys, secure_client
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
 """While the scheduler is away: it is told of the encoder as soon as it is back."""
+_MAX_UNREAD = 4
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,17 @@ class Reporting:
 
 
 class EncoderReports:
-    """Sends a status when it is due. Never blocks."""
+    """Sends a status when it is due, and hears what the scheduler answers. Never blocks.
+
+    users: that may connect, as the scheduler told last; None: it has told of none
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], reporting: Reporting, clock: Callable[[], float]
     ) -> None:
         self.reporting = reporting
         self._context, self._clock = context, clock
+        self.users: Users | None = None
         self._due, self._is_away = clock(), False
         self._socket = self._connected()
 
@@ -63,6 +70,7 @@ class EncoderReports:
         now = self._clock()
         if now < self._due:
             return
+        self._hear()
         try:
             self._socket.send(wire.encode(status(self.reporting)), zmq.NOBLOCK)
             self._due, self._is_away = now + STATUS_INTERVAL_S, False
@@ -72,11 +80,26 @@ class EncoderReports:
                 log.warning("the scheduler at %s takes no reports", self.reporting.endpoint)
             self._is_away = True
 
+    def _hear(self) -> None:
+        """Take in what the scheduler has answered. Whatever else came is none of the encoder's business."""
+        import zmq
+
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            with suppress(wire.WireError):
+                heard = wire.decode(frames[0], KnownUsers)
+                if heard.secret == self.reporting.secret:
+                    self.users = heard.users
+
     def _connected(self) -> zmq.Socket[bytes]:
         import zmq
 
         socket = self._context.socket(zmq.DEALER)
         secure_client(socket, self.reporting.keys)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a scheduler that is away
+        socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
         socket.connect(self.reporting.endpoint)
         return socket

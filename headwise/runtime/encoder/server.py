@@ -30,6 +30,7 @@ from headwise.runtime.protocol.encoder_messages import (
 )
 from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Ping, Pong, failure
+from headwise.runtime.protocol.users import NO_USERS, Users
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys
 from headwise.sockets.listener import Listener
@@ -57,6 +58,7 @@ class EncoderServer:
 
     reporting:  tell this scheduler of the encoder; None: nobody
     keys:       only clients with these keys may connect, encrypted; None: all may
+    users:      and these, until the scheduler tells of others
     loop_count: counts up for as long as the socket's thread gets on
 
     Raises `zmq.ZMQError` if it cannot listen there.
@@ -69,6 +71,7 @@ class EncoderServer:
         *,
         reporting: Reporting | None = None,
         keys: ServerKeys | None = None,
+        users: Users = NO_USERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         import zmq
@@ -82,6 +85,7 @@ class EncoderServer:
                 send_queue=_SEND_QUEUE,
                 max_unread_bytes=MAX_UNREAD_BYTES,
                 keys=keys,
+                users=users.by_key,
                 clock=clock,
             )
         except Exception:
@@ -89,7 +93,7 @@ class EncoderServer:
             raise
         self.endpoint, self.loop_count = self._listener.endpoint, 0
         self._encoder, self._clock = encoder, LivenessClock(clock)
-        self._instance = uuid.uuid4().hex
+        self._instance, self._users = uuid.uuid4().hex, users
         self._reports = None if reporting is None else EncoderReports(self._context, reporting, self._clock)
         self._jobs = JobQueue()
         self._arriving, self._leaving = ArrivingFiles(), LeavingRows()
@@ -181,10 +185,16 @@ class EncoderServer:
             self._end_stalled()
             if self._reports is not None:
                 self._reports.service(self._status)
+                self._follow_users(self._reports.users)
             self.loop_count += 1
         stopping = DeploymentError("the deployment is stopping")
         for identity in self._listener.peers():
             self._send(identity, failure(stopping))
+
+    def _follow_users(self, users: Users | None) -> None:
+        if users is not None and users != self._users:
+            self._users = users
+            self._listener.allow(users.by_key)
 
     def _take_messages(self) -> None:
         until = self._clock() + _BURST_S
@@ -293,6 +303,5 @@ class EncoderServer:
 
     def _status(self, reporting: Reporting) -> EncoderStatus:
         stats = {**self._counts, "waiting": len(self._jobs), "cache": self._encoder.stats()}
-        return EncoderStatus(
-            reporting.secret, reporting.name, reporting.advertised(self.endpoint), self.endpoint, stats
-        )
+        where = reporting.advertised(self.endpoint), self.endpoint
+        return EncoderStatus(reporting.secret, reporting.name, *where, stats, self._users.version)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, Directory, EngineStatus, WantedWeights
+from headwise.runtime.protocol.users import KnownUsers, Users
 from headwise.sockets.curve import ClientKeys, secure_client
 from headwise.sockets.pieces import split
 
@@ -57,6 +58,7 @@ class EngineReports:
 
     directory: the other engines and this one, as the scheduler told last; it outlives the scheduler
     wanted:    weights that the engine is to have, as the scheduler told last; None: it has told of none
+    users:     that may connect, likewise
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reporting: Reporting, clock: Callable[[], float]):
@@ -67,6 +69,7 @@ class EngineReports:
         self._due = self._hear_at = clock()
         self.directory = Directory("", "", {})
         self.wanted: WantedWeights | None = None
+        self.users: Users | None = None
         self._received: list[str] = []
         self._faults: list[str] = []
         self._is_away = False
@@ -139,12 +142,14 @@ class EngineReports:
                 return
             try:
                 is_small = len(frames[0]) <= MAX_DIRECTORY_BYTES
-                heard = wire.decode(frames[0], Directory, WantedWeights) if is_small else None
+                heard = wire.decode(frames[0], Directory, KnownUsers, WantedWeights) if is_small else None
             except wire.WireError:
                 continue
             if heard is None or heard.secret != self.reporting.secret:
                 continue
             if isinstance(heard, Directory):
                 self.directory = heard
+            elif isinstance(heard, KnownUsers):
+                self.users = heard.users
             else:
                 self.wanted = heard

@@ -60,7 +60,7 @@ from headwise.runtime.protocol.messages import (
 )
 from headwise.runtime.protocol.request import FinishReason, OutputDelta
 from headwise.runtime.protocol.request_checks import check_request
-from headwise.runtime.protocol.tenants import NO_TENANTS, Tenants, as_sent
+from headwise.runtime.protocol.users import NO_USERS, Users
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys, secure_client
 from headwise.sockets.listener import Listener
@@ -113,7 +113,7 @@ class EngineServer:
     epoch:      of the cache that the first core starts with, and that the flusher has; higher with every new core
     send_queue: messages a client may leave unread before it is dropped
     keys:       only clients with these keys may connect, encrypted; None: all may
-    tenants:    whose keys are no operators', by their public keys
+    users:      that may connect, until the scheduler tells of others
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
     loop_count: counts up for as long as the server's thread gets on
     peers:      other engines, for a core that has blocks to fetch from them; None: nobody tells of them
@@ -131,7 +131,7 @@ class EngineServer:
         epoch: int = 0,
         send_queue: int = 1000,
         keys: ServerKeys | None = None,
-        tenants: Tenants = NO_TENANTS,
+        users: Users = NO_USERS,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
         follower: WeightsFollower | None = None,
         on_died: Callable[[EngineDiedError], None] = lambda error: None,
@@ -145,6 +145,7 @@ class EngineServer:
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 send_queue=send_queue,
                 keys=keys,
+                users=users.by_key,
                 clock=clock,
             )
         except Exception:
@@ -158,7 +159,7 @@ class EngineServer:
         self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
         self.peers = None if self._reports is None else self._open_peers(self._reports)
         self._flusher = flusher
-        self._tenants = tenants
+        self._users = users
         self._follower = follower
         self._epoch = epoch
         self._client_timeout_s = client_timeout_s
@@ -252,6 +253,7 @@ class EngineServer:
             busy = self._step() or bool(ready)
             self._answer_operations()
             self._follow_weights()
+            self._follow_users()
             self._go_on_leaving()
             self._drop_silent()
             for request_id in self._of_clients(self._embeds.stalled_since(self._clock() - STALLED_S)):
@@ -271,6 +273,12 @@ class EngineServer:
             return
         if self._follower.follow(self._reports.wanted, self._core):
             self._reports.hurry()
+
+    def _follow_users(self) -> None:
+        users = None if self._reports is None else self._reports.users
+        if users is not None and users != self._users:
+            self._users = users
+            self._listener.allow(users.by_key)
 
     @property
     def _peer_sockets(self) -> list[zmq.Socket[bytes]]:
@@ -399,7 +407,7 @@ class EngineServer:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
                 message = wire.decode(frames[0], *_MESSAGES)
-                self._take(identity, as_sent(message, self._tenants.get(self._listener.sender_key)))
+                self._take(identity, self._users.as_sent(message, self._listener.sender_key))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
@@ -605,6 +613,7 @@ class EngineServer:
             faults=faults,
             is_leaving=self._leave is not None,
             tp_size=reporting.tp_size,
+            users=self._users.version,
             **({} if self._follower is None else self._follower.told),
         )
 

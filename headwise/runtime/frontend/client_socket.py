@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import DeploymentError
@@ -21,16 +21,24 @@ SEND_QUEUE = 100_000
 """Answers that a client may leave unread. Then its connection is closed, and it asks again."""
 
 
-def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, keys: ServerKeys | None = None) -> Listener:
+def listen(
+    context: zmq.Context[zmq.Socket[bytes]],
+    host: str,
+    port: int,
+    keys: ServerKeys | None = None,
+    users: Iterable[str] = (),
+) -> Listener:
     """Listen at the address; port 0: any free port. If that fails, closes the context and raises `DeploymentError`.
 
-    keys: only clients with these keys may connect, encrypted; None: all may
+    keys, users: only clients with these keys may connect, encrypted; None: all may
     """
     import zmq
 
     endpoint = f"tcp://{host}:{port or '*'}"
     try:
-        return Listener(context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=SEND_QUEUE, keys=keys)
+        return Listener(
+            context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=SEND_QUEUE, keys=keys, users=users
+        )
     except zmq.ZMQError as error:
         close_context(context)
         raise DeploymentError(

@@ -9,6 +9,7 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.frontend.client_socket import Send
 from headwise.runtime.frontend.encoders import KnownEncoders
 from headwise.runtime.frontend.relay import Relay
+from headwise.runtime.frontend.users_service import UsersService
 from headwise.runtime.protocol.encoder_messages import Encoders, EncoderStatus, GetEncoders
 from headwise.runtime.protocol.messages import failure
 
@@ -20,19 +21,29 @@ class EncoderService:
     secret:    of the deployment
     refusal:   why images are refused; empty: they are not
     relay:     leads clients to encoders that report
+    users:     that they let connect
     """
 
-    def __init__(self, secret: str, refusal: str, relay: Relay, clock: Callable[[], float], send: Send) -> None:
+    def __init__(
+        self,
+        secret: str,
+        refusal: str,
+        relay: Relay,
+        clock: Callable[[], float],
+        send: Send,
+        users: UsersService,
+    ) -> None:
         self.strangers = 0
         self._secret = secret
         self._known = KnownEncoders(refusal)
-        self._relay, self._clock, self._send = relay, clock, send
+        self._relay, self._clock, self._send, self._users = relay, clock, send, users
 
     def take(self, identity: bytes, status: EncoderStatus) -> None:
         if status.secret != self._secret:
             self.strangers += 1
             return
         self._known.update(identity, status, self._clock())
+        self._users.heard(identity, status.users)
         self._relay.allow(status.endpoint, status.address)
         self.answer(self._clock())
 

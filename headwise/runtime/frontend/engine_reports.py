@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headwise.runtime.frontend.directory import DirectoryService
 from headwise.runtime.frontend.relay import Relay
 from headwise.runtime.frontend.routing import Router
+from headwise.runtime.frontend.users_service import UsersService
 from headwise.runtime.frontend.weights_service import WeightsService
 from headwise.runtime.protocol.messages import EngineStatus
 
@@ -19,6 +20,7 @@ class EngineReports:
     relay:     leads clients to engines that report
     reply:     sends an encoded message to a peer
     weights:   that they are to have
+    users:     that they let connect
     """
 
     def __init__(
@@ -29,11 +31,12 @@ class EngineReports:
         clock: Callable[[], float],
         reply: Callable[[bytes, bytes], bool],
         weights: WeightsService,
+        users: UsersService,
     ) -> None:
         self.strangers = 0
         self._secret = secret
         self._router, self._relay, self._clock, self._reply = router, relay, clock, reply
-        self._weights = weights
+        self._weights, self._users = weights, users
         self._directory = DirectoryService(secret) if router.options.peer_loads else None
         self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
 
@@ -42,6 +45,7 @@ class EngineReports:
             self.strangers += 1
             return
         self._router.update(self._weights.heard(identity, status), self._clock())
+        self._users.heard(identity, status.users)
         self._reporters[status.endpoint] = identity
         self._relay.allow(status.endpoint, status.address or status.endpoint)
         if self._directory is not None:

@@ -25,6 +25,7 @@ from headwise.runtime.frontend.prompts import any_size
 from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.frontend.scaling import Exchange, observe
 from headwise.runtime.frontend.tcp_proxy import TcpProxy
+from headwise.runtime.frontend.users_service import UsersService, UsersSource
 from headwise.runtime.frontend.weights_service import WeightsService
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.encoder_messages import EncoderStatus, GetEncoders
@@ -47,7 +48,7 @@ from headwise.runtime.protocol.messages import (
     Withdraw,
     failure,
 )
-from headwise.runtime.protocol.tenants import NO_TENANTS, Tenants, as_sent
+from headwise.runtime.protocol.users import NO_USERS, Users
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys
 
@@ -64,7 +65,7 @@ class SchedulerServer:
 
     secret:     of the deployment; engines report with it
     keys:       only clients and engines with these keys may connect, encrypted; None: all may
-    tenants:    whose keys are no operators', by their public keys
+    users:      that may connect, until ``users_source`` tells of others
     replicas:   engines of the deployment, until its owner tells by ``exchange``
     routing:    see `RouterOptions`
     max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
@@ -90,7 +91,8 @@ class SchedulerServer:
         secret: str,
         model: str,
         keys: ServerKeys | None = None,
-        tenants: Tenants = NO_TENANTS,
+        users: Users = NO_USERS,
+        users_source: UsersSource | None = None,
         replicas: int = 1,
         routing: RouterOptions | None = None,
         max_queued: int = 4096,
@@ -104,7 +106,7 @@ class SchedulerServer:
         instance: str = "",
         without_images: str = "images are not enabled here",
     ) -> None:
-        self._model, self._tenants = model, tenants
+        self._model = model
         self._router = Router(routing or RouterOptions())
         self._index = IndexView(store, index_timeout_s)
         self._clock = LivenessClock(clock)
@@ -113,14 +115,19 @@ class SchedulerServer:
         self._proxy = TcpProxy(host, port)
         self.port = self._proxy.port
         self._context = open_context()
-        self._listener = listen(self._context, "127.0.0.1", 0, keys)  # clients connect through the proxy
+        self._listener = listen(self._context, "127.0.0.1", 0, keys, users.by_key)  # clients connect through the proxy
         self._preprocessing = PreprocessingPool(self._context, tokenizers)
         relay, send = self._proxy.relay, self._send
-        self._encoders = EncoderService(secret, without_images, relay, self._clock, send)
+        self._users = UsersService(
+            users, secret, self._listener, users_source, keys is not None, send, self._router.note
+        )
+        self._encoders = EncoderService(secret, without_images, relay, self._clock, send, self._users)
         may_split = self._router.options.peer_loads
         self._fleet = FleetView(exchange or Exchange(), replicas, self.instance, may_split, self._clock, send)
         self._weights = WeightsService(secret, self._router, self._fleet, preprocessor, self._clock, send, hold_s)
-        self._engines = EngineReports(secret, self._router, relay, self._clock, self._listener.send, self._weights)
+        self._engines = EngineReports(
+            secret, self._router, relay, self._clock, self._listener.send, self._weights, self._users
+        )
         self._calls = PendingCalls(
             self._router,
             self._index,
@@ -219,7 +226,7 @@ class SchedulerServer:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
                 message = wire.decode(frames[0], *self._handlers)
-                self._take(identity, as_sent(message, self._tenants.get(self._listener.sender_key)))
+                self._take(identity, self._users.users.as_sent(message, self._listener.sender_key))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
@@ -296,6 +303,7 @@ class SchedulerServer:
             self._router.note("the index does not answer: routed without it")
         self._fleet.exchange.observe(observe(self._router.table, self._router.options, now, *self._calls.held()))
         self._calls.watch(now)
+        self._users.watch(now)
         self._encoders.answer(now)
         self._fleet.answer(now)
         self._weights.answer(now)

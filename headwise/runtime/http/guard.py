@@ -8,15 +8,17 @@ import hmac
 import ipaddress
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headwise.errors import ConfigError
 from headwise.runtime.http.errors import ApiError
 from headwise.runtime.http.metrics import RequestMetrics
 from headwise.runtime.http.page import PATHS as PAGE_PATHS
-from headwise.runtime.protocol.tenants import NO_TENANTS, Tenant, Tenants
+from headwise.runtime.protocol.users import NO_USERS, Tenant, Users
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ MAX_HEAD_BYTES = 8 << 10
 """Of a request's path and headers."""
 BODY_S = 60.0
 """Longest time for a body to arrive."""
+LOOK_S = 1.0
+"""How often it is looked whether there are other keys."""
 MAX_BODIES_BYTES = 256 << 20
 """Most bytes of bodies that a server holds at once."""
 
@@ -36,11 +40,18 @@ _OPEN = frozenset(("/health", "/ready", *PAGE_PATHS))
 class ApiKeys:
     """The keys of which every request must bear one; none: anybody may ask. Keeps digests only.
 
-    tenants: whose some of them are; the others are operators'
+    users:  whose each is
+    source: tells of others, that are the keys from then on; None: it is as before. Asked once a second
     """
 
-    def __init__(self, keys: Iterable[str] = (), tenants: Tenants = NO_TENANTS) -> None:
-        self._digests = [(_digest(key.encode()), tenants.get(key)) for key in keys]
+    def __init__(
+        self,
+        users: Users = NO_USERS,
+        source: Callable[[], Users | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source, self._clock, self._look_at = source, clock, clock()
+        self._digests = _digests(users)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -48,6 +59,7 @@ class ApiKeys:
     def bearer(self, authorization: bytes | None) -> Tenant | None:
         """Whose key this header bears; None: an operator's, or none is wanted. Takes as long for any wrong one. Raises
         `ApiError` for those."""
+        self._look()
         scheme, _, key = (authorization or b"").partition(b" ")
         given = _digest(key.strip())
         matches = [hmac.compare_digest(given, digest) for digest, _ in self._digests]
@@ -59,6 +71,22 @@ class ApiKeys:
                 headers={"www-authenticate": "Bearer"},
             )
         return next((who for (_, who), is_its in zip(self._digests, matches, strict=True) if is_its), None)
+
+    def _look(self) -> None:
+        if self._clock() < self._look_at:
+            return
+        self._look_at = self._clock() + LOOK_S
+        try:
+            users = self._source()
+        except ConfigError as error:
+            log.warning("API keys stay as they were: %s", error)
+            return
+        if users is not None:
+            self._digests = _digests(users)
+
+
+def _digests(users: Users) -> list[tuple[bytes, Tenant | None]]:
+    return [(_digest(key.encode()), who) for key, who in users.by_key.items()]
 
 
 def tenant_of(request: Request) -> Tenant | None:

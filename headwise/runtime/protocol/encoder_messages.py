@@ -5,7 +5,7 @@ client -> encoder     Encode       -> WantsFile ... Encoded | Failed
 client -> encoder     FilePart        what `WantsFile` asks for
 client -> encoder     WantsRows    -> EncodedRows | Failed
 client -> encoder     EndEncode       nobody waits for it any more
-encoder -> scheduler  EncoderStatus   every `STATUS_INTERVAL_S`
+encoder -> scheduler  EncoderStatus -> KnownUsers   every `STATUS_INTERVAL_S`; answered if it lets others connect
 
 Files and embeddings go in parts, each of which the other side asks for: neither is sent more than it has room for, and
 no sign of life waits for long. What is not asked for, or does not come, for `STALLED_S` is let go of.
@@ -119,6 +119,7 @@ class EncoderStatus:
 
     secret:  of the deployment; a status with another one is ignored
     address: where it is reached within the deployment
+    users:   version of those that it lets connect
     """
 
     secret: str
@@ -126,3 +127,4 @@ class EncoderStatus:
     endpoint: str
     address: str
     stats: dict[str, Any]
+    users: str = ""

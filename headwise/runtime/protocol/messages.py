@@ -17,6 +17,7 @@ client -> scheduler   Roll         -> Scaled | Failed
 client -> scheduler   UpdateWeights -> WeightsUpdated | Failed
 engine -> scheduler   EngineStatus -> Directory     every `STATUS_INTERVAL_S`; answered if the engine knows another one
                                    -> WantedWeights if it has others
+                                   -> KnownUsers    likewise: see `users`
 
 What is said of images is in `encoder_messages`, and what engines say to each other in `lease_messages`.
 """
@@ -399,6 +400,7 @@ class EngineStatus:
     adapters: by name a hash of all that each is
     refused:  those that it was told to have last and cannot; None: there are none
     refusal:  why
+    users:    version of those that it lets connect
     """
 
     secret: str
@@ -419,6 +421,7 @@ class EngineStatus:
     adapters: tuple[tuple[str, str], ...] = ()
     refused: Weights | None = None
     refusal: str = ""
+    users: str = ""
 
 
 @register

@@ -31,6 +31,7 @@ from headwise.runtime.batch.server import Server
 from headwise.runtime.http.guard import ApiKeys
 from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.users import Users
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 BODIES: dict[str, dict[str, Any]] = {
@@ -241,7 +242,10 @@ def test_an_answer_that_takes_too_long_is_not_waited_for_for_ever(tmp_path: Path
 
 def test_keys_are_wanted_where_there_are_some(tmp_path: Path) -> None:
     batch = batch_of(tmp_path, 2)
-    with deployed(ScriptedCore()) as deployment, serving(deployment, keys=ApiKeys(["a-good-key"])) as served:
+    with (
+        deployed(ScriptedCore()) as deployment,
+        serving(deployment, keys=ApiKeys(Users({"a-good-key": None}))) as served,
+    ):
         with pytest.raises(ConfigError, match="refuses: "):
             asyncio.run(checked(served.base_url, "a-bad-key"))
         asyncio.run(checked(served.base_url, "a-good-key"))

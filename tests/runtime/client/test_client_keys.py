@@ -12,15 +12,15 @@ from support.engine.scripted_deployment import SECRET, Deployment
 from support.waiting import eventually
 
 from headwise.actors.front import Keys
-from headwise.errors import ConfigError, DeploymentError, EngineDiedError, NotAllowedError
+from headwise.errors import ConfigError, DeploymentError, HeadwiseError, NotAllowedError
 from headwise.runtime.client.client import Client
 from headwise.runtime.frontend.scaling import FleetState
 from headwise.runtime.protocol.request import GenerateRequest
-from headwise.runtime.protocol.tenants import Tenant
+from headwise.runtime.protocol.users import NO_USERS, Tenant, Users
 from headwise.sockets.curve import ClientKeys, client_key, new_secret, public_key
 
 TOKENS = ("sk-alice-0001", "sk-bob-00002")
-KEYS = Keys(SECRET, new_secret(), frozenset(map(client_key, TOKENS)))
+KEYS = Keys(SECRET, new_secret(), Users(dict.fromkeys(map(client_key, TOKENS))))
 SERVER = public_key(KEYS.curve)
 
 
@@ -68,15 +68,54 @@ def test_a_client_with_keys_does_not_talk_to_a_deployment_without() -> None:
     deployment.close()
 
 
-def test_an_engine_serves_only_those_that_have_keys_too() -> None:
+def test_an_engine_that_knows_none_is_told_who_may_connect() -> None:
     other = Deployment(keys=KEYS)
-    other.add_engine(ScriptedCore(), keys=replace(KEYS, users=frozenset()).outer)
-    with (
-        Client(other.address, keys=ClientKeys(SERVER, TOKENS[0])) as client,
-        pytest.raises(EngineDiedError, match="cannot be reached from here"),
-    ):
-        client.generate("abc", max_tokens=1)
+    server = other.add_engine(ScriptedCore(), users=NO_USERS)
+    eventually(lambda: server._users == KEYS.users)
+    with Client(other.address, keys=ClientKeys(SERVER, TOKENS[0])) as client:
+        assert client.generate("abc", max_tokens=1).text == "0 "
     other.close()
+
+
+def test_keys_come_and_go_while_a_deployment_serves() -> None:
+    """Who has a key that is none any more loses his requests; others' go on, and who has a new one is served."""
+    news: list[Users | ConfigError] = []
+
+    def source() -> Users | None:
+        told = news.pop() if news else None
+        if isinstance(told, ConfigError):
+            raise told
+        return told
+
+    core = ScriptedCore()
+    deployment = Deployment(keys=KEYS, users_source=source)
+    server = deployment.add_engine(core)
+    old, new = (Users(dict.fromkeys(map(client_key, tokens))) for tokens in (TOKENS, (TOKENS[1], "sk-new-00005")))
+    with (
+        Client(deployment.address, keys=ClientKeys(SERVER, TOKENS[0])) as leaves,
+        Client(deployment.address, keys=ClientKeys(SERVER, TOKENS[1])) as stays,
+        Client(deployment.address, keys=KEYS.own) as own,
+    ):
+        with pytest.raises(DeploymentError, match="it does not know this API key"):
+            Client(deployment.address, keys=ClientKeys(SERVER, "sk-new-00005"))
+        core.gate.clear()
+        lost, kept = leaves.stream("abc", max_tokens=3), stays.stream("abc", max_tokens=3)
+        eventually(lambda: len(core.live) == 2)
+        news.append(ConfigError("the file cannot be read"))
+        eventually(lambda: any("API keys stay as they were" in text for _, text in own.stats()["faults"]))
+        news.append(new)
+        eventually(lambda: server._users == new)
+        with Client(deployment.address, keys=ClientKeys(SERVER, "sk-new-00005")) as comes:
+            begun = comes.stream("abc", max_tokens=3)
+            eventually(lambda: core.aborted)
+            core.gate.set()
+            assert [delta.text for delta in begun] == [delta.text for delta in kept] == ["0 ", "1 ", "2 "]
+        with pytest.raises(HeadwiseError):
+            list(lost)
+        with pytest.raises(DeploymentError):
+            Client(deployment.address, keys=ClientKeys(SERVER, TOKENS[0]))
+    assert old != new
+    deployment.close()
 
 
 def test_the_deployment_s_own_clients_need_no_api_key(deployment: Deployment) -> None:
@@ -88,7 +127,7 @@ def test_the_deployment_s_own_clients_need_no_api_key(deployment: Deployment) ->
 # ---- tenants ----
 
 TENANTS = {client_key("sk-carol-0003"): Tenant("carol"), client_key("sk-dave-00004"): Tenant("dave", 5)}
-OF_TENANTS = replace(KEYS, users=KEYS.users | set(TENANTS), tenants=TENANTS)
+OF_TENANTS = replace(KEYS, users=Users({**KEYS.users.by_key, **TENANTS}))
 
 
 @pytest.fixture(scope="module")

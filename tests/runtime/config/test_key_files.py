@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import ConfigError
-from headwise.runtime.config.keys import ApiKey, read_keys, server_secret
+from headwise.runtime.config.keys import MAX_KEYS, ApiKey, KeyFile, read_keys, server_secret
 
 KEY = "sk-0123456789"
 
@@ -55,6 +55,46 @@ def test_files_without_usable_keys_are_told_and_their_text_is_not(tmp_path: Path
     with pytest.raises(ConfigError, match=told) as error:
         read_keys("", str(file))
     assert not text.strip() or text.strip() not in str(error.value)
+
+
+def test_a_file_has_so_many_keys_at_most(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("".join(f"sk-{number:09}\n" for number in range(MAX_KEYS + 1)))
+    with pytest.raises(ConfigError, match=f"{MAX_KEYS + 1} API keys are given; at most {MAX_KEYS}"):
+        read_keys("", str(file))
+
+
+def test_a_file_is_read_again_once_it_has_changed_and_stays_so(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-first-0001\n")
+    keys = KeyFile("sk-flag-00001", str(file))
+    assert keys.changed() == [ApiKey("sk-flag-00001"), ApiKey("sk-first-0001")]
+    assert keys.changed() is None
+    with file.open("a") as more:
+        more.write("sk-second-002 tenant=")
+    assert keys.changed() is None, "somebody is just writing it"
+    with file.open("a") as more:
+        more.write("a\n")
+    assert keys.changed() is None, "it has changed again"
+    assert keys.changed() == [ApiKey("sk-flag-00001"), ApiKey("sk-first-0001"), ApiKey("sk-second-002", "a")]
+    assert keys.changed() is None
+
+
+def test_a_file_without_keys_is_told_once(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-first-0001\n")
+    keys = KeyFile("", str(file))
+    assert keys.changed() == [ApiKey("sk-first-0001")]
+    file.unlink()
+    assert keys.changed() is None
+    with pytest.raises(ConfigError, match="No such file"):
+        keys.changed()
+    assert keys.changed() is None
+    file.write_text("short\n")
+    assert keys.changed() is None
+    with pytest.raises(ConfigError, match="API key 1"):
+        keys.changed()
+    assert keys.changed() is None
 
 
 def test_a_flag_of_spaces_is_no_key() -> None:

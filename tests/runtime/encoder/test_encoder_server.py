@@ -54,6 +54,8 @@ from headwise.runtime.protocol.images import EncodedImage, PromptImage, named
 from headwise.runtime.protocol.messages import Failed, Ping, Pong
 from headwise.runtime.protocol.prompt_items import digest
 from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.users import Users
+from headwise.sockets.curve import ClientKeys, client_key, public_key
 from headwise.sockets.pieces import split
 
 
@@ -126,7 +128,9 @@ def deployment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
 def encoder_of(deployment: Deployment, encoder: Any, name: str = "encoder-0", secret: str = "") -> EncoderServer:
     reporting = reporting_of(deployment, name)
     reporting = replace(reporting, secret=secret or reporting.secret)
-    server = EncoderServer(encoder, "tcp://127.0.0.1:*", reporting=reporting, keys=deployment.keys.outer)
+    server = EncoderServer(
+        encoder, "tcp://127.0.0.1:*", reporting=reporting, keys=deployment.keys.inner, users=deployment.keys.users
+    )
     server.start()
     return server
 
@@ -853,5 +857,20 @@ def test_an_encrypted_deployment_s_encoder_wants_keys_and_relayed_clients_reach_
     assert encoder.seen == [b"abcd"]
     assert not stranger.socket.poll(0)
     stranger.close()
+    server.stop()
+    deployment.close()
+
+
+def test_an_encoder_is_told_whose_keys_there_are() -> None:
+    from headwise import EngineConfig
+
+    news = [Users({client_key("sk-new-00005"): None})]
+    keys = replace(Keys.generate(EngineConfig(secure=True)), secret=SECRET)
+    deployment = Deployment(keys=keys, without_images="", users_source=lambda: news.pop() if news else None)
+    deployment.add_engine(ScriptedCore())
+    server = encoder_of(deployment, ScriptedEncoder())
+    eventually(lambda: server._users != keys.users)
+    with Client(deployment.address, keys=ClientKeys(public_key(keys.curve), "sk-new-00005")) as client:
+        assert client.chat(chat(b"abcd"), max_tokens=1).token_ids
     server.stop()
     deployment.close()

@@ -20,10 +20,11 @@ from support.engine.scripted_deployment import Deployment
 from support.scripted_http import Served, serving
 from support.waiting import eventually
 
+from headwise.errors import ConfigError
 from headwise.runtime.http import connections, generation, guard
 from headwise.runtime.http.bodies import ChatBody, DetokenizeBody, TokenizeBody
 from headwise.runtime.http.guard import MAX_HEAD_BYTES, ApiKeys
-from headwise.runtime.protocol.tenants import Tenant
+from headwise.runtime.protocol.users import Tenant, Users
 from headwise.sockets import connection_limit
 
 KEY, OTHER = "sk-of-one-user", "sk-of-another"
@@ -91,7 +92,7 @@ def is_ended_by_the_server(sock: socket.socket) -> bool:
 
 @pytest.fixture(scope="module")
 def locked(deployment: Deployment, core: ScriptedCore) -> Iterator[Served]:
-    with serving(deployment, keys=ApiKeys([KEY, OTHER])) as served:
+    with serving(deployment, keys=ApiKeys(Users({KEY: None, OTHER: None}))) as served:
         yield served
 
 
@@ -120,7 +121,7 @@ def test_without_a_key_nothing_is_told_but_that_it_is_wanted(
 
 
 def test_a_request_is_that_tenant_s_whose_key_it_bears(deployment: Deployment, core: ScriptedCore) -> None:
-    keys = ApiKeys([KEY, OTHER], {OTHER: Tenant("team-b", 3)})
+    keys = ApiKeys(Users({KEY: None, OTHER: Tenant("team-b", 3)}))
     with serving(deployment, keys=keys) as served:
         for key, said, expected in (
             (OTHER, {}, ("team-b", 3)),
@@ -137,6 +138,31 @@ def test_a_request_is_that_tenant_s_whose_key_it_bears(deployment: Deployment, c
                 core.gate.set()
                 assert answer.result().status_code == 200
             assert (request.tenant, request.priority) == expected
+
+
+def test_keys_come_and_go_while_a_server_serves(deployment: Deployment) -> None:
+    now = [0.0]
+    news: list[Users | ConfigError | None] = [None]
+
+    def source() -> Users | None:
+        told = news.pop() if news else None
+        if isinstance(told, ConfigError):
+            raise told
+        return told
+
+    with serving(deployment, keys=ApiKeys(Users({KEY: None}), source, lambda: now[0])) as served:
+
+        def status(key: str) -> int:
+            return served.http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+
+        assert (status(KEY), status(OTHER)) == (200, 401)
+        news.append(Users({OTHER: None}))
+        assert (status(KEY), status(OTHER)) == (200, 401), "it is not looked for at each request"
+        now[0] += guard.LOOK_S
+        assert (status(KEY), status(OTHER)) == (401, 200)
+        news.append(ConfigError("the file is gone"))
+        now[0] += guard.LOOK_S
+        assert (status(KEY), status(OTHER)) == (401, 200)
 
 
 def test_nobody_may_say_whose_a_request_is(locked: Served) -> None:

@@ -14,6 +14,7 @@ from support.scripted_http import MODEL, Served, serving, serving_repeated
 
 from headwise.runtime.http.guard import ApiKeys
 from headwise.runtime.protocol.request import FinishReason, Retention
+from headwise.runtime.protocol.users import Users
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [
@@ -348,7 +349,7 @@ def test_a_failure_within_a_stream_is_an_event() -> None:
 def test_keys_may_be_given_as_anthropics_clients_do() -> None:
     deployment = Deployment()
     deployment.add_engine(RepeatingCore())
-    with serving(deployment, keys=ApiKeys(["secret-key"])) as served:
+    with serving(deployment, keys=ApiKeys(Users({"secret-key": None}))) as served:
         for given in ({"api_key": "secret-key"}, {"auth_token": "secret-key"}):
             with anthropic.Anthropic(base_url=served.base_url, max_retries=0, **given) as client:
                 assert client.messages.create(**asked("Hello.")).content[0].text == "Hello."

@@ -15,6 +15,7 @@ from support.waiting import eventually
 from support.whole_deployment import whole_deployment
 
 from headwise.runtime.http.guard import ApiKeys
+from headwise.runtime.protocol.users import Users
 
 KEY = "sk-0123456789"
 PATHS = {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}
@@ -61,7 +62,7 @@ def test_the_package_brings_the_page() -> None:
 
 
 def test_the_page_needs_no_key_and_all_it_shows_does(deployment: Deployment) -> None:
-    with serving(deployment, keys=ApiKeys([KEY])) as served:
+    with serving(deployment, keys=ApiKeys(Users({KEY: None}))) as served:
         assert {served.http.get(path).status_code for path in PATHS} == {200}
         assert served.http.get("/deployment").status_code == 401
         bearing = {"authorization": f"Bearer {KEY}"}
@@ -146,7 +147,7 @@ def test_texts_of_others_are_never_html(browser: Browser, deployment: Deployment
 def test_a_browser_asks_for_the_key_and_forgets_it(
     browser: Browser, deployment: Deployment, core: ScriptedCore
 ) -> None:
-    with serving(deployment, keys=ApiKeys([KEY])) as served:
+    with serving(deployment, keys=ApiKeys(Users({KEY: None}))) as served:
         tab = tab_at(browser, served)
         assert tab.text("#status") == "give an API key"
         assert not tab.evaluate("document.querySelector('#main').checkVisibility()")

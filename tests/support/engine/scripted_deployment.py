@@ -17,6 +17,7 @@ from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.scaling import Exchange
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
+from headwise.runtime.frontend.users_service import UsersSource
 from headwise.runtime.protocol.images import ImagePlaces, with_images
 from headwise.runtime.protocol.prompt_items import placed
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
@@ -61,10 +62,15 @@ class Deployment:
     """A scheduler and engines of this process, whose owner is the test: it has ``exchange``.
 
     keys: of the deployment; without, its connections are in the clear
+    users_source: of those that may connect later
     """
 
     def __init__(
-        self, replicas: int = 1, keys: Keys | None = None, without_images: str = "images are not enabled here"
+        self,
+        replicas: int = 1,
+        keys: Keys | None = None,
+        without_images: str = "images are not enabled here",
+        users_source: UsersSource | None = None,
     ) -> None:
         self.keys = keys or Keys(SECRET)
         self.exchange = Exchange()
@@ -75,8 +81,9 @@ class Deployment:
             0,
             secret=self.keys.secret,
             model="scripted",
-            keys=self.keys.outer,
-            tenants=self.keys.tenants,
+            keys=self.keys.inner,
+            users=self.keys.users,
+            users_source=users_source,
             replicas=replicas,
             exchange=self.exchange,
             without_images=without_images,
@@ -90,7 +97,7 @@ class Deployment:
         reporting = Reporting(
             f"tcp://{self.address}", self.keys.secret, f"engine-{len(self.servers)}", keys=self.keys.own
         )
-        options = {"keys": self.keys.outer, "tenants": self.keys.tenants, **options}
+        options = {"keys": self.keys.inner, "users": self.keys.users, **options}
         server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, on_died=self.died.append, **options)
         if core is not None:
             server.attach(core)

@@ -1,0 +1,66 @@
+"""Who may connect to a deployment: says so to engines and encoders, and finds out when the file of keys has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from headwise.errors import ConfigError
+from headwise.runtime.frontend.client_socket import Send
+from headwise.runtime.protocol.users import KnownUsers, Users
+from headwise.sockets.listener import Listener
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+"""How often it is looked whether there are others."""
+
+UsersSource = Callable[[], Users | None]
+"""Who may connect from now on; None: who may by now. Raises `ConfigError` where nobody can say."""
+
+
+class UsersService:
+    """Used by the scheduler's thread.
+
+    users:    those that may connect now
+    secret:   of the deployment
+    listener: the scheduler's own
+    source:   tells of others; None: they stay
+    is_told:  whether engines and encoders are told of them: not where all may connect
+    note:     called with what went wrong, in words
+    """
+
+    def __init__(
+        self,
+        users: Users,
+        secret: str,
+        listener: Listener,
+        source: UsersSource | None,
+        is_told: bool,
+        send: Send,
+        note: Callable[[str], None],
+    ) -> None:
+        self.users = users
+        self._secret, self._listener, self._source, self._is_told = secret, listener, source, is_told
+        self._send, self._note, self._look_at = send, note, 0.0
+
+    def heard(self, identity: bytes, version: str) -> None:
+        """An engine or an encoder reports who may connect there: tell it of others, if there are."""
+        if self._is_told and version != self.users.version:
+            self._send(identity, KnownUsers(self._secret, self.users))
+
+    def watch(self, now: float) -> None:
+        """Look for others, if that is due."""
+        if self._source is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        try:
+            users = self._source()
+        except ConfigError as error:
+            self._note(f"API keys stay as they were: {error}")
+            log.warning("API keys stay as they were: %s", error)
+            return
+        if users is not None and users != self.users:
+            log.info("there are %d API keys now; there were %d", len(users.by_key), len(self.users.by_key))
+            self.users = users
+            self._listener.allow(users.by_key)

@@ -1,0 +1,79 @@
+"""Who has API keys: what may come by each, and as whose."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from headwise.errors import NotAllowedError
+from headwise.runtime.protocol.messages import Operate, Reroute, Roll, Route, Scale, Submit, UpdateWeights, failure
+from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.wire import register
+
+ANY_PRIORITY = -(2**31)
+
+
+@register
+@dataclass(frozen=True)
+class Tenant:
+    """Who has a key and is no operator.
+
+    name:     by which its requests are known, whoever sends them by whichever of its keys
+    priority: the most urgent one that they have, of which lower ones go first
+    """
+
+    name: str
+    priority: int = ANY_PRIORITY
+
+    def at_most(self, priority: int) -> int:
+        """The priority of a request that asks for this one."""
+        return max(priority, self.priority)
+
+    def own(self, request: GenerateRequest) -> GenerateRequest:
+        """A request that comes by its key."""
+        return replace(request, tenant=self.name, priority=self.at_most(request.priority))
+
+
+@register
+@dataclass(frozen=True)
+class Users:
+    """by_key: whose each key is, None: an operator's. Keys are the public ones of connections, or over HTTP the API
+    keys; the deployment's own is none of them
+    """
+
+    by_key: dict[str, Tenant | None] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def version(self) -> str:
+        """Tells these users from others."""
+        return hashlib.sha256(repr(sorted(self.by_key.items())).encode()).hexdigest()[:16]
+
+    def as_sent(self, message: Any, key: str) -> Any:
+        """A client's message as it counts where it comes by this key: a tenant's are the tenant's, and what is for
+        operators becomes the answer to it, a `Failed`."""
+        tenant = self.by_key.get(key)
+        if tenant is None:
+            return message
+        if isinstance(message, Route):
+            return replace(message, tenant=tenant.name, priority=tenant.at_most(message.priority))
+        if isinstance(message, Submit | Reroute):
+            return replace(message, request=tenant.own(message.request))
+        if isinstance(message, Operate | Roll | Scale | UpdateWeights):
+            why = f"this API key is tenant {tenant.name}'s, and {type(message).__name__} is for those of operators"
+            return failure(NotAllowedError(why), message.key)
+        return message
+
+
+NO_USERS = Users()
+
+
+@register
+@dataclass(frozen=True)
+class KnownUsers:
+    """The scheduler tells an engine, or an encoder, that has others: clients with these keys may connect from now on,
+    and no others."""
+
+    secret: str
+    users: Users
