@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from support.waiting import eventually
 
 from headwise import Client, ClientKeys, LocalEngine, SamplingParams
 from headwise.actors.deployment import Deployment
-from headwise.errors import InvalidRequestError
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, NotAllowedError
+from headwise.runtime.protocol.request import GenerationResult
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
@@ -422,6 +424,46 @@ def test_a_server_that_is_killed_is_started_again_and_the_other_answers(
 
 def test_readiness_needs_no_key(deployment: Deployment) -> None:
     assert httpx.get(f"{deployment.http_address}/ready").json()["engines"] == len(ENGINES)
+
+
+def test_a_tenant_s_key_comes_and_goes_while_all_serve(deployment: Deployment, base_url: str, ours: Client) -> None:
+    file, key = Path(deployment.config.api_key_file), "sk-of-a-tenant"
+    before, http = file.read_text(), httpx.Client(headers={"authorization": f"Bearer {key}"}, timeout=120.0)
+    models = f"{base_url}/models"
+    assert http.get(models).status_code == 401
+    file.write_text(f"{before}{key} tenant=team\n")
+    eventually(lambda: all(http.get(models).status_code == 200 for _ in range(8)))  # of both servers
+    assert http.post(f"{base_url}/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+    assert deployment.client_keys is not None
+    keys, tenants = ClientKeys(deployment.client_keys.server, key), list[Client]()
+
+    def is_let_in() -> bool:
+        with suppress(DeploymentError):  # the scheduler has not looked yet
+            tenants.append(Client(deployment.client_address, keys=keys))
+        return bool(tenants)
+
+    eventually(is_let_in)
+    with tenants[0] as tenant:
+        prompts = ["The capital of France is"] * 4
+        expected = [result.text for result in ours.generate(prompts, temperature=0.0, max_tokens=8)]
+        eventually(lambda: [each.text for each in answered(tenant, prompts)] == expected)  # engines have heard of it
+        with pytest.raises(NotAllowedError, match="this API key is tenant team's"):
+            tenant.scale(1)
+        file.write_text(before)
+        eventually(lambda: http.get(models).status_code == 401)
+        with pytest.raises(HeadwiseError):
+            eventually(lambda: not tenant.generate("a", max_tokens=1))
+    http.close()
+
+
+def answered(client: Client, prompts: list[str]) -> list[GenerationResult]:
+    try:
+        results = client.generate(prompts, temperature=0.0, max_tokens=8)
+    except HeadwiseError:
+        return []
+    assert isinstance(results, list)
+    return results
 
 
 def test_keys_are_in_no_log(deployment: Deployment, client: openai.OpenAI) -> None:
