@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ from headwise.runtime.frontend.preprocessing_pool import (
 )
 from headwise.runtime.frontend.routing import Matches, Router
 from headwise.runtime.frontend.routing.base import RESERVATION_S, Choice
+from headwise.runtime.frontend.senders import Senders
 from headwise.runtime.protocol.messages import (
     FORGOTTEN,
     FindPrefix,
@@ -86,8 +86,7 @@ class PendingCalls:
         self._dispatcher = Dispatcher(router, index, clock)
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[bytes, int], PendingCall] = {}
-        self._sent: Counter[str] = Counter()  # calls, by sender
-        self._text: Counter[str] = Counter()  # bytes of theirs that are not tokenised yet
+        self._senders = Senders()
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._counts = dict.fromkeys(("routed", "rerouted", "delayed", "refused", "withdrawn"), 0)
         self._started, self._alive_at = clock(), -math.inf
@@ -192,44 +191,39 @@ class PendingCalls:
     def _prepare(self, call: PendingCall, work: Work, limit: int, prompt: Any = None, messages: Any = None) -> None:
         if (call.identity, call.key) in self._calls:
             return  # the client did not know whether its first message arrived
+        senders, is_full = self._senders, len(self._calls) >= limit
+        if is_full and not senders.who_has_more(senders.calls, call.sender, 1):
+            self._fail(call, self._overloaded())
+            return
         try:
             call.num_bytes = self._size(prompt, messages)
         except HeadwiseError as error:
             self._fail(call, error)
             return
-        if len(self._calls) >= limit and not self._make_room(call, self._sent, 1):
+        if is_full and not self._refuse_one(senders.who_has_more(senders.calls, call.sender, 1)):
             self._fail(call, self._overloaded())
             return
         job = Job(call, work, call.num_bytes, lambda: not call.is_over)
         while not self._pool.submit(job):
-            if not self._make_room(call, self._text, call.num_bytes):
+            greedy = senders.who_has_more(senders.text, call.sender, call.num_bytes)
+            if not self._refuse_one(greedy, is_tokenised=False):
                 self._fail(call, OverloadedError("too much text waits to be tokenised already; try again later"))
                 return
         self._calls[call.identity, call.key] = call
-        self._sent[call.sender] += 1
-        self._text[call.sender] += call.num_bytes
+        senders.add(call)
 
-    def _make_room(self, call: PendingCall, held: Counter[str], more: int) -> bool:
-        """Refuse the latest new call of the sender that has most here, if that is more than this call's sender would
-        have then; False: it is not. So nobody is refused because another one has filled the queue.
+    def _refuse_one(self, sender: str, *, is_tokenised: bool = True) -> bool:
+        """Refuse the latest new call of a sender; whether there was one.
 
-        held: what is scarce, by sender; more: that this call needs of it
+        is_tokenised: it may be one that is
         """
-        sender = max(held, key=lambda each: held[each], default="")
-        if held[sender] <= held[call.sender] + more:
-            return False
-        is_text = held is self._text
         its = (each for each in self._calls.values() if each.sender == sender and each.rank[1])
-        latest = max((each for each in its if not (is_text and each.prepared)), key=_number, default=None)
+        latest = max((each for each in its if is_tokenised or not each.prepared), key=_number, default=None)
         if latest is None:
             return False
         self._close(latest)
         self._fail(latest, self._overloaded())
         return True
-
-    def _is_tokenised(self, call: PendingCall) -> None:
-        """It is, or it need not be any more."""
-        _take_from(self._text, call.sender, call.num_bytes)
 
     def _take_prepared(self, call: PendingCall, outcome: Outcome) -> None:
         if call.is_over:
@@ -238,7 +232,7 @@ class PendingCalls:
             self._close(call)
             self._fail(call, outcome)
             return
-        self._is_tokenised(call)
+        self._senders.tokenised(call)
         call.prepared, call.prepared_at = outcome, self._clock()
         self._dispatcher.add(call)
 
@@ -298,9 +292,7 @@ class PendingCalls:
         """Forget a call, which needs no answer any more or gets it now."""
         call.is_over = True
         if self._calls.pop((call.identity, call.key), None) is not None:
-            _take_from(self._sent, call.sender, 1)
-            if call.prepared is None:
-                self._is_tokenised(call)
+            self._senders.remove(call)
         self._dispatcher.drop(call)
 
     def _fail(self, call: PendingCall, error: HeadwiseError) -> None:
@@ -367,9 +359,3 @@ class PendingCalls:
 
 def _number(call: PendingCall) -> int:
     return call.number
-
-
-def _take_from(counts: Counter[str], name: str, count: int) -> None:
-    counts[name] -= count
-    if not counts[name]:
-        del counts[name]

@@ -541,6 +541,17 @@ def test_a_full_queue_counts_a_tenant_s_requests_by_whatever_connection_they_com
     assert other.hears_nothing()
 
 
+def test_nobody_is_refused_for_what_can_never_be_served(make: Make) -> None:
+    deployment = make(max_queued=2, size=TextLimits(10, 3).size)
+    deployment.report("a", waiting=2)
+    many, few = deployment.peer(), deployment.peer()
+    for key in (1, 2):
+        many.send(route(key, f"prompt {key}"))
+    eventually(lambda: few.stats()["scheduler"]["queued"] == 2)
+    assert few.ask(route(3, "1" * 31)).error == "InvalidRequestError"
+    assert many.hears_nothing()
+
+
 def test_what_was_accepted_before_is_not_refused_for_others(make: Make) -> None:
     deployment = make(max_queued=2)
     deployment.report("a", waiting=2)
