@@ -18,7 +18,8 @@ PROMPT = list(range(1, 20))
 
 @contextmanager
 def whole_deployment() -> Iterator[Deployment]:
-    """Its engine has served two requests with the same `PROMPT`, the second in part from its cache, and reported it."""
+    """Its engine has served two requests of a tenant's with the same `PROMPT`, the second in part from its cache, and
+    reported it."""
     deployment = Deployment()
     try:
         policies = FULL, HeadPolicy(window=8)
@@ -26,7 +27,7 @@ def whole_deployment() -> Iterator[Deployment]:
         deployment.add_engine(core)
         with Client(deployment.address) as client:
             for _ in range(2):
-                client.generate(PROMPT, max_tokens=4)
+                client.generate(PROMPT, max_tokens=4, tenant="team")
             eventually(lambda: "put" in client.stats()["engines"]["engine-0"]["transfers"])
         yield deployment
     finally:

@@ -26,6 +26,7 @@ def render(stats: Stats) -> Group:
     from rich.console import Group
 
     parts: list[Any] = [_headline(stats), *_fleet(stats), _engines(stats), *_encoders(stats), _tiers(stats)]
+    parts += _tenants(stats)
     parts.append(_index(stats))
     faults = list(stats.get("faults", ()))[-SHOWN_FAULTS:]
     parts += [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in reversed(faults)]
@@ -92,6 +93,17 @@ def _state(engine: Stats, weights: str) -> str:
     role, own = engine.get("role", "mixed"), engine.get("weights", "")
     more = ([] if role == "mixed" else [role]) + ([f"weights {own or 'of the start'}"] if own != weights else [])
     return ", ".join([engine["state"], *more])
+
+
+def _tenants(stats: Stats) -> Iterator[Table]:
+    """What became of each one's requests; nothing where there are none."""
+    tenants = stats["scheduler"].get("tenants")
+    if not tenants:
+        return
+    table = _table("tenants", "waiting", "routed", "refused", "prompt tokens")
+    for name, counts in sorted(tenants.items()):
+        table.add_row(name, *(str(counts[key]) for key in ("waiting", "routed", "refused", "prompt_tokens")))
+    yield table
 
 
 def _encoders(stats: Stats) -> Iterator[Table]:

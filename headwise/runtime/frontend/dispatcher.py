@@ -19,8 +19,7 @@ class PendingCall:
 
     rank:        what is lower is served first: its priority, and whether it is new
     number:      who came first
-    owner:       whose it is (`GenerateRequest.owner`)
-    sender:      who has sent it: a tenant, or a connection
+    tenant, salt: of `GenerateRequest`
     num_bytes:   of its text
     lost:        endpoint of the engine that lost the request; empty: it is new
     is_lookup:   the client only asks who holds the prefix; no engine is chosen
@@ -38,8 +37,8 @@ class PendingCall:
     since: float
     rank: tuple[int, int]
     number: int
-    owner: str = ""
-    sender: str = ""
+    tenant: str = ""
+    salt: str = ""
     num_bytes: int = 0
     session: str = ""
     lost: str = ""
@@ -54,6 +53,16 @@ class PendingCall:
     turn: float = 0.0
     is_told: bool = False
     is_over: bool = False
+
+    @property
+    def owner(self) -> str:
+        """See `GenerateRequest`."""
+        return self.tenant or self.salt
+
+    @property
+    def sender(self) -> str:
+        """Who has sent it: a tenant, or a connection."""
+        return self.tenant or self.identity.hex()
 
     @property
     def order(self) -> Order:

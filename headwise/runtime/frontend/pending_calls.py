@@ -28,7 +28,7 @@ from headwise.runtime.frontend.preprocessing_pool import (
 )
 from headwise.runtime.frontend.routing import Matches, Router
 from headwise.runtime.frontend.routing.base import RESERVATION_S, Choice
-from headwise.runtime.frontend.senders import Senders
+from headwise.runtime.frontend.senders import Senders, TenantCounts
 from headwise.runtime.protocol.messages import (
     FORGOTTEN,
     FindPrefix,
@@ -86,7 +86,7 @@ class PendingCalls:
         self._dispatcher = Dispatcher(router, index, clock)
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[bytes, int], PendingCall] = {}
-        self._senders = Senders()
+        self._senders, self._tenants = Senders(), TenantCounts()
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._counts = dict.fromkeys(("routed", "rerouted", "delayed", "refused", "withdrawn"), 0)
         self._started, self._alive_at = clock(), -math.inf
@@ -100,12 +100,13 @@ class PendingCalls:
         """Requests that wait for an engine, and the tokens of their prompts."""
         return self._dispatcher.held()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         return {
             **self._counts,
             "pending": len(self._calls),
             "queued": len(self._dispatcher),
             "max_queued": self._max_queued,
+            "tenants": self._tenants.stats(self._senders.calls),
         }
 
     # ---- in ----
@@ -185,8 +186,7 @@ class PendingCalls:
     def _new_call(
         self, identity: bytes, key: int, rank: tuple[int, int], tenant: str = "", salt: str = ""
     ) -> PendingCall:
-        sender = tenant or identity.hex()
-        return PendingCall(identity, key, self._clock(), rank, next(self._numbers), tenant or salt, sender)
+        return PendingCall(identity, key, self._clock(), rank, next(self._numbers), tenant, salt)
 
     def _prepare(self, call: PendingCall, work: Work, limit: int, prompt: Any = None, messages: Any = None) -> None:
         if (call.identity, call.key) in self._calls:
@@ -283,6 +283,7 @@ class PendingCalls:
         request, now = call.prepared.request, self._clock()
         self._close(call)
         self._counts["routed"] += 1
+        self._tenants.routed(call.tenant, call.prepared.num_tokens)
         self._counts["rerouted"] += bool(call.lost)
         self._counts["delayed"] += now - call.prepared_at > DELAY_S
         self._tickets[call.identity, call.key] = request.request_id, now + RESERVATION_S
@@ -297,6 +298,7 @@ class PendingCalls:
 
     def _fail(self, call: PendingCall, error: HeadwiseError) -> None:
         self._counts["refused"] += 1
+        self._tenants.refused(call.tenant)
         self._send(call.identity, failure(error, call.key))
 
     def _overloaded(self) -> OverloadedError:

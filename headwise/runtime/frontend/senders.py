@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from headwise.runtime.frontend.dispatcher import PendingCall
+
+MOST_TENANTS = 4096
+"""As many as there may be API keys."""
 
 
 class Senders:
@@ -38,6 +42,32 @@ class Senders:
         """Who has most of it, if that is more than ``sender`` would have with so much more; empty: nobody has."""
         most = max(held, key=lambda each: held[each], default="")
         return most if held[most] > held[sender] + more else ""
+
+
+class TenantCounts:
+    """What became of each tenant's requests since this scheduler serves. At most `MOST_TENANTS` are told apart: there
+    are more only where operators' clients say whose requests are whose."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, dict[str, int]] = {}
+
+    def routed(self, tenant: str, prompt_tokens: int) -> None:
+        """A request of so many tokens was sent to an engine."""
+        self._add(tenant, routed=1, prompt_tokens=prompt_tokens)
+
+    def refused(self, tenant: str) -> None:
+        self._add(tenant, refused=1)
+
+    def _add(self, tenant: str, **more: int) -> None:
+        if not tenant or (tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS):
+            return
+        counts = self._tenants.setdefault(tenant, {"routed": 0, "refused": 0, "prompt_tokens": 0})
+        for name, count in more.items():
+            counts[name] += count
+
+    def stats(self, waiting: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """By tenant. waiting: calls that are not answered yet, by sender"""
+        return {name: {**counts, "waiting": waiting.get(name, 0)} for name, counts in self._tenants.items()}
 
 
 def _take(counts: Counter[str], name: str, count: int) -> None:

@@ -78,6 +78,7 @@ class DeploymentMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_scheduler()
+        yield from self._of_tenants()
         yield from self._of_queues()
         yield from self._of_work()
         yield from self._of_caches()
@@ -99,6 +100,16 @@ class DeploymentMetrics(Collector):
         )
         numbers = {"wanted": self._fleet["number"], "reporting": len(self._engines)}
         yield _gauge("engines", "Engines that there are to be, and that report.", "state", numbers)
+
+    def _of_tenants(self) -> Iterator[Metric]:
+        """By who has their keys; nothing where there are no tenants."""
+        tenants: dict[str, Stats] = dict(self._scheduler["tenants"])
+        done = {end: _each(tenants, end) for end in ("routed", "refused")}
+        text = "Requests by what the scheduler did with them."
+        yield _counters("tenant_requests", text, "outcome", done, "tenant")
+        tokens = _each(tenants, "prompt_tokens")
+        yield _counter("tenant_prompt_tokens", "Of requests that were sent to engines.", "tenant", tokens)
+        yield _gauge("tenant_requests_waiting", "In the scheduler.", "tenant", _each(tenants, "waiting"))
 
     def _of_queues(self) -> Iterator[Metric]:
         engines = self._engines

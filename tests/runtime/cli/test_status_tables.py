@@ -195,6 +195,13 @@ def test_where_prefixes_are_expected_is_shown_and_what_came_from_other_engines()
     assert "7" in line_with(shown, "engine-0", "engines").split()
 
 
+def test_what_became_of_tenants_requests_is_shown_where_there_are_some() -> None:
+    tenants = {"search": {"routed": 7, "refused": 1, "prompt_tokens": 900, "waiting": 3}}
+    shown = text_of(render(stats(scheduler={**SCHEDULER, "tenants": tenants})))
+    assert line_with(shown, "search").split() == ["search", "3", "7", "1", "900"]
+    assert "tenants" not in text_of(render(stats(scheduler={**SCHEDULER, "tenants": {}})))
+
+
 def test_ranks_are_shown_where_engines_have_different_ones() -> None:
     engines = {"engine-0": engine(role="decode", tp_size=3), "engine-1": engine(role="prefill", tp_size=1)}
     assert "awake, decode, TP 3" in text_of(render(stats(engines=engines)))

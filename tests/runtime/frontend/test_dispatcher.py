@@ -67,7 +67,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         request = GenerateRequest(f"r{self.number}", as_token_ids([1] * tokens), SamplingParams(max_tokens=1))
         hashes = [bytes([block, self.number % 251]) for block in range(tokens // BLOCK)]
         rank = fields.pop("rank", (0, 1))
-        call = PendingCall(b"", self.number, self.now, rank, self.number, owner, **fields)
+        call = PendingCall(b"", self.number, self.now, rank, self.number, salt=owner, **fields)
         call.prepared, call.prepared_at = PreparedRequest(request, hashes), self.now
         self.dispatcher.add(call)
         return call

@@ -539,6 +539,13 @@ def test_a_full_queue_counts_a_tenant_s_requests_by_whatever_connection_they_com
     other.send(route(5, "for another one", tenant="c"))
     assert server.receive().key == 3
     assert other.hears_nothing()
+    deployment.report("a")
+    assert [server.receive().key for _ in range(2)] == [1, 2]
+    nothing = {"routed": 0, "refused": 0, "prompt_tokens": 0, "waiting": 0}
+    assert other.stats()["scheduler"]["tenants"] == {
+        "a": {"routed": 1, "refused": 2, "prompt_tokens": 8, "waiting": 0},
+        "b": {**nothing, "routed": 1, "prompt_tokens": 8},
+    }
 
 
 def test_nobody_is_refused_for_what_can_never_be_served(make: Make) -> None:
