@@ -40,7 +40,7 @@ class ComputeOptions:
     weights_from: str = option(
         "",
         "Directories from which a running deployment may be given other weights (`Client.update_weights`), as every "
-        "client may give them; on every node, separated by commas. Empty: none are taken.",
+        "client but a tenant's may; on every node, separated by commas. Empty: none are taken.",
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
