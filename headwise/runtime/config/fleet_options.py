@@ -48,8 +48,8 @@ class FleetOptions:
     )
     max_replicas: int = option(
         0,
-        "Most engines, for `headwise scale`, too, which every client but a tenant's may use; 0: four times replicas, at least 8. A "
-        "target needs a limit.",
+        "Most engines, for `headwise scale`, too, which every client but a tenant's may use; 0: four times "
+        "replicas, at least 8. A target needs a limit.",
         0,
         1024,
     )
