@@ -100,13 +100,15 @@ class PendingCalls:
         """Requests that wait for an engine, and the tokens of their prompts."""
         return self._dispatcher.held()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, tenant: str = "") -> dict[str, Any]:
+        """tenant: the only one that is told of; empty: all are"""
+        tenants = self._tenants.stats(self._senders.calls)
         return {
             **self._counts,
             "pending": len(self._calls),
             "queued": len(self._dispatcher),
             "max_queued": self._max_queued,
-            "tenants": self._tenants.stats(self._senders.calls),
+            "tenants": {name: counts for name, counts in tenants.items() if tenant in ("", name)},
         }
 
     # ---- in ----

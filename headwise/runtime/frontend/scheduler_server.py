@@ -265,7 +265,7 @@ class SchedulerServer:
         stats = {
             "model": self._model,
             "scheduler": {
-                **self._calls.stats(),
+                **self._calls.stats(get.tenant),
                 "malformed": self._malformed,
                 "strangers": self._engines.strangers + self._encoders.strangers,
                 "instance": self.instance,

@@ -283,10 +283,10 @@ class _Api:
         """The server's own, and the deployment's where the scheduler answers. The connection ends with the answer, so
         that who asks again may reach another server on the same port.
         """
-        text = generate_latest(self.counts.registry)
+        text, tenant = generate_latest(self.counts.registry), tenant_of(request)
         try:
             moment = CollectorRegistry(auto_describe=False)
-            moment.register(DeploymentMetrics(await self._view.stats()))
+            moment.register(DeploymentMetrics(await self._view.stats(), "" if tenant is None else tenant.name))
             text += generate_latest(moment)
         except HeadwiseError:
             text += b"# the scheduler does not answer\n"

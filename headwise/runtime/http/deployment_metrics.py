@@ -68,10 +68,16 @@ class DeploymentView:
 
 
 class DeploymentMetrics(Collector):
-    """One moment's statistics as metrics. An engine that is starting has none of its own yet."""
+    """One moment's statistics as metrics. An engine that is starting has none of its own yet.
 
-    def __init__(self, stats: Stats) -> None:
+    tenant: the only one that is told of; empty: all are
+    """
+
+    def __init__(self, stats: Stats, tenant: str = "") -> None:
         self._scheduler: Stats = stats["scheduler"]
+        self._tenants: dict[str, Stats] = {
+            name: counts for name, counts in self._scheduler["tenants"].items() if tenant in ("", name)
+        }
         self._fleet: Stats = stats["fleet"]
         self._engines: dict[str, Stats] = dict(stats["engines"])
         self._encoders: dict[str, Stats] = dict(stats["encoders"])
@@ -103,7 +109,7 @@ class DeploymentMetrics(Collector):
 
     def _of_tenants(self) -> Iterator[Metric]:
         """By who has their keys; nothing where there are no tenants."""
-        tenants: dict[str, Stats] = dict(self._scheduler["tenants"])
+        tenants = self._tenants
         done = {end: _each(tenants, end) for end in ("routed", "refused")}
         text = "Requests by what the scheduler did with them."
         yield _counters("tenant_requests", text, "outcome", done, "tenant")

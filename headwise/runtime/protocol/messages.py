@@ -223,7 +223,10 @@ class Pong:
 @register
 @dataclass(frozen=True)
 class GetStats:
+    """tenant: that is told of itself, and of no other tenant; empty: of all"""
+
     key: int
+    tenant: str = ""
 
 
 @register

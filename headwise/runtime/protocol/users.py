@@ -8,7 +8,17 @@ from functools import cached_property
 from typing import Any
 
 from headwise.errors import NotAllowedError
-from headwise.runtime.protocol.messages import Operate, Reroute, Roll, Route, Scale, Submit, UpdateWeights, failure
+from headwise.runtime.protocol.messages import (
+    GetStats,
+    Operate,
+    Reroute,
+    Roll,
+    Route,
+    Scale,
+    Submit,
+    UpdateWeights,
+    failure,
+)
 from headwise.runtime.protocol.request import GenerateRequest
 from headwise.runtime.protocol.wire import register
 
@@ -56,6 +66,8 @@ class Users:
         tenant = self.by_key.get(key)
         if tenant is None:
             return message
+        if isinstance(message, GetStats):
+            return replace(message, tenant=tenant.name)
         if isinstance(message, Route):
             return replace(message, tenant=tenant.name, priority=tenant.at_most(message.priority))
         if isinstance(message, Submit | Reroute):

@@ -201,6 +201,15 @@ def test_who_goes_straight_to_an_engine_is_the_tenant_there_too(shared: Deployme
     assert (came.tenant, came.priority) == ("dave", 5)
 
 
+def test_tenants_are_told_of_themselves_alone(shared: Deployment) -> None:
+    told = dict[str, list[str]]()
+    for token in ("sk-carol-0003", "sk-dave-00004", TOKENS[0], "sk-carol-0003"):
+        with Client(shared.address, keys=ClientKeys(SERVER, token)) as client:
+            client.generate("abc", max_tokens=1)
+            told[token] = sorted(client.stats()["scheduler"]["tenants"])
+    assert told == {"sk-carol-0003": ["carol"], "sk-dave-00004": ["dave"], TOKENS[0]: ["carol", "dave"]}
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -140,6 +140,18 @@ def test_a_request_is_that_tenant_s_whose_key_it_bears(deployment: Deployment, c
             assert (request.tenant, request.priority) == expected
 
 
+def test_tenants_are_told_of_themselves_alone(deployment: Deployment) -> None:
+    bearers = {name: {"authorization": f"Bearer sk-of-{name}"} for name in ("team-d", "team-e", "operator")}
+    keys = Users({"sk-of-team-d": Tenant("team-d"), "sk-of-team-e": Tenant("team-e"), "sk-of-operator": None})
+    with serving(deployment, keys=ApiKeys(keys)) as served:
+        for name in ("team-d", "team-e"):
+            served.http.post("/v1/completions", json={"prompt": "a"}, headers=bearers[name]).raise_for_status()
+        time.sleep(0.6)  # what is told is not older than half a second
+        told = {name: served.http.get("/metrics", headers=bearer).text for name, bearer in bearers.items()}
+    found = {name: [each for each in ("team-d", "team-e") if f'tenant="{each}"' in text] for name, text in told.items()}
+    assert found == {"team-d": ["team-d"], "team-e": ["team-e"], "operator": ["team-d", "team-e"]}
+
+
 def test_keys_come_and_go_while_a_server_serves(deployment: Deployment) -> None:
     now = [0.0]
     news: list[Users | ConfigError | None] = [None]
