@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.keys import ApiKey, KeyFile, read_keys, server_secret
+from headwise.runtime.config.keys import ApiKey, KeyFile, KeyWatch, read_keys, server_secret
 from headwise.runtime.protocol.users import ANY_PRIORITY, NO_USERS, Tenant, Users
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, public_key
 
@@ -104,12 +104,22 @@ def _tenant_of(key: ApiKey) -> Tenant | None:
     return Tenant(key.tenant, ANY_PRIORITY if key.priority is None else key.priority) if key.tenant else None
 
 
-def users_of_file(config: EngineConfig, known_by: Callable[[str], str]) -> Callable[[], Users | None]:
-    """Tells of those who have the keys of ``api_key_file``, when these have changed: see `KeyFile`."""
-    file = KeyFile(config.api_key, config.api_key_file)
+class UsersOfFile:
+    """Tells of those who have the keys of ``api_key_file``, when these have changed: see `KeyWatch`.
 
-    def changed() -> Users | None:
-        keys = file.changed() if config.api_key_file else None
-        return None if keys is None else users_with(keys, known_by)
+    known_by: see `users_with`
+    """
 
-    return changed
+    def __init__(self, config: EngineConfig, known_by: Callable[[str], str]) -> None:
+        file = KeyFile(config.api_key, config.api_key_file)
+        self._watch = KeyWatch(file) if config.api_key_file else None
+        self._known_by = known_by
+
+    def __call__(self) -> Users | None:
+        """Those who are users from now on; None: there are no others. Never waits. Raises `ConfigError`."""
+        keys = None if self._watch is None else self._watch.news()
+        return None if keys is None else users_with(keys, self._known_by)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headwise import heap
 from headwise.actors.addresses import check_free, endpoint_to
 from headwise.actors.ending import Ending, die_when_told_to, leave_in_time
-from headwise.actors.front import About, Front, users_of_file, users_with
+from headwise.actors.front import About, Front, UsersOfFile, users_with
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.log_lines import show_log_lines
@@ -85,8 +85,9 @@ class HttpServerActor:
         client = self._client = Client(self._scheduler, keys=self._keys)
         self._closing.append(client.close)
         counts = RequestMetrics(self._name)
-        keys = read_keys(config.api_key, config.api_key_file)
-        api_keys = ApiKeys(users_with(keys, str), users_of_file(config, str))
+        news = UsersOfFile(config, str)
+        self._closing.append(news.close)
+        api_keys = ApiKeys(users_with(read_keys(config.api_key, config.api_key_file), str), news)
         options = AppOptions(
             config.model,
             api_keys,

@@ -10,7 +10,7 @@ import time
 from headwise import heap
 from headwise.actors.addresses import client_host, endpoint_here
 from headwise.actors.ending import Ending, leave_in_time
-from headwise.actors.front import About, Front, Keys, users_of_file
+from headwise.actors.front import About, Front, Keys, UsersOfFile
 from headwise.actors.owner_watch import OwnerWatch
 from headwise.actors.placement import node_address
 from headwise.actors.ray_metrics import RayMetrics
@@ -55,6 +55,7 @@ class GlobalScheduler:
         show_log_lines()
         self._config = config
         self._keys = keys
+        self._news: UsersOfFile | None = None
         self._port = port
         self._store_endpoint = store_endpoint
         self._preprocessor: Preprocessor | None = None
@@ -113,7 +114,7 @@ class GlobalScheduler:
                 model=config.model,
                 keys=self._keys.inner,
                 users=self._keys.users,
-                users_source=users_of_file(config, client_key) if config.is_encrypted else None,
+                users_source=self._users_of_file(),
                 replicas=config.first_replicas,
                 routing=_router_options(config, preprocessor),
                 max_queued=config.max_queued,
@@ -134,6 +135,12 @@ class GlobalScheduler:
         self._owner_watch = OwnerWatch(config.name, config.owner_timeout_s, config.drain_timeout_s)
         self._owner_watch.start()
         return self.address()
+
+    def _users_of_file(self) -> UsersOfFile | None:
+        """What tells of other keys, where clients need any."""
+        if self._config.is_encrypted and self._news is None:
+            self._news = UsersOfFile(self._config, client_key)
+        return self._news
 
     def _tell_ray(self) -> None:
         observer = self._observer = Client(endpoint_here(self._config.host, self._port), keys=self._keys.own)
@@ -210,6 +217,8 @@ class GlobalScheduler:
 
     def _end_beside(self) -> None:
         """End what works beside the server. May be called again."""
+        if self._news is not None:
+            self._news.close()
         if self._owner_watch is not None:
             self._owner_watch.close()
         if self._observer is not None and self._metrics is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,8 @@ from headwise.sockets.curve import check_key, new_secret
 
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_KEYS = 4096
+LOOK_S = 1.0
+"""How often it is looked whether a file of keys has changed."""
 _KEY = re.compile(r"[!-~]{8,512}")
 """Printable ASCII without spaces, as a header can bear."""
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -68,6 +72,44 @@ class KeyFile:
             return None
         self._read = now
         return read_keys(self._key, self._path)
+
+
+class KeyWatch:
+    """Looks after a file of keys on a thread of its own: a file system that hangs holds up nobody but it."""
+
+    def __init__(self, file: KeyFile, every_s: float = LOOK_S) -> None:
+        self._file, self._every_s = file, every_s
+        self._news: deque[list[ApiKey] | ConfigError] = deque()
+        self._closing = threading.Event()
+        threading.Thread(target=self._run, name="headwise-keys", daemon=True).start()
+
+    def news(self) -> list[ApiKey] | None:
+        """What `KeyFile.changed` told last since this was asked; None: nothing. Never waits.
+
+        Raises `ConfigError` where the last that happened is that there are no keys; those before it are told first.
+        """
+        told = list(self._news)
+        last = max((place for place, each in enumerate(told) if isinstance(each, list)), default=len(told) - 1)
+        for _ in told[: last + 1]:
+            self._news.popleft()
+        newest = told[last] if told else None
+        if isinstance(newest, ConfigError):
+            raise newest
+        return newest
+
+    def close(self) -> None:
+        """Look no more. Does not wait for the thread."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            try:
+                keys = self._file.changed()
+            except ConfigError as error:
+                self._news.append(error)
+            else:
+                if keys is not None:
+                    self._news.append(keys)
 
 
 _Stamp = tuple[int, ...]

@@ -303,7 +303,7 @@ class SchedulerServer:
             self._router.note("the index does not answer: routed without it")
         self._fleet.exchange.observe(observe(self._router.table, self._router.options, now, *self._calls.held()))
         self._calls.watch(now)
-        self._users.watch(now)
+        self._users.watch()
         self._encoders.answer(now)
         self._fleet.answer(now)
         self._weights.answer(now)

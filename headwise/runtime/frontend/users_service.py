@@ -12,11 +12,8 @@ from headwise.sockets.listener import Listener
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 2.0
-"""How often it is looked whether there are others."""
-
 UsersSource = Callable[[], Users | None]
-"""Who may connect from now on; None: who may by now. Raises `ConfigError` where nobody can say."""
+"""Who may connect from now on; None: who may by now. Never waits. Raises `ConfigError` where nobody can say."""
 
 
 class UsersService:
@@ -42,18 +39,17 @@ class UsersService:
     ) -> None:
         self.users = users
         self._secret, self._listener, self._source, self._is_told = secret, listener, source, is_told
-        self._send, self._note, self._look_at = send, note, 0.0
+        self._send, self._note = send, note
 
     def heard(self, identity: bytes, version: str) -> None:
         """An engine or an encoder reports who may connect there: tell it of others, if there are."""
         if self._is_told and version != self.users.version:
             self._send(identity, KnownUsers(self._secret, self.users))
 
-    def watch(self, now: float) -> None:
-        """Look for others, if that is due."""
-        if self._source is None or now < self._look_at:
+    def watch(self) -> None:
+        """Look whether there are others. Call it a few times a second."""
+        if self._source is None:
             return
-        self._look_at = now + LOOK_S
         try:
             users = self._source()
         except ConfigError as error:

@@ -8,7 +8,6 @@ import hmac
 import ipaddress
 import logging
 import re
-import time
 from collections.abc import Callable, Collection, Mapping
 
 from starlette.requests import ClientDisconnect, Request
@@ -26,8 +25,6 @@ MAX_HEAD_BYTES = 8 << 10
 """Of a request's path and headers."""
 BODY_S = 60.0
 """Longest time for a body to arrive."""
-LOOK_S = 1.0
-"""How often it is looked whether there are other keys."""
 MAX_BODIES_BYTES = 256 << 20
 """Most bytes of bodies that a server holds at once."""
 
@@ -41,16 +38,11 @@ class ApiKeys:
     """The keys of which every request must bear one; none: anybody may ask. Keeps digests only.
 
     users:  whose each is
-    source: tells of others, that are the keys from then on; None: it is as before. Asked once a second
+    source: tells of others, that are the keys from then on, and never waits; None: it is as before
     """
 
-    def __init__(
-        self,
-        users: Users = NO_USERS,
-        source: Callable[[], Users | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._source, self._clock, self._look_at = source, clock, clock()
+    def __init__(self, users: Users = NO_USERS, source: Callable[[], Users | None] = lambda: None) -> None:
+        self._source = source
         self._digests = _digests(users)
 
     def __bool__(self) -> bool:
@@ -73,9 +65,6 @@ class ApiKeys:
         return next((who for (_, who), is_its in zip(self._digests, matches, strict=True) if is_its), None)
 
     def _look(self) -> None:
-        if self._clock() < self._look_at:
-            return
-        self._look_at = self._clock() + LOOK_S
         try:
             users = self._source()
         except ConfigError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
+from support.waiting import eventually
 
 from headwise.errors import ConfigError
-from headwise.runtime.config.keys import MAX_KEYS, ApiKey, KeyFile, read_keys, server_secret
+from headwise.runtime.config import keys as key_files
+from headwise.runtime.config.keys import MAX_KEYS, ApiKey, KeyFile, KeyWatch, read_keys, server_secret
 
 KEY = "sk-0123456789"
 
@@ -95,6 +98,57 @@ def test_a_file_without_keys_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="API key 1"):
         keys.changed()
     assert keys.changed() is None
+
+
+def test_a_file_is_watched_without_waiting_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, hangs = tmp_path / "keys", threading.Event()
+    file.write_text("sk-first-0001\n")
+    watch = KeyWatch(KeyFile("", str(file)), every_s=0.01)
+    told: list[list[ApiKey]] = []
+
+    def look() -> bool:
+        if (keys := watch.news()) is not None:
+            told.append(keys)
+        return bool(told)
+
+    eventually(look)
+    assert told == [[ApiKey("sk-first-0001")]]
+    file.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        eventually(watch.news)
+    monkeypatch.setattr(key_files, "_stamp", lambda path: hangs.wait(60.0))
+    assert watch.news() is None
+    watch.close()
+    hangs.set()
+
+
+def test_who_looks_seldom_is_told_what_there_is_now(tmp_path: Path) -> None:
+    class Changes(KeyFile):
+        def __init__(self, *news: list[ApiKey] | ConfigError) -> None:
+            super().__init__("", str(tmp_path))
+            self.news = list(news)
+
+        def changed(self) -> list[ApiKey] | None:
+            told = self.news.pop(0) if self.news else None
+            if isinstance(told, ConfigError):
+                raise told
+            return told
+
+    def after(*news: list[ApiKey] | ConfigError) -> KeyWatch:
+        watch = KeyWatch(Changes(*news), every_s=0.001)
+        eventually(lambda: len(watch._news) == len(news))
+        watch.close()
+        return watch
+
+    one, two, error = [ApiKey("sk-first-0001")], [ApiKey("sk-second-002")], ConfigError("there are none")
+    assert after(one, two).news() == two
+    assert after(one, error, two).news() == two
+    assert after(error, two).news() == two
+    last = after(one, two, error, error)
+    assert last.news() == two
+    with pytest.raises(ConfigError, match="there are none"):
+        last.news()
+    assert last.news() is None
 
 
 def test_a_flag_of_spaces_is_no_key() -> None:
