@@ -34,11 +34,12 @@ from headwise.runtime.http.bodies import (
     wanted_chat,
     wanted_completion,
 )
+from headwise.runtime.http.body_reader import BodyReader
 from headwise.runtime.http.deployment_metrics import DeploymentMetrics, DeploymentView
 from headwise.runtime.http.errors import MESSAGES, ApiError, invalid
 from headwise.runtime.http.form import Form
 from headwise.runtime.http.generation import Generation
-from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard, tenant_of
+from headwise.runtime.http.guard import ApiKeys, Guard, tenant_of
 from headwise.runtime.http.logprobs import AnswerLogprobs, HeldLogprobs, LogprobForms
 from headwise.runtime.http.message_bodies import (
     CountBody,
@@ -153,6 +154,10 @@ class _Api:
         with suppress(HeadwiseError):  # the scheduler is away: those that are known may be there still
             self._models = (self._model, *(await self._view.stats())["weights"]["adapters"])
 
+    async def _body(self, request: Request) -> bytes:
+        tenant, client = tenant_of(request), request.client
+        return await self._bodies.read(request, tenant.name if tenant else client.host if client else "")
+
     async def models(self, request: Request) -> Response:
         await self._look_for_models()
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self._models]})
@@ -178,7 +183,7 @@ class _Api:
         return Generation(self._client, wanted, form, echoed, self.counts, self._held)
 
     async def chat(self, request: Request) -> Generation:
-        body = parse(ChatBody, await self._bodies.read(request))
+        body = parse(ChatBody, await self._body(request))
         await self._check_model(body.model)
         choice = ToolChoice.of(body.tools, body.tool_choice, body.parallel_tool_calls, self._parsers)
         wanted = wanted_chat(body, choice, self._parsers)
@@ -196,7 +201,7 @@ class _Api:
         return Telling(body.model or self._model, *told)
 
     async def completions(self, request: Request) -> Generation:
-        body = parse(CompletionBody, await self._bodies.read(request))
+        body = parse(CompletionBody, await self._body(request))
         await self._check_model(body.model)
         wanted = wanted_completion(body)
         echoed = await self._echoed(wanted) if wanted.echo else ()
@@ -205,7 +210,7 @@ class _Api:
         return await self._generation(request, body.model, wanted, form, echoed)
 
     async def responses(self, request: Request) -> Generation:
-        body = parse(ResponseBody, await self._bodies.read(request))
+        body = parse(ResponseBody, await self._body(request))
         await self._check_model(body.model)
         choice = response_choice(body, self._parsers)
         wanted = wanted_response(body, choice, self._parsers)
@@ -215,7 +220,7 @@ class _Api:
         return await self._generation(request, body.model, wanted, form)
 
     async def messages(self, request: Request) -> Generation:
-        body = parse(MessagesBody, await self._bodies.read(request))
+        body = parse(MessagesBody, await self._body(request))
         await self._check_model(body.model)
         choice = choice_of(body, self._parsers)
         wanted = wanted_message(body, choice, self._parsers)
@@ -224,7 +229,7 @@ class _Api:
         return await self._generation(request, body.model, wanted, form)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = parse(CountBody, await self._bodies.read(request))
+        body = parse(CountBody, await self._body(request))
         await self._check_model(body.model)
         tokens = await self._tokens(None, counted_chat(body, choice_of(body, self._parsers)))
         return JSONResponse({"input_tokens": len(tokens)})
@@ -238,7 +243,7 @@ class _Api:
             raise invalid(str(error), "prompt") from None
 
     async def tokenize(self, request: Request) -> Response:
-        body = parse(TokenizeBody, await self._bodies.read(request))
+        body = parse(TokenizeBody, await self._body(request))
         await self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
@@ -256,7 +261,7 @@ class _Api:
         return await self._texts.encode(prompt, chat, images)
 
     async def detokenize(self, request: Request) -> Response:
-        body = parse(DetokenizeBody, await self._bodies.read(request))
+        body = parse(DetokenizeBody, await self._body(request))
         await self._check_model(body.model)
         try:
             return JSONResponse({"prompt": await self._texts.decode(body.tokens)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -10,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headwise.errors import ConfigError
@@ -23,10 +22,6 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 8 << 10
 """Of a request's path and headers."""
-BODY_S = 60.0
-"""Longest time for a body to arrive."""
-MAX_BODIES_BYTES = 256 << 20
-"""Most bytes of bodies that a server holds at once."""
 
 _TENANT = "headwise.tenant"
 """Where a request's scope has whose key it bears."""
@@ -140,64 +135,6 @@ class Guard:
             )
         if scope["path"] not in _OPEN:
             scope[_TENANT] = self._keys.bearer(_bearing(dict(headers)))
-
-
-class BodyReader:
-    """Reads JSON bodies of at most ``most`` bytes, and at most `MAX_BODIES_BYTES` at the same time."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held = 0
-
-    async def read(self, request: Request) -> bytes:
-        """Raises `ApiError`."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which a page of another origin cannot send without being asked for leave
-            raise ApiError(415, f"the body must be JSON: send `Content-Type: application/json`, not {kind!r:.80}")
-        coding = request.headers.get("content-encoding", "identity")
-        if coding.lower() != "identity":
-            raise ApiError(415, f"the body is encoded as {coding!r:.80}, which is not served: send it as it is")
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._most):
-            raise self._too_large(f"{declared:.20}")
-        body = bytearray()
-        try:
-            await asyncio.wait_for(self._gather(request, body), BODY_S)
-            return bytes(body)
-        except ClientDisconnect:
-            raise ApiError(400, "the connection ended within the body") from None
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
-        finally:
-            self._held -= len(body)
-
-    async def _gather(self, request: Request, body: bytearray) -> None:
-        try:
-            async for part in request.stream():
-                self._check(len(body) + len(part), len(part))
-                body += part
-                self._held += len(part)
-        except BaseException:
-            self._held -= len(body)  # at once: what is given up here keeps no other body out
-            body.clear()
-            raise
-
-    def _check(self, size: int, more: int) -> None:
-        if size > self._most:
-            raise self._too_large(f"more than {self._most}")
-        if self._held + more > MAX_BODIES_BYTES:
-            raise ApiError(
-                429,
-                "too many large requests arrive at once; try again later",
-                kind="rate_limit_error",
-                code="overloaded",
-                headers={"retry-after": "1"},
-            )
-
-    def _too_large(self, size: str) -> ApiError:
-        return ApiError(
-            413, f"the body has {size} bytes; at most {self._most} are taken (http_max_body)", code="request_too_large"
-        )
 
 
 def _bearing(headers: Mapping[bytes, bytes]) -> bytes | None:

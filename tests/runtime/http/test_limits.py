@@ -21,7 +21,7 @@ from support.scripted_http import Served, serving
 from support.waiting import eventually
 
 from headwise.errors import ConfigError
-from headwise.runtime.http import connections, generation, guard
+from headwise.runtime.http import body_reader, connections, generation
 from headwise.runtime.http.bodies import ChatBody, DetokenizeBody, TokenizeBody
 from headwise.runtime.http.guard import MAX_HEAD_BYTES, ApiKeys
 from headwise.runtime.protocol.users import Tenant, Users
@@ -240,7 +240,7 @@ def test_a_body_of_20_megabytes_is_refused_whatever_it_says_of_its_length(served
 
 
 def test_bodies_that_arrive_at_once_have_a_bound_together(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "MAX_BODIES_BYTES", 3 << 19)
+    monkeypatch.setattr(body_reader, "MAX_BODIES_BYTES", 3 << 19)
     with connect(served) as first, connect(served) as second:
         for sock in (first, second):
             sock.sendall(head(b" " * (1 << 20))[:-1])
@@ -258,6 +258,27 @@ def test_bodies_that_arrive_at_once_have_a_bound_together(served: Served, monkey
         eventually(is_refused)
         assert sum(bool(answer) for answer in answers.values()) == 1, answers
     eventually(lambda: works(served))
+
+
+def test_who_fills_the_room_for_bodies_loses_the_oldest_to_whoever_comes(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_reader, "MAX_BODIES_BYTES", 3 << 20)
+    keys = ApiKeys(Users({KEY: Tenant("hog"), OTHER: Tenant("guest")}))
+    with serving(deployment, keys=keys) as served, connect(served) as first, connect(served) as second:
+        bearer = f"Authorization: Bearer {KEY}\r\n".encode()
+        for sock in (first, second):
+            whole = head(b" " * (3 << 19)).replace(b"\r\n", b"\r\n" + bearer, 1)
+            sock.sendall(whole[:-1])  # and never ends
+            time.sleep(0.2)
+        prompt = " " * (1 << 19) + json.dumps({"prompt": "a"})
+        headers = {"authorization": f"Bearer {OTHER}", "content-type": "application/json"}
+        answer = served.http.post("/v1/completions", content=prompt, headers=headers)
+        assert answer.status_code == 200
+        assert first.recv(65536).startswith(b"HTTP/1.1 429 ")
+        second.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            second.recv(65536)
 
 
 def test_a_head_beyond_the_limit_is_refused(served: Served) -> None:
@@ -315,7 +336,7 @@ def test_drops_of_a_head_buy_no_time(served: Served, monkeypatch: pytest.MonkeyP
 
 
 def test_a_body_that_does_not_come_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_S", 0.2)
+    monkeypatch.setattr(body_reader, "BODY_S", 0.2)
     with connect(served) as sock:
         sock.sendall(head(b'{"prompt', 100))
         assert sock.recv(65536).startswith(b"HTTP/1.1 408 ")
