@@ -23,6 +23,8 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 _MECHANISM, _CREDENTIALS = 5, 6
 """Indices in a request: behind version, id, domain, address and identity; the client's public key is last."""
+KEY_PROPERTY = "X-Client-Key"
+"""Of each message that comes over an encrypted connection: the client's public key."""
 OVERHEAD_BYTES = 64
 """An encrypted frame is at most so much longer than what it carries (RFC 26: 33 bytes)."""
 
@@ -146,5 +148,11 @@ class Authenticator:
         key = request[_CREDENTIALS].hex() if is_curve else ""
         is_allowed = key in self.allowed
         status = [b"200", b"OK"] if is_allowed else [b"400", b"not a client of this deployment"]
-        user = key.encode() if is_allowed else b""  # goes with each message of the connection
-        self._socket.send_multipart([_ZAP_VERSION, request[1], *status, user, b""])
+        # Of a property that is no user id messages come twice as fast (libzmq 4.3).
+        told = _property(KEY_PROPERTY, key) if is_allowed else b""
+        self._socket.send_multipart([_ZAP_VERSION, request[1], *status, b"", told])
+
+
+def _property(name: str, value: str) -> bytes:
+    """One of ZMTP's metadata (RFC 23)."""
+    return bytes((len(name),)) + name.encode() + len(value).to_bytes(4, "big") + value.encode()

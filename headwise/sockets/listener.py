@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.sockets.connection_limit import ConnectionLimit
-from headwise.sockets.curve import OVERHEAD_BYTES, Authenticator, ServerKeys, secure_server
+from headwise.sockets.curve import KEY_PROPERTY, OVERHEAD_BYTES, Authenticator, ServerKeys, secure_server
 from headwise.sockets.pieces import PIECE_BYTES, PieceError, PieceJoiner, is_piece
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class _Connection:
     """An accepted connection. Bytes are counted on the wire, since the connection was made.
 
     inode:      tells the descriptor's socket from a later one with the same number
-    identity:   of the peer, once it has sent a message
+    identity:   of the peer, once it has sent a message; nobody can choose one that ZeroMQ has given to another peer
+    key:        the public one that the peer connected with; empty: in the clear
     begun:      bytes that libzmq had taken when a message was last read; while none can be read, later bytes are of one
                 message that has not ended
     taken:      bytes that libzmq had taken from the kernel at the last count
@@ -77,6 +78,7 @@ class _Connection:
     fd: int
     inode: int
     identity: Identity = b""
+    key: str = ""
     begun: int = 0
     taken: int = 0
     was_read: bool = False
@@ -244,14 +246,15 @@ class Listener:
     def _note_read(self, identity: Identity, frame: zmq.Frame) -> bool:
         """Whether its sender may be heard."""
         self._num_read += 1
-        if self._authenticator is not None:
-            self._sender_key = str(frame.get("User-Id"))
         connection = self._peers.get(identity)
         if connection is None:
             connection = self._identify(identity, frame)
         if connection is not None:
             connection.was_read = True
-        return self._authenticator is None or self._sender_key in self._authenticator.allowed
+        if self._authenticator is None:
+            return True
+        self._sender_key = _key_of(frame) if connection is None else connection.key
+        return self._sender_key in self._authenticator.allowed
 
     def _identify(self, identity: Identity, frame: zmq.Frame) -> _Connection | None:
         """Find the connection over which a peer's first message came."""
@@ -264,6 +267,7 @@ class Listener:
             return None
         if connection is not None and not connection.identity:
             connection.identity = identity
+            connection.key = "" if self._authenticator is None else _key_of(frame)
             self._peers[identity] = connection
         return connection
 
@@ -395,6 +399,11 @@ class Listener:
         peer = None if connection.is_ending else _shut_down(connection)
         if peer is not None:
             log.warning("a peer at %s %s: its connection is closed", peer, why)
+
+
+def _key_of(frame: zmq.Frame) -> str:
+    """The public key of who has sent a message."""
+    return str(frame.get(KEY_PROPERTY))
 
 
 def _shut_down(connection: _Connection) -> Any:
