@@ -238,6 +238,7 @@ class Engine:
                 reporting=reporting,
                 flusher=flusher,
                 epoch=epoch,
+                most_of_one=self._config.most_seqs + 2 * self._config.engine_queue,
                 keys=keys.inner,
                 users=keys.users,
                 follower=self._follower,

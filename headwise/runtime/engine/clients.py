@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -18,7 +19,8 @@ class Clients:
 
     def __init__(self) -> None:
         self._clients: dict[bytes, _Client] = {}
-        self._owners: dict[str, bytes] = {}
+        self._owners: dict[str, tuple[bytes, str]] = {}
+        self._senders: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -38,18 +40,30 @@ class Clients:
 
     def owner_of(self, request_id: str) -> bytes | None:
         """Who a request is served for; None: it is not served."""
-        return self._owners.get(request_id)
+        owner = self._owners.get(request_id)
+        return None if owner is None else owner[0]
 
-    def begin(self, request_id: str, identity: bytes) -> None:
-        """A request that nobody has is served for this client, which was heard."""
-        self._owners[request_id] = identity
+    def num_of(self, identity: bytes, tenant: str) -> int:
+        """Requests of this tenant, by whichever of its connections they came; of nobody's, those of this client."""
+        return self._senders[tenant or identity.hex()]
+
+    def begin(self, request_id: str, identity: bytes, tenant: str = "") -> None:
+        """A request that nobody has is served for this client, which was heard. tenant: whose it is; empty: nobody's"""
+        sender = tenant or identity.hex()
+        self._owners[request_id] = identity, sender
+        self._senders[sender] += 1
         self._clients[identity].requests.add(request_id)
 
     def end(self, request_id: str) -> bytes | None:
         """A request is served no more; whose it was, None if it was nobody's."""
-        identity = self._owners.pop(request_id, None)
-        client = None if identity is None else self._clients.get(identity)
-        if client is not None:
+        owner = self._owners.pop(request_id, None)
+        if owner is None:
+            return None
+        identity, sender = owner
+        self._senders[sender] -= 1
+        if not self._senders[sender]:
+            del self._senders[sender]
+        if (client := self._clients.get(identity)) is not None:
             client.requests.discard(request_id)
         return identity
 

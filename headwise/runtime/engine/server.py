@@ -111,6 +111,8 @@ class EngineServer:
     reporting:  tell this scheduler of the engine; None: nobody
     flusher:    gets the cache's index updates; used by the server's thread only
     epoch:      of the cache that the first core starts with, and that the flusher has; higher with every new core
+    most_of_one: requests that a tenant, or a client, may have here: who goes by way of the scheduler, which sends no
+                more than engines have room for, never has so many
     send_queue: messages a client may leave unread before it is dropped
     keys:       only clients with these keys may connect, encrypted; None: all may
     users:      that may connect, until the scheduler tells of others
@@ -129,6 +131,7 @@ class EngineServer:
         reporting: Reporting | None = None,
         flusher: Flusher | None = None,
         epoch: int = 0,
+        most_of_one: int = 1 << 31,
         send_queue: int = 1000,
         keys: ServerKeys | None = None,
         users: Users = NO_USERS,
@@ -164,6 +167,7 @@ class EngineServer:
         self._epoch = epoch
         self._client_timeout_s = client_timeout_s
         self._on_died = on_died
+        self._most_of_one = most_of_one
         self._core: Core | None = None
         self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
         self._clients = Clients()
@@ -452,6 +456,11 @@ class EngineServer:
                 self._reports.received(request.request_id)
             if self._clients.owner_of(request.request_id) is not None:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
+            if self._clients.num_of(identity, request.tenant) >= self._most_of_one:
+                raise OverloadedError(
+                    f"{self._most_of_one} requests of this client are at this engine already: ask the scheduler where "
+                    "there is room"
+                )
             if message.embeds:
                 self._submit_with_embeds(identity, message)
             else:
@@ -459,7 +468,7 @@ class EngineServer:
         except HeadwiseError as error:
             self._send(identity, failure(error, message.key, request.request_id))
             return
-        self._clients.begin(request.request_id, identity)
+        self._clients.begin(request.request_id, identity, request.tenant)
 
     def _submit_with_embeds(self, identity: bytes, message: Submit) -> None:
         """Ask for those embeddings that the cache does not make unnecessary."""

@@ -601,6 +601,33 @@ def test_a_request_id_of_another_client_can_be_neither_taken_nor_aborted(
         assert wire.decode(other.recv(), Stats).stats["live"] == 1
 
 
+def test_who_goes_past_the_scheduler_fills_no_engine(deployment: Deployment) -> None:
+    core = ScriptedCore()
+    core.gate.clear()
+    server = deployment.add_engine(core, most_of_one=2)
+
+    def submit(name: str, tenant: str = "") -> Submit:
+        return Submit(1, GenerateRequest(name, np.ones(1, np.int32), SamplingParams(max_tokens=1), tenant=tenant))
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as one, context.socket(zmq.DEALER) as other:
+        for socket in (one, other):
+            socket.connect(server.endpoint)
+        for name in ("a", "b", "c"):
+            one.send(wire.encode(submit(name)))
+        refused = wire.decode(one.recv(), Failed)
+        assert (refused.request_id, refused.error) == ("c", "OverloadedError")
+        assert "2 requests of this client are at this engine already" in refused.message
+        for socket, name in ((one, "d"), (other, "e"), (other, "f")):
+            socket.send(wire.encode(submit(name, tenant="team")))
+        assert wire.decode(other.recv(), Failed).request_id == "f", "a tenant's are counted over its connections"
+        other.send(wire.encode(submit("g")))
+        eventually(lambda: sorted(core.live) == ["a", "b", "d", "e", "g"])
+        core.gate.set()
+        eventually(lambda: not core.live)
+        one.send(wire.encode(submit("h")))
+        eventually(lambda: core.steps and not core.live)
+
+
 # ---- who dies, and who does not listen ----
 
 

@@ -34,6 +34,16 @@ def test_who_is_dropped_leaves_requests_that_are_still_to_be_ended() -> None:
     assert clients.drop(ALICE) == []
 
 
+def test_requests_are_counted_by_tenant_or_by_connection() -> None:
+    clients = both()
+    for request_id, identity in (("d", ALICE), ("e", BOB), ("f", BOB)):
+        clients.begin(request_id, identity, "team")
+    assert [clients.num_of(*each) for each in ((ALICE, ""), (BOB, ""), (ALICE, "team"), (BOB, "team"))] == [2, 1, 3, 3]
+    for request_id in ("a", "c", "e", "e"):
+        clients.end(request_id)
+    assert [clients.num_of(*each) for each in ((ALICE, ""), (BOB, ""), (ALICE, "team"))] == [0, 1, 2]
+
+
 def test_silence_is_counted_from_the_last_word() -> None:
     clients = both()
     clients.heard(ALICE, 5.0)
