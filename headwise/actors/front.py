@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from headwise.errors import ConfigError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.keys import ApiKey, KeyFile, KeyWatch, read_keys, server_secret
 from headwise.runtime.protocol.users import ANY_PRIORITY, NO_USERS, Tenant, Users
@@ -102,6 +103,17 @@ def users_with(keys: Iterable[ApiKey], known_by: Callable[[str], str]) -> Users:
 def _tenant_of(key: ApiKey) -> Tenant | None:
     """Whose a key is; None: an operator's."""
     return Tenant(key.tenant, ANY_PRIORITY if key.priority is None else key.priority) if key.tenant else None
+
+
+def users_now(config: EngineConfig, keys: Keys) -> tuple[Users, bool]:
+    """Who may connect to a scheduler that starts, perhaps long after the deployment did and on another node; whether
+    that is certain: where the file of keys cannot be read, it is who could when the deployment started."""
+    if not config.is_encrypted:
+        return keys.users, True
+    try:
+        return users_with(read_keys(config.api_key, config.api_key_file), client_key), True
+    except ConfigError:
+        return keys.users, False
 
 
 class UsersOfFile:

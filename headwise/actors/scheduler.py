@@ -10,7 +10,7 @@ import time
 from headwise import heap
 from headwise.actors.addresses import client_host, endpoint_here
 from headwise.actors.ending import Ending, leave_in_time
-from headwise.actors.front import About, Front, Keys, UsersOfFile
+from headwise.actors.front import About, Front, Keys, UsersOfFile, users_now
 from headwise.actors.owner_watch import OwnerWatch
 from headwise.actors.placement import node_address
 from headwise.actors.ray_metrics import RayMetrics
@@ -105,6 +105,7 @@ class GlobalScheduler:
     def _serve(self) -> tuple[str, int]:
         config, (preprocessor, tokenising) = self._config, self._open()
         store = self._store = StoreClient(self._store_endpoint, preprocessor.namespace, self._keys.own)
+        users, are_known = users_now(config, self._keys)
         try:
             self._server = SchedulerServer(
                 tokenising,
@@ -113,8 +114,9 @@ class GlobalScheduler:
                 secret=self._keys.secret,
                 model=config.model,
                 keys=self._keys.inner,
-                users=self._keys.users,
+                users=users,
                 users_source=self._users_of_file(),
+                users_are_known=are_known,
                 replicas=config.first_replicas,
                 routing=_router_options(config, preprocessor),
                 max_queued=config.max_queued,

@@ -66,6 +66,7 @@ class SchedulerServer:
     secret:     of the deployment; engines report with it
     keys:       only clients and engines with these keys may connect, encrypted; None: all may
     users:      that may connect, until ``users_source`` tells of others
+    users_are_known: whether these are those of now, and not of some time ago, so that engines may know of others
     replicas:   engines of the deployment, until its owner tells by ``exchange``
     routing:    see `RouterOptions`
     max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
@@ -93,6 +94,7 @@ class SchedulerServer:
         keys: ServerKeys | None = None,
         users: Users = NO_USERS,
         users_source: UsersSource | None = None,
+        users_are_known: bool = True,
         replicas: int = 1,
         routing: RouterOptions | None = None,
         max_queued: int = 4096,
@@ -119,7 +121,7 @@ class SchedulerServer:
         self._preprocessing = PreprocessingPool(self._context, tokenizers)
         relay, send = self._proxy.relay, self._send
         self._users = UsersService(
-            users, secret, self._listener, users_source, keys is not None, send, self._router.note
+            users, secret, self._listener, users_source, keys is not None and users_are_known, send, self._router.note
         )
         self._encoders = EncoderService(secret, without_images, relay, self._clock, send, self._users)
         may_split = self._router.options.peer_loads

@@ -23,7 +23,8 @@ class UsersService:
     secret:   of the deployment
     listener: the scheduler's own
     source:   tells of others; None: they stay
-    is_told:  whether engines and encoders are told of them: not where all may connect
+    is_told:  whether engines and encoders are told of them before there are others: not where these may know better,
+              nor where all may connect, who need no ``source``
     note:     called with what went wrong, in words
     """
 
@@ -60,3 +61,4 @@ class UsersService:
             log.info("there are %d API keys now; there were %d", len(users.by_key), len(self.users.by_key))
             self.users = users
             self._listener.allow(users.by_key)
+        self._is_told |= users is not None

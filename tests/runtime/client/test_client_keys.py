@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
@@ -75,6 +76,27 @@ def test_an_engine_that_knows_none_is_told_who_may_connect() -> None:
     with Client(other.address, keys=ClientKeys(SERVER, TOKENS[0])) as client:
         assert client.generate("abc", max_tokens=1).text == "0 "
     other.close()
+
+
+def test_a_scheduler_that_knows_less_than_engines_tells_them_nothing_until_it_knows() -> None:
+    """As one that starts on a node without the file of keys, long after the deployment did."""
+    news: list[Users] = []
+    deployment = Deployment(keys=KEYS, users_source=lambda: news.pop() if news else None, users_are_known=False)
+    later = Users({**KEYS.users.by_key, client_key("sk-new-00005"): None})
+    server = deployment.add_engine(ScriptedCore(), users=later)
+    with Client(deployment.address, keys=KEYS.own) as client:
+
+        def silent_s() -> float:
+            told: float = client.stats()["engines"]["engine-0"]["silent_s"]
+            return told
+
+        eventually(lambda: silent_s() > 0.3)
+        eventually(lambda: silent_s() < 0.2)  # it has reported once more
+        time.sleep(0.1)
+        assert server._users == later
+        news.append(KEYS.users)
+        eventually(lambda: server._users == KEYS.users)
+    deployment.close()
 
 
 def test_keys_come_and_go_while_a_deployment_serves() -> None:

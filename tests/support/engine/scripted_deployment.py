@@ -62,7 +62,7 @@ class Deployment:
     """A scheduler and engines of this process, whose owner is the test: it has ``exchange``.
 
     keys: of the deployment; without, its connections are in the clear
-    users_source: of those that may connect later
+    users_source, users_are_known: see `SchedulerServer`
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Deployment:
         keys: Keys | None = None,
         without_images: str = "images are not enabled here",
         users_source: UsersSource | None = None,
+        users_are_known: bool = True,
     ) -> None:
         self.keys = keys or Keys(SECRET)
         self.exchange = Exchange()
@@ -84,6 +85,7 @@ class Deployment:
             keys=self.keys.inner,
             users=self.keys.users,
             users_source=users_source,
+            users_are_known=users_are_known,
             replicas=replicas,
             exchange=self.exchange,
             without_images=without_images,
