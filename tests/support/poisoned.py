@@ -118,7 +118,8 @@ class PoisonedModel:
 
     def start(self, **changes: Any) -> Run:
         config, card = self._configured(**changes)
-        self.worker.card = card
+        served = self.worker.served
+        served.source = replace(served.source, card=card)
         self.worker.initialize_cache()
         executor = PoisonedExecutor(self.worker)
         executor.engine = EngineCore(config, card, self.preprocessor.tokenizer, executor)
