@@ -257,7 +257,7 @@ class Listener:
         return self._sender_key in self._authenticator.allowed
 
     def _identify(self, identity: Identity, frame: zmq.Frame) -> _Connection | None:
-        """Find the connection over which a peer's first message came."""
+        """Find the connection over which a peer's first message came; None if it has ended by now."""
         import zmq
 
         self._take_events()
@@ -265,11 +265,13 @@ class Listener:
             connection = self._connections.get(int(frame.get(zmq.SRCFD)))
         except (zmq.ZMQError, KeyError):  # within this process there are no descriptors
             return None
-        if connection is not None and not connection.identity:
+        if connection is None:
+            return None
+        if not connection.identity:
             connection.identity = identity
             connection.key = "" if self._authenticator is None else _key_of(frame)
             self._peers[identity] = connection
-        return connection
+        return connection if connection.identity == identity else None
 
     # ---- out ----
 

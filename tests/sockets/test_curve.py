@@ -81,6 +81,34 @@ def test_whose_key_is_none_any_more_is_heard_no_more_and_whose_is_new_is() -> No
     close_context(context)
 
 
+def test_what_somebody_sent_who_is_gone_is_not_taken_for_who_has_the_descriptor_now() -> None:
+    """Messages may be read after their connection has ended, when another one has its number already."""
+    context, secret = open_context(), new_secret()
+    keys = ServerKeys(secret, frozenset((client_key(TOKEN), client_key("sk-guest-0001"))))
+    heard: list[tuple[str, bytes]] = []
+    with closing(Listener(context, "tcp://127.0.0.1:*", max_message_bytes=1 << 20, keys=keys)) as listener:
+        clients = {}
+        for token in (TOKEN, "sk-guest-0001"):
+            clients[token] = context.socket(zmq.DEALER)
+            secure_client(clients[token], ClientKeys(public_key(secret), token))
+            clients[token].connect(listener.endpoint)
+
+        def look(count: int) -> bool:
+            heard.extend((listener.sender_key, frames[0]) for _, frames in listener.receive(10))
+            return len(heard) == count
+
+        for count, client in enumerate(clients.values(), 1):
+            client.send(b"here")
+            eventually(lambda count=count: look(count))
+        operator, guest = listener._peers.values()
+        del listener._peers[guest.identity]
+        listener._connections[guest.fd] = operator
+        clients["sk-guest-0001"].send(b"late")
+        eventually(lambda: look(3))
+    close_context(context)
+    assert heard[-1] == (client_key("sk-guest-0001"), b"late")
+
+
 def test_the_longest_frame_passes_encrypted_as_in_the_clear() -> None:
     context, secret = open_context(), new_secret()
     keys = ServerKeys(secret, frozenset((client_key(TOKEN),)))
