@@ -2,8 +2,9 @@
 
 All prompts are as long, and none is cached. A deployment of one engine, on this CPU, is told whose requests are whose
 (`apart`), as an HTTP server tells it by API keys, or is not (`together`), in turns. The crowd is more than an engine
-takes (`engine_queue`), so that most of it waits in the scheduler. vLLM, which knows of no tenants, gets the same tokens
-at the same times; it comes with `make peers`, and is left out where it is missing. SmolLM2 in bfloat16.
+takes (`engine_queue`), so that most of it waits in the scheduler. vLLM, which knows of no tenants, gets as many prompts
+of as many tokens at the same times; it comes with `make peers`, and is left out where it is missing. SmolLM2 in
+bfloat16.
 
     python benchmarks/tenants.py [--quick] [--rounds 3]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import pytest
@@ -201,15 +201,23 @@ def test_who_computes_what_others_wait_for_goes_when_they_would() -> None:
     assert ended(engine)[-1] == "between"
 
 
-def test_who_sends_many_prompts_has_no_more_of_an_engine_than_who_sends_one_after_the_other() -> None:
+@pytest.mark.parametrize("told_by", ["salt", "key"])
+def test_who_sends_many_prompts_has_no_more_of_an_engine_than_who_sends_one_after_the_other(told_by: str) -> None:
+    """By a key, although salts differ."""
     engine, _ = make_engine(num_blocks=1024, max_rows=4, async_scheduling=False)
+
+    def add(whose: str, number: int, token: int) -> None:
+        salt = whose if told_by == "salt" else f"{whose}{number}"
+        asked = request(f"{whose}{number}", [token] * 16, 2, salt=salt)
+        engine.add(asked if told_by == "salt" else replace(asked, tenant=whose))
+
     for number in range(30):
-        engine.add(request(f"a{number}", [10 + number] * 16, 2, salt="a"))
+        add("a", number, 10 + number)
     found, count = list[str](), 0
     while len(found) < 20:
         if f"b{count}" not in engine._live:
             count += 1
-            engine.add(request(f"b{count}", [50 + count] * 16, 2, salt="b"))
+            add("b", count, 50 + count)
         found += [delta.request_id for delta in engine.step(None) if delta.finish_reason is not None]
     assert 6 <= sum(name.startswith("b") for name in found) <= 12, found
     rest = [name for name in ended(engine) if name.startswith("a")]
