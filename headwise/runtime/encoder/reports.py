@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.encoder_messages import EncoderStatus
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S
+from headwise.runtime.protocol.scheduler_answers import answers
 from headwise.runtime.protocol.users import KnownUsers, Users
 from headwise.sockets.curve import ClientKeys, secure_client
 
@@ -70,7 +70,8 @@ class EncoderReports:
         now = self._clock()
         if now < self._due:
             return
-        self._hear()
+        for heard in answers(self._socket, self.reporting.secret, KnownUsers):
+            self.users = heard.users
         try:
             self._socket.send(wire.encode(status(self.reporting)), zmq.NOBLOCK)
             self._due, self._is_away = now + STATUS_INTERVAL_S, False
@@ -79,20 +80,6 @@ class EncoderReports:
             if not self._is_away:
                 log.warning("the scheduler at %s takes no reports", self.reporting.endpoint)
             self._is_away = True
-
-    def _hear(self) -> None:
-        """Take in what the scheduler has answered. Whatever else came is none of the encoder's business."""
-        import zmq
-
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            with suppress(wire.WireError):
-                heard = wire.decode(frames[0], KnownUsers)
-                if heard.secret == self.reporting.secret:
-                    self.users = heard.users
 
     def _connected(self) -> zmq.Socket[bytes]:
         import zmq

@@ -30,7 +30,7 @@ from headwise.runtime.protocol.encoder_messages import (
 )
 from headwise.runtime.protocol.images import EncodedImage
 from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Ping, Pong, failure
-from headwise.runtime.protocol.users import NO_USERS, Users
+from headwise.runtime.protocol.users import NO_USERS, LetIn, Users
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys
 from headwise.sockets.listener import Listener
@@ -93,7 +93,7 @@ class EncoderServer:
             raise
         self.endpoint, self.loop_count = self._listener.endpoint, 0
         self._encoder, self._clock = encoder, LivenessClock(clock)
-        self._instance, self._users = uuid.uuid4().hex, users
+        self._instance, self._users = uuid.uuid4().hex, LetIn(self._listener, users)
         self._reports = None if reporting is None else EncoderReports(self._context, reporting, self._clock)
         self._jobs = JobQueue()
         self._arriving, self._leaving = ArrivingFiles(), LeavingRows()
@@ -185,16 +185,11 @@ class EncoderServer:
             self._end_stalled()
             if self._reports is not None:
                 self._reports.service(self._status)
-                self._follow_users(self._reports.users)
+                self._users.follow(self._reports.users)
             self.loop_count += 1
         stopping = DeploymentError("the deployment is stopping")
         for identity in self._listener.peers():
             self._send(identity, failure(stopping))
-
-    def _follow_users(self, users: Users | None) -> None:
-        if users is not None and users != self._users:
-            self._users = users
-            self._listener.allow(users.by_key)
 
     def _take_messages(self) -> None:
         until = self._clock() + _BURST_S
@@ -304,4 +299,4 @@ class EncoderServer:
     def _status(self, reporting: Reporting) -> EncoderStatus:
         stats = {**self._counts, "waiting": len(self._jobs), "cache": self._encoder.stats()}
         where = reporting.advertised(self.endpoint), self.endpoint
-        return EncoderStatus(reporting.secret, reporting.name, *where, stats, self._users.version)
+        return EncoderStatus(reporting.secret, reporting.name, *where, stats, self._users.users.version)

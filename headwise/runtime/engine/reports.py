@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, Directory, EngineStatus, WantedWeights
+from headwise.runtime.protocol.scheduler_answers import answers
 from headwise.runtime.protocol.users import KnownUsers, Users
 from headwise.sockets.curve import ClientKeys, secure_client
 from headwise.sockets.pieces import split
@@ -27,8 +28,6 @@ MAX_FAULTS = 16
 """In one status; the first ones."""
 MAX_RECEIVED = 65_536
 """Requests named in one status; those beyond are counted as on their way until their reservations end."""
-MAX_DIRECTORY_BYTES = 1 << 20
-"""More than thousands of engines take."""
 _MAX_UNREAD = 4
 
 
@@ -132,21 +131,8 @@ class EngineReports:
         self._faults.clear()
 
     def _hear(self) -> None:
-        """Take in what the scheduler has answered. Whatever else came is none of the engine's business."""
-        import zmq
-
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                is_small = len(frames[0]) <= MAX_DIRECTORY_BYTES
-                heard = wire.decode(frames[0], Directory, KnownUsers, WantedWeights) if is_small else None
-            except wire.WireError:
-                continue
-            if heard is None or heard.secret != self.reporting.secret:
-                continue
+        """Take in what the scheduler has answered."""
+        for heard in answers(self._socket, self.reporting.secret, Directory, KnownUsers, WantedWeights):
             if isinstance(heard, Directory):
                 self.directory = heard
             elif isinstance(heard, KnownUsers):

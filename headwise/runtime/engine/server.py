@@ -60,7 +60,7 @@ from headwise.runtime.protocol.messages import (
 )
 from headwise.runtime.protocol.request import FinishReason, OutputDelta
 from headwise.runtime.protocol.request_checks import check_request
-from headwise.runtime.protocol.users import NO_USERS, Users
+from headwise.runtime.protocol.users import NO_USERS, LetIn, Users
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys, secure_client
 from headwise.sockets.listener import Listener
@@ -162,7 +162,7 @@ class EngineServer:
         self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
         self.peers = None if self._reports is None else self._open_peers(self._reports)
         self._flusher = flusher
-        self._users = users
+        self._users = LetIn(self._listener, users)
         self._follower = follower
         self._epoch = epoch
         self._client_timeout_s = client_timeout_s
@@ -257,7 +257,6 @@ class EngineServer:
             busy = self._step() or bool(ready)
             self._answer_operations()
             self._follow_weights()
-            self._follow_users()
             self._go_on_leaving()
             self._drop_silent()
             for request_id in self._of_clients(self._embeds.stalled_since(self._clock() - STALLED_S)):
@@ -266,6 +265,7 @@ class EngineServer:
                 self.peers.service()
             if self._reports is not None:
                 self._reports.service(self._status)
+                self._users.follow(self._reports.users)
             if self._flusher is not None:
                 self._flusher.service()
                 self._epoch = self._flusher.epoch  # it may have had to exceed what the index knows
@@ -277,12 +277,6 @@ class EngineServer:
             return
         if self._follower.follow(self._reports.wanted, self._core):
             self._reports.hurry()
-
-    def _follow_users(self) -> None:
-        users = None if self._reports is None else self._reports.users
-        if users is not None and users != self._users:
-            self._users = users
-            self._listener.allow(users.by_key)
 
     @property
     def _peer_sockets(self) -> list[zmq.Socket[bytes]]:
@@ -410,8 +404,7 @@ class EngineServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                message = wire.decode(frames[0], *_MESSAGES)
-                self._take(identity, self._users.as_sent(message, self._listener.sender_key))
+                self._take(identity, self._users.as_sent(wire.decode(frames[0], *_MESSAGES)))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
@@ -622,7 +615,7 @@ class EngineServer:
             faults=faults,
             is_leaving=self._leave is not None,
             tp_size=reporting.tp_size,
-            users=self._users.version,
+            users=self._users.users.version,
             **({} if self._follower is None else self._follower.told),
         )
 

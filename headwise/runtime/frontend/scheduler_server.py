@@ -48,7 +48,7 @@ from headwise.runtime.protocol.messages import (
     Withdraw,
     failure,
 )
-from headwise.runtime.protocol.users import NO_USERS, Users
+from headwise.runtime.protocol.users import NO_USERS, LetIn, Users
 from headwise.sockets.context import close_context, open_context
 from headwise.sockets.curve import ServerKeys
 
@@ -120,9 +120,8 @@ class SchedulerServer:
         self._listener = listen(self._context, "127.0.0.1", 0, keys, users.by_key)  # clients connect through the proxy
         self._preprocessing = PreprocessingPool(self._context, tokenizers)
         relay, send = self._proxy.relay, self._send
-        self._users = UsersService(
-            users, secret, self._listener, users_source, keys is not None and users_are_known, send, self._router.note
-        )
+        self._let_in, is_told = LetIn(self._listener, users), keys is not None and users_are_known
+        self._users = UsersService(self._let_in, secret, users_source, is_told, send, self._router.note)
         self._encoders = EncoderService(secret, without_images, relay, self._clock, send, self._users)
         may_split = self._router.options.peer_loads
         self._fleet = FleetView(exchange or Exchange(), replicas, self.instance, may_split, self._clock, send)
@@ -227,8 +226,7 @@ class SchedulerServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                message = wire.decode(frames[0], *self._handlers)
-                self._take(identity, self._users.users.as_sent(message, self._listener.sender_key))
+                self._take(identity, self._let_in.as_sent(wire.decode(frames[0], *self._handlers)))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from headwise.errors import ConfigError
 from headwise.runtime.frontend.client_socket import Send
-from headwise.runtime.protocol.users import KnownUsers, Users
-from headwise.sockets.listener import Listener
+from headwise.runtime.protocol.users import KnownUsers, LetIn, Users
 
 log = logging.getLogger(__name__)
 
@@ -19,9 +18,8 @@ UsersSource = Callable[[], Users | None]
 class UsersService:
     """Used by the scheduler's thread.
 
-    users:    those that may connect now
+    let_in:   who may connect to the scheduler
     secret:   of the deployment
-    listener: the scheduler's own
     source:   tells of others; None: they stay
     is_told:  whether engines and encoders are told of them before there are others: not where these may know better,
               nor where all may connect, who need no ``source``
@@ -30,22 +28,20 @@ class UsersService:
 
     def __init__(
         self,
-        users: Users,
+        let_in: LetIn,
         secret: str,
-        listener: Listener,
         source: UsersSource | None,
         is_told: bool,
         send: Send,
         note: Callable[[str], None],
     ) -> None:
-        self.users = users
-        self._secret, self._listener, self._source, self._is_told = secret, listener, source, is_told
+        self._let_in, self._secret, self._source, self._is_told = let_in, secret, source, is_told
         self._send, self._note = send, note
 
     def heard(self, identity: bytes, version: str) -> None:
         """An engine or an encoder reports who may connect there: tell it of others, if there are."""
-        if self._is_told and version != self.users.version:
-            self._send(identity, KnownUsers(self._secret, self.users))
+        if self._is_told and version != self._let_in.users.version:
+            self._send(identity, KnownUsers(self._secret, self._let_in.users))
 
     def watch(self) -> None:
         """Look whether there are others. Call it a few times a second."""
@@ -57,8 +53,7 @@ class UsersService:
             self._note(f"API keys stay as they were: {error}")
             log.warning("API keys stay as they were: %s", error)
             return
-        if users is not None and users != self.users:
-            log.info("there are %d API keys now; there were %d", len(users.by_key), len(self.users.by_key))
-            self.users = users
-            self._listener.allow(users.by_key)
+        if users is not None and users != self._let_in.users:
+            log.info("there are %d API keys now; there were %d", len(users.by_key), len(self._let_in.users.by_key))
+        self._let_in.follow(users)
         self._is_told |= users is not None

@@ -21,6 +21,7 @@ from headwise.runtime.protocol.messages import (
 )
 from headwise.runtime.protocol.request import GenerateRequest
 from headwise.runtime.protocol.wire import register
+from headwise.sockets.listener import Listener
 
 ANY_PRIORITY = -(2**31)
 
@@ -89,3 +90,24 @@ class KnownUsers:
 
     secret: str
     users: Users
+
+
+class LetIn:
+    """Those who may connect to a server, besides the deployment's own.
+
+    listener: the server's
+    """
+
+    def __init__(self, listener: Listener, users: Users) -> None:
+        self.users = users
+        self._listener = listener
+
+    def follow(self, users: Users | None) -> None:
+        """It is these from now on; None: as before."""
+        if users is not None and users != self.users:
+            self.users = users
+            self._listener.allow(users.by_key)
+
+    def as_sent(self, message: Any) -> Any:
+        """The message that the listener returned last, as it counts: see `Users`."""
+        return self.users.as_sent(message, self._listener.sender_key)

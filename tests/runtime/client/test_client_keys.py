@@ -72,7 +72,7 @@ def test_a_client_with_keys_does_not_talk_to_a_deployment_without() -> None:
 def test_an_engine_that_knows_none_is_told_who_may_connect() -> None:
     other = Deployment(keys=KEYS)
     server = other.add_engine(ScriptedCore(), users=NO_USERS)
-    eventually(lambda: server._users == KEYS.users)
+    eventually(lambda: server._users.users == KEYS.users)
     with Client(other.address, keys=ClientKeys(SERVER, TOKENS[0])) as client:
         assert client.generate("abc", max_tokens=1).text == "0 "
     other.close()
@@ -93,9 +93,9 @@ def test_a_scheduler_that_knows_less_than_engines_tells_them_nothing_until_it_kn
         eventually(lambda: silent_s() > 0.3)
         eventually(lambda: silent_s() < 0.2)  # it has reported once more
         time.sleep(0.1)
-        assert server._users == later
+        assert server._users.users == later
         news.append(KEYS.users)
-        eventually(lambda: server._users == KEYS.users)
+        eventually(lambda: server._users.users == KEYS.users)
     deployment.close()
 
 
@@ -126,7 +126,7 @@ def test_keys_come_and_go_while_a_deployment_serves() -> None:
         news.append(ConfigError("the file cannot be read"))
         eventually(lambda: any("API keys stay as they were" in text for _, text in own.stats()["faults"]))
         news.append(new)
-        eventually(lambda: server._users == new)
+        eventually(lambda: server._users.users == new)
         with Client(deployment.address, keys=ClientKeys(SERVER, "sk-new-00005")) as comes:
             begun = comes.stream("abc", max_tokens=3)
             eventually(lambda: core.aborted)

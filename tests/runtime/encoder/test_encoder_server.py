@@ -869,7 +869,7 @@ def test_an_encoder_is_told_whose_keys_there_are() -> None:
     deployment = Deployment(keys=keys, without_images="", users_source=lambda: news.pop() if news else None)
     deployment.add_engine(ScriptedCore())
     server = encoder_of(deployment, ScriptedEncoder())
-    eventually(lambda: server._users != keys.users)
+    eventually(lambda: server._users.users != keys.users)
     with Client(deployment.address, keys=ClientKeys(public_key(keys.curve), "sk-new-00005")) as client:
         assert client.chat(chat(b"abcd"), max_tokens=1).token_ids
     server.stop()

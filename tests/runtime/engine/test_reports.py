@@ -9,9 +9,10 @@ import pytest
 import zmq
 from support.waiting import eventually
 
-from headwise.runtime.engine.reports import MAX_DIRECTORY_BYTES, EngineReports, Reporting
+from headwise.runtime.engine.reports import EngineReports, Reporting
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, Directory, EngineStatus, Pong
+from headwise.runtime.protocol.scheduler_answers import MAX_ANSWER_BYTES
 
 SECRET = "of-this-deployment"
 KNOWN = Directory(SECRET, "v1", {"a": (1, "tcp://10.0.0.1:5", 1), "b": (2, "tcp://10.0.0.2:5", 3)})
@@ -71,7 +72,7 @@ BAD: dict[str, Any] = {
     "of a stranger": [wire.encode(Directory("another", "x", {}))],
     "something else": [wire.encode(Pong("x"))],
     "no message": [b"\xff"],
-    "too long": [wire.encode(Directory(SECRET, "x" * MAX_DIRECTORY_BYTES, {}))],
+    "too long": [wire.encode(Directory(SECRET, "x" * MAX_ANSWER_BYTES, {}))],
     "many frames": [b""] * 40,
     "wrong types": [wire.encode(KNOWN).replace(b"tcp://10.0.0.1:5", b"\xc0" * 16)],
 }
