@@ -47,7 +47,8 @@ class PromptTurns:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def turn(self, since: float, lacking: int, beside: Beside = NONE_BESIDE) -> float:
+    @staticmethod
+    def turn(since: float, lacking: int, beside: Beside = NONE_BESIDE) -> float:
         """Where a prompt is through that came when `now` was ``since`` and lacks so many tokens: the lowest is next.
 
         beside: prompts of its tenant that were there then

@@ -122,7 +122,10 @@ class FrontOptions:
         2, "Processes that tokenise for the scheduler; of several, one is for short prompts only.", 1, 64
     )
     engine_queue: int = option(
-        64, "Requests waiting in an engine from which on it gets no more; they wait in the scheduler.", 1
+        64,
+        "Requests waiting in an engine from which on it gets no more; they wait in the scheduler, but for a few that "
+        "would begin before most of these.",
+        1,
     )
     routing: Literal["cache_aware", "least_loaded", "round_robin"] = option(
         "cache_aware",

@@ -18,11 +18,15 @@ from headwise.runtime.engine.running import Running
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.engine.step_budget import left_for
 from headwise.runtime.engine.waiting_queue import WaitingQueue
+from headwise.runtime.protocol.messages import WaitingPrompts
 
 ASKED_CHUNK = 256
 """Most tokens of a prompt in a step whose log-probabilities are asked for: others in the step wait for these."""
 MAX_LOOKED_AT = 64
 """Waiting sequences, the next ones, whose cached tokens are left out where the engine says how much it has to do."""
+
+MAX_TENANTS = 64
+"""Those that the engine says how much they have waiting: the ones that have most."""
 
 
 class Admission:
@@ -67,6 +71,22 @@ class Admission:
         others = [sequence for sequence in waiting if sequence not in followers]
         looked_at = heapq.nsmallest(MAX_LOOKED_AT, others, key=lambda sequence: sequence.order)
         return queued - followers.shared_tokens - sum(map(self.cached_tokens, looked_at))
+
+    def waiting_prompts(self) -> WaitingPrompts | None:
+        """What an `EngineLoad` says of those that wait."""
+        now = 0.0 if self._turns is None else self._turns.now
+        orders = sorted((each.arrival[0], self._turn_of(each) - now) for each in self.waiting.sequences())
+        if not orders:
+            return None
+        most = heapq.nlargest(MAX_TENANTS, self.waiting.present.tenants.items(), key=lambda item: item[1].prompts)
+        beside = tuple((tenant, each.prompts, each.tokens) for tenant, each in most if tenant)
+        return WaitingPrompts(*orders[len(orders) // 2], beside)
+
+    def _turn_of(self, sequence: Sequence) -> float:
+        """Of one that waits for others, too, before it gets its turn: that of one alone."""
+        if self._turns is None or sequence.beside is not None:
+            return sequence.turn
+        return self._turns.turn(sequence.since, sequence.num_tokens)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens would not be computed."""

@@ -540,6 +540,7 @@ class EngineCore:
             accepts=self._operations.state is State.AWAKE,
             held_back=self.resources.waiting.num_held,
             device_resets=self._operations.device_resets,
+            prompts=self.resources.waiting_prompts(),
         )
 
     def stats(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from headwise.runtime.engine.tier_copies import TierCopies
 from headwise.runtime.engine.waiting_queue import WaitingQueue
 from headwise.runtime.engine.whole_items import ending_outside
 from headwise.runtime.protocol.batch import NO_DRAFTS, NOTHING_PROPOSED, StepResult
+from headwise.runtime.protocol.messages import WaitingPrompts
 from headwise.runtime.protocol.weights import WeightsToLoad
 from headwise.transfer.shared_buffers import SharedBuffers
 
@@ -115,6 +116,10 @@ class ResourceManager:
     def queued_tokens(self) -> int:
         """See `Admission`."""
         return self._admission.queued_tokens()
+
+    def waiting_prompts(self) -> WaitingPrompts | None:
+        """See `Admission`."""
+        return self._admission.waiting_prompts()
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens would not be computed."""

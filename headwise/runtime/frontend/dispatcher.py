@@ -12,6 +12,9 @@ from headwise.runtime.frontend.preprocessing_pool import PreparedRequest
 from headwise.runtime.frontend.routing import Matches, RoutedRequest, Router
 from headwise.runtime.frontend.routing.base import TYPICAL_OUTPUT, Choice
 
+AHEAD_S, LOOKED_AT = 0.02, 16
+"""How often it is looked whether of the next so many in the queue some go to engines that have no room."""
+
 
 @dataclass(eq=False)
 class PendingCall:
@@ -108,6 +111,7 @@ class Dispatcher:
         self._looking_up: dict[int, PendingCall] = {}  # lookups that the index is asked about
         self._to_look_up: list[PendingCall] = []
         self._outcomes: list[Dispatched | LookedUp] = []
+        self._look_ahead_at = clock()
 
     def __len__(self) -> int:
         """Requests that wait for an engine, without those that the index is being asked about."""
@@ -232,18 +236,38 @@ class Dispatcher:
     def _serve_queue(self) -> None:
         if not self._queue or not self._router.num_engines:
             return
-        room, passed_over = self._router.room(self._clock()) - len(self._asking), []
-        uses_index = self._router.uses_index and self._router.num_engines > 1
+        now, passed_over = self._clock(), []
+        room = self._router.room(now) - len(self._asking)
         while room > 0 and self._queue:
             call = self._queue.pop()
-            if call.lost and not self._router.can_take(call.lost, call.since, self._clock()):
+            if call.lost and not self._router.can_take(self._routed(call), now):
                 passed_over.append(call)  # only the engine that lost it has room
                 continue
             room -= 1
-            if not (uses_index and self._ask(call)) and not self._reserve(call, None):
+            if not self._send(call):
                 passed_over.append(call)
+        if self._queue and now >= self._look_ahead_at:
+            self._look_ahead_at = now + AHEAD_S
+            passed_over += self._send_ahead(now)
         for call in passed_over:
             self._queue.push(call.order, call)
+
+    def _send_ahead(self, now: float) -> list[PendingCall]:
+        """Engines have no room left: send those that these take all the same. Returns others that are before them: who
+        has much waiting there may be first here."""
+        passed_over = []
+        for _ in range(min(LOOKED_AT, len(self._queue))):
+            call = self._queue.pop()
+            routed = self._routed(call)
+            goes = self._router.places(routed, now) > len(self._asking) and self._router.can_take(routed, now)
+            if not goes or not self._send(call):
+                passed_over.append(call)
+        return passed_over
+
+    def _send(self, call: PendingCall) -> bool:
+        """Ask the index about a call, or reserve a place for it where that knows nothing; False if there is none."""
+        uses_index = self._router.uses_index and self._router.num_engines > 1
+        return (uses_index and self._ask(call)) or self._reserve(call, None)
 
     def _ask_what_they_lack(self) -> None:
         """Ask the index of those that are new in the queue, for engines have no room for them now. An answer that comes
@@ -268,19 +292,7 @@ class Dispatcher:
 
     def _reserve(self, call: PendingCall, matches: Matches | None) -> bool:
         """Reserve a place at an engine for a request; False if no engine can take it now."""
-        assert call.prepared is not None
-        request = call.prepared.request
-        left = (request.sampling.max_tokens or TYPICAL_OUTPUT) - len(request.output_token_ids)
-        routed = RoutedRequest(
-            request.request_id,
-            call.prepared.hashes,
-            call.prepared.num_tokens,
-            max(1, left),
-            call.session,
-            call.lost,
-            call.since,
-        )
-        choice = self._router.select_and_reserve(routed, matches, self._clock())
+        choice = self._router.select_and_reserve(self._routed(call), matches, self._clock())
         if choice is None:
             return False
         if self._turns is not None:
@@ -288,3 +300,21 @@ class Dispatcher:
         self._is_through(call)
         self._outcomes.append(Dispatched(call, choice))
         return True
+
+    @staticmethod
+    def _routed(call: PendingCall) -> RoutedRequest:
+        assert call.prepared is not None
+        request = call.prepared.request
+        left = (request.sampling.max_tokens or TYPICAL_OUTPUT) - len(request.output_token_ids)
+        return RoutedRequest(
+            request.request_id,
+            call.prepared.hashes,
+            call.prepared.num_tokens,
+            max(1, left),
+            call.session,
+            call.lost,
+            call.since,
+            call.rank[0],
+            call.owner,
+            call.lacking,
+        )

@@ -353,6 +353,21 @@ class Scaled:
 
 @register
 @dataclass(frozen=True)
+class WaitingPrompts:
+    """Of the prompts that wait at an engine, what tells whether another one would go before most of them.
+
+    priority: of the middle one in their order
+    turn:     its: tokens until it is through, as `PromptTurns` has it; 0 where they go in the order in which they came
+    beside:   by tenant how many wait for their turn alone, and the tokens that they lack; those that have most
+    """
+
+    priority: int
+    turn: float
+    beside: tuple[tuple[str, int, int], ...] = ()
+
+
+@register
+@dataclass(frozen=True)
 class EngineLoad:
     """An engine's load and measured throughput, from which routing estimates costs. 0 seconds means not measured yet.
 
@@ -367,6 +382,7 @@ class EngineLoad:
                       another engine to the host
     accepts:          False while it sleeps or is leaving: it gets no requests
     device_resets:    how often it has forgotten what its device had cached, because it was told to, or to sleep
+    prompts:          those that wait; None: none does
     """
 
     waiting: int = 0
@@ -382,6 +398,7 @@ class EngineLoad:
     accepts: bool = True
     held_back: int = 0
     device_resets: int = 0
+    prompts: WaitingPrompts | None = None
 
 
 @register

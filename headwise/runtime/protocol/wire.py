@@ -46,7 +46,7 @@ from headwise.runtime.protocol.request import (
 from headwise.runtime.protocol.weights import Weights, WeightsToLoad
 from headwise.transfer.stats import TransferStats
 
-VERSION = 12
+VERSION = 13
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")

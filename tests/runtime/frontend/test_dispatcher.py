@@ -13,7 +13,7 @@ from headwise.runtime.frontend.dispatcher import Dispatcher, LookedUp, PendingCa
 from headwise.runtime.frontend.index_view import LOOKUP_TIMEOUT_S, IndexView
 from headwise.runtime.frontend.preprocessing_pool import PreparedRequest
 from headwise.runtime.frontend.routing import Router, RouterOptions
-from headwise.runtime.protocol.messages import EngineLoad, EngineStatus
+from headwise.runtime.protocol.messages import EngineLoad, EngineStatus, WaitingPrompts
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
 from headwise.storage.index.messages import IndexStats, Matches
 
@@ -59,7 +59,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.dispatcher = Dispatcher(self.router, self.index, lambda: self.now)
         self.waiting: dict[int, PendingCall] = {}
         self.open: dict[int, PendingCall] = {}
-        self.sent: dict[str, list[str]] = {name: [] for name in ENGINES}
+        self.sent: dict[str, list[str]] = {name: [] for name in ENGINES}  # since the last report
+        self.waiting_at = dict.fromkeys(ENGINES, 0)
         self.number = 0
 
     def call(self, tokens: int, owner: str, **fields: Any) -> PendingCall:
@@ -95,9 +96,15 @@ class DispatcherMachine(RuleBasedStateMachine):
         call.is_over = True
         self.dispatcher.drop(call)
 
-    @rule(name=st.sampled_from(ENGINES), waiting=st.integers(0, 3))
-    def report(self, name: str, waiting: int) -> None:
-        load = EngineLoad(waiting=waiting, prefill_token_s=0.01, host_token_s=0.001, storage_token_s=0.001)
+    @rule(
+        name=st.sampled_from(ENGINES),
+        waiting=st.integers(0, 3),
+        prompts=st.none() | st.builds(WaitingPrompts, st.integers(-1, 1), st.floats(0, 100), st.just((("a", 2, 30),))),
+    )
+    def report(self, name: str, waiting: int, prompts: WaitingPrompts | None = None) -> None:
+        times = {"prefill_token_s": 0.01, "host_token_s": 0.001, "storage_token_s": 0.001}
+        load = EngineLoad(waiting=waiting, **times, prompts=prompts)
+        self.waiting_at[name] = waiting
         received, self.sent[name] = tuple(self.sent[name]), []
         self.router.update(EngineStatus("", name, f"tcp://{name}", 0, {}, 1, load, received), self.now)
 
@@ -117,7 +124,10 @@ class DispatcherMachine(RuleBasedStateMachine):
                 assert self.open.pop(call.number) is call
                 continue
             assert self.waiting.pop(call.number) is call, "each once, and none that was given up"
-            self.sent[outcome.choice.engine].append(f"r{call.number}")
+            name = outcome.choice.engine
+            self.sent[name].append(f"r{call.number}")
+            beyond = self.waiting_at[name] + len(self.sent[name]) - self.router.options.engine_queue
+            assert beyond <= 1, "of so short a queue one place is for who goes before what waits"
             self.dispatcher.drop(call)
 
     @invariant()

@@ -50,6 +50,7 @@ from headwise.runtime.protocol.messages import (
     Scaled,
     Stats,
     Ticket,
+    WaitingPrompts,
     Waits,
     Withdraw,
 )
@@ -506,6 +507,24 @@ def test_a_store_that_does_not_answer_keeps_nobody_s_place(make: Make) -> None:
     deployment.store.is_late = True
     assert in_the_order_in_which_they_go(deployment, client, {1: "1" * 40, 2: "2" * 8}) == [2, 1]
     assert client.stats()["scheduler"]["pending"] == 0
+
+
+def test_who_would_go_before_most_of_what_waits_at_a_full_engine_goes_there(make: Make) -> None:
+    deployment = make(routing={"engine_queue": 4, "fair_prompts": True})
+    waiting = WaitingPrompts(0, 50.0, (("many", 4, 80),))
+    deployment.report("a", waiting=4, prompts=waiting)
+    client = deployment.peer()
+    client.send(route(1, "1" * 60))
+    client.send(route(2, "2" * 20, cache_salt="many"))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 2)
+    client.send(route(3, "3" * 20, cache_salt="few"))
+    assert client.receive().key == 3
+    client.send(route(4, "4" * 8))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 3)
+    deployment.report("a", waiting=4, prompts=waiting, received=("3" * 20,))
+    assert client.receive().key == 4
+    deployment.report("a", waiting=3, prompts=waiting, received=("4" * 8,))
+    assert client.receive().key == 2
 
 
 def test_a_full_queue_refuses_who_has_most_in_it(make: Make) -> None:

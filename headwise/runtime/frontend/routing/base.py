@@ -17,6 +17,10 @@ RESERVATION_S = 5.0
 TYPICAL_OUTPUT = 256
 """Assumed tokens of an answer: the real number is not known beforehand, and ``max_tokens`` is often only a cap."""
 
+PLACES_AHEAD = 1 / 4
+"""Of ``engine_queue``: places at an engine that has no more, for requests that would go before most of what waits
+there. Else a few words, a tenant's first prompt, or what is urgent would wait here until the next of those begins."""
+
 EngineRole = Literal["mixed", "prefill", "decode"]
 """What an engine is for: whole requests; prompts that others decode; or requests whose prompts others compute, if they
 are long. Nothing but routing depends on it."""
@@ -37,6 +41,8 @@ class RoutedRequest:
     exclude:    endpoint of an engine that lost the request. It is chosen only if no other engine can take the request,
                 and only if it has reported since; empty: none
     lost_at:    when the router was told of that loss
+    priority, owner: of `GenerateRequest`
+    lacking:    of its tokens, those that no engine has, as far as that is known
     """
 
     request_id: str
@@ -46,6 +52,9 @@ class RoutedRequest:
     session: str = ""
     exclude: str = ""
     lost_at: float = 0.0
+    priority: int = 0
+    owner: str = ""
+    lacking: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class RouterOptions:
     policy:           ``cache_aware``, ``least_loaded`` or ``round_robin``
     block_size:       tokens of a block that is hashed
     blocks_per_token: blocks of an engine's pool that each token of a sequence takes, over all head groups
-    engine_queue:     an engine with so many waiting requests gets no more
+    engine_queue:     an engine with so many waiting requests gets no more, but for those of `PLACES_AHEAD`
     max_num_seqs:     sequences that an engine runs at once
     step_tokens:      tokens that an engine computes in a step
     engine_timeout_s: an engine that is silent for so long is replaced

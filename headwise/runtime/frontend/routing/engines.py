@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.prompt_turns import NONE_BESIDE, Beside, PromptTurns
 from headwise.runtime.frontend.routing.base import (
+    PLACES_AHEAD,
     RESERVATION_S,
     STATUS_TIMEOUT_S,
     TYPICAL_OUTPUT,
     EngineRole,
+    RoutedRequest,
     RouterOptions,
 )
 from headwise.runtime.frontend.routing.expected import EXPECTED_TOKENS, ExpectedBlocks
@@ -75,6 +78,7 @@ class _Reservation:
     engine: str
     tokens: int
     until: float
+    owner: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class EngineTable:
     heard:    when the last status came
     ready_at: when all prompts that were sent there so far will be computed
     reserved: requests routed there that no status has named yet
-    room:     how many more requests may wait there, reserved ones included; 0 if it accepts none
+    room:     how many more requests may wait there, reserved ones included; -inf if it accepts none
     requests: running and waiting
     waiting:  of these, those that wait
     prefill_token_s: see `SLOW`
@@ -209,7 +213,7 @@ class EngineTable:
         engine, options = self.engines[row], self._options
         work = engine.status.work
         takes = work.accepts and engine.lost_at is None and not engine.status.is_leaving
-        self.room[row] = options.engine_queue - work.waiting if takes else 0
+        self.room[row] = options.engine_queue - work.waiting if takes else -np.inf
         self.lends[row] = takes
         self.requests[row] = max(work.running + work.waiting, engine.status.load)
         self.waiting[row] = work.waiting
@@ -304,7 +308,7 @@ class EngineTable:
                 if engine.lost_at is None:
                     news.append(self.names[row])
                 engine.lost_at = now
-                self.room[row] = self.lends[row] = 0
+                self.room[row], self.lends[row] = -np.inf, 0
         return news
 
     def suspect(self, endpoint: str, now: float) -> list[str]:
@@ -358,13 +362,16 @@ class EngineTable:
         """Seconds of computing before a request that arrives now can start."""
         return np.maximum(self.ready_at - now, 0.0)
 
-    def reserve(self, request_id: str, row: int, tokens: int, now: float, is_arrival: bool = True) -> None:
+    def reserve(
+        self, request_id: str, row: int, tokens: int, now: float, is_arrival: bool = True, owner: str = ""
+    ) -> None:
         """Count a request with ``tokens`` to compute against an engine until its status names it.
 
         is_arrival: False: it is reserved elsewhere, too, and counts there
+        owner: of `GenerateRequest`
         """
         self._release(request_id)
-        self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S)
+        self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S, owner)
         self.reserved[row] += 1
         own_s = float(tokens * self.prefill_token_s[row])
         self.ready_at[row] = max(self.ready_at[row], now) + own_s
@@ -402,6 +409,34 @@ class EngineTable:
     @property
     def num_reserved(self) -> int:
         return len(self._reservations)
+
+    # ---- places ----
+
+    def places(self, request: RoutedRequest) -> Column:
+        """How many more requests each engine takes while one of them is this one: one that has no room left has places
+        for those that would go before most of what waits there. Not more than 0 where there is none."""
+        left = self.room - self.reserved
+        ahead = [full and self._goes_before_most(request, row) for row, full in enumerate(left <= 0)]
+        return left + np.array(ahead, np.float64) * max(1.0, self._options.engine_queue * PLACES_AHEAD // 1)
+
+    def _goes_before_most(self, request: RoutedRequest, row: int) -> bool:
+        """Whether that is the request's place in the order in which this row's engine begins prompts."""
+        waiting = self.engines[row].status.work.prompts
+        if waiting is None:
+            return False
+        turn = 0.0
+        if self._options.fair_prompts:
+            turn = PromptTurns.turn(0.0, request.lacking, self._beside(request.owner, row))
+        return (request.priority, turn) < (waiting.priority, waiting.turn)
+
+    def _beside(self, owner: str, row: int) -> Beside:
+        """What this owner has at this row's engine: what waits there, and what is on its way."""
+        if not owner:
+            return NONE_BESIDE
+        waiting, name = self.engines[row].status.work.prompts, self.names[row]
+        told = [each[1:] for each in (() if waiting is None else waiting.beside) if each[0] == owner]
+        sent = [(1, each.tokens) for each in self._reservations.values() if (each.owner, each.engine) == (owner, name)]
+        return Beside(*map(sum, zip(*told, *sent, strict=True))) if told or sent else NONE_BESIDE
 
     # ---- statistics ----
 

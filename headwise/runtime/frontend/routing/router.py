@@ -135,6 +135,10 @@ class Router:
         table = self.table
         return int(np.maximum(table.room - table.reserved, 0.0)[table.alive(now)].sum())
 
+    def places(self, request: RoutedRequest, now: float) -> int:
+        """How many more requests engines can take now while one of them is this one."""
+        return int(np.maximum(self.table.places(request), 0.0)[self.table.alive(now)].sum())
+
     def describe(self, now: float) -> str:
         """How many engines can take requests, and why others cannot."""
         table = self.table
@@ -167,9 +171,10 @@ class Router:
         matches: the index's answer for the request's blocks; None: it did not answer
 
         An engine can take it if it has reported in the last `STATUS_TIMEOUT_S`, was not lost since, accepts requests,
-        and has fewer than ``engine_queue`` waiting, those on their way included.
+        and has fewer than ``engine_queue`` waiting, those on their way included; or a few more, if the request would go
+        before most of them.
         """
-        rows = self._able(request.exclude, request.lost_at, now)
+        rows = self._able(request, now)
         if not len(rows):
             return None
         estimated = self._policy.estimate(self.table, request, matches, now)
@@ -183,31 +188,32 @@ class Router:
         row, reason = self._select(request, estimated, rows)
         if plan is not None and self.table.decodes[row]:
             choice = self._choice_apart(row, request, plan, estimated)
-            self.table.reserve(prefill_of(request.request_id), plan.row, plan.computed, now)
+            self.table.reserve(prefill_of(request.request_id), plan.row, plan.computed, now, owner=request.owner)
             self.table.expect(request.hashes, plan.row, now)
         else:
             choice = self._choice(row, reason, estimated)
         computed = request.num_tokens - choice.device - choice.host - choice.peer - choice.storage
-        self.table.reserve(request.request_id, row, computed, now, is_arrival=choice.reason != "apart")
+        is_arrival = choice.reason != "apart"
+        self.table.reserve(request.request_id, row, computed, now, is_arrival, request.owner)
         self.table.expect(request.hashes, row, now)
         self._policy.note_selected(row)
         self._remember(request, choice)
         return choice
 
-    def can_take(self, exclude: str, lost_at: float, now: float) -> bool:
-        """Whether any engine can take a request that this engine lost at that time: see `RoutedRequest`."""
-        return bool(len(self._able(exclude, lost_at, now)))
+    def can_take(self, request: RoutedRequest, now: float) -> bool:
+        """Whether any engine can take a request now."""
+        return bool(len(self._able(request, now)))
 
     def release(self, request_id: str) -> None:
         """The request will not come; unknown ids are ignored."""
         self.table.release(request_id)
 
-    def _able(self, exclude: str, lost_at: float, now: float) -> NDArray[np.intp]:
+    def _able(self, request: RoutedRequest, now: float) -> NDArray[np.intp]:
         table = self.table
-        able = table.alive(now) & (table.reserved < table.room)
-        if exclude:
-            others = able & np.array([engine.status.endpoint != exclude for engine in table.engines], bool)
-            able = others if others.any() else able & table.reported_since(lost_at)
+        able = table.alive(now) & (table.places(request) > 0)
+        if request.exclude:
+            others = able & np.array([engine.status.endpoint != request.exclude for engine in table.engines], bool)
+            able = others if others.any() else able & table.reported_since(request.lost_at)
         return np.flatnonzero(able)
 
     def _select(self, request: RoutedRequest, estimated: Estimate, rows: NDArray[np.intp]) -> tuple[int, str]:
