@@ -100,6 +100,7 @@ class HttpServerActor:
                 config.tool_parser, config.reasoning_parser, tokenizer.chat_template, tokenizer.written
             ),
             adapters=tuple(config.adapter_paths),
+            has_operations=config.http_operations,
         )
         tls = (config.http_cert, config.http_key) if config.http_cert else None
         self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)

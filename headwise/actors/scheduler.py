@@ -127,6 +127,7 @@ class GlobalScheduler:
                 size=preprocessor.limits.size,
                 tokenizers=config.tokenizer_processes,
                 without_images=without_images(config, preprocessor.card.config),
+                adapters=config.adapters,
             )
         except DeploymentError:
             store.close()

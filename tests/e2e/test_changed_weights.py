@@ -7,20 +7,23 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import ray
 from safetensors.numpy import load_file, save_file
 from support.engine.ranks import Ranks
+from support.free_ports import free_ports
 from support.lora import write_both
 from support.tiny_checkpoints import checkpoint
 from support.waiting import eventually
 
-from headwise import Client, EngineConfig, LocalEngine, SamplingParams
+from headwise import Client, ClientKeys, EngineConfig, LocalEngine, SamplingParams
 from headwise.actors.deployment import Deployment
 from headwise.errors import ConfigError, HeadwiseError, InvalidRequestError, ModelError
 from headwise.runtime.config.model_card import with_pool
@@ -245,8 +248,14 @@ def test_a_deployment_has_them_whoever_is_lost(tmp_path: Path) -> None:
     wanted = [oracle("qwen3", seed, tmp_path)[0] for seed in (0, 1, 2)]
     adapter, _ = write_both(tmp_path / "adapters", "qwen3", 1)
     there = f"{checkpoint('qwen3', 1).parent}, {adapter.parent}"
-    deployed = replace(config("qwen3", 0, tmp_path), weights_from=there, port=0, replicas=2, standby=False)
-    with Deployment.start(deployed) as deployment, Client(deployment.client_address) as client:
+    key, http = "of-an-operator", free_ports(1)[0]
+    over_http = {"http": http, "api_key": key, "http_operations": True}
+    deployed = replace(config("qwen3", 0, tmp_path), weights_from=there, port=0, replicas=2, standby=False, **over_http)
+    with ExitStack() as stack:
+        deployment = stack.enter_context(Deployment.start(deployed))
+        assert deployment.client_keys is not None
+        keys = ClientKeys(deployment.client_keys.server, key)
+        client = stack.enter_context(Client(deployment.client_address, keys=keys))
         assert client.generate(PROMPT, GREEDY).token_ids == wanted[0]
         client.update_weights(str(checkpoint("qwen3", 1)), version="one")
         for _ in range(4):
@@ -278,6 +287,18 @@ def test_a_deployment_has_them_whoever_is_lost(tmp_path: Path) -> None:
         client.update_weights(adapters={})
         with pytest.raises(InvalidRequestError, match="there is no adapter 'sql'"):
             client.generate(PROMPT, GREEDY, adapter="sql")
+        asked = {"base_url": f"http://127.0.0.1:{http}", "headers": {"authorization": f"Bearer {key}"}, "timeout": 120}
+        with httpx.Client(**asked) as operator:
+            loaded = operator.post("/v1/load_lora_adapter", json={"lora_name": "again", "lora_path": str(adapter)})
+            assert loaded.text == "Success: LoRA adapter 'again' added successfully."
+            said = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+            of_both = [
+                operator.post("/v1/completions", json={**said, "model": name}) for name in ("again", deployed.model)
+            ]
+            by_adapter, by_model = (answer.json()["choices"][0]["token_ids"] for answer in of_both)
+            assert by_model == wanted[2][:4] != by_adapter
+            assert operator.post("/v1/unload_lora_adapter", json={"lora_name": "again"}).status_code == 200
+            assert operator.post("/v1/completions", json={**said, "model": "again"}).status_code == 404
 
 
 def _held(client: Client) -> list[dict[str, int]]:

@@ -69,6 +69,10 @@ def update_weights(
     adapters: Annotated[
         str | None, typer.Option(metavar="NAME=DIRECTORY,...", help="All LoRA adapters that there are to be.")
     ] = None,
+    add_adapters: Annotated[
+        str, typer.Option(metavar="NAME=DIRECTORY,...", help="LoRA adapters that come to those that there are.")
+    ] = "",
+    drop_adapters: Annotated[str, typer.Option(metavar="NAME,...", help="LoRA adapters that go.")] = "",
 ) -> None:
     """Have a deployment serve by other weights of its model, or with other adapters, without a new start.
 
@@ -80,10 +84,21 @@ def update_weights(
       headwise update-weights /shared/step-100 --address 127.0.0.1:8700
       headwise update-weights /shared/step-101 --version step-101 --keep-running --address 127.0.0.1:8700
       headwise update-weights --adapters sql=/shared/sql-2,chat=/shared/chat --address 127.0.0.1:8700
+      headwise update-weights --add-adapters sql=/shared/sql-3 --drop-adapters chat --address 127.0.0.1:8700
     """
-    named = None if adapters is None else parse_pairs(adapters, "adapters such as sql=/models/sql-lora")
+    example = "adapters such as sql=/models/sql-lora"
+    named = None if adapters is None else parse_pairs(adapters, example)
+    added, dropped = parse_pairs(add_adapters, example), [each for each in drop_adapters.split(",") if each]
     with access.client(address) as client:
-        typer.echo(client.update_weights(model, version=version, keep_running=keep_running, adapters=named))
+        changed = client.update_weights(
+            model,
+            version=version,
+            keep_running=keep_running,
+            adapters=named,
+            add_adapters=added,
+            drop_adapters=dropped,
+        )
+        typer.echo(changed)
 
 
 @command

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import queue
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from types import TracebackType
@@ -34,7 +34,7 @@ from headwise.runtime.protocol.request import (
     as_token_ids,
 )
 from headwise.runtime.protocol.request_checks import check_one_sample
-from headwise.runtime.protocol.weights import new_weights
+from headwise.runtime.protocol.weights import adapter_changes, new_weights
 from headwise.sockets.curve import ClientKeys
 
 Prompt = str | Sequence[int]
@@ -184,6 +184,8 @@ class Client:
         version: str = "",
         keep_running: bool = False,
         adapters: Mapping[str, str] | None = None,
+        add_adapters: Mapping[str, str] | None = None,
+        drop_adapters: Iterable[str] = (),
     ) -> str:
         """Have all engines serve by other weights of the model that they serve, without a new start: those of a
         training step, for instance; or with other adapters. Returns their version once all engines have them.
@@ -200,6 +202,8 @@ class Client:
                       served that; else they are computed anew, with the tokens that they have
         adapters:     directories by name: all that there are to be, also within ``weights_from``. Requests of those
                       that are there no more end with an error. None: as they are
+        add_adapters, drop_adapters: in place of ``adapters`` those that come, or take the place of what has their
+                      names, and the names of those that go
 
         Raises:
             ModelError: engines cannot have them, and why; either none has them then, or the error says which has.
@@ -207,9 +211,12 @@ class Client:
             DeploymentError: engines have not had them in time.
         """
         weights = new_weights(model, version, adapters)
+        changes = adapter_changes(model, adapters, add_adapters, drop_adapters)
         if not isinstance(keep_running, bool):
             raise InvalidRequestError(f"keep_running must be True or False, got {keep_running!r:.80}")
-        _answer_to(lambda deliver: self._io.ask(lambda key: UpdateWeights(key, weights, keep_running), deliver))
+        _answer_to(
+            lambda deliver: self._io.ask(lambda key: UpdateWeights(key, weights, keep_running, changes), deliver)
+        )
         return weights.version
 
     # ---- how many engines ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.images import IMAGE_LIMITS, embeds_of
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
-from headwise.runtime.protocol.weights import new_weights
+from headwise.runtime.protocol.weights import adapter_changes, new_weights
 from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.memory_check import check_memory
 from headwise.runtime.worker.worker import ModelWorker
@@ -165,6 +165,8 @@ class LocalEngine:
         version: str = "",
         keep_running: bool = False,
         adapters: Mapping[str, str] | None = None,
+        add_adapters: Mapping[str, str] | None = None,
+        drop_adapters: Iterable[str] = (),
     ) -> str:
         """Have the model get the weights of ``model``, or other adapters, and return their version: see
         `Client.update_weights`.
@@ -173,7 +175,8 @@ class LocalEngine:
             ModelError, ConfigError: there are none, or they cannot be had. Nothing has changed.
             EngineDiedError: those that there were cannot be had any more either.
         """
-        weights = new_weights(model, version, adapters).over(self.core.weights)
+        changes = adapter_changes(model, adapters, add_adapters, drop_adapters)
+        weights = new_weights(model, version, adapters).over(self.core.weights, changes, self.config.adapters)
         card = with_weights(self.core.card, self.config, weights.model, weights.adapters)
         self._calls.change_weights(NewWeights(weights, card, keep_running))
         self.preprocessor.naming = card.naming

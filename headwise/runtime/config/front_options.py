@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from headwise.errors import ConfigError
 from headwise.runtime.config.addresses import check_advertised, is_loopback, parse_ports
 from headwise.runtime.config.http import check_collector, check_http
 from headwise.runtime.config.options import option
@@ -60,6 +61,11 @@ class FrontOptions:
     http_cert: str = option("", "PEM file of the certificate (chain) with which HTTP is encrypted; empty: it is not.")
     http_key: str = option("", "PEM file of its key.")
     http_max_body: str = option("16MiB", "Largest body of an HTTP request.")
+    http_operations: bool = option(
+        False,
+        "Serve operations over HTTP, too, for operators' API keys: adapters that come and go, other weights, sleep, an "
+        "empty cache.",
+    )
     otlp_endpoint: str = option(
         "", "OpenTelemetry collector that gets a span of each HTTP request, such as http://localhost:4318; empty: none."
     )
@@ -164,6 +170,10 @@ class FrontOptions:
         max_body = parse_bytes(self.http_max_body, "http_max_body")
         check_http(self.http, self.port, self.http_cert, self.http_key, max_body)
         check_collector(self.otlp_endpoint, self.http)
+        if self.http_operations and not (self.http and (self.api_key or self.api_key_file)):
+            raise ConfigError(
+                "http_operations need http, and API keys, by which operators are known: give api_key_file"
+            )
 
     @property
     def embed_memory_bytes(self) -> int:

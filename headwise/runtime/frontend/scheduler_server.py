@@ -79,6 +79,7 @@ class SchedulerServer:
                 `InvalidRequestError` if they cannot fit. Called on the server's thread
     tokenizers: prompts that are tokenised at once, each on a thread
     without_images: why images are refused; empty: they are encoded
+    adapters:   of the configuration
     instance:   lets clients tell this scheduler from its predecessor; empty: drawn at random
     loop_count: rounds of the thread's loop in which clients could connect; it stands still when the thread hangs
     """
@@ -107,6 +108,7 @@ class SchedulerServer:
         clock: Callable[[], float] = time.monotonic,
         instance: str = "",
         without_images: str = "images are not enabled here",
+        adapters: str = "",
     ) -> None:
         self._model = model
         self._router = Router(routing or RouterOptions())
@@ -125,7 +127,8 @@ class SchedulerServer:
         self._encoders = EncoderService(secret, without_images, relay, self._clock, send, self._users)
         may_split = self._router.options.peer_loads
         self._fleet = FleetView(exchange or Exchange(), replicas, self.instance, may_split, self._clock, send)
-        self._weights = WeightsService(secret, self._router, self._fleet, preprocessor, self._clock, send, hold_s)
+        parts = self._router, self._fleet, preprocessor, self._clock, send, hold_s
+        self._weights = WeightsService(secret, *parts, adapters)
         self._engines = EngineReports(
             secret, self._router, relay, self._clock, self._listener.send, self._weights, self._users
         )

@@ -48,6 +48,7 @@ class WeightsService:
 
     secret:    of the deployment
     timeout_s: longest wait of a client for engines to have them
+    configured: ``adapters`` of the configuration
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class WeightsService:
         clock: Callable[[], float],
         send: Send,
         timeout_s: float,
+        configured: str = "",
     ) -> None:
         self._secret, self._router, self._fleet, self._hashing = secret, router, fleet, hashing
         self._clock, self._send, self._timeout_s = clock, send, timeout_s
+        self._configured = configured
         self._weights: Weights | None = None  # the deployment's; None: not known yet
         self._naming: Naming | None = None  # of those: what the first engine that has them says
         self._early: dict[tuple[bytes, int], UpdateWeights] = {}  # what was asked for before they were known
@@ -84,7 +87,8 @@ class WeightsService:
 
     def _ask(self, identity: bytes, message: UpdateWeights, former: Weights) -> None:
         """former: the deployment's weights"""
-        asked, wanted = self._asked, message.weights.over(former)
+        asked, wanted = self._asked, self._wanted_by(message, former)
+        wanted.check()
         if wanted.version == former.version and wanted != former:
             raise InvalidRequestError(f"version {former.version!r:.80} names other weights: give another one")
         if asked is not None and asked.update.weights != wanted:
@@ -97,6 +101,15 @@ class WeightsService:
                 self._send(reporter, WantedWeights(self._secret, wanted, message.keeps_running))
         self._check_room(asked.askers)
         asked.askers.add((identity, message.key))
+
+    def _wanted_by(self, message: UpdateWeights, former: Weights) -> Weights:
+        """All that a client asks for. Changes are made once, however often it asks for them."""
+        if message.changes is not None:
+            known = [former] if self._asked is None else [former, self._asked.update.weights]
+            for each in known:
+                if each.version == message.weights.version:
+                    return each
+        return message.weights.over(former, message.changes, self._configured)
 
     @staticmethod
     def _check_room(waiting: Collection[tuple[bytes, int]]) -> None:

@@ -50,6 +50,7 @@ from headwise.runtime.http.message_bodies import (
 )
 from headwise.runtime.http.messages import MessageForm
 from headwise.runtime.http.metrics import RequestMetrics
+from headwise.runtime.http.operations import Operations
 from headwise.runtime.http.overview import overview
 from headwise.runtime.http.page import HEADERS as PAGE_HEADERS
 from headwise.runtime.http.page import PATHS as PAGE_PATHS
@@ -82,6 +83,7 @@ class AppOptions:
     tracing:  makes spans of requests; None: nobody asked for them
     parsers:  what finds calls of tools and reasoning in the model's answers
     adapters: names of LoRA adapters, which are models of their own as far as clients see; at the start
+    has_operations: whether operators may ask for some
     """
 
     model: str
@@ -93,6 +95,7 @@ class AppOptions:
     tracing: Tracing | None = None
     parsers: Parsers = field(default_factory=Parsers)
     adapters: tuple[str, ...] = ()
+    has_operations: bool = False
 
 
 def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
@@ -112,6 +115,7 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
         "/version": ("GET", api.version),
         "/metrics": ("GET", api.metrics),
         "/deployment": ("GET", api.deployment),
+        **(api.operations.routes if options.has_operations else {}),
     }
     traced = options.tracing.traced if options.tracing is not None else _untraced
     starlette = Starlette(
@@ -127,7 +131,7 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
 
 
 class _Api:
-    """The endpoints. counts: what they count"""
+    """The endpoints. counts: what they count; operations: others"""
 
     def __init__(self, client: Client, texts: Texts, options: AppOptions) -> None:
         self.counts = options.counts
@@ -138,6 +142,7 @@ class _Api:
         self._parsers = options.parsers
         self._bodies = BodyReader(options.max_body)
         self._view = DeploymentView(client)
+        self.operations = Operations(client, self._view, self._body, self._look_for_models)
         self._logprobs = LogprobForms(texts)
         self._held = HeldLogprobs()
         self._groups = options.groups

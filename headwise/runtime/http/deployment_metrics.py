@@ -35,25 +35,33 @@ class DeploymentView:
         self._clock = clock
         self._stats: dict[str, Any] = {}
         self._fresh_until = -math.inf
-        self._asking: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
 
     async def stats(self) -> dict[str, Any]:
         """Raises `DeploymentError` if the scheduler does not answer soon: it may be about to come back."""
         if self._asking is None and self._clock() >= self._fresh_until:
             self._asking = asyncio.ensure_future(self._ask())
-        if self._asking is not None:
-            try:
-                await asyncio.wait_for(asyncio.shield(self._asking), ANSWER_S)
-            except TimeoutError:
-                raise DeploymentError(f"the scheduler has not answered for {ANSWER_S:g} s; try again later") from None
-        return self._stats
-
-    async def _ask(self) -> None:
+        if self._asking is None:
+            return self._stats
         try:
-            self._stats = await self._client.astats()
-            self._fresh_until = self._clock() + _FRESH_S
+            return await asyncio.wait_for(asyncio.shield(self._asking), ANSWER_S)
+        except TimeoutError:
+            raise DeploymentError(f"the scheduler has not answered for {ANSWER_S:g} s; try again later") from None
+
+    def expire(self) -> None:
+        """Something has been changed: what was told before does not count any more."""
+        self._fresh_until, self._asking = -math.inf, None
+
+    async def _ask(self) -> dict[str, Any]:
+        this = asyncio.current_task()
+        try:
+            stats: dict[str, Any] = await self._client.astats()
+            if self._asking is this:
+                self._stats, self._fresh_until = stats, self._clock() + _FRESH_S
+            return stats
         finally:
-            self._asking = None
+            if self._asking is this:
+                self._asking = None
 
     async def is_on_demand(self) -> bool:
         """Whether the deployment has no engines while there are no requests, and the first one gets one."""

@@ -36,7 +36,7 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.images import PromptImage
 from headwise.runtime.protocol.prompt_items import EmbedsPlace
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta, Retention
-from headwise.runtime.protocol.weights import FIRST, Weights
+from headwise.runtime.protocol.weights import FIRST, AdapterChanges, Weights
 from headwise.runtime.protocol.wire import register
 
 PING_INTERVAL_S = 1.0
@@ -326,11 +326,13 @@ class UpdateWeights:
     What is left out, a model or adapters, stays.
 
     keeps_running: what runs goes on behind what the weights before have computed of it; else it is computed anew
+    changes:       to the adapters; None: none
     """
 
     key: int
     weights: Weights
     keeps_running: bool = False
+    changes: AdapterChanges | None = None
 
 
 @register

@@ -43,7 +43,7 @@ from headwise.runtime.protocol.request import (
     TokenLogprobs,
     Usage,
 )
-from headwise.runtime.protocol.weights import Weights, WeightsToLoad
+from headwise.runtime.protocol.weights import AdapterChanges, Weights, WeightsToLoad
 from headwise.transfer.stats import TransferStats
 
 VERSION = 13
@@ -298,6 +298,7 @@ for _cls in (
     StepEmbeds,
     Weights,
     WeightsToLoad,
+    AdapterChanges,
     BatchRequest,
     StepResult,
     PeerHint,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, OverloadedError
 from headwise.runtime.config.model_card import Naming
 from headwise.runtime.frontend.fleet_view import FleetView
 from headwise.runtime.frontend.routing import Router, RouterOptions
@@ -26,7 +26,7 @@ from headwise.runtime.protocol.messages import (
     WeightsUpdated,
     error_of,
 )
-from headwise.runtime.protocol.weights import FIRST, MOST_TEXT, Weights
+from headwise.runtime.protocol.weights import FIRST, MOST_TEXT, AdapterChanges, Weights
 
 SECRET = "of-this-deployment"
 ONE, TWO = Weights("one", "/shared/one"), Weights("two", "/shared/two")
@@ -44,13 +44,17 @@ class Scheduler:
         self.owner = owner or Wishes(ReplicaSet(ScalingPolicy(1, 4), 2))
         fleet = FleetView(self.exchange, 2, f"scheduler {id(self)}", True, lambda: self.now, self._send)
         parts = self.router, fleet, self.hashing, lambda: self.now, self._send, TIMEOUT_S
-        self.service = WeightsService(SECRET, *parts)
+        self.service = WeightsService(SECRET, *parts, configured="first=/first,other=/other")
 
     def _send(self, identity: bytes, message: Any) -> None:
         self.sent.append((identity, message))
 
     def ask(self, weights: Weights, who: bytes = b"client", key: int = 1, keeps_running: bool = False) -> None:
         self.service.update(who, UpdateWeights(key, weights, keeps_running))
+
+    def change(self, version: str, who: bytes = b"client", drop: tuple[str, ...] = (), **add: str) -> None:
+        changes = AdapterChanges(tuple(add.items()), drop)
+        self.service.update(who, UpdateWeights(1, Weights(version), changes=changes))
 
     def report(self, engine: str, weights: Weights = FIRST, **more: Any) -> None:
         """An engine says how it is, and everybody is told what is due."""
@@ -111,6 +115,37 @@ def test_engines_are_told_at_once_and_the_client_when_all_have_them_and_the_owne
     assert scheduler.owner.weights == ONE
     assert scheduler.told("client") == [WeightsUpdated(1, ("a", "b"))]
     assert scheduler.service.stats() == {"version": "one", "model": "/shared/one", "adapters": [], "asked": ""}
+
+
+def test_adapters_come_to_those_of_the_configuration_and_then_to_those_that_there_are(scheduler: Scheduler) -> None:
+    steps = [
+        ({"version": "one", "sql": "/sql"}, "first=/first,other=/other,sql=/sql"),
+        ({"version": "two", "drop": ("sql",), "other": "/new"}, "first=/first,other=/new"),
+    ]
+    for change, adapters in steps:
+        weights = Weights(change["version"], adapters=adapters)
+        for _ in range(2):  # it may not know whether it was heard
+            scheduler.change(**change)
+        assert scheduler.told("a") == [WantedWeights(SECRET, weights)]
+        for engine in ("a", "b"):
+            scheduler.report(engine, weights)
+        scheduler.owner_calls()
+        assert scheduler.told("client") == [WeightsUpdated(1, ("a", "b"))]
+        scheduler.change(**change)
+        scheduler.owner_calls()
+        assert scheduler.told("client") == [WeightsUpdated(1, ("a", "b"))], "although what was to go is gone by now"
+        scheduler.told("a")
+
+
+def test_changes_that_cannot_be_made_are_the_caller_s_error(scheduler: Scheduler) -> None:
+    scheduler.change("one", drop=("nobody",))
+    assert "there is no adapter 'nobody' that could go; there are: first, other" in str(scheduler.error())
+    scheduler.change("one", long="/" * MOST_TEXT["adapters"])
+    assert "adapters of weights has" in str(scheduler.error())
+    scheduler.change("one", sql="/sql")
+    scheduler.change("two", b"other", chat="/chat")
+    (failed,) = scheduler.told("other")
+    assert isinstance(error_of(failed), OverloadedError)
 
 
 def test_who_asks_for_the_same_waits_for_the_same_and_who_asks_again_only_once(scheduler: Scheduler) -> None:

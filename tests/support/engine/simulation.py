@@ -147,7 +147,11 @@ class SimulatedExecutor:
         self._device = SimulatedDevice(self.faults, states, is_late)
         self.model = self._make_model()
         parts = WorkerParts(
-            read_card=lambda config, directory: replace(card, weights=directory.name),
+            read_card=lambda config, directory: replace(
+                card,
+                weights=directory.name,
+                adapters=tuple((name, str(path)) for name, path in config.adapter_paths.items()),
+            ),
             load_model=lambda card, *arguments, prepared: self._load_model(card.weights),
             collect=lambda: None,  # which would look through all that tests have: the model is one and the same
             open_copies=self._open_copies,
