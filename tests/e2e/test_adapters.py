@@ -267,8 +267,10 @@ def test_adapters_come_and_go_while_an_engine_serves(
         engine.update_weights(adapters={"two": other, "one": one})
         assert saying("one")[2].usage.cached_tokens > 0, "by another place among them"
         assert_as(second, saying("two"))
-        engine.update_weights(adapters={"one": other})
+        engine.update_weights(add_adapters={"one": other}, drop_adapters=["two"])
         assert_as(second, saying("one"))
+        with pytest.raises(InvalidRequestError, match="there is no adapter 'two'"):
+            saying("two")
         stream = engine.stream(PROMPTS[2], replace(FEW, max_tokens=60), adapter="one")
         next(stream)
         engine.update_weights(adapters={})
