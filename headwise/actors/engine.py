@@ -28,6 +28,7 @@ from headwise.actors.placement import node_address, nodes_of_ranks, this_node
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
 from headwise.actors.watchdog import Watchdog
+from headwise.actors.weights_at_hand import WeightsAtHand
 from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
 from headwise.log_lines import LatestLines, show_log_lines
@@ -35,7 +36,7 @@ from headwise.runtime.config.addresses import is_loopback, parse_ports
 from headwise.runtime.config.block_storage import SharedBlocks, check_agrees, open_lookup, storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, with_pool
-from headwise.runtime.config.new_weights import check_places, with_weights
+from headwise.runtime.config.new_weights import with_weights
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.operations import NewWeights
 from headwise.runtime.engine.reports import Reporting
@@ -93,6 +94,7 @@ class Engine:
         self._keys = keys
         self._start = start
         self._weights = weights
+        self._at_hand = WeightsAtHand(config)
         self._group: WorkerGroup | None = None
         self._server: EngineServer | None = None
         self._flusher: Flusher | None = None
@@ -198,6 +200,7 @@ class Engine:
                 self._flusher.close()
             if self._lookup is not None:
                 self._lookup.close()
+            self._at_hand.let_go()
             self._settled.set()
             self._ending.come()
 
@@ -258,12 +261,21 @@ class Engine:
         card = self._preprocessor.card
         if weights == FIRST:
             return card
-        check_places(self._config, weights.model, weights.adapters)
+        self._at_hand.have(weights.model, weights.adapters)
+        group = self._group
+        if group is not None:
+            group.have_weights(weights)
         return with_weights(card, self._config, weights.model, weights.adapters)
 
     def _have_changed(self, new: NewWeights) -> None:
         """On the server's thread: the next workers start with these, too."""
-        self._new = new
+        self._new, group = new, self._group
+        if group is not None:
+            group.keep_weights(new.weights)
+        threading.Thread(target=self._keep, args=(new.weights,), name="headwise-weights", daemon=True).start()
+
+    def _keep(self, weights: Weights) -> None:
+        self._at_hand.keep(weights.model, weights.adapters)
 
     @property
     def _scheduler_endpoint(self) -> str:

@@ -14,6 +14,7 @@ from headwise.actors.addresses import engine_host, interface_of
 from headwise.actors.front import Keys
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
+from headwise.actors.weights_at_hand import WeightsAtHand
 from headwise.log_lines import LatestLines, show_log_lines
 from headwise.runtime.config.addresses import parse_ports
 from headwise.runtime.config.block_storage import SharedBlocks, check_shared
@@ -67,6 +68,7 @@ class Worker:
         self._model_dir = model_dir
         self._rank = rank
         self._weights = weights
+        self._at_hand = WeightsAtHand(config)
         self._stage, self._tp_rank = divmod(rank, config.tp_size)
         self._hub: NetworkComm | None = None
         self._link: NetworkLink | None = None
@@ -80,6 +82,14 @@ class Worker:
         directory = resolve_model(self._config.model, self._config.cache_path)
         check_shared(f"rank {self._rank} on node {node_address()}", self._config, directory, blocks)
         check_memory(self._config, read_model_card(self._config, directory, identify=False), ranks_here)
+
+    def have_weights(self, model: str, adapters: str | None) -> None:
+        """See `WeightsAtHand.have`."""
+        self._at_hand.have(model, adapters)
+
+    def keep_weights(self, model: str, adapters: str | None) -> None:
+        """See `WeightsAtHand.keep`."""
+        self._at_hand.keep(model, adapters)
 
     def listen(self) -> str:
         """Where the other ranks of its stage reach this one, which is the first of them, where they are on several
@@ -113,6 +123,8 @@ class Worker:
             if name:  # by which NCCL is to reach the others: it would take the first that there is
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             self._model_dir = resolve_model(self._config.model, self._config.cache_path)
+            if self._weights is not None:
+                self._at_hand.have(self._weights.model, self._weights.adapters)
         keys = self._keys.own if around.is_across else None
         config = replace(self._config, cpu_threads=threads_per_worker(self._config, around.ranks_here))
         if following:

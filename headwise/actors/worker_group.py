@@ -21,12 +21,12 @@ from headwise.actors.front import Keys
 from headwise.actors.placement import address_of, as_rank, node_address, nodes_of, nodes_of_ranks, this_node
 from headwise.actors.start_lines import StartLines
 from headwise.actors.worker import Surroundings, Worker
-from headwise.errors import EngineDiedError, HeadwiseError
+from headwise.errors import EngineDiedError, HeadwiseError, ModelError
 from headwise.runtime.config.block_storage import SharedBlocks
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.protocol.step_channel import ZmqExecutor
-from headwise.runtime.protocol.weights import WeightsToLoad
+from headwise.runtime.protocol.weights import Weights, WeightsToLoad
 from headwise.sockets.scratch import ScratchDirectory
 
 log = logging.getLogger(__name__)
@@ -152,6 +152,22 @@ class WorkerGroup:
             self.pids = ray.get(pids)
         except ray.exceptions.RayError as error:
             raise EngineDiedError(f"a worker died as soon as it was ready: {cause_of(error)}") from None
+
+    def have_weights(self, weights: Weights) -> None:
+        """Return when all nodes of the ranks have them; raises what keeps one from it."""
+        if self._is_across:
+            asked = [worker.have_weights.remote(weights.model, weights.adapters) for worker in self._workers]
+            try:
+                ray.get(asked)
+            except ray.exceptions.RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, HeadwiseError) else ModelError(cause_of(error))) from None
+            except ray.exceptions.RayError as error:
+                raise ModelError(f"a rank is no more that was to have them: {cause_of(error)}") from None
+
+    def keep_weights(self, weights: Weights) -> None:
+        """Their nodes need no others from now on."""
+        for worker in self._workers if self._is_across else ():
+            worker.keep_weights.remote(weights.model, weights.adapters)
 
     def watch(self, timeout_s: float) -> None:
         """Return after ``timeout_s``; raise if a worker has ended by then: its own error, or `EngineDiedError`."""

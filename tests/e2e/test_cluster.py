@@ -22,10 +22,11 @@ from support.small_engine import SMALL
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
-from headwise.actors import frontend
+from headwise.actors import frontend, node_files
 from headwise.actors.cluster import Cluster
 from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 from headwise.actors.deployment import Deployment
+from headwise.actors.placement import this_node
 from headwise.errors import (
     ConfigError,
     DeploymentError,
@@ -36,6 +37,7 @@ from headwise.errors import (
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.simd import INSTRUCTIONS
 from headwise.log_lines import LatestLines
+from headwise.runtime.loader.directory_copies import CutOffError
 from headwise.runtime.protocol.request import FinishReason
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -445,6 +447,32 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_tw
         timeout=500,
     )
     assert done.stdout.strip() == "clean", done.stderr
+
+
+def test_a_directory_of_a_node_is_read_by_way_of_ray(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another one would get of this one's, piece by piece."""
+    monkeypatch.setattr(node_files, "PIECE_BYTES", 1000)
+    large = os.urandom(9 * 1000 + 1)
+    (tmp_path / "sub").mkdir()
+    files = {"model.safetensors": large, "sub/config.json": b"{}", "empty": b""}
+    for name, data in {**files, ".headwise-digests.json": b"of these files"}.items():
+        (tmp_path / name).write_bytes(data)
+    here = [this_node()]
+    assert node_files.find_directory(tmp_path / "nowhere", here) is None
+    assert node_files.find_directory(tmp_path) is None, "no other node has it"
+    found = node_files.find_directory(tmp_path, ["e" * 56, *here])  # and one that is no more
+    assert found is not None
+    assert dict(found.sizes) == {name: len(data) for name, data in files.items()}
+    read = dict.fromkeys(files, b"")
+    for name, piece in found.pieces():
+        assert len(piece) <= 1000
+        read[name] += piece
+    assert read == files
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CutOffError, match=r"model\.safetensors of .* at node .* cannot be read: .*FileNotFoundError"):
+        list(found.pieces())
 
 
 def test_a_port_that_is_taken_is_told_before_ray_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,11 @@ class Node:
             run("ip", "link", "set", self.link, "up")
 
 
+def _over(directory: Path) -> list[str]:
+    """What a command begins with that sees another directory there; in a mount namespace of its own."""
+    return ["sh", "-c", f'mount -t tmpfs none {directory} && exec "$@"', "sh"]
+
+
 def _is_raylet(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].endswith(b"/raylet")
@@ -221,9 +226,11 @@ class Nodes:
         except DeploymentError:
             return False
 
-    def add(self, **resources: int) -> Node:
+    def add(self, own: Path | None = None, **resources: int) -> Node:
         """A node of one CPU, so many GPUs, as ``GPU``, and these custom resources, once it has joined: two of one
         machine that start at once would take the same names for their sockets.
+
+        own: a directory of which it has another one, empty, in memory
         """
         gpus = resources.pop("GPU", 0)
         self._count += 1
@@ -245,7 +252,7 @@ class Nodes:
                 f"--num-gpus={gpus}",
                 f"--resources={json.dumps(resources)}",
                 f"--node-ip-address={node.address}",
-                prefix=["ip", "netns", "exec", node.name],
+                prefix=["ip", "netns", "exec", node.name, *([] if own is None else _over(own))],
                 environment=self._environment,
             )
         )

@@ -40,7 +40,12 @@ class ComputeOptions:
     weights_from: str = option(
         "",
         "Directories from which a running deployment may be given other weights (`Client.update_weights`), as every "
-        "client but a tenant's may; on every node, separated by commas. Empty: none are taken.",
+        "client but a tenant's may; on every node, unless copy_weights, separated by commas. Empty: none are taken.",
+    )
+    copy_weights: bool = option(
+        False,
+        "Nodes that lack a directory of weights_from copy it, by way of Ray, from one that has it, to the same path, "
+        "and delete the copy once its weights are no longer served. Else all nodes must have it.",
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
@@ -165,6 +170,8 @@ class ComputeOptions:
         for place in self.weights_places:
             if not place.is_absolute():
                 raise ConfigError(f"weights_from names {str(place)!r}: give absolute paths, as every node knows them")
+        if self.copy_weights and not self.weights_places:
+            raise ConfigError("copy_weights is for what is in weights_from: give that, too")
 
     @property
     def adapter_paths(self) -> dict[str, Path]:

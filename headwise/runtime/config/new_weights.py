@@ -21,9 +21,7 @@ def with_adapters(config: EngineConfig, adapters: str | None) -> EngineConfig:
 def check_places(config: EngineConfig, model: str, adapters: str | None) -> None:
     """Raise ConfigError unless clients may have a deployment load these, as every one of them may ask for it: they are
     in `weights_from`, or those that the deployment was started with."""
-    known = {config.model, *map(str, config.adapter_paths.values())}
-    asked = {model or config.model, *map(str, with_adapters(config, adapters).adapter_paths.values())}
-    for place in sorted(asked - known):
+    for place in _others(config, model, adapters):
         if not config.weights_places:
             raise ConfigError(
                 "this deployment takes no other weights: start it with weights_from, the directory that they will be in"
@@ -31,6 +29,17 @@ def check_places(config: EngineConfig, model: str, adapters: str | None) -> None
         found = Path(place).expanduser().resolve()
         if not any(found.is_relative_to(each.resolve()) for each in config.weights_places):
             raise ConfigError(f"weights must be in {config.weights_from} (weights_from), and {place!r:.200} is not")
+
+
+def directories_of(config: EngineConfig, model: str, adapters: str | None) -> list[Path]:
+    """Those of these that the deployment was not started with."""
+    return [Path(place).expanduser() for place in _others(config, model, adapters)]
+
+
+def _others(config: EngineConfig, model: str, adapters: str | None) -> list[str]:
+    known = {config.model, *map(str, config.adapter_paths.values())}
+    asked = {model or config.model, *map(str, with_adapters(config, adapters).adapter_paths.values())}
+    return sorted(asked - known)
 
 
 def digests_of(card: ModelCard) -> tuple[str, ...]:
