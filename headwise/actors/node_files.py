@@ -23,7 +23,7 @@ FIND_S = 60.0
 """Longest wait for nodes to say whether they have a directory: each starts a process for that, if none is idle."""
 PIECE_BYTES = 16 << 20
 """Of a file that a node sends at once, by Ray's object store."""
-IN_FLIGHT = 8
+IN_FLIGHT = 3
 """Pieces that are asked for before the first of them is written."""
 PIECE_S = 120.0
 """A piece that takes longer does not come."""
