@@ -12,25 +12,20 @@ import queue
 import threading
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import (
     DeploymentError,
-    EmbedsLackingError,
     EngineDiedError,
-    EngineLeavingError,
     HeadwiseError,
     InvalidRequestError,
     OverloadedError,
-    RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
-from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.engine.base import Core, HasFileno
-from headwise.runtime.engine.clients import Clients
+from headwise.runtime.engine.client_requests import ClientRequests
 from headwise.runtime.engine.peers.base import Ask, Takers
 from headwise.runtime.engine.peers.connections import PeerConnections
 from headwise.runtime.engine.reports import EngineReports, Reporting
@@ -40,25 +35,20 @@ from headwise.runtime.protocol.lease_messages import AskLease, EndLease, LeaseEm
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
-    MAX_PING_REQUESTS,
     Abort,
     EmbedsPart,
-    EmbedsTaken,
-    EmbedsWanted,
     EngineLoad,
     EngineStatus,
     Failed,
     GetStats,
     Operate,
     Operated,
-    Outputs,
     Ping,
-    Pong,
     Stats,
     Submit,
     failure,
 )
-from headwise.runtime.protocol.request import FinishReason, OutputDelta
+from headwise.runtime.protocol.request import OutputDelta
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.runtime.protocol.users import NO_USERS, LetIn, Users
 from headwise.sockets.context import close_context, open_context
@@ -80,19 +70,7 @@ _BURST, _BURST_S = 64, 0.005
 """Messages taken in before the next step, and the time after which no further one is begun: clients that flood the
 engine, and those whose messages take long, keep the others' tokens waiting for so long and no longer."""
 
-STALLED_S = 30.0
-"""A request of whose embeddings nothing comes for so long is not waited for."""
-
-_NO_WORKERS = EngineDiedError("the engine has no workers at the moment: they are being started")
 _STOPPING = DeploymentError("the deployment is stopping")
-_LEAVING = EngineLeavingError("the engine is leaving: another one serves the request")
-_NOT_SERVED = RequestAbortedError(
-    "the engine does not serve this request any more: the connection was lost, or its output was not read in time"
-)
-
-
-_LACKING = EmbedsLackingError("what the engine had cached of the prompt is gone: all of its embeddings are needed")
-_STALLED = RequestAbortedError(f"nothing of the request's embeddings came for {STALLED_S:g} s")
 _MESSAGES = (Submit, EmbedsPart, Abort, GetStats, Operate, Ping, AskLease, LeaseEmbeds, RenewLease, EndLease, Offer)
 
 
@@ -156,21 +134,24 @@ class EngineServer:
             raise
         self.endpoint = self._listener.endpoint
         self.loop_count = 0
-        self._instance = uuid.uuid4().hex
         self._burst_clock = clock
         self._clock = LivenessClock(clock)
         self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
-        self.peers = None if self._reports is None else self._open_peers(self._reports)
         self._flusher = flusher
         self._users = LetIn(self._listener, users)
         self._follower = follower
         self._epoch = epoch
-        self._client_timeout_s = client_timeout_s
         self._on_died = on_died
-        self._most_of_one = most_of_one
-        self._core: Core | None = None
+        self._requests = ClientRequests(
+            self._listener.send,
+            self._clock,
+            self._reports,
+            instance=uuid.uuid4().hex,
+            most_of_one=most_of_one,
+            timeout_s=client_timeout_s,
+        )
         self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
-        self._clients = Clients()
+        self.peers = None if self._reports is None else self._open_peers(self._reports)
         self._operations: list[tuple[bytes, int, Operation]] = []  # under way, and who waits for their end
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._leave: _Leave | None = None
@@ -184,7 +165,7 @@ class EngineServer:
             reports.reporting.engine,
             reports.reporting.secret,
             directory=lambda: reports.directory,
-            answer=self._send,
+            answer=self._requests.tell,
             clock=self._clock,
             prepare=lambda socket: secure_client(socket, reports.reporting.keys),
         )
@@ -258,9 +239,8 @@ class EngineServer:
             self._answer_operations()
             self._follow_weights()
             self._go_on_leaving()
-            self._drop_silent()
-            for request_id in self._of_clients(self._embeds.stalled_since(self._clock() - STALLED_S)):
-                self._end_with(request_id, _STALLED)
+            self._requests.drop_silent()
+            self._requests.end_stalled()
             if self.peers is not None:
                 self.peers.service()
             if self._reports is not None:
@@ -277,6 +257,10 @@ class EngineServer:
             return
         if self._follower.follow(self._reports.wanted, self._core):
             self._reports.hurry()
+
+    @property
+    def _core(self) -> Core | None:
+        return self._requests.core
 
     @property
     def _peer_sockets(self) -> list[zmq.Socket[bytes]]:
@@ -304,19 +288,12 @@ class EngineServer:
         except Exception as error:
             log.exception("the engine failed")
             self._die(EngineDiedError(f"the engine failed: {type(error).__name__}: {error}"))
-        self._send_deltas(deltas)
-        self._end_lacking()
+        self._requests.deliver(deltas)
+        self._requests.end_lacking()
         return bool(deltas)
 
-    def _end_lacking(self) -> None:
-        """Have clients submit again what needs embeddings that were left out."""
-        for request_id in () if self._core is None else self._core.take_lacking():
-            self._end_with(request_id, _LACKING)
-            if self._core is not None:
-                self._core.abort(request_id)
-
     def _attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes] | HasFileno]) -> None:
-        self._core, self._core_sockets = core, sockets
+        self._requests.core, self._core_sockets = core, sockets
         if self._reports is not None:
             self._reports.hurry()
 
@@ -324,7 +301,7 @@ class EngineServer:
         """The core is no more. The scheduler hears of it first: its clients will ask it where to go now."""
         if self._core is None:
             return
-        core, self._core, self._core_sockets = self._core, None, ()
+        core, self._requests.core, self._core_sockets = self._core, None, ()
         core.fail_all(str(error))
         if self._follower is not None:
             self._follower.failed(error)
@@ -346,9 +323,9 @@ class EngineServer:
         """End every request with ``error``. Deltas are not sent: each request gets the error itself."""
         operations, self._operations = self._operations, []
         for identity, key, _ in operations:
-            self._send(identity, failure(error, key))
-        for request_id in self._clients.request_ids:
-            self._end_with(request_id, error)
+            self._requests.tell(identity, failure(error, key))
+        for request_id in self._requests.ids:
+            self._requests.end(request_id, error)
 
     def _follow(self, scheduler: str, store: str) -> None:
         if self._reports is not None:
@@ -369,12 +346,12 @@ class EngineServer:
         if self._leave is not None:
             return
         self._leave = _Leave(self._clock() + timeout_s, on_left)
+        self._requests.is_leaving = True
         if self._reports is not None:  # the scheduler hears of it first: clients will ask it where to go now
             self._reports.hurry()
             self._reports.service(self._status)
-        self._send_away(self._of_clients(self._embeds.request_ids))
+        self._requests.send_away_not_begun()
         if self._core is not None:
-            self._send_away(self._core.not_begun())
             name = "" if self._reports is None else self._reports.reporting.engine
             self._core.hand_over(hashes, Takers(name, self._epoch, takers) if takers else None, storable)
 
@@ -383,136 +360,47 @@ class EngineServer:
         if leave is None or leave.is_over:
             return
         if self._clock() >= leave.until:
-            self._send_away(self._clients.request_ids)
-        elif self._clients.num_requests or (self._core is not None and self._core.is_handing_over):
+            self._requests.send_away(self._requests.ids)
+        elif len(self._requests) or (self._core is not None and self._core.is_handing_over):
             return
         leave.is_over = True
         leave.on_left()
-
-    def _send_away(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._end_with(request_id, _LEAVING)
-            if self._core is not None:
-                self._core.abort(request_id)
 
     # ---- messages in ----
 
     def _take_messages(self) -> None:
         until = self._burst_clock() + _BURST_S
         for identity, frames in self._listener.receive(_BURST):
-            self._clients.heard(identity, self._clock())
+            self._requests.heard(identity)
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
                 self._take(identity, self._users.as_sent(wire.decode(frames[0], *_MESSAGES)))
             except HeadwiseError as error:
                 self._malformed += 1
-                self._send(identity, failure(error))
+                self._requests.tell(identity, failure(error))
             if self._burst_clock() >= until:
                 break
         for identity in self._listener.ended():
-            self._drop(identity, "is gone")
+            self._requests.drop(identity, "is gone")
 
     def _take(self, identity: bytes, message: Any) -> None:
         if isinstance(message, Submit):
-            self._submit(identity, message)
+            self._requests.submit(identity, message)
         elif isinstance(message, EmbedsPart):
-            self._take_embeds(identity, message)
+            self._requests.take_embeds(identity, message)
         elif isinstance(message, Abort):
-            if self._clients.owner_of(message.request_id) == identity:
-                self._abort(message.request_id)
+            self._requests.abort(identity, message.request_id)
         elif isinstance(message, GetStats):
-            self._send(identity, Stats(message.key, self.stats()))
+            self._requests.tell(identity, Stats(message.key, self.stats()))
         elif isinstance(message, Operate):
             self._operate(identity, message)
         elif isinstance(message, (AskLease, LeaseEmbeds, RenewLease, EndLease, Offer)):
             self._lease(identity, message)
         elif isinstance(message, Failed):
-            self._send(identity, message)
+            self._requests.tell(identity, message)
         else:
-            if len(message.request_ids) > MAX_PING_REQUESTS:
-                raise wire.WireError(
-                    f"a ping names {len(message.request_ids)} requests; at most {MAX_PING_REQUESTS} are allowed"
-                )
-            self._send(identity, Pong(self._instance))
-            for request_id in message.request_ids:
-                if self._clients.owner_of(request_id) != identity:
-                    self._send(identity, failure(_NOT_SERVED, request_id=request_id))
-
-    def _submit(self, identity: bytes, message: Submit) -> None:
-        request = message.request
-        try:
-            check_request(request)
-            if request.embeds:
-                raise InvalidRequestError("embeddings do not come with their request: they follow it in parts")
-            if self._reports is not None:
-                self._reports.received(request.request_id)
-            if self._clients.owner_of(request.request_id) is not None:
-                raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
-            if self._clients.num_of(identity, request.tenant) >= self._most_of_one:
-                raise OverloadedError(
-                    f"{self._most_of_one} requests of this client are at this engine already: ask the scheduler where "
-                    "there is room"
-                )
-            if message.embeds:
-                self._submit_with_embeds(identity, message)
-            else:
-                self._accepting().add(request)
-        except HeadwiseError as error:
-            self._send(identity, failure(error, message.key, request.request_id))
-            return
-        self._clients.begin(request.request_id, identity, request.tenant)
-
-    def _submit_with_embeds(self, identity: bytes, message: Submit) -> None:
-        """Ask for those embeddings that the cache does not make unnecessary."""
-        request, core = message.request, self._accepting()
-        cached = 0 if message.needs_all else core.cached_tokens(request)
-        first = next((at for at, each in enumerate(message.embeds) if each.end > cached), len(message.embeds))
-        left_out, wanted = message.embeds[:first], message.embeds[first:]
-        lacks = max((each.end for each in left_out), default=0)
-        if not wanted:
-            core.add(request, lacks=lacks)
-            return
-        core.check(request, wanted, lacks)
-        self._embeds.begin(replace(message, embeds=wanted), self._clock(), lacks)
-        self._send(identity, EmbedsWanted(request.request_id, wanted[0].start))
-
-    def _accepting(self) -> Core:
-        """The core, if it takes requests."""
-        if self._leave is not None:
-            raise _LEAVING
-        if self._core is None:
-            raise _NO_WORKERS
-        return self._core
-
-    @property
-    def _embeds(self) -> ArrivingEmbeds:
-        """Those that are to come: they go with the core."""
-        return ArrivingEmbeds() if self._core is None else self._core.arriving
-
-    def _of_clients(self, request_ids: Iterable[str]) -> list[str]:
-        """Of these requests, those that clients have: others are prompts that engines have computed here."""
-        return [request_id for request_id in request_ids if self._clients.owner_of(request_id) is not None]
-
-    def _take_embeds(self, identity: bytes, part: EmbedsPart) -> None:
-        """The next part of a request's embeddings; with the last one the request begins."""
-        self._send(identity, EmbedsTaken(part.request_id))
-        if self._clients.owner_of(part.request_id) != identity:
-            return
-        key = self._embeds.key_of(part.request_id)
-        try:
-            lacks = self._embeds.lacks_of(part.request_id)
-            request = self._embeds.take(part, self._clock())
-            if request is not None:
-                self._accepting().add(request, knows_embeds=True, lacks=lacks)
-        except HeadwiseError as error:
-            self._end_with(part.request_id, error, key)
-
-    def _abort(self, request_id: str) -> None:
-        self._clients.end(request_id)
-        self._embeds.drop(request_id)
-        if self._core is not None:
-            self._core.abort(request_id)
+            self._requests.ping(identity, message)
 
     def _operate(self, identity: bytes, message: Operate) -> None:
         try:
@@ -520,7 +408,7 @@ class EngineServer:
                 raise OverloadedError(f"the engine is starting; try to {message.action} it later")
             self._operations.append((identity, message.key, self._core.operate(message.action, message.tier)))
         except HeadwiseError as error:
-            self._send(identity, failure(error, message.key))
+            self._requests.tell(identity, failure(error, message.key))
 
     def _lease(self, identity: bytes, message: Ask) -> None:
         """Another engine asks for blocks. Who does not know the deployment's secret is told nothing of them."""
@@ -548,47 +436,9 @@ class EngineServer:
             self._operations.remove((identity, key, operation))
             if operation.has_emptied_storage and self._flusher is not None:
                 self._flusher.emptied()
-            self._send(identity, Operated(key, operation.blocks))
+            self._requests.tell(identity, Operated(key, operation.blocks))
         if done and self._reports is not None:
             self._reports.hurry()
-
-    def _send_deltas(self, deltas: list[OutputDelta]) -> None:
-        by_client: defaultdict[bytes, list[OutputDelta]] = defaultdict(list)
-        for delta in deltas:
-            owner = self._clients.owner_of(delta.request_id)
-            if owner is not None:
-                by_client[owner].append(delta)
-            if delta.finish_reason is not None:
-                self._clients.end(delta.request_id)
-            if delta.finish_reason is FinishReason.ERROR:
-                self._fault(f"request {delta.request_id} failed: {delta.error}")
-        for identity, its in by_client.items():
-            self._send(identity, Outputs(tuple(its)))
-
-    def _end_with(self, request_id: str, error: HeadwiseError, key: int = 0) -> None:
-        """key: of the `Submit`, where the request has not begun"""
-        self._embeds.drop(request_id)
-        identity = self._clients.end(request_id)
-        if identity is not None:
-            self._send(identity, failure(error, key, request_id))
-
-    def _send(self, identity: bytes, message: Any) -> None:
-        """Send without waiting; a client that is gone or does not read is dropped. Its connection tells it so."""
-        if not self._listener.send(identity, wire.encode(message)):
-            self._drop(identity, "is gone, or does not read its messages")
-
-    # ---- clients ----
-
-    def _drop_silent(self) -> None:
-        for identity in self._clients.silent_since(self._clock() - self._client_timeout_s):
-            self._drop(identity, f"said nothing for {self._client_timeout_s:g} s")
-
-    def _drop(self, identity: bytes, why: str) -> None:
-        request_ids = self._clients.drop(identity)
-        if request_ids:
-            log.warning("client %s %s: aborting its %d requests", identity.hex(), why, len(request_ids))
-        for request_id in request_ids:
-            self._abort(request_id)
 
     # ---- the outside ----
 
@@ -596,7 +446,7 @@ class EngineServer:
         """The core's statistics and the server's own; for the server's thread."""
         server = {
             "ready": self._core is not None,
-            "clients": len(self._clients),
+            "clients": self._requests.num_clients,
             "malformed": self._malformed,
         }
         return {**(self._core.stats() if self._core is not None else {}), "server": server}
@@ -606,7 +456,7 @@ class EngineServer:
             reporting.secret,
             reporting.engine,
             reporting.advertised(self.endpoint),
-            self._clients.num_requests,
+            len(self._requests),
             self.stats(),
             address=self.endpoint,
             epoch=self._epoch,

@@ -16,7 +16,7 @@ from support.waiting import eventually
 from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import EngineDiedError, InvalidRequestError, OverloadedError
 from headwise.runtime.client.client import Client
-from headwise.runtime.engine import server
+from headwise.runtime.engine import client_requests
 from headwise.runtime.protocol import embed_parts, wire
 from headwise.runtime.protocol.embed_parts import parts_of
 from headwise.runtime.protocol.messages import (
@@ -241,7 +241,7 @@ def test_what_is_on_its_way_takes_room_until_its_request_ends(
 def test_a_request_whose_embeddings_do_not_come_is_not_waited_for(
     deployment: Deployment, core: ScriptedCore, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "STALLED_S", 0.3)
+    monkeypatch.setattr(client_requests, "STALLED_S", 0.3)
     monkeypatch.setattr(embed_parts, "PART_BYTES", 2 * 4 * WIDTH)
     mine = HandMade(context, deployment.servers[0].endpoint)
     mine.submit("r", rows(0, 2), rows(4, 2))
@@ -262,9 +262,9 @@ def test_a_client_that_goes_leaves_nothing_behind(
     engine = deployment.servers[0]
     gone = HandMade(context, engine.endpoint)
     gone.submit("r", rows(0, 2))
-    eventually(lambda: engine._embeds.num_bytes > 0)
+    eventually(lambda: engine._requests._embeds.num_bytes > 0)
     gone._socket.close(linger=0)
-    eventually(lambda: engine._embeds.num_bytes == 0)
+    eventually(lambda: engine._requests._embeds.num_bytes == 0)
 
 
 def test_a_core_that_dies_and_an_engine_that_leaves_send_away_what_has_not_come(
@@ -273,16 +273,16 @@ def test_a_core_that_dies_and_an_engine_that_leaves_send_away_what_has_not_come(
     engine = deployment.servers[0]
     mine = HandMade(context, engine.endpoint)
     mine.submit("r", rows(0, 2))
-    eventually(lambda: engine._embeds.num_bytes > 0)
+    eventually(lambda: engine._requests._embeds.num_bytes > 0)
     core.dies = EngineDiedError("TP rank 0 died")
     assert (mine.hear(Failed)).error == "EngineDiedError"
-    assert not engine._embeds.num_bytes
+    assert not engine._requests._embeds.num_bytes
     engine.attach(ScriptedCore())
     mine.submit("s", rows(0, 2))
-    eventually(lambda: engine._embeds.num_bytes > 0)
+    eventually(lambda: engine._requests._embeds.num_bytes > 0)
     engine.leave(20.0, [], lambda: None)
     assert (mine.hear(Failed)).error == "EngineLeavingError"
-    assert not engine._embeds.num_bytes
+    assert not engine._requests._embeds.num_bytes
 
 
 def test_a_stream_that_is_cancelled_while_its_embeddings_go_out_ends_them(

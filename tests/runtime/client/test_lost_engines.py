@@ -300,7 +300,7 @@ def test_a_request_that_its_engine_has_forgotten_goes_elsewhere(place: Place, cl
     place.scheduler.tickets = [forgetful.endpoint, place.engine(ScriptedCore()).endpoint]
     stream = client.stream("abc", max_tokens=3)
     eventually(lambda: bool(first.live))
-    forgetful.call(lambda: [forgetful._clients.end(request_id) for request_id in list(first.live)] and None)
+    forgetful.call(lambda: [forgetful._requests._clients.end(request_id) for request_id in list(first.live)] and None)
     assert stream.read().text == numbers(3)
 
 
@@ -311,7 +311,7 @@ def test_a_step_that_failed_is_an_error_of_its_request_and_no_engine_is_lost(pla
     place.scheduler.tickets = [server.endpoint]
     stream = client.stream("abc")
     eventually(lambda: bool(core.live))
-    server.call(lambda: server._send_deltas(core.fail_all("the logits are not finite")))
+    server.call(lambda: server._requests.deliver(core.fail_all("the logits are not finite")))
     with pytest.raises(EngineDiedError, match="not finite"):
         stream.read()
     assert not place.scheduler.of(Reroute)
