@@ -19,6 +19,7 @@ from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.engine.step_budget import left_for
 from headwise.runtime.engine.waiting_queue import WaitingQueue
 from headwise.runtime.protocol.messages import WaitingPrompts
+from headwise.runtime.protocol.request import owner_digest
 
 ASKED_CHUNK = 256
 """Most tokens of a prompt in a step whose log-probabilities are asked for: others in the step wait for these."""
@@ -79,7 +80,7 @@ class Admission:
         if not orders:
             return None
         most = heapq.nlargest(MAX_TENANTS, self.waiting.present.tenants.items(), key=lambda item: item[1].prompts)
-        beside = tuple((tenant, each.prompts, each.tokens) for tenant, each in most if tenant)
+        beside = tuple((owner_digest(owner), each.prompts, each.tokens) for owner, each in most if owner)
         return WaitingPrompts(*orders[len(orders) // 2], beside)
 
     def _turn_of(self, sequence: Sequence) -> float:

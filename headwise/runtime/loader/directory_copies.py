@@ -90,6 +90,9 @@ class DirectoryCopies:
             for place in self._places:
                 for mark in [*place.glob(f"*{MARK}"), *place.glob(f"*/*{MARK}")]:
                     _delete_if_unused(mark)
+                for partial in [*place.glob(f".*{_PARTIAL}"), *place.glob(f"*/.*{_PARTIAL}")]:
+                    if not partial.with_name(f"{partial.name[1:].rsplit('.', 2)[0]}{MARK}").exists():
+                        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed: nobody is at it
 
     def _hold_or_copy(self, directory: Path) -> bool:
         """False if another process makes or deletes it just now."""

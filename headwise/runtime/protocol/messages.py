@@ -360,7 +360,7 @@ class WaitingPrompts:
 
     priority: of the middle one in their order
     turn:     its: tokens until it is through, as `PromptTurns` has it; 0 where they go in the order in which they came
-    beside:   by tenant how many wait for their turn alone, and the tokens that they lack; those that have most
+    beside:   by `owner_digest` how many wait for their turn alone, and the tokens that they lack; those that have most
     """
 
     priority: int

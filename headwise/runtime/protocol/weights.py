@@ -99,7 +99,7 @@ def adapter_changes(
 ) -> AdapterChanges | None:
     """What a caller asks for beside ``model`` and ``adapters``; None: no changes. Raises `InvalidRequestError` for what
     nobody may, and where nothing at all is asked for."""
-    if isinstance(drop, str):
+    if isinstance(drop, str) or not isinstance(drop, Iterable):
         raise InvalidRequestError(f"adapters that go must be a list of names, got {drop!r:.80}")
     dropped = tuple(as_string("the name of an adapter", name) for name in drop)
     if not add and not dropped:

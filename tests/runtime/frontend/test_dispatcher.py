@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from headwise.runtime.frontend.index_view import LOOKUP_TIMEOUT_S, IndexView
 from headwise.runtime.frontend.preprocessing_pool import PreparedRequest
 from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.protocol.messages import EngineLoad, EngineStatus, WaitingPrompts
-from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids, owner_digest
 from headwise.storage.index.messages import IndexStats, Matches
 
 BLOCK = 4
@@ -54,6 +55,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.store = Store()
         self.router = Router(
             RouterOptions(block_size=BLOCK, engine_queue=queue, max_num_seqs=4, fair_prompts=is_fair),
+            random.Random(0),
         )
         self.index = IndexView(self.store, 0.1)
         self.dispatcher = Dispatcher(self.router, self.index, lambda: self.now)
@@ -99,7 +101,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from(ENGINES),
         waiting=st.integers(0, 3),
-        prompts=st.none() | st.builds(WaitingPrompts, st.integers(-1, 1), st.floats(0, 100), st.just((("a", 2, 30),))),
+        prompts=st.none()
+        | st.builds(WaitingPrompts, st.integers(-1, 1), st.floats(0, 100), st.just(((owner_digest("a"), 2, 30),))),
     )
     def report(self, name: str, waiting: int, prompts: WaitingPrompts | None = None) -> None:
         times = {"prefill_token_s": 0.01, "host_token_s": 0.001, "storage_token_s": 0.001}

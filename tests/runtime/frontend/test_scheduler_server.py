@@ -54,7 +54,7 @@ from headwise.runtime.protocol.messages import (
     Waits,
     Withdraw,
 )
-from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams, as_token_ids
+from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams, as_token_ids, owner_digest
 from headwise.sockets.pieces import split
 from headwise.storage.index.messages import IndexStats, Matches
 
@@ -511,7 +511,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_s_place(make: Make) -> None:
 
 def test_who_would_go_before_most_of_what_waits_at_a_full_engine_goes_there(make: Make) -> None:
     deployment = make(routing={"engine_queue": 4, "fair_prompts": True})
-    waiting = WaitingPrompts(0, 50.0, (("many", 4, 80),))
+    waiting = WaitingPrompts(0, 50.0, ((owner_digest("many"), 4, 80),))
     deployment.report("a", waiting=4, prompts=waiting)
     client = deployment.peer()
     client.send(route(1, "1" * 60))

@@ -189,6 +189,7 @@ from headwise.runtime.loader.directory_copies import DirectoryCopies
 place = Path(sys.argv[1])
 DirectoryCopies([place], None).have(place / "1")
 (place / ".2.dead.headwise-partial").mkdir()
+(place / ".v1.5.dead.headwise-partial").mkdir()
 print("holds", flush=True)
 time.sleep(600)
 """

@@ -22,7 +22,8 @@ from headwise.runtime.frontend.routing.base import (
     RouterOptions,
 )
 from headwise.runtime.frontend.routing.expected import EXPECTED_TOKENS, ExpectedBlocks
-from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineStatus
+from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineLoad, EngineStatus
+from headwise.runtime.protocol.request import owner_digest
 
 IN_FLIGHT_S = 0.25
 """A status that comes so soon after the loss of an engine may have been sent before the loss."""
@@ -433,8 +434,8 @@ class EngineTable:
         """What this owner has at this row's engine: what waits there, and what is on its way."""
         if not owner:
             return NONE_BESIDE
-        waiting, name = self.engines[row].status.work.prompts, self.names[row]
-        told = [each[1:] for each in (() if waiting is None else waiting.beside) if each[0] == owner]
+        waiting, name, digest = self.engines[row].status.work.prompts, self.names[row], owner_digest(owner)
+        told = [each[1:] for each in (() if waiting is None else waiting.beside) if each[0] == digest]
         sent = [(1, each.tokens) for each in self._reservations.values() if (each.owner, each.engine) == (owner, name)]
         return Beside(*map(sum, zip(*told, *sent, strict=True))) if told or sent else NONE_BESIDE
 
@@ -446,7 +447,7 @@ class EngineTable:
         return {
             name: {
                 **self.engines[row].status.stats,
-                "work": asdict(self.engines[row].status.work),
+                "work": _told(self.engines[row].status.work),
                 "epoch": self.engines[row].status.epoch,
                 "restarts": self.engines[row].restarts,
                 "role": self._roles.get(name, "mixed"),
@@ -464,6 +465,11 @@ class EngineTable:
 def prefill_of(request_id: str) -> str:
     """The name under which a request's prompt is reserved with the engine that computes it for another one."""
     return f"{request_id}/prefill"
+
+
+def _told(work: EngineLoad) -> dict[str, Any]:
+    """Who has how much waiting is nobody else's business."""
+    return {name: value for name, value in asdict(work).items() if name != "prompts"}
 
 
 def _outlying(slowness: float) -> float:

@@ -73,6 +73,14 @@ def test_what_is_on_its_way_counts_among_its_tenant_s() -> None:
     assert router.places(routed(LONG - 2, "another"), 0.0)
 
 
+def test_nobody_is_told_whose_prompts_wait() -> None:
+    """Names may be salts, by which nobody else is to find what is cached."""
+    engine = busy(others="a salt that nobody guesses")
+    assert engine.load().prompts is not None
+    assert "salt" not in str(engine.load())
+    assert "prompts" not in router_of(engine).table.stats(0.0)["a"]["work"]
+
+
 def test_an_engine_that_takes_nothing_has_none() -> None:
     assert not router_of(busy(), accepts=False).places(routed(SHORT), 0.0)
     router = router_of(busy())
