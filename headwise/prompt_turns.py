@@ -13,7 +13,7 @@ time.
 
 All prompts of one tenant have one part together, in which each has an equal one: until one of ``n`` tokens is through,
 those of its tenant that are there get as many each, or all that they lack. So whoever sends a thousand of them waits
-for their like, and others go between.
+for their like, and others go between. A tenant may have a share of several parts: it gets as many times as much.
 
 An engine has turns for its prompts, and the scheduler for those that wait until an engine has room.
 
@@ -23,7 +23,7 @@ flows are single prompts here, and Friedman and Henderson, "Fairness and efficie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -38,26 +38,43 @@ class Beside:
 NONE_BESIDE = Beside()
 
 
+ShareOf = Callable[[str], float]
+"""How many parts a tenant's prompts have together; 1 of one that nothing is said of."""
+
+
+def equal_shares(tenant: str) -> float:
+    """Every tenant has one."""
+    return 1.0
+
+
+def turn_of(since: float, lacking: int, beside: Beside = NONE_BESIDE, share: float = 1.0) -> float:
+    """Where a prompt is through that came when `PromptTurns.now` was ``since`` and lacks so many tokens: the lowest is
+    next.
+
+    beside: prompts of its tenant that were there then
+    share:  parts that these have
+    """
+    return since + (lacking + min(beside.prompts * lacking, beside.tokens)) / share
+
+
 class PromptTurns:
     """Of the prompts of one engine, or one queue.
 
     now: tokens that a prompt which was there from the first one on would have by now
+    share_of: of tenants, from now on
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share_of: ShareOf = equal_shares) -> None:
         self.now = 0.0
+        self.share_of = share_of
 
-    @staticmethod
-    def turn(since: float, lacking: int, beside: Beside = NONE_BESIDE) -> float:
-        """Where a prompt is through that came when `now` was ``since`` and lacks so many tokens: the lowest is next.
+    def turn(self, since: float, lacking: int, beside: Beside = NONE_BESIDE, tenant: str = "") -> float:
+        """See `turn_of`. tenant: whose prompt it is; empty: nobody's"""
+        return turn_of(since, lacking, beside, self.share_of(tenant) if tenant else 1.0)
 
-        beside: prompts of its tenant that were there then
-        """
-        return since + lacking + min(beside.prompts * lacking, beside.tokens)
-
-    def computed(self, tokens: int, parts: int) -> None:
+    def computed(self, tokens: int, parts: float) -> None:
         """So many tokens are computed, while prompts have so many parts: see `Present`."""
-        self.now += tokens / max(1, parts)
+        self.now += tokens / max(1.0, parts)
 
 
 class Present:
@@ -90,10 +107,10 @@ class Present:
         """What there is of each; not to be changed."""
         return self._tenants
 
-    def parts(self, tenants: Collection[str] = ()) -> int:
-        """Each tenant has one, and so has each prompt of nobody's. tenants: of prompts that are there besides"""
+    def parts(self, tenants: Collection[str] = (), share_of: ShareOf = equal_shares) -> float:
+        """Each tenant has its share, and each prompt of nobody's has one. tenants: of prompts that are there besides"""
         of_nobody = self.of("").prompts + sum(not each for each in tenants)
-        return of_nobody + len({*self._tenants, *tenants} - {""})
+        return of_nobody + sum(map(share_of, {*self._tenants, *tenants} - {""}))
 
     def of(self, tenant: str) -> Beside:
         """This tenant's."""

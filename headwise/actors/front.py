@@ -102,7 +102,9 @@ def users_with(keys: Iterable[ApiKey], known_by: Callable[[str], str]) -> Users:
 
 def _tenant_of(key: ApiKey) -> Tenant | None:
     """Whose a key is; None: an operator's."""
-    return Tenant(key.tenant, ANY_PRIORITY if key.priority is None else key.priority) if key.tenant else None
+    if not key.tenant:
+        return None
+    return Tenant(key.tenant, ANY_PRIORITY if key.priority is None else key.priority, key.share)
 
 
 def users_now(config: EngineConfig, keys: Keys) -> tuple[Users, bool]:

@@ -43,8 +43,8 @@ class FrontOptions:
     )
     api_key_file: str = option(
         "",
-        "File of such keys, one a line, and behind a key tenant=NAME and priority=N, where it is a tenant's; empty "
-        "lines and those that begin with # are none.",
+        "File of such keys, one a line, and behind a key tenant=NAME, priority=N and share=N, where it is a tenant's; "
+        "empty lines and those that begin with # are none.",
     )
     server_key_file: str = option(
         "",

@@ -21,6 +21,7 @@ _KEY = re.compile(r"[!-~]{8,512}")
 """Printable ASCII without spaces, as a header can bear."""
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PRIORITY = re.compile(r"-?[0-9]{1,9}")
+_SHARE = re.compile(r"[1-9][0-9]{0,2}")
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class ApiKey:
     tenant:   who has it: its requests are this tenant's, and it may ask for nothing else; empty: an operator, who may
               do anything
     priority: the most urgent one that its requests have, of which lower ones go first; None: any
+    share:    of engines, beside a tenant that has one: see `headwise.prompt_turns`
     """
 
     key: str = field(repr=False)
     tenant: str = ""
     priority: int | None = None
+    share: int = 1
 
 
 def read_keys(key: str, file: str) -> list[ApiKey]:
@@ -45,7 +48,11 @@ def read_keys(key: str, file: str) -> list[ApiKey]:
         raise ConfigError(f"{len(lines)} API keys are given; at most {MAX_KEYS} are allowed")
     keys = [_parse(number, line.split()) for number, line in enumerate(lines, 1)]
     if len({each.key for each in keys}) < len(set(keys)):
-        raise ConfigError("an API key is given twice, and once as another tenant's or with another priority")
+        raise ConfigError("an API key is given twice, and once as another tenant's or with another priority or share")
+    shares: dict[str, int] = {}
+    for each in keys:
+        if each.tenant and shares.setdefault(each.tenant, each.share) != each.share:
+            raise ConfigError(f"tenant {each.tenant} has keys with other shares: give all of them the same")
     return keys
 
 
@@ -129,21 +136,23 @@ def _parse(number: int, line: list[str]) -> ApiKey:
     key, *words = line or [""]
     if not _KEY.fullmatch(key):
         raise ConfigError(f"API key {number} must have 8 to 512 characters: letters, digits and signs, no spaces")
-    tenant, priority = "", None
+    tenant, priority, share = "", None, None
     for word in words:
         name, _, value = word.partition("=")
         if name == "tenant" and not tenant and _TENANT.fullmatch(value):
             tenant = value
         elif name == "priority" and priority is None and _PRIORITY.fullmatch(value):
             priority = int(value)
+        elif name == "share" and share is None and _SHARE.fullmatch(value):
+            share = int(value)
         else:
             raise ConfigError(
-                f"API key {number}: behind a key come tenant=NAME (1 to 64 letters, digits, '.', '_' and '-') and "
-                "priority=N, each once"
+                f"API key {number}: behind a key come tenant=NAME (1 to 64 letters, digits, '.', '_' and '-'), "
+                "priority=N and share=N (1 to 999), each once"
             )
-    if priority is not None and not tenant:
-        raise ConfigError(f"API key {number} has a priority and no tenant: an operator's requests may have any")
-    return ApiKey(key, tenant, priority)
+    if not tenant and (priority is not None or share is not None):
+        raise ConfigError(f"API key {number} has a priority or share and no tenant: an operator's requests have any")
+    return ApiKey(key, tenant, priority, share or 1)
 
 
 def _read_file(path: Path) -> list[str]:

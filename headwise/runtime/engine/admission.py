@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.prefix_match import PrefixMatch
-from headwise.prompt_turns import NONE_BESIDE, Beside, PromptTurns
+from headwise.prompt_turns import NONE_BESIDE, Beside, PromptTurns, ShareOf
 from headwise.runtime.engine.followers import Followers, Shared
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.pipeline_shares import PipelineShares
@@ -87,7 +87,7 @@ class Admission:
         """Of one that waits for others, too, before it gets its turn: that of one alone."""
         if self._turns is None or sequence.beside is not None:
             return sequence.turn
-        return self._turns.turn(sequence.since, sequence.num_tokens)
+        return self._turns.turn(sequence.since, sequence.num_tokens, tenant=sequence.tenant)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """How many of a new sequence's tokens would not be computed."""
@@ -115,7 +115,7 @@ class Admission:
         if sequence.beside is None:
             sequence.beside = self._beside(sequence.tenant)
         sequence.lacking = sequence.num_tokens - (self.cached_tokens(sequence) if computed is None else computed)
-        sequence.turn = self._turns.turn(sequence.since, sequence.lacking, sequence.beside)
+        sequence.turn = self._turns.turn(sequence.since, sequence.lacking, sequence.beside, sequence.tenant)
 
     def _beside(self, tenant: str) -> Beside:
         """A tenant's prompts that are computed, or wait for that alone."""
@@ -128,7 +128,13 @@ class Admission:
         """A step computes so many tokens of prompts."""
         if self._turns is not None and tokens:
             prompts, _ = self._running.prompts()
-            self._turns.computed(tokens, self.waiting.present.parts([sequence.tenant for sequence in prompts]))
+            tenants = [sequence.tenant for sequence in prompts]
+            self._turns.computed(tokens, self.waiting.present.parts(tenants, self._turns.share_of))
+
+    def share_by(self, share_of: ShareOf) -> None:
+        """Tenants' prompts have these shares from now on."""
+        if self._turns is not None:
+            self._turns.share_of = share_of
 
     # ---- those that start ----
 

@@ -14,6 +14,7 @@ from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.kv_events import IndexUpdate
 from headwise.errors import InvalidRequestError, OverloadedError
+from headwise.prompt_turns import ShareOf
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.peer_blocks import exchange_with
@@ -522,6 +523,10 @@ class EngineCore:
         """What the attention store must hear of since the last call. To be called also while there is nothing to do."""
         self.resources.waiting.audit_storage(self._clock())
         return self.cache.drain_index_updates()
+
+    def share_by(self, share_of: ShareOf) -> None:
+        """Tenants' prompts have these shares of the engine from now on."""
+        self.resources.share_by(share_of)
 
     def load(self) -> EngineLoad:
         """What decides how soon a further request would be served here."""

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
-from headwise.prompt_turns import PromptTurns
+from headwise.prompt_turns import PromptTurns, ShareOf
 from headwise.runtime.engine.admission import Admission
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.pipeline_shares import NO_PIPELINE, PipelineShares
@@ -116,6 +116,10 @@ class ResourceManager:
     def queued_tokens(self) -> int:
         """See `Admission`."""
         return self._admission.queued_tokens()
+
+    def share_by(self, share_of: ShareOf) -> None:
+        """See `Admission`."""
+        self._admission.share_by(share_of)
 
     def waiting_prompts(self) -> WaitingPrompts | None:
         """See `Admission`."""

@@ -293,6 +293,7 @@ class EngineServer:
         return bool(deltas)
 
     def _attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes] | HasFileno]) -> None:
+        core.share_by(self._users.share_of)
         self._requests.core, self._core_sockets = core, sockets
         if self._reports is not None:
             self._reports.hurry()

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from headwise.priority_queue import Order, PriorityQueue
-from headwise.prompt_turns import NONE_BESIDE, Beside, Present, PromptTurns
+from headwise.prompt_turns import NONE_BESIDE, Beside, Present, PromptTurns, ShareOf, equal_shares
 from headwise.runtime.frontend.index_view import LOOKUP_TIMEOUT_S, IndexView
 from headwise.runtime.frontend.preprocessing_pool import PreparedRequest
 from headwise.runtime.frontend.routing import Matches, RoutedRequest, Router
 from headwise.runtime.frontend.routing.base import TYPICAL_OUTPUT, Choice
 
-AHEAD_S, LOOKED_AT = 0.02, 16
+AHEAD_S, LOOKED_AT = 0.05, 16
 """How often it is looked whether of the next so many in the queue some go to engines that have no room."""
 
 
@@ -100,9 +100,11 @@ class Dispatcher:
     those that have to wait the index is asked for that, once; until it answers, they lack everything.
     """
 
-    def __init__(self, router: Router, index: IndexView, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, router: Router, index: IndexView, clock: Callable[[], float], share_of: ShareOf = equal_shares
+    ) -> None:
         self._router, self._index, self._clock = router, index, clock
-        self._turns = PromptTurns() if router.options.fair_prompts else None
+        self._turns = PromptTurns(share_of) if router.options.fair_prompts else None
         self._present = Present()  # those that wait for an engine, the index being asked about them or not
         self._unknown: list[PendingCall] = []  # of which was not asked yet what they lack
         self._estimating: dict[int, PendingCall] = {}  # of which it was, by the index's key, oldest first
@@ -147,7 +149,7 @@ class Dispatcher:
         """Queue a call that lacks so many tokens."""
         call.lacking = lacking
         if self._turns is not None:
-            call.turn = self._turns.turn(call.came, lacking, call.beside)
+            call.turn = self._turns.turn(call.came, lacking, call.beside, call.owner)
         self._present.add(call.owner, lacking)
         self._queue.push(call.order, call)
 
@@ -296,13 +298,12 @@ class Dispatcher:
         if choice is None:
             return False
         if self._turns is not None:
-            self._turns.computed(call.lacking, self._present.parts())
+            self._turns.computed(call.lacking, self._present.parts((), self._turns.share_of))
         self._is_through(call)
         self._outcomes.append(Dispatched(call, choice))
         return True
 
-    @staticmethod
-    def _routed(call: PendingCall) -> RoutedRequest:
+    def _routed(self, call: PendingCall) -> RoutedRequest:
         assert call.prepared is not None
         request = call.prepared.request
         left = (request.sampling.max_tokens or TYPICAL_OUTPUT) - len(request.output_token_ids)
@@ -317,4 +318,5 @@ class Dispatcher:
             call.rank[0],
             call.owner,
             call.lacking,
+            1.0 if self._turns is None or not call.owner else self._turns.share_of(call.owner),
         )

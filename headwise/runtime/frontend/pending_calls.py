@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, NotReadyError, OverloadedError
+from headwise.prompt_turns import ShareOf
 from headwise.runtime.frontend.client_socket import Send
 from headwise.runtime.frontend.dispatcher import Dispatched, Dispatcher, PendingCall
 from headwise.runtime.frontend.fleet_view import FleetView
@@ -63,6 +64,7 @@ class PendingCalls:
     size:       see `SchedulerServer`
     max_queued: calls being prepared or waiting for an engine; more are refused with `OverloadedError`
     hold_s:     longest wait of a call while no engine reports
+    share_of:   of tenants
     """
 
     def __init__(
@@ -78,12 +80,13 @@ class PendingCalls:
         size: Callable[[Any, Any], int],
         max_queued: int,
         hold_s: float,
+        share_of: ShareOf,
     ) -> None:
         self._router, self._fleet = router, fleet
         self._preprocessor, self._pool = preprocessor, pool
         self._clock, self._send = clock, send
         self._size, self._max_queued, self._hold_s = size, max_queued, hold_s
-        self._dispatcher = Dispatcher(router, index, clock)
+        self._dispatcher = Dispatcher(router, index, clock, share_of)
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[bytes, int], PendingCall] = {}
         self._senders, self._tenants = Senders(), TenantCounts()

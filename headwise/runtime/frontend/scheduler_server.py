@@ -143,6 +143,7 @@ class SchedulerServer:
             size=size,
             max_queued=max_queued,
             hold_s=hold_s,
+            share_of=self._let_in.share_of,
         )
         self._handlers: dict[type, Callable[[bytes, Any], None]] = {
             Route: self._calls.route,

@@ -33,10 +33,12 @@ class Tenant:
 
     name:     by which its requests are known, whoever sends them by whichever of its keys
     priority: the most urgent one that they have, of which lower ones go first
+    share:    parts that they have together where they wait, beside others' one
     """
 
     name: str
     priority: int = ANY_PRIORITY
+    share: int = 1
 
     def at_most(self, priority: int) -> int:
         """The priority of a request that asks for this one."""
@@ -60,6 +62,14 @@ class Users:
     def version(self) -> str:
         """Tells these users from others."""
         return hashlib.sha256(repr(sorted(self.by_key.items())).encode()).hexdigest()[:16]
+
+    def share_of(self, tenant: str) -> float:
+        """See `Tenant`; 1 of who is none of them."""
+        return self._shares.get(tenant, 1)
+
+    @cached_property
+    def _shares(self) -> dict[str, int]:
+        return {tenant.name: tenant.share for tenant in self.by_key.values() if tenant is not None}
 
     def as_sent(self, message: Any, key: str) -> Any:
         """A client's message as it counts where it comes by this key: a tenant's are the tenant's, and what is for
@@ -107,6 +117,10 @@ class LetIn:
         if users is not None and users != self.users:
             self.users = users
             self._listener.allow(users.by_key)
+
+    def share_of(self, tenant: str) -> float:
+        """See `Users`: of those of now."""
+        return self.users.share_of(tenant)
 
     def as_sent(self, message: Any) -> Any:
         """The message that the listener returned last, as it counts: see `Users`."""

@@ -13,6 +13,9 @@ from headwise.units import parse_pairs
 MOST_TEXT = {"version": 256, "model": 4096, "adapters": 1 << 15}
 """Characters, by the field of `Weights`, which engines report twice a second: of 64 adapters, each with a path."""
 
+MOST_CHANGES = 128
+"""Adapters that come or go at once."""
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -65,6 +68,10 @@ class AdapterChanges:
 
     def made_to(self, adapters: str) -> str:
         """What there are then. Raises `InvalidRequestError`: one that is to go is not there."""
+        if len(self.add) + len(self.drop) > MOST_CHANGES:
+            raise InvalidRequestError(
+                f"{len(self.add) + len(self.drop)} adapters come or go; at most {MOST_CHANGES} do"
+            )
         known = parse_pairs(adapters, "")
         for name in self.drop:
             if known.pop(name, None) is None:

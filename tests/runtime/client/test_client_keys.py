@@ -148,7 +148,7 @@ def test_the_deployment_s_own_clients_need_no_api_key(deployment: Deployment) ->
 
 # ---- tenants ----
 
-TENANTS = {client_key("sk-carol-0003"): Tenant("carol"), client_key("sk-dave-00004"): Tenant("dave", 5)}
+TENANTS = {client_key("sk-carol-0003"): Tenant("carol"), client_key("sk-dave-00004"): Tenant("dave", 5, 3)}
 OF_TENANTS = replace(KEYS, users=Users({**KEYS.users.by_key, **TENANTS}))
 
 
@@ -195,6 +195,7 @@ def test_a_request_is_that_tenant_s_whose_key_it_comes_by(
 ) -> None:
     request = seen(shared, shared_core, ClientKeys(SERVER, token), **said)
     assert (request.tenant, request.priority) == (tenant, priority)
+    assert shared_core.share_of(request.tenant) == (3 if tenant == "dave" else 1)
 
 
 def test_who_goes_straight_to_an_engine_is_the_tenant_there_too(shared: Deployment, shared_core: ScriptedCore) -> None:

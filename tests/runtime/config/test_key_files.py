@@ -24,14 +24,16 @@ def test_keys_come_from_the_flag_and_from_lines_of_a_file(tmp_path: Path) -> Non
 
 def test_behind_a_key_stands_whose_it_is(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("sk-first-0001 tenant=a\nsk-second-002\tpriority=5  tenant=team_b.2\nsk-first-0001 tenant=a\n")
-    first, second, again = read_keys("", str(file))
-    assert (first, second) == (ApiKey("sk-first-0001", "a"), ApiKey("sk-second-002", "team_b.2", 5))
-    assert again == first
-    assert "sk-first" not in repr(first)
+    file.write_text(
+        "sk-first-0001 tenant=a\nsk-second-002\tpriority=5  tenant=team_b.2 share=40\nsk-first-0001 tenant=a\n"
+    )
+    one, other, again = read_keys("", str(file))
+    assert (one, other) == (ApiKey("sk-first-0001", "a"), ApiKey("sk-second-002", "team_b.2", 5, 40))
+    assert again == one
+    assert "sk-first" not in repr(one)
 
 
-BEHIND = "API key 1: behind a key come tenant=NAME .* and priority=N, each once"
+BEHIND = "API key 1: behind a key come tenant=NAME .*, priority=N and share=N .*, each once"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,12 @@ BEHIND = "API key 1: behind a key come tenant=NAME .* and priority=N, each once"
         ("sk-first-0001 tenant=a tenant=b", BEHIND),
         ("sk-first-0001 tenant=a priority=high", BEHIND),
         (f"sk-first-0001 tenant={'a' * 65}", BEHIND),
-        ("sk-first-0001 priority=1", "API key 1 has a priority and no tenant"),
+        ("sk-first-0001 tenant=a share=0", BEHIND),
+        ("sk-first-0001 tenant=a share=1.5", BEHIND),
+        ("sk-first-0001 tenant=a share=1000", BEHIND),
+        ("sk-first-0001 priority=1", "API key 1 has a priority or share and no tenant"),
+        ("sk-first-0001 share=2", "API key 1 has a priority or share and no tenant"),
+        ("sk-first-0001 tenant=a share=2\nsk-second-002 tenant=a", "tenant a has keys with other shares"),
         ("sk-first-0001 tenant=a\nsk-first-0001 tenant=b", "given twice, and once as another tenant's"),
         ("sk-first-0001 tenant=a\nsk-first-0001", "given twice, and once as another tenant's"),
     ],

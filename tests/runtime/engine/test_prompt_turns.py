@@ -112,6 +112,17 @@ def test_a_long_prompt_waits_for_what_others_of_its_tenant_lack_and_a_short_one_
     assert turns.turn(0, 8, Beside(3, 3 * 1000)) == 32
 
 
+def test_who_has_a_share_of_three_gets_three_times_as_much() -> None:
+    turns, there = PromptTurns({"a": 3.0, "b": 1.0}.__getitem__), Present()
+    for tenant in ["a"] * 30 + ["b"] * 30 + [""]:
+        there.add(tenant, 5)
+    turns.computed(50, there.parts((), turns.share_of))
+    assert turns.now == 10
+    assert turns.turn(0, 6, Beside(2, 12), "a") == 6
+    assert turns.turn(0, 6, Beside(2, 12), "b") == 18
+    assert turns.turn(0, 6, tenant="") == 6
+
+
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 50))))
 def test_who_is_there_is_what_came_and_did_not_go(prompts: list[tuple[str, int]]) -> None:
     there = Present()
@@ -223,6 +234,28 @@ def test_who_sends_many_prompts_has_no_more_of_an_engine_than_who_sends_one_afte
     rest = [name for name in ended(engine) if name.startswith("a")]
     assert rest == sorted(rest, key=lambda name: int(name[1:])), "of one tenant who came first"
     assert not engine.resources.waiting.present.tenants
+
+
+def test_tenants_have_of_an_engine_what_their_shares_say() -> None:
+    """Both have always ten prompts there."""
+    engine, _ = make_engine(num_blocks=1024, max_rows=4, async_scheduling=False)
+    engine.share_by({"a": 3.0, "b": 1.0}.__getitem__)
+    numbers = count()
+
+    def add(whose: str) -> None:
+        number = next(numbers)
+        asked = request(f"{whose}{number}", [1 + number % 50, 1 + number // 50, *[7] * 14], 1)
+        engine.add(replace(asked, tenant=whose))
+
+    for whose in "ab" * 10:
+        add(whose)
+    found = list[str]()
+    while len(found) < 60:
+        for delta in engine.step(None):
+            if delta.finish_reason is not None:
+                found.append(delta.request_id[0])
+                add(found[-1])
+    assert 41 <= found.count("a") <= 49, found
 
 
 def test_what_is_given_up_while_it_waits_is_not_there_any_more() -> None:

@@ -55,6 +55,7 @@ from headwise.runtime.protocol.messages import (
     Withdraw,
 )
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams, as_token_ids, owner_digest
+from headwise.runtime.protocol.users import Tenant, Users
 from headwise.sockets.pieces import split
 from headwise.storage.index.messages import IndexStats, Matches
 
@@ -478,6 +479,16 @@ def test_who_is_on_behalf_of_a_tenant_is_the_tenant_whatever_salts_it_has(make: 
     tenants = {**dict.fromkeys(range(1, 12), "many"), 12: "one"}
     order = in_the_order_in_which_they_go(deployment, deployment.peer(), texts, cache_salt=salts, tenant=tenants)
     assert order.index(12) <= 1
+
+
+def test_a_tenant_with_a_share_of_three_has_three_go_for_each_one_of_another(make: Make) -> None:
+    users = Users({"of many": Tenant("many", share=3), "of few": Tenant("few")})
+    deployment = make(routing={"engine_queue": 1, "fair_prompts": True}, users=users)
+    texts = {key: f"{key:<8}" for key in range(1, 17)}
+    tenants = {key: "many" if key <= 12 else "few" for key in texts}
+    order = in_the_order_in_which_they_go(deployment, deployment.peer(), texts, tenant=tenants)
+    assert 5 <= sum(key <= 12 for key in order[:8]) <= 7
+    assert 8 <= sum(key <= 12 for key in order[:12]) <= 10
 
 
 def test_what_an_engine_has_of_a_prompt_that_waits_does_not_count(make: Make) -> None:

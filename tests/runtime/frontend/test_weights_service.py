@@ -140,6 +140,8 @@ def test_adapters_come_to_those_of_the_configuration_and_then_to_those_that_ther
 def test_changes_that_cannot_be_made_are_the_caller_s_error(scheduler: Scheduler) -> None:
     scheduler.change("one", drop=("nobody",))
     assert "there is no adapter 'nobody' that could go; there are: first, other" in str(scheduler.error())
+    scheduler.change("one", **{f"x{number}": "/x" for number in range(200)})
+    assert "200 adapters come or go; at most 128 do at once" in str(scheduler.error())
     scheduler.change("one", long="/" * MOST_TEXT["adapters"])
     assert "adapters of weights has" in str(scheduler.error())
     scheduler.change("one", sql="/sql")

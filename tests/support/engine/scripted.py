@@ -10,6 +10,7 @@ from typing import Any
 from support.waiting import eventually
 
 from headwise.errors import ConfigError, OverloadedError
+from headwise.prompt_turns import ShareOf
 from headwise.runtime.engine.arriving_embeds import ArrivingEmbeds
 from headwise.runtime.engine.operations import Operation
 from headwise.runtime.engine.peers.base import Takers
@@ -136,6 +137,9 @@ class ScriptedCore:
 
     def stats(self) -> dict[str, Any]:
         return {"live": len(self.live)}
+
+    def share_by(self, share_of: ShareOf) -> None:
+        self.share_of = share_of
 
     def load(self) -> EngineLoad:
         return EngineLoad(running=len(self.live))

@@ -43,6 +43,7 @@ class RoutedRequest:
     lost_at:    when the router was told of that loss
     priority, owner: of `GenerateRequest`
     lacking:    of its tokens, those that no engine has, as far as that is known
+    share:      parts that its owner's prompts have together
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class RoutedRequest:
     priority: int = 0
     owner: str = ""
     lacking: int = 0
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

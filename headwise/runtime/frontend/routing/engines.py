@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.prompt_turns import NONE_BESIDE, Beside, PromptTurns
+from headwise.prompt_turns import NONE_BESIDE, Beside, Present, turn_of
 from headwise.runtime.frontend.routing.base import (
     PLACES_AHEAD,
     RESERVATION_S,
@@ -60,6 +60,8 @@ class Engine:
     suspicion_noted_at: when a fault line was last written about a client's wrong report
     began:        when the first status of its epoch came
     restarts:     epochs that followed the first one that was seen
+    waiting:      prompts that wait there, as its last status tells
+    coming:       those that are on their way, by the digests of their owners
     """
 
     status: EngineStatus
@@ -72,10 +74,21 @@ class Engine:
     restarts: int = 0
     is_silent: bool = False
     is_given_up: bool = False
+    waiting: Mapping[str, Beside] = field(default_factory=dict)
+    coming: Present = field(default_factory=Present)
+
+    def beside(self, owner: str) -> Beside:
+        """What this owner has there, or on its way, by the digest of its name; empty: nobody's has nothing beside."""
+        if not owner:
+            return NONE_BESIDE
+        here, coming = self.waiting.get(owner, NONE_BESIDE), self.coming.of(owner)
+        return Beside(here.prompts + coming.prompts, here.tokens + coming.tokens)
 
 
 @dataclass(frozen=True)
 class _Reservation:
+    """owner: by the digest of its name"""
+
     engine: str
     tokens: int
     until: float
@@ -190,6 +203,8 @@ class EngineTable:
         if status.work.device_resets != engine.status.work.device_resets:
             self.forget_cache(row)
         engine.status, engine.is_silent, engine.is_given_up = status, False, False
+        told = () if status.work.prompts is None else status.work.prompts.beside
+        engine.waiting = {owner: Beside(*counts) for owner, *counts in told}
         engine.suspected_at = None
         if engine.lost_at is not None and now - engine.lost_at > IN_FLIGHT_S:
             engine.lost_at = None
@@ -207,7 +222,7 @@ class EngineTable:
             held = self._reservations.get(request_id)
             if held is not None and held.engine == status.engine:
                 del self._reservations[request_id]
-                self.reserved[row] -= 1
+                self._arrived(held)
 
     def _derive(self, row: int) -> None:
         """Compute the columns that depend on statuses only."""
@@ -372,7 +387,9 @@ class EngineTable:
         owner: of `GenerateRequest`
         """
         self._release(request_id)
-        self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S, owner)
+        digest = owner_digest(owner) if owner else ""
+        self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S, digest)
+        self.engines[row].coming.add(digest, tokens)
         self.reserved[row] += 1
         own_s = float(tokens * self.prefill_token_s[row])
         self.ready_at[row] = max(self.ready_at[row], now) + own_s
@@ -390,9 +407,15 @@ class EngineTable:
     def _release(self, request_id: str) -> None:
         reservation = self._reservations.pop(request_id, None)
         if reservation is not None:
-            row = self.rows[reservation.engine]
-            self.reserved[row] -= 1
+            row = self._arrived(reservation)
             self.ready_at[row] -= reservation.tokens * self.prefill_token_s[row]
+
+    def _arrived(self, reservation: _Reservation) -> int:
+        """It is none any more. Returns its engine's row."""
+        row = self.rows[reservation.engine]
+        self.reserved[row] -= 1
+        self.engines[row].coming.remove(reservation.owner, reservation.tokens)
+        return row
 
     def expire(self, now: float) -> None:
         """End reservations that no status has confirmed in time, and forget blocks expected long ago."""
@@ -416,28 +439,19 @@ class EngineTable:
     def places(self, request: RoutedRequest) -> Column:
         """How many more requests each engine takes while one of them is this one: one that has no room left has places
         for those that would go before most of what waits there. Not more than 0 where there is none."""
-        left = self.room - self.reserved
-        ahead = [full and self._goes_before_most(request, row) for row, full in enumerate(left <= 0)]
+        left, owner = self.room - self.reserved, owner_digest(request.owner) if request.owner else ""
+        ahead = [full and self._goes_before_most(request, owner, row) for row, full in enumerate(left <= 0)]
         return left + np.array(ahead, np.float64) * max(1.0, self._options.engine_queue * PLACES_AHEAD // 1)
 
-    def _goes_before_most(self, request: RoutedRequest, row: int) -> bool:
+    def _goes_before_most(self, request: RoutedRequest, owner: str, row: int) -> bool:
         """Whether that is the request's place in the order in which this row's engine begins prompts."""
-        waiting = self.engines[row].status.work.prompts
+        engine, turn = self.engines[row], 0.0
+        waiting = engine.status.work.prompts
         if waiting is None:
             return False
-        turn = 0.0
         if self._options.fair_prompts:
-            turn = PromptTurns.turn(0.0, request.lacking, self._beside(request.owner, row))
+            turn = turn_of(0.0, request.lacking, engine.beside(owner), request.share)
         return (request.priority, turn) < (waiting.priority, waiting.turn)
-
-    def _beside(self, owner: str, row: int) -> Beside:
-        """What this owner has at this row's engine: what waits there, and what is on its way."""
-        if not owner:
-            return NONE_BESIDE
-        waiting, name, digest = self.engines[row].status.work.prompts, self.names[row], owner_digest(owner)
-        told = [each[1:] for each in (() if waiting is None else waiting.beside) if each[0] == digest]
-        sent = [(1, each.tokens) for each in self._reservations.values() if (each.owner, each.engine) == (owner, name)]
-        return Beside(*map(sum, zip(*told, *sent, strict=True))) if told or sent else NONE_BESIDE
 
     # ---- statistics ----
 
