@@ -68,10 +68,8 @@ class AdapterChanges:
 
     def made_to(self, adapters: str) -> str:
         """What there are then. Raises `InvalidRequestError`: one that is to go is not there."""
-        if len(self.add) + len(self.drop) > MOST_CHANGES:
-            raise InvalidRequestError(
-                f"{len(self.add) + len(self.drop)} adapters come or go; at most {MOST_CHANGES} do"
-            )
+        if (count := len(self.add) + len(self.drop)) > MOST_CHANGES:
+            raise InvalidRequestError(f"{count} adapters come or go; at most {MOST_CHANGES} do at once")
         known = parse_pairs(adapters, "")
         for name in self.drop:
             if known.pop(name, None) is None:
