@@ -439,7 +439,10 @@ class EngineTable:
     def places(self, request: RoutedRequest) -> Column:
         """How many more requests each engine takes while one of them is this one: one that has no room left has places
         for those that would go before most of what waits there. Not more than 0 where there is none."""
-        left, owner = self.room - self.reserved, owner_digest(request.owner) if request.owner else ""
+        left = self.room - self.reserved
+        if not len(left) or left.min() > 0.0:
+            return left
+        owner = owner_digest(request.owner) if request.owner else ""
         ahead = [full and self._goes_before_most(request, owner, row) for row, full in enumerate(left <= 0)]
         return left + np.array(ahead, np.float64) * max(1.0, self._options.engine_queue * PLACES_AHEAD // 1)
 
