@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -56,6 +57,8 @@ log = logging.getLogger(__name__)
 _WATCH_S = 1.0
 _LAST_WORDS_S = 5.0
 """Time for the driver to learn why the process ends, before it ends."""
+_LOOK_S = 0.1
+"""Between two looks at whether there are workers again."""
 _ROOM_S = 1.0
 """Longest wait for storage to say how much room it has, when the engine is to go."""
 _REACH_S = 10.0
@@ -231,7 +234,7 @@ class Engine:
             self._config.tp_size,
         )
         flusher = self._flusher
-        self._follower = WeightsFollower(self._read_weights, self._new, self._have_changed)
+        self._follower = WeightsFollower(self._read_new_weights, self._new, self._have_changed)
         self._server = listen_at_free_port(
             address,
             node_address(),
@@ -262,10 +265,18 @@ class Engine:
         if weights == FIRST:
             return card
         self._at_hand.have(weights.model, weights.adapters)
-        group = self._group
-        if group is not None:
-            group.have_weights(weights)
         return with_weights(card, self._config, weights.model, weights.adapters)
+
+    def _read_new_weights(self, weights: Weights) -> ModelCard:
+        """The same, once the nodes of all ranks have them, too. Raises likewise."""
+        card = self._read_weights(weights)
+        while self._config.copy_weights and not self._stopping.wait(_LOOK_S):
+            group = self._group
+            with suppress(EngineDiedError):  # its successor is asked
+                if group is not None:
+                    group.have_weights(weights)
+                    break
+        return card
 
     def _have_changed(self, new: NewWeights) -> None:
         """On the server's thread: the next workers start with these, too."""

@@ -154,7 +154,8 @@ class WorkerGroup:
             raise EngineDiedError(f"a worker died as soon as it was ready: {cause_of(error)}") from None
 
     def have_weights(self, weights: Weights) -> None:
-        """Return when all nodes of the ranks have them; raises what keeps one from it."""
+        """Return when all nodes of the ranks have them; raises what keeps one from it, and `EngineDiedError` if it is
+        no more."""
         if self._is_across:
             asked = [worker.have_weights.remote(weights.model, weights.adapters) for worker in self._workers]
             try:
@@ -162,7 +163,7 @@ class WorkerGroup:
             except ray.exceptions.RayTaskError as error:
                 raise (error.cause if isinstance(error.cause, HeadwiseError) else ModelError(cause_of(error))) from None
             except ray.exceptions.RayError as error:
-                raise ModelError(f"a rank is no more that was to have them: {cause_of(error)}") from None
+                raise EngineDiedError(f"a rank that was to have weights is no more: {cause_of(error)}") from None
 
     def keep_weights(self, weights: Weights) -> None:
         """Their nodes need no others from now on."""
