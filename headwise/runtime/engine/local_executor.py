@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.executor import Worker, death, exports_of_all
@@ -21,7 +21,9 @@ class LocalExecutor:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headwise-worker")
-        self._batches: SimpleQueue[BatchRequest] = SimpleQueue()
+        # No SimpleQueue: its `get` with a timeout waits for ever if the thread loses its core for as long just before
+        # (CPython 3.11: what is left of the timeout is negative then, which means none).
+        self._batches: Queue[BatchRequest] = Queue()
         self._results: SimpleQueue[StepResult] = SimpleQueue()
         self._runner = StepRunner(worker.begin, self._take, self._results.put)
         self._steps: deque[Future[StepResult]] = deque()
