@@ -39,7 +39,7 @@ NONE_BESIDE = Beside()
 
 
 ShareOf = Callable[[str], float]
-"""How many parts a tenant's prompts have together; 1 of one that nothing is said of."""
+"""How many parts a tenant's prompts have together; 1 of one that nothing is said of, and of nobody's."""
 
 
 def equal_shares(tenant: str) -> float:
@@ -70,7 +70,7 @@ class PromptTurns:
 
     def turn(self, since: float, lacking: int, beside: Beside = NONE_BESIDE, tenant: str = "") -> float:
         """See `turn_of`. tenant: whose prompt it is; empty: nobody's"""
-        return turn_of(since, lacking, beside, self.share_of(tenant) if tenant else 1.0)
+        return turn_of(since, lacking, beside, self.share_of(tenant))
 
     def computed(self, tokens: int, parts: float) -> None:
         """So many tokens are computed, while prompts have so many parts: see `Present`."""

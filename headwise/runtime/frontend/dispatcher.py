@@ -261,7 +261,8 @@ class Dispatcher:
         for _ in range(min(LOOKED_AT, len(self._queue))):
             call = self._queue.pop()
             routed = self._routed(call)
-            goes = self._router.places(routed, now) > len(self._asking) and self._router.can_take(routed, now)
+            goes = self._router.places(routed, now) > len(self._asking)
+            goes = goes and (not call.lost or self._router.can_take(routed, now))
             if not goes or not self._send(call):
                 passed_over.append(call)
         return passed_over
@@ -318,5 +319,5 @@ class Dispatcher:
             call.rank[0],
             call.owner,
             call.lacking,
-            1.0 if self._turns is None or not call.owner else self._turns.share_of(call.owner),
+            1.0 if self._turns is None else self._turns.share_of(call.owner),
         )

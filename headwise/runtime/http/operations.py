@@ -61,7 +61,7 @@ class Operations:
     """The endpoints. A tenant's key is refused. What is asked for is done one after the other.
 
     read:    a request's body
-    changed: called once something has been
+    changed: called once weights or adapters have been
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Operations:
                 "place",
                 "lora_name",
             )
-        await self._do(lambda: self._client.update_weights(add_adapters={body.lora_name: body.lora_path}))
+        await self._update(add_adapters={body.lora_name: body.lora_path})
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
@@ -100,12 +100,12 @@ class Operations:
         self._view.expire()
         if body.lora_name not in (await self._view.stats())["weights"]["adapters"]:
             raise ApiError(404, f"there is no adapter {body.lora_name!r:.80}", param="lora_name", code="not_found")
-        await self._do(lambda: self._client.update_weights(drop_adapters=[body.lora_name]))
+        await self._update(drop_adapters=[body.lora_name])
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def update_weights(self, request: Request) -> Response:
         body = await self._body(request, WeightsBody)
-        return JSONResponse({"version": await self._do(lambda: self._client.update_weights(**body.model_dump()))})
+        return JSONResponse({"version": await self._update(**body.model_dump())})
 
     async def sleep(self, request: Request) -> Response:
         """Whatever ``level`` says: weights go, and what is cached goes to the host."""
@@ -137,6 +137,14 @@ class Operations:
         _check_operator(request)
         return parse(kind, await self._read(request))
 
+    async def _update(self, **asked: Any) -> str:
+        """Who asks for a new adapter next finds it."""
+        try:
+            return await self._do(lambda: self._client.update_weights(**asked))
+        finally:
+            self._view.expire()
+            await self._changed()
+
     async def _do(self, operation: Callable[[], Found]) -> Found:
         """Raises `ApiError` for what cannot be had; other errors are the deployment's."""
         async with self._one_at_a_time:
@@ -144,9 +152,6 @@ class Operations:
                 return await asyncio.to_thread(operation)
             except (ConfigError, ModelError, InvalidRequestError) as error:
                 raise invalid(str(error), None) from None
-            finally:
-                self._view.expire()
-                await self._changed()
 
 
 def _check_operator(request: Request) -> None:

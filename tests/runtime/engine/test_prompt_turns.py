@@ -113,7 +113,7 @@ def test_a_long_prompt_waits_for_what_others_of_its_tenant_lack_and_a_short_one_
 
 
 def test_who_has_a_share_of_three_gets_three_times_as_much() -> None:
-    turns, there = PromptTurns({"a": 3.0, "b": 1.0}.__getitem__), Present()
+    turns, there = PromptTurns({"": 1.0, "a": 3.0, "b": 1.0}.__getitem__), Present()
     for tenant in ["a"] * 30 + ["b"] * 30 + [""]:
         there.add(tenant, 5)
     turns.computed(50, there.parts((), turns.share_of))

@@ -17,10 +17,6 @@ RESERVATION_S = 5.0
 TYPICAL_OUTPUT = 256
 """Assumed tokens of an answer: the real number is not known beforehand, and ``max_tokens`` is often only a cap."""
 
-PLACES_AHEAD = 1 / 4
-"""Of ``engine_queue``: places at an engine that has no more, for requests that would go before most of what waits
-there. Else a few words, a tenant's first prompt, or what is urgent would wait here until the next of those begins."""
-
 EngineRole = Literal["mixed", "prefill", "decode"]
 """What an engine is for: whole requests; prompts that others decode; or requests whose prompts others compute, if they
 are long. Nothing but routing depends on it."""
@@ -91,7 +87,7 @@ class RouterOptions:
     policy:           ``cache_aware``, ``least_loaded`` or ``round_robin``
     block_size:       tokens of a block that is hashed
     blocks_per_token: blocks of an engine's pool that each token of a sequence takes, over all head groups
-    engine_queue:     an engine with so many waiting requests gets no more, but for those of `PLACES_AHEAD`
+    engine_queue:     an engine with so many waiting requests gets no more, but for those of `places_ahead`
     max_num_seqs:     sequences that an engine runs at once
     step_tokens:      tokens that an engine computes in a step
     engine_timeout_s: an engine that is silent for so long is replaced
@@ -112,3 +108,9 @@ class RouterOptions:
     peer_loads: bool = False
     fair_prompts: bool = False
     local_tokens: int = 256
+
+    @property
+    def places_ahead(self) -> int:
+        """Places at an engine that has no room left, for requests that would go before most of what waits there: else
+        a few words, a tenant's first prompt, or what is urgent would wait here until the next of those begins."""
+        return max(1, self.engine_queue // 4)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from headwise.prompt_turns import NONE_BESIDE, Beside, Present, turn_of
 from headwise.runtime.frontend.routing.base import (
-    PLACES_AHEAD,
     RESERVATION_S,
     STATUS_TIMEOUT_S,
     TYPICAL_OUTPUT,
@@ -444,7 +443,7 @@ class EngineTable:
             return left
         owner = owner_digest(request.owner) if request.owner else ""
         ahead = [full and self._goes_before_most(request, owner, row) for row, full in enumerate(left <= 0)]
-        return left + np.array(ahead, np.float64) * max(1.0, self._options.engine_queue * PLACES_AHEAD // 1)
+        return left + np.array(ahead, np.float64) * self._options.places_ahead
 
     def _goes_before_most(self, request: RoutedRequest, owner: str, row: int) -> bool:
         """Whether that is the request's place in the order in which this row's engine begins prompts."""
