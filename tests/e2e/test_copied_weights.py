@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 from support.lora import write_both
 from support.nodes import NODE_MARKS, Node, Nodes
 from support.tiny_checkpoints import checkpoint
@@ -120,4 +121,9 @@ def test_stages_on_several_nodes_have_them_before_requests_pause(
     with Client(deployment.client_address, keys=deployment.client_keys) as client:
         client.update_weights(str(place / "3"), version="3")
         assert said(client) == {oracle(3)}
-    assert all(names(node, place) == ["3", f"3{MARK}"] for node in both)
+        assert all(names(node, place) == ["3", f"3{MARK}"] for node in both)
+        shutil.copytree(checkpoint("qwen3", 4), place / "4")
+        engine = deployment._supervisor.roles["engine-0"].handle
+        os.kill(ray.get(engine.worker_pids.remote())[1], signal.SIGKILL)
+        client.update_weights(str(place / "4"), version="4")  # while ranks are started again
+        assert said(client) == {oracle(4)}

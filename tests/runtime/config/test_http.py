@@ -57,6 +57,18 @@ def test_a_certificate_needs_its_key(files: dict[str, str]) -> None:
         EngineConfig(**files)
 
 
+@pytest.mark.parametrize("given", [{}, {"http": 8000}, {"api_key": KEY}])
+def test_operations_over_http_need_http_and_keys(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="http_operations need http, and API keys"):
+        EngineConfig(http_operations=True, **given)
+    assert EngineConfig(http_operations=True, http=8000, api_key=KEY).http_operations
+
+
+def test_weights_are_copied_only_where_others_are_taken() -> None:
+    with pytest.raises(ConfigError, match="copy_weights is for what is in weights_from"):
+        EngineConfig(copy_weights=True)
+
+
 @pytest.mark.parametrize("size", ["0", "10", "much"])
 def test_bodies_must_have_some_room(size: str) -> None:
     with pytest.raises(ConfigError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +41,19 @@ def test_all_have_them_when_the_client_is_told_and_a_stream_goes_on(world: World
     assert (after.token_ids, after.weights) == (before.token_ids, [(0, "one")])
     assert node.follower.naming.identity == "simulated 1"
     eventually(lambda: world.weights() == ["one", "one"])
+
+
+def test_by_the_command_adapters_come_and_go_one_by_one(world: World) -> None:
+    def update(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "headwise", "update-weights", "--address", world.address, *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    assert update("--add-adapters", "sql=/sql,chat=/chat", "--version", "one").stdout == "one\n"
+    assert update("--add-adapters", "sql=/new", "--drop-adapters", "chat").returncode == 0
+    assert {node.follower.weights.adapters for node in world.nodes} == {"sql=/new"}
+    refused = update("--drop-adapters", "chat")
+    assert "there is no adapter 'chat' that could go; there are: sql" in refused.stdout + refused.stderr
+    assert refused.returncode != 0
 
 
 def test_while_an_engine_reads_it_serves_on_by_what_it_has(world: World) -> None:
