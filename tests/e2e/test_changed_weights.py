@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from support.engine.ranks import Ranks
 from support.free_ports import free_ports
 from support.lora import write_both
+from support.small_engine import TINY
 from support.tiny_checkpoints import checkpoint
 from support.waiting import eventually
 
@@ -37,17 +38,7 @@ from headwise.runtime.protocol.weights import Weights
 
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(3, 250, 60)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-CONFIG = EngineConfig(
-    kv_cache="4MiB",
-    max_model_len=512,
-    block_size=8,
-    dtype="float32",
-    weights_dtype="float32",
-    kv_dtype="float32",
-    cpu_threads=1,
-    host_cache="4MiB",
-    write_policy="write_through",
-)
+CONFIG = replace(TINY, host_cache="4MiB", write_policy="write_through")
 
 
 def config(name: str, seed: int, cache: Path) -> EngineConfig:

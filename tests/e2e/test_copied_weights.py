@@ -14,10 +14,11 @@ import pytest
 import ray
 from support.lora import write_both
 from support.nodes import NODE_MARKS, Node, Nodes
+from support.small_engine import TINY
 from support.tiny_checkpoints import checkpoint
 from support.waiting import eventually
 
-from headwise import Client, EngineConfig, LocalEngine, SamplingParams
+from headwise import Client, LocalEngine, SamplingParams
 from headwise.actors.deployment import Deployment
 from headwise.errors import ModelError
 from headwise.runtime.loader.directory_copies import MARK
@@ -26,18 +27,12 @@ pytestmark = NODE_MARKS
 
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(3, 250, 60)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-CONFIG = EngineConfig(
+CONFIG = replace(
+    TINY,
     model=str(checkpoint("qwen3", 0)),
     port=0,
     host="0.0.0.0",
     standby=False,
-    kv_cache="4MiB",
-    max_model_len=512,
-    block_size=8,
-    dtype="float32",
-    weights_dtype="float32",
-    kv_dtype="float32",
-    cpu_threads=1,
     tokenizer_processes=1,
     engine_timeout_s=60.0,
 )

@@ -15,3 +15,14 @@ SMALL = EngineConfig(
     weights_dtype="gguf",  # `sure_answers` in a third of the time
     index_timeout_s=5.0,  # a machine that is busy may keep it from answering
 )
+
+TINY = EngineConfig(
+    kv_cache="4MiB",
+    max_model_len=512,
+    block_size=8,
+    dtype="float32",
+    weights_dtype="float32",
+    kv_dtype="float32",
+    cpu_threads=1,
+)
+"""Of tiny models, whose tokens are compared."""
